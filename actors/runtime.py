@@ -104,6 +104,11 @@ class ActorContext:
         with self._named((what, time.time() if since is None else since)):
             yield
 
+    @property
+    def misses(self) -> bool:
+        """Whether it waits for what only somebody outside can bring."""
+        return any(since is not None for _, since in self._waits)
+
     @contextlib.contextmanager
     def _named(self, wait: tuple[str, float | None]) -> Iterator[None]:
         self._waits.append(wait)

@@ -1,6 +1,6 @@
 """The batch log: which groups each optimiser step trains, written before it trains them.
 
-An append names the last sequence that its writer knows. If somebody else has written since, this
+An append names its writer's last sequence. If another writer has appended since, this
 learner is no longer the one that owns the job: it is fenced off and must end.
 """
 
@@ -64,7 +64,7 @@ class BatchLog:
         if (stored_seq := int(info["state"]["last_seq"])) != last_seq:
             raise FencedError(
                 f"another learner of job {self._scope.job} has written to the batch log: its last "
-                f"entry is {stored_seq}, this learner knows of {last_seq}",
+                f"entry is {stored_seq}, this learner's last one is {last_seq}",
                 hint="only one learner may run for a job: end this one",
             )
 

@@ -69,7 +69,7 @@ async def call_service(
     absent: BrokerError,
     waiting_for: str,
 ) -> R:
-    """Ask a service of the pool; raises `absent` when nobody answers for `absent_s`."""
+    """Call a service of the pool; raises `absent` without an answer for `absent_s`."""
     patience, deadline = (time.monotonic() + seconds for seconds in (absent_s, timeout_s))
     while True:
         try:
@@ -142,7 +142,7 @@ class SchedulerCalls:
     async def told_jobs(self, *, widest: bool = False, archived: bool = False) -> list[JobRecord]:
         """Return all jobs, newest first, those that wait with their place in the queue.
 
-        With `widest` an admin is told of everybody's; with `archived` of those that were, too.
+        `widest`: all users' jobs, for admins; `archived`: archived jobs, too.
         """
         records: list[JobRecord] = []
         after = ""

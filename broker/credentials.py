@@ -180,7 +180,7 @@ class Seal:
     def open(self, sealed: bytes, user: str) -> JobSecrets:
         """Return what a user has sealed.
 
-        Raises AuthError, without telling what is in it, for what nobody has sealed to this key
+        Raises AuthError, without the content, for text that was not sealed to this key
         or somebody else has sealed.
         """
         try:

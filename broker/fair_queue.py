@@ -1,4 +1,4 @@
-"""Runs the requests of many users in turn, and refuses a user who has too many.
+"""Runs the requests of many users in turn, and refuses a user's excess requests.
 
 Each user has a bounded number that run and a bounded number that wait; of those that wait the users
 take turns. So a flood of one user costs the others a turn each, never a place, and what a service
@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from typing import Any, NamedTuple
+
+from cachetools import LRUCache
 
 Work = Callable[[], Coroutine[Any, Any, None]]
 
@@ -149,6 +151,14 @@ class FairLock:
 MAX_KEYS = 10_000
 
 
+class _Bucket(NamedTuple):
+    """What is left of a key's burst, as of when, and the events refused since the last one."""
+
+    left: float
+    since: float
+    refused: int
+
+
 class Rates:
     """Lets `burst` events of a key through at once, and `per_s` of them in the long run."""
 
@@ -156,25 +166,19 @@ class Rates:
         """Know no key; of more than `max_keys` those heard of least lately are forgotten."""
         self._per_s = per_s
         self._burst = burst
-        self._max_keys = max_keys
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        self._left_out: dict[str, int] = {}
+        self._buckets: LRUCache[str, _Bucket] = LRUCache(max_keys)
 
     @property
     def num_keys(self) -> int:
         """How many keys are remembered."""
-        return max(len(self._left), len(self._left_out))
+        return len(self._buckets)
 
     def take(self, key: str, now: float) -> int | None:
         """Return None for an event over the bound, else how many of its key were before it."""
-        left, since = self._left.pop(key, (float(self._burst), now))
+        left, since, refused = self._buckets.get(key, _Bucket(float(self._burst), now, 0))
         left = min(left + (now - since) * self._per_s, float(self._burst))
-        allowed = left >= 1
-        self._left[key] = (left - 1 if allowed else left, now)
-        if len(self._left) > self._max_keys:
-            gone, _ = self._left.popitem(last=False)
-            self._left_out.pop(gone, None)
-        if not allowed:
-            self._left_out[key] = self._left_out.get(key, 0) + 1
+        if left < 1:
+            self._buckets[key] = _Bucket(left, now, refused + 1)
             return None
-        return self._left_out.pop(key, 0)
+        self._buckets[key] = _Bucket(left - 1, now, 0)
+        return refused

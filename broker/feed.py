@@ -1,4 +1,4 @@
-"""Metrics, events and log lines: from the actors of a job to whoever wants to follow it.
+"""Metrics, events and log lines, from the actors of a job to its followers.
 
 They are stored in two bounded streams whose oldest entries go first, so that a client that comes
 late, or comes back, sees what happened without it.
@@ -7,7 +7,7 @@ late, or comes back, sees what happened without it.
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -22,7 +22,7 @@ from ..schemas.wire.subjects import BUCKET_EVALS, JobScope
 from ..schemas.wire.trace import StepTrace
 from .client.connection import Broker
 from .client.nats_internals import MESSAGE_ID
-from .jetstream.direct_get import StoredMessage, StreamReader, get_all, get_batch
+from .jetstream.direct_get import StoredMessage, StreamReader, get_all, get_batch, get_last
 from .jetstream.kv import Bucket
 from .jetstream.streams import stream_info
 
@@ -109,8 +109,27 @@ async def _read_all(
         deadline_s=_API_DEADLINE_S,
         waiting_for=f"stream {stream}",
     )
-    parsed = (_parse(message, model) for message in messages)
-    return [message for message in parsed if message is not None]
+    return parse_all(messages, model)
+
+
+async def stored_metrics(
+    broker: Broker, scope: JobScope, from_seq: int = 1
+) -> AsyncGenerator[tuple[int, Metric], None]:
+    """Yield the sequence and the content of each metric stored by now, through a consumer.
+
+    For feeds too long for `read_metrics`. Malformed ones are left out and logged.
+    """
+    newest = await get_last(broker, scope.stream_feed, scope.metric)
+    if newest is None or newest.seq < from_seq:
+        return
+    reader = StreamReader(broker, scope.stream_feed, [scope.metric], from_seq=from_seq)
+    async with aclosing(reader.messages()) as messages:
+        async for message in messages:
+            metric = parse_message(message, Metric)
+            if metric is not None:
+                yield message.seq, metric
+            if message.seq >= newest.seq:
+                return
 
 
 async def follow(
@@ -131,13 +150,13 @@ async def follow(
     """
     queue: asyncio.Queue[FeedMessage] = asyncio.Queue(_QUEUE_LENGTH)
     readers = _readers(broker, scope, kinds, from_start)
-    for reader, _ in readers:
+    for reader in readers:
         await reader.start()
     if started is not None:
         started.set()
     tasks: set[asyncio.Task[object]] = {
-        asyncio.create_task(_pump(reader, parse, queue), name=f"follow {scope.key}")
-        for reader, parse in readers
+        asyncio.create_task(_pump(reader, scope, queue), name=f"follow {scope.key}")
+        for reader in readers
     }
     if stop is not None:
         tasks.add(asyncio.create_task(stop.wait(), name=f"end of following {scope.key}"))
@@ -153,7 +172,7 @@ async def follow(
 async def _next(
     queue: "asyncio.Queue[FeedMessage]", tasks: "set[asyncio.Task[object]]"
 ) -> FeedMessage | None:
-    """Return the next message, or None when it was told to stop; raise what a reader raised."""
+    """Return the next message, or None after a stop; raise what a reader raised."""
     if not queue.empty():
         return queue.get_nowait()
     getting = asyncio.create_task(queue.get())
@@ -169,38 +188,42 @@ async def _next(
         getting.cancel()
 
 
-async def _pump(
-    reader: StreamReader,
-    parse: Callable[[StoredMessage], FeedMessage | None],
-    queue: "asyncio.Queue[FeedMessage]",
-) -> None:
+async def _pump(reader: StreamReader, scope: JobScope, queue: "asyncio.Queue[FeedMessage]") -> None:
     async with aclosing(reader.messages()) as messages:
         async for stored in messages:
-            message = parse(stored)
+            message = parse_feed_message(stored, scope)
             if message is not None:
                 await queue.put(message)
 
 
 def _readers(
     broker: Broker, scope: JobScope, kinds: Collection[FeedKind], from_start: bool
-) -> list[tuple[StreamReader, Callable[[StoredMessage], FeedMessage | None]]]:
+) -> list[StreamReader]:
     first = 1 if from_start else None
-    models: dict[str, type[Metric | Event]] = {}
-    if "metric" in kinds:
-        models[scope.metric] = Metric
-    if "event" in kinds:
-        models[scope.event] = Event
-    readers: list[tuple[StreamReader, Callable[[StoredMessage], FeedMessage | None]]] = []
-    if models:
-        reader = StreamReader(broker, scope.stream_feed, list(models), from_seq=first)
-        readers.append((reader, lambda stored: _parse(stored, models[stored.subject])))
+    wanted = {"metric": scope.metric, "event": scope.event}
+    subjects = [subject for kind, subject in wanted.items() if kind in kinds]
+    readers: list[StreamReader] = []
+    if subjects:
+        readers.append(StreamReader(broker, scope.stream_feed, subjects, from_seq=first))
     if "log" in kinds:
-        reader = StreamReader(broker, scope.stream_log, [scope.log("*")], from_seq=first)
-        readers.append((reader, lambda stored: _parse(stored, LogLines)))
+        readers.append(StreamReader(broker, scope.stream_log, [scope.log("*")], from_seq=first))
     return readers
 
 
-def _parse(stored: StoredMessage, model: type[M]) -> M | None:
+def parse_feed_message(stored: StoredMessage, scope: JobScope) -> FeedMessage | None:
+    """Return what a message of a job's feed or log holds; None for a malformed one."""
+    models: dict[str, type[Metric | Event]] = {scope.metric: Metric, scope.event: Event}
+    return parse_message(stored, models.get(stored.subject, LogLines))
+
+
+def parse_all(messages: Iterable[StoredMessage], model: type[M]) -> list[M]:
+    """Return what messages hold; malformed ones are left out and logged."""
+    parsed = (parse_message(message, model) for message in messages)
+    return [message for message in parsed if message is not None]
+
+
+def parse_message(stored: StoredMessage, model: type[M]) -> M | None:
+    """Return what a message holds; None for a malformed one, which is logged."""
     try:
         return model.from_bytes(stored.payload, at=stored.subject)
     except MessageError as error:
@@ -247,18 +270,14 @@ async def recent_values(broker: Broker, scope: JobScope) -> dict[str, float]:
     first = max(int(state["first_seq"]), int(state["last_seq"]) - RECENT_ENTRIES, 1)
     messages, _ = await get_batch(broker, scope.stream_feed, first, scope.metric)
     values: dict[str, float] = {}
-    for message in messages:
-        try:
-            metric = Metric.from_bytes(message.payload)
-        except MessageError:
-            continue
+    for metric in parse_all(messages, Metric):
         values.update(metric.values)
         values["step"] = max(values.get("step", 0.0), float(metric.step))
     return values
 
 
 def run_row(record: JobRecord, values: Mapping[str, float]) -> dict[str, Any]:
-    """Return what every list of runs tells of one, from its record and its newest values."""
+    """Return the columns of a run for lists, from its record and its newest values."""
     live = record.state not in FINAL_STATES
     return {
         "job": record.job,

@@ -1,7 +1,7 @@
 """Running episodes, recorded piece by piece, so that another generator can continue them.
 
 Each episode has a subject of its own. Who holds the task appends there with the last sequence that
-it has seen on the subject as the expected one, so the server itself refuses whoever was overtaken.
+it has seen on the subject as the expected one, so the server refuses a predecessor.
 The next holder of the task first appends a segment without tokens, the takeover: from then on what
 its predecessor has in hand is refused, however late it wakes. The number of the task's delivery
 keeps a predecessor from taking the episode back. (A queue that was made anew counts from 1: its
@@ -31,7 +31,7 @@ _log = structlog.get_logger()
 
 
 class Fenced(TinkermqError):
-    """The task was given to somebody else, who has taken the episode over."""
+    """Another holder of the task has taken the episode over."""
 
     code = "fenced"
 
@@ -118,7 +118,7 @@ class SegmentWriter:
                     raise
             newest = await self._last()
             if newest is None:
-                raise Fenced(f"{self._subject} was removed: somebody else has finished the task")
+                raise Fenced(f"{self._subject} was removed: another generator finished the task")
             self._check_own(newest)
             self._last_seq = newest.seq  # an earlier append of ours, whose answer was lost
             if newest.payload == payload:
@@ -138,7 +138,7 @@ class SegmentWriter:
             whom = f"{by.writer} (delivery {by.delivery})" if by else "somebody else"
             raise Fenced(
                 f"{self._subject} was taken over by {whom}; this was delivery {self.delivery}",
-                hint="nothing is to be done: its group is that of whoever is first",
+                hint="nothing to do: the first group of the task counts",
             )
 
     async def _read(self) -> list[StoredMessage]:

@@ -47,10 +47,10 @@ def erase_variable(name: str) -> str:
     return value
 
 
-# What a service tells systemd: that it is ready, that its loop still turns, that it stops.
+# A service notifies systemd: it is ready, its loop runs, it stops.
 #
 # The protocol is that of sd_notify(3): a datagram to the socket that `NOTIFY_SOCKET` names.
-# Without that variable nothing is told.
+# Without that variable nothing is sent.
 
 
 @contextlib.asynccontextmanager

@@ -83,7 +83,7 @@ async def restore_all(broker: Broker, folder: Path) -> list[Saved]:
 async def save_streams(broker: Broker, names: Sequence[str], folder: Path) -> None:
     """Write those of the streams that are there to a folder, which must be new or empty.
 
-    Their consumers are left out: nobody reads on where he was.
+    Their consumers are left out: no reader continues.
 
     Raises StateError for a folder that is in use, StorageError, BrokerError.
     """

@@ -238,7 +238,7 @@ class Pool(SchedulerCalls):
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"the {what} of run {record.name} is not done after {deadline_s:g} s",
-                    hint="the scheduler goes on with it; its log says what it waits for",
+                    hint="the scheduler continues with it; its log names what it waits for",
                 )
             await asyncio.sleep(_LOOK_S)
         return now

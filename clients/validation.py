@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from ..schemas.config.sections import ADAPTER_CONFIG, is_url
+from ..schemas.config.sections import ADAPTER_CONFIG, given_section, is_url
 from ..schemas.job import BEST_STEP, LAST_STEP
 from ..schemas.model_catalogue import CATALOGUE, find_model
 from ..schemas.tinker.names import is_path
@@ -124,21 +124,21 @@ def check_files_exist(tree: Mapping[str, Any], broker_url: str, *, has_model: bo
     """
     if not is_local_pool(broker_url):
         return
-    path = _section(tree, "model").get("path")
+    path = given_section(tree, "model").get("path")
     if isinstance(path, str) and not has_model:
         check_model_folder(
-            path, here=True, has_tokenizer=bool(_section(tree, "model").get("tokenizer"))
+            path, here=True, has_tokenizer=bool(given_section(tree, "model").get("tokenizer"))
         )
     for section, key in _DATA_KEYS:
-        for name in cast("list[Any]", _section(tree, section).get(key) or []):
+        for name in cast("list[Any]", given_section(tree, section).get(key) or []):
             if isinstance(name, str) and not Path(name).expanduser().is_file():
                 raise DataError(
                     f"there is no dataset file {name!r} ({section}.{key})",
                     hint="give the path of a parquet or JSONL file, relative to this folder or "
                     "absolute",
                 )
-    if _section(tree, "env").get("hosts") != 0:
-        _check_folders_exist(_section(tree, "agent"))
+    if given_section(tree, "env").get("hosts") != 0:
+        _check_folders_exist(given_section(tree, "agent"))
 
 
 def _check_folders_exist(agent: Mapping[str, Any]) -> None:
@@ -188,11 +188,6 @@ def check_model_folder(path: str, *, here: bool, has_tokenizer: bool = False) ->
         raise ModelError(f"{folder} has no weights", hint="save the model into this folder")
     kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type", "?")
     return f"{folder} ({kind})"
-
-
-def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = tree.get(name)
-    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
 
 
 # Whether a configuration is complete enough to start a job.

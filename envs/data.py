@@ -4,11 +4,12 @@ Images stand in the messages as bytes or data URLs, or in a column `images` in t
 places in the text.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from cachetools import FIFOCache
 
 from ..schemas.config.job import EnvConfig
 from ..schemas.env import Split
@@ -53,8 +54,8 @@ class ChatData:
         row = self.row(number)
         if not any(message["role"] == "assistant" for message in row.messages):
             raise DataError(
-                f"the assistant says nothing in {row.where}",
-                hint="its messages are what is learnt: leave the row out",
+                f"no assistant message has text in {row.where}",
+                hint="only the assistant's text is learnt: leave the row out",
             )
         return row
 
@@ -107,7 +108,7 @@ class HostData:
             self._val = rows(config.val_data).shuffled(seed, config.num_val)
         self.num_train = len(self._train) if self._train else None
         self.num_val = self._count_val(config)
-        self._recent: OrderedDict[tuple[Split, int], Record] = OrderedDict()
+        self._recent: FIFOCache[tuple[Split, int], Record] = FIFOCache(RECENT)
 
     def _count_val(self, config: EnvConfig) -> int:
         if self._val is not None:
@@ -126,7 +127,7 @@ class HostData:
         try:
             record = self.record(split, sample)
         except DataError:
-            return ""  # the start of the episode tells of it
+            return ""  # the start of the episode reports it
         return record.data_source if record is not None else ""
 
     def _decode(self, split: Split, sample: int) -> Record | None:
@@ -140,8 +141,6 @@ class HostData:
             )
         record = dataset.record(sample)
         self._recent[split, sample] = record
-        if len(self._recent) > RECENT:
-            self._recent.popitem(last=False)
         return record
 
     def close(self) -> None:

@@ -670,12 +670,12 @@ class _JsonLines(_MappedRows):
                 f"row {number} of {self._path} has half a character (a lone surrogate, "
                 f"{str(error.object)[error.start]!a}) in the column {column!a}",
                 hint="an emoji is one character, or two escapes (\\ud83d\\ude00): a text was cut "
-                "between the two; mend the text, or leave the row out",
+                "between the two; correct the text, or leave the row out",
             ) from error
 
 
 class _Parquet(_MappedRows):
-    """The rows of a parquet file, unpacked to a temporary file that lives as long as its map."""
+    """The rows of a parquet file, unpacked to a temporary file that exists as long as its map."""
 
     def __init__(self, path: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="tinkermq-data-") as folder:

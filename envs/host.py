@@ -180,7 +180,7 @@ class Match:
         )
 
     def leave(self) -> None:
-        """End the game for whoever still plays it."""
+        """End the game for its remaining players."""
         self._fail(NotFoundError(f"table {self._episode!r} was closed"))
         self._runner.drop(self._episode)
 
@@ -244,7 +244,7 @@ class Match:
 
 
 def _promise() -> "asyncio.Future[Any]":
-    """Return a future whose error nobody needs to look at."""
+    """Return a future whose error need not be retrieved."""
     future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     future.add_done_callback(_retrieve_error)
     return future

@@ -332,7 +332,7 @@ class Environments:
         """Say which host is waited for: who looks at a stuck job starts that one again."""
         game = f"a host of {self._config.game or 'its game'}"
         if self._last_host:
-            return f"{game} ({self._last_host} was the last one, and is gone)"
+            return f"{game} ({self._last_host} was the last one, and has ended)"
         return f"{game} (none has answered yet)"
 
 

@@ -14,8 +14,9 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
+import httpx
 import numpy as np
 import stamina
 import structlog
@@ -40,10 +41,6 @@ from ..schemas.wire.images import plain_text
 from ..schemas.wire.subjects import JobScope
 from .game import ChatMessage
 from .reasoning import behind_reasoning
-
-if TYPE_CHECKING:
-    import httpx
-
 
 _VALUE_KEYS = ("score", "reward")
 
@@ -85,7 +82,7 @@ class Score:
 
     value: float
     info: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Whatever else it tells; numbers become metrics."""
+    """Its other values; numbers become metrics."""
 
 
 class SourceUnusableError(ConfigError):
@@ -160,21 +157,14 @@ class RefusedError(RewardError):
 
 
 class HttpSource:
-    """What posts JSON, and tries again while nobody is there or somebody is busy."""
+    """Posts JSON, and retries while the endpoint is unreachable or busy."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self._client: httpx.AsyncClient
 
     async def start(self) -> None:
-        """Open the client; ConfigError when the package or the key is missing."""
-        try:
-            import httpx
-        except ImportError as error:
-            raise ConfigError(
-                f"env.reward.source={self._config.source} needs httpx, which is not installed",
-                hint="pip install 'tinkermq[rewards]' where the environment host runs",
-            ) from error
+        """Open the client; ConfigError when the key is missing."""
         headers: dict[str, str] = {}
         variable = self._config.key_variable
         if variable is not None:
@@ -195,8 +185,6 @@ class HttpSource:
 
     async def post(self, url: str, body: dict[str, Any]) -> Any:
         """Return what a URL answers to JSON; RewardError with its reason when it does not."""
-        import httpx
-
         payload = json.dumps(body, default=_plain)
         transient = (httpx.TransportError, _Busy)
         try:
@@ -213,11 +201,11 @@ class HttpSource:
             return reply.json()
         except ValueError as error:
             raise RewardError(
-                f"{url} answered what is no JSON: {reply.text[:200]!r}",
+                f"{url} answered no valid JSON: {reply.text[:200]!r}",
                 hint='answer {"score": …}',
             ) from error
 
-    async def _try(self, url: str, payload: str) -> "httpx.Response":
+    async def _try(self, url: str, payload: str) -> httpx.Response:
         headers = {"Content-Type": "application/json"}
         reply = await self._client.post(url, content=payload, headers=headers)
         if reply.status_code >= 500 or reply.status_code in _BUSY:
@@ -342,7 +330,7 @@ class JudgeSource(HttpSource):
         record = await JobStore(self._broker).get(self._user, self._config.judge or "")
         if record.kind != "infer":
             raise ConfigError(
-                f"env.reward.judge={record.name} is a job of kind {record.kind}, it answers nobody",
+                f"env.reward.judge={record.name} is a job of kind {record.kind}, not infer",
                 hint=f"`tinkermq serve {record.name}` makes an inference job of it",
             )
         return JobScope(record.user, record.job)
@@ -516,7 +504,7 @@ def read_judgement(reply: str, scale: float) -> float:
     lines = [line.strip() for line in _without_thinking(reply).splitlines()]
     lines = [line for line in lines if line]
     if not lines:
-        raise ValueError("says nothing behind its thinking")
+        raise ValueError("has no text after its reasoning")
     match = _SCORE.fullmatch(lines[-1])
     if match is None:
         raise ValueError(f"ends with the line {lines[-1][:80]!r}, which is no `Score: N`")

@@ -70,7 +70,7 @@ class UserCache:
     """The users as of a moment ago."""
 
     def __init__(self, broker: Broker) -> None:
-        """Know nobody yet; `open` reads all."""
+        """Start without users; `open` reads them."""
         self._mirror = Mirror(broker, BUCKET_USERS, UserRecord, prefix=USER)
         self._changed = asyncio.Event()
 
@@ -196,7 +196,7 @@ class StoreProxy:
     ) -> None:
         """Hear guests and pass on what they ask over `requests`; look things up with `broker`.
 
-        `bounds` knows what guests may add, `bound` how many requests of a user may run at once.
+        `bounds` has what guests may add, `bound` how many requests of a user may run at once.
         """
         self._requests = requests
         self._broker = broker
@@ -284,7 +284,7 @@ class StoreProxy:
             )
 
     async def _exists(self, stream: str, message: Msg) -> bool:
-        """Whether a stream is there; if not, says so: nobody else would tell the guest."""
+        """Return whether a stream exists; if not, reply so to the guest."""
         now = asyncio.get_running_loop().time()
         if now - self._known.get(stream, float("-inf")) < _KNOWN_S:
             return True
@@ -308,7 +308,7 @@ class StoreProxy:
 
 
 def read_subject(subject: str) -> tuple[Guest, str, str]:
-    """Return who asks, what for, and of what; raises MessageError."""
+    """Return user, request and stream; raises MessageError."""
     parts = subject.split(".")
     if parts[2] == "rpc":
         guest, rest = Guest(parts[3]), parts[5:]
@@ -317,7 +317,7 @@ def read_subject(subject: str) -> tuple[Guest, str, str]:
     else:
         guest, rest = Guest(parts[3], parts[4], parts[6]), parts[7:]
     if len(rest) < 2:
-        raise MessageError(f"{subject} does not say what is asked for")
+        raise MessageError(f"{subject} names no request")
     return guest, rest[0], ".".join(rest[1:])
 
 

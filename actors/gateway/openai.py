@@ -587,13 +587,13 @@ def _refuse_stateful(named: str, param: str) -> None:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await something, but give it up when the client has gone away."""
+    """Await something, but give it up when the client has disconnected away."""
     task = asyncio.ensure_future(work)
     try:
         while not task.done():
             await asyncio.wait({task}, timeout=_GONE_S)
             if not task.done() and await request.is_disconnected():
-                raise HTTPException(_CLIENT_CLOSED, "the client has gone")
+                raise HTTPException(_CLIENT_CLOSED, "the client has disconnected")
         return task.result()
     finally:
         task.cancel()

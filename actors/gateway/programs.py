@@ -8,9 +8,10 @@ host; they never reach the rest of the gateway.
 
 import asyncio
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from hashlib import blake2b
 
+from cachetools import TTLCache
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...broker.client.connection import connect
@@ -52,7 +53,9 @@ class ProgramEpisodes:
         self._idle_s = idle_s
         self._episodes: dict[str, RemoteEpisode] = {}
         self._opening: dict[str, asyncio.Task[RemoteEpisode]] = {}
-        self._refused: OrderedDict[bytes, tuple[float, str, str]] = OrderedDict()
+        self._refused: TTLCache[bytes, KeyRefused, float] = TTLCache(
+            _MAX_REFUSED, _REFUSED_S, time.monotonic
+        )
         self._checking: Counter[str] = Counter()
         self._shares: dict[str, Share] = {}
         self._room = BodyRoom(MAX_BODIES_BYTES)
@@ -78,9 +81,9 @@ class ProgramEpisodes:
         if match is not None and not match.broker.closed.is_set():
             return match
         digest = blake2b(key.encode(errors="replace")).digest()
-        since, why, hint = self._refused.get(digest, (0.0, "", ""))
-        if why and time.monotonic() - since < _REFUSED_S:
-            raise KeyRefused(why, hint=hint)
+        refused = self._refused.get(digest)
+        if refused is not None:
+            raise KeyRefused(refused.message, hint=refused.hint)
         if key not in self._opening:
             opening = asyncio.create_task(self._open(key), name="open a program's connection")
             self._opening[key] = opening
@@ -88,9 +91,7 @@ class ProgramEpisodes:
         try:
             return await asyncio.shield(self._opening[key])
         except KeyRefused as error:
-            self._refused[digest] = time.monotonic(), error.message, error.hint
-            while len(self._refused) > _MAX_REFUSED:
-                self._refused.popitem(last=False)
+            self._refused[digest] = KeyRefused(error.message, hint=error.hint)
             raise
 
     async def sweep(self) -> None:
@@ -118,7 +119,7 @@ class ProgramEpisodes:
         if identity is None:
             raise KeyRefused(
                 "this is not the key of an episode that a gateway could find",
-                hint="its host gives such keys out if it was told of the gateway: "
+                hint="its host makes such keys if it has the gateway's URL: "
                 "AgentEpisodes(job, gateway=URL)",
             )
         await self._drop(key)

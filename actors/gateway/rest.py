@@ -375,7 +375,7 @@ OPERATIONS: tuple[Operation, ...] = (
             ("scale", "Change the number of generators, environment hosts or servers"),
             ("priority", "Change a job's place in the queue"),
             ("label", "Change a job's tags, group and notes"),
-            ("archive", "Put what is stored of a job that has ended into its run folder"),
+            ("archive", "Move an ended job's stored data into its run folder"),
             ("unarchive", "Bring back what an archived job has stored"),
             ("delete", "Remove a job that has ended, with all that is stored of it"),
         )
@@ -386,7 +386,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "GET",
         f"{_JOB}/metrics/exact",
         get_exact_metrics,
-        "What each step told, a line of JSON for each",
+        "The metrics of each step, as lines of JSON",
         _METRICS,
         reply="application/jsonl",
     ),
@@ -403,7 +403,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "GET",
         f"{_JOB}/stream",
         job_stream,
-        "What is new, as server-sent events",
+        "News of the job, as server-sent events",
         (("of", "string", "feed or log"), ("from", "integer", "first sequence; none: from now")),
         reply="text/event-stream",
     ),
@@ -452,7 +452,7 @@ OPERATIONS: tuple[Operation, ...] = (
     *(
         Operation("POST", f"/api/v1/users/{name}", change_user, text, body=REQUESTS[name][0])
         for name, text in (
-            ("add", "Make a user; the key is told once, for admins"),
+            ("add", "Make a user; the key is shown once, for admins"),
             ("rotate", "Replace a key, one's own or as an admin"),
             ("revoke", "Shut a user out for good, for admins"),
             ("quota", "Change a user's share of the pool, for admins"),

@@ -280,8 +280,8 @@ async def run(options: Options) -> None:
     with_keys = await _until_broker(options.nats, options.patience_s)
     if not with_keys and options.host not in LOOPBACK:
         raise ConfigError(
-            f"the broker asks for no keys, so the gateway does not listen on {options.host}: "
-            "whoever reaches it could do everything",
+            f"the broker requires no keys, so the gateway does not listen on {options.host}: "
+            "every visitor would have full access",
             hint="listen on 127.0.0.1 (and use an SSH tunnel), or switch on the broker's "
             "authentication",
         )

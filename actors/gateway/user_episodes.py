@@ -6,10 +6,10 @@ on. This one knows the keys of the episodes that it gave out.
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from cachetools import FIFOCache
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -71,7 +71,7 @@ class UserEpisodes:
         """Serve those whom `users` knows; `programs` finds episodes by their keys."""
         self._users = users
         self._programs = programs
-        self._keys: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._keys: FIFOCache[tuple[str, str], str] = FIFOCache(_MAX_KNOWN)
 
     async def open(self, request: Request) -> Response:
         """Take the next episode of a job: its task, and where its program finds the model."""
@@ -82,8 +82,6 @@ class UserEpisodes:
         idempotency = request.headers.get("idempotency-key", "")[:_NAME_CHARS]
         given = await unless_gone(request, _request_episode(broker, record, idempotency, wait_s))
         self._keys[broker.user, given.episode] = given.key
-        while len(self._keys) > _MAX_KNOWN:
-            self._keys.popitem(last=False)
         return JSONResponse(_episode_fields(record, given, str(request.base_url).rstrip("/")), 201)
 
     async def relay(self, request: Request) -> Response:
@@ -135,7 +133,7 @@ async def _request_episode(
     Raises NoEpisodeYet when none comes in time.
     """
     deadline = time.monotonic() + wait_s
-    why = "the next tasks wait for what is trained, or for its generators"
+    why = "the next tasks wait for the learner or its generators"
     while True:
         left_s = max(0.0, deadline - time.monotonic())
         request = GiveRequest(name=name, wait_s=min(_ASK_S, left_s))

@@ -20,7 +20,7 @@ from ...envs.host_client import Environments
 from ...schemas.config.job import JobConfig
 from ...schemas.task import BatchRecord
 from ...schemas.wire.errors import OutOfMemoryError, StorageError, TinkermqError, root_cause
-from ..policy.devices import own_card
+from ..policy.devices import own_card, own_device
 from ..policy.lora import refuse_other_kind
 from ..policy.model_folder import load_generation_config, load_tokenizer
 from ..policy.policies import MAIN
@@ -74,6 +74,7 @@ async def _run(context: JobContext, ranks: Ranks) -> int:
 async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
     """Load what the job needs, from its newest checkpoint if it has one."""
     config = context.config
+    own_device()  # or it would train on the CPU where torch does not see its GPU
     torch.set_num_threads(config.learner.threads)
     checkpoints = CheckpointStore(
         context.run_dir,

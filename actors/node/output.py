@@ -60,7 +60,7 @@ class LineSplitter:
 
 
 async def read_lines(pipe: int, take: Callable[[list[str]], Awaitable[None]]) -> None:
-    """Hand on all that is written into a pipe, until nobody holds its other end; closes `pipe`."""
+    """Pass on all that is written into a pipe, until its other end is closed; closes `pipe`."""
     loop = asyncio.get_running_loop()
     stream = asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(
@@ -84,7 +84,7 @@ def _text(line: bytes) -> str:
 
 
 class ErrorMemory:
-    """Remembers why an actor ended: the error it told last, else the end of its output."""
+    """Keeps why an actor ended: its last reported error, else the end of its output."""
 
     def __init__(self) -> None:
         self._told = ""
@@ -169,7 +169,7 @@ class ActorOutput:
         self._waiting.extend(lines)
 
     async def read(self, pipe: int) -> None:
-        """Take all that one process writes, until nobody holds the other end; closes `pipe`."""
+        """Take all that one process writes, until the other end is closed; closes `pipe`."""
         await read_lines(pipe, self._take)
 
     async def _take(self, lines: list[str]) -> None:

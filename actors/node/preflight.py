@@ -67,7 +67,7 @@ def check_files_now(question: LookQuestion) -> LookAnswer:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a dataset is there; of other files nobody is told whether they are."""
+    """Whether a dataset exists; of other files this is not revealed."""
     return is_dataset_name(path) and path.is_file()
 
 
@@ -162,7 +162,7 @@ class _CheckOutput:
         return PlayAnswer(
             checks=self._checks,
             trouble=f"it was not played within {play_s:.0f} s",
-            hint="`tinkermq env check` without --on-node takes its time, and tells how much",
+            hint="`tinkermq env check` without --on-node has no time limit and shows the time used",
         )
 
 
@@ -251,4 +251,4 @@ class ModelChecks:
 
     def _ended(self, looking: "asyncio.Future[None]") -> None:
         self._running.discard(looking)
-        looking.exception()  # seen, also where nobody waits for it any more
+        looking.exception()  # retrieved, also if it is no longer awaited

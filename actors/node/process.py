@@ -53,7 +53,7 @@ class Backoff:
     def after_failure(self, now: float, *, progress: bool | None = False) -> float | None:
         """Return the seconds to wait before the next start, or None if there shall be none.
 
-        `progress` says whether the process had finished a piece of work; None: nobody knows.
+        `progress`: whether the process had finished some work; None: unknown.
         """
         self.num_failures += 1
         if progress is not None:
@@ -70,11 +70,11 @@ PIPE_DEADLINE_S = 1.0
 SILENCE_TOLD_S = 30.0
 SILENCE_LOOK_S = 5.0
 SILENCE_S = 120.0
-"""Without a heartbeat for so long, an actor that had told some is ended and started again."""
+"""Without a heartbeat for so long, an actor that had sent some is restarted."""
 _SILENCE_OF_ROLE_S: dict[str, float] = dict.fromkeys(("learner", "rank", "trainer"), 300.0)
 """What holds Python's lock for long, as writing tens of gigabytes may, is no hang."""
 START_SILENCE_S = 600.0
-"""A process that has told no heartbeat yet may take so long to import what it needs."""
+"""A process without a first heartbeat may take so long to import what it needs."""
 SILENCE_VARIABLE = "TINKERMQ_ACTOR_SILENCE_S"
 """Environment variable of a node: the bound of all its actors, whatever their role."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -106,7 +106,7 @@ def silence_bound() -> float | None:
 
 
 class ActorProcess:
-    """Runs one wanted actor; `run` is the owner's task, `status` what the scheduler is told."""
+    """Runs one wanted actor; `run` is the owner's task, `status` the report to the scheduler."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class ActorProcess:
         start: StartChild,
         nats_url: str,
         send: SendLines,
-        gpus: Sequence[int] | None = None,
+        gpus: Sequence[str] | None = None,
         stop_deadline_s: float = STOP_DEADLINE_S,
         changed: Callable[[], None] = lambda: None,
         last_beat: ReadBeat = no_beat,
@@ -123,9 +123,9 @@ class ActorProcess:
         start_silence_s: float = START_SILENCE_S,
         silence_look_s: float = SILENCE_LOOK_S,
     ) -> None:
-        """`changed` is called whenever `status` tells something new; `last_beat` reads the last
-        heartbeat of the actor; `silence_s` is for how long it may tell none, None: by its role,
-        `start_silence_s` until it tells its first.
+        """`changed` is called whenever `status` changes; `last_beat` reads the last heartbeat of
+        the actor; `silence_s` is how long it may send none, None: by its role, `start_silence_s`
+        until it sends its first.
         """
         self._last_beat = last_beat
         self._silence_s = silence_s or _SILENCE_OF_ROLE_S.get(wanted.role, SILENCE_S)
@@ -306,7 +306,7 @@ class ActorProcess:
             self._silent_s = 0.0
 
     async def _until_silent(self) -> None:
-        """Return once a process has told no heartbeat for too long, or none at all.
+        """Return once a process has sent no heartbeat for too long, or none at all.
 
         The time is counted while the broker stores: else no heartbeat can be there. A heartbeat is
         new when it is another one: clocks may be set back.
@@ -346,7 +346,7 @@ class ActorProcess:
             "code": "deadline",
             "message": f"no heartbeat came for {self._silent_s:.0f} s: it was stopped, hung, or "
             "did not reach the broker",
-            "hint": "it is started again; py-spy or gdb on a process that hangs says where",
+            "hint": "it is started again; py-spy or gdb show where a process hangs",
         }
         self._output.add([json.dumps(fields)])
 

@@ -328,7 +328,7 @@ class FittingLog:
         if now >= self._next_told:
             self._next_told = now + _TOLD_EVERY_S
             text = f"the group of task {number} had {num_bytes:,} bytes: `info` of its episodes "
-            text += f"was cut, which its key {CUT} tells; put less into it"
+            text += f"was cut (key {CUT}); put less into it"
             await self._context.event("group_cut", text, task=number)
         return payload
 

@@ -322,7 +322,7 @@ class ProgramLoop:
                 "the program ended without an answer of the model that could be trained: it had "
                 f"{len(calls.tree.calls)}, of which agent.train={self._config.agent.train} takes "
                 "those that arrived",
-                hint="run `tinkermq agent check`: it says of each call whether it is trained",
+                hint="run `tinkermq agent check`: it shows for each call whether it is trained",
             )
         return rows
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, cast
 
+import httpx
 import numpy as np
 
 from ...broker.client.connection import Broker
@@ -131,14 +132,7 @@ class EndpointTeacher:
     """A model behind an API that tells `prompt_logprobs`, as vLLM's and ours do."""
 
     def __init__(self, base: str, model: str, chat: ChatTokenizer) -> None:
-        """`base` is the URL up to `/v1`. Raises ConfigError where httpx is not installed."""
-        try:
-            import httpx
-        except ImportError as error:
-            raise ConfigError(
-                f"algorithm.teacher={base} needs httpx, which is not installed",
-                hint="pip install 'tinkermq[rewards]' where generators run",
-            ) from error
+        """`base` is the URL up to `/v1`."""
         self._url = f"{base}/completions"
         self._model = model
         self._chat = chat
@@ -149,8 +143,6 @@ class EndpointTeacher:
 
     async def score(self, ids: IntVector, top_k: int) -> PromptScores:
         """Ask the API."""
-        import httpx
-
         body = {
             "model": self._model,
             "prompt": ids.tolist(),
@@ -187,7 +179,7 @@ class EndpointTeacher:
             raise TeacherAway(failure)
         raise ConfigError(
             f"the teacher cannot be asked: {failure}",
-            hint=f"see model and key: ${TEACHER_KEY} of who submits travels with the job, sealed",
+            hint=f"check model and key: ${TEACHER_KEY} of the submitter goes with the job, sealed",
         )
 
     def _read(self, answer: bytes, ids: IntVector, top_k: int) -> PromptScores:
@@ -203,7 +195,7 @@ class EndpointTeacher:
             raise
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
-                f"{self._url} told no prompt_logprobs: {answer[:200].decode(errors='replace')}",
+                f"{self._url} returned no prompt_logprobs: {answer[:200].decode(errors='replace')}",
                 hint="a teacher's API must have them, as vLLM's server does",
             ) from error
 
@@ -223,7 +215,7 @@ def other_tokenizer(name: str) -> ConfigError:
 def _whole(pieces: list[PromptScore], num: int, name: str) -> PromptScores:
     rows = sorted(pieces, key=lambda piece: piece.start)
     if sum(len(piece.logprobs) for piece in rows) != num:
-        raise TeacherAway(f"the teacher {name} told not all of the {num} tokens")
+        raise TeacherAway(f"the teacher {name} scored only some of the {num} tokens")
     columns = ("logprobs", "top_ids", "top_logprobs")
     return PromptScores(*(np.concatenate([getattr(row, key) for row in rows]) for key in columns))
 
@@ -252,7 +244,7 @@ def _read_rows(
             pairs = [(float(entry["logprob"]), int(token)) for token, entry in row.items()]
             best = sorted(pairs, key=lambda pair: (-pair[0], pair[1]))[:top_k]
             if len(best) < top_k:
-                raise ValueError(f"{len(best)} tokens are told in the place of one")
+                raise ValueError(f"{len(best)} tokens were returned for one position")
             scores.top_logprobs[place] = [logprob for logprob, _ in best]
             scores.top_ids[place] = [token for _, token in best]
     return scores
@@ -412,8 +404,8 @@ class TeacherContext:
         text = info.get(self._key)
         if not isinstance(text, str) or not text:
             raise DataError(
-                f"algorithm.teacher_context={self._key}: the game told {text!r:.40} under this "
-                "name in `info` at the episode's end",
+                f"algorithm.teacher_context={self._key}: the game's `info` has "
+                f"{text!r:.40} under this name at the episode's end",
                 hint=f"it must be a text; there are {', '.join(sorted(map(str, info)))[:200]}",
             )
         chat = self._chat if seconds is None else self._chat.at(seconds)
@@ -423,7 +415,7 @@ class TeacherContext:
             raise DataError(
                 f"what the teacher reads is {more} tokens longer than the prompt, "
                 f"algorithm.teacher_context_tokens is {self._max_tokens}",
-                hint=f"raise it to {more}, with learner.max_row_tokens, or let the game tell less",
+                hint=f"raise it to {more}, with learner.max_row_tokens, or shorten the game's text",
             )
         return prompt
 

@@ -162,7 +162,7 @@ class Transcript:
         computed_from = len(self.token_ids) - 1 - len(experts)
         if computed_from > known:
             raise EngineError(
-                f"the engine told no experts of the tokens {known} to {computed_from - 1}",
+                f"the engine recorded no experts for the tokens {known} to {computed_from - 1}",
                 hint="set algorithm.router_replay=false, and report this",
             )
         self.experts.append(experts[known - computed_from :])

@@ -2,7 +2,7 @@
 
 It is level-triggered: every turn looks at all live jobs and does the next thing, so it does not
 matter which message was lost or which process died. A turn: read the changed records of jobs and
-nodes, place waiting jobs on free slots, tell the nodes what to run, move the jobs by the nodes'
+nodes, place waiting jobs on free slots, send the nodes their actors, move the jobs by the nodes'
 answers, pass stops and pauses on to learners, and publish the events of all moves. What has not
 changed costs no message.
 """
@@ -77,7 +77,7 @@ class LearnerCommands:
     """Tells each start of a learner once."""
 
     def __init__(self, broker: Broker) -> None:
-        """Have told nobody."""
+        """Start without sent orders."""
         self._broker = broker
         self._told: dict[str, tuple[str, int | None]] = {}
         self._telling: set[str] = set()
@@ -89,7 +89,7 @@ class LearnerCommands:
         learner: ActorStatus | None,
         group: asyncio.TaskGroup,
     ) -> None:
-        """Tell the learner to stop or pause, in a task of `group`, unless it knows."""
+        """Order the learner to stop or pause, in a task of `group`, unless it was ordered."""
         verb = _verb_for(record)
         if verb is None:
             self._told.pop(key, None)
@@ -187,7 +187,7 @@ class Reconciler:
         remover: Remover,
         could_come: Callable[[], list[NodeSlots]] = list,
     ) -> None:
-        """Work on what `view` and `pool` know; ends of jobs are told by `notifier`.
+        """Work on `view` and `pool`; `notifier` publishes the ends of jobs.
 
         A job waits for nodes that `could_come`.
         """
@@ -204,7 +204,7 @@ class Reconciler:
         self._remover = remover
         self._could_come = could_come
         self.decisions = DecisionTimes()
-        """How long it takes to decide who is placed where."""
+        """How long placement takes."""
         self._hurry = asyncio.Event()
         self._derivations: dict[str, _Derived] = {}
         self._fitting: set[tuple[tuple[int, ...], ...]] = set()
@@ -361,6 +361,7 @@ class Reconciler:
                 segments=config.keeps_segments,
                 operations=record.kind == "tinker",
                 checkpoints=config.storage.url == BROKER,
+                validation=config.validates and record.kind in ("train", "sft"),
             )
         except BrokerError as error:
             await self._move(record, Transition("FAILED", str(error)))
@@ -437,12 +438,12 @@ class Reconciler:
             self._view.config(record).limits.max_node_failures if record.configured else 0
         )
 
-        def told(now: JobRecord) -> JobRecord:
+        def updated(now: JobRecord) -> JobRecord:
             return now.model_copy(update={"actors": with_statuses(now, statuses, silent)})
 
         try:
-            if told(record) != record:
-                record = await self._jobs.update(record, told)
+            if updated(record) != record:
+                record = await self._jobs.update(record, updated)
             step = next_state(record, statuses, silent, max_node_failures)
             if step is not None:
                 record = await self._move(record, step)

@@ -8,11 +8,12 @@ requests.
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+
+from cachetools import FIFOCache
 
 from ...broker.client.connection import Msg
 from ...broker.client.parts import PartsService, Tell
@@ -70,7 +71,7 @@ class EpisodePlayer:
         self._config = config
         self._engine = engine
         self._chat = chat
-        self._environments: OrderedDict[str, Environments] = OrderedDict()
+        self._environments: FIFOCache[str, Environments] = FIFOCache(_SESSIONS)
         self._num_open = 0
         self._proven = config.rollout.max_turns > 1
 
@@ -140,8 +141,6 @@ class EpisodePlayer:
                 scope, env = scope.of_session(session), env.model_copy(update={"hosts": 1})
             known = Environments(self._context.broker, scope, env, self._context.missing)
             self._environments[session] = known
-            if len(self._environments) > _SESSIONS:
-                self._environments.popitem(last=False)
         return known
 
 

@@ -187,7 +187,7 @@ def missing(name: CheckpointName, known: StoredCheckpoint | None = None) -> NotF
         return CheckpointGoneError(f"the checkpoint {name} was deleted", hint="save it anew")
     return NotFoundError(
         f"there is no checkpoint {name}",
-        hint="it was never saved, is gone, or belongs to somebody who has not published it",
+        hint="it was never saved, was deleted, or belongs to another user and is not published",
     )
 
 

@@ -144,7 +144,7 @@ class OperationApplier:
             raise ModelError(
                 f"{source} is an adapter of {info.base}, not of "
                 f"{body.base_model or self._offer.base}",
-                hint="load it into a model of its own base",
+                hint="load it into a model of the same base",
             )
         if source.kind != "weights" and body.optimizer:
             raise ConfigError(

@@ -2,7 +2,6 @@
 
 import base64
 import binascii
-import hashlib
 import hmac
 import json
 import os
@@ -10,14 +9,12 @@ import secrets
 import shutil
 import threading
 import time
-from base64 import b64encode
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from nacl.bindings import crypto_aead_chacha20poly1305_ietf_encrypt as seal
-from nacl.bindings import crypto_scalarmult, crypto_scalarmult_base
+from pyrage import RecipientError, encrypt_file, x25519  # pyright: ignore[reportMissingModuleSource]
 
 from ...schemas.config.sections import ADAPTER_CONFIG
 from ...schemas.tinker.checkpoints import (
@@ -79,7 +76,7 @@ def metadata_of(given: Any) -> Metadata | None:
     if given is None:
         return None
     if not isinstance(given, dict):
-        raise ConfigError("user_metadata must be a JSON object", hint="leave it out, or mend it")
+        raise ConfigError("user_metadata must be a JSON object", hint="leave it out, or correct it")
     pairs = cast("dict[Any, Any]", given).items()
     texts = {
         str(key): one if isinstance(one, str) else json.dumps(one, default=str)
@@ -101,10 +98,6 @@ def metadata_of(given: Any) -> Metadata | None:
 
 WEIGHTS = "adapter_model.safetensors"
 FILES = (ADAPTER_CONFIG, WEIGHTS)
-_BECH32 = "qpzry9x8gf2tvdw0s3jn54khce6mua7l"
-_GENERATOR = (0x3B6A57B2, 0x26508E6D, 0x1EA119FA, 0x3D4233DD, 0x2A1462B3)
-_CHUNK = 64 << 10
-_KEY_BYTES = 32
 
 
 def make_external(stored: StoredCheckpoint, recipients: Sequence[str]) -> None:
@@ -113,14 +106,13 @@ def make_external(stored: StoredCheckpoint, recipients: Sequence[str]) -> None:
     Raises ConfigError for a recipient that is no age key, StorageError.
     """
     try:
-        keys = [read_recipient(recipient) for recipient in recipients]
+        keys = [_read_recipient(recipient) for recipient in recipients]
         (stored.folder / ADAPTER_CONFIG).write_bytes(config_of(stored))
         for file in list(stored.folder.iterdir()):
             if file.name not in FILES:
                 file.unlink()
             elif keys:
-                with file.with_name(f"{file.name}.age").open("wb") as sealed:
-                    encrypt(file, sealed.write, keys)
+                encrypt_file(str(file), str(file.with_name(f"{file.name}.age")), keys)
                 file.unlink()
     except OSError as error:
         raise StorageError(
@@ -138,69 +130,15 @@ def config_of(stored: StoredCheckpoint) -> bytes:
     return json.dumps(settings, indent=1, sort_keys=True).encode()
 
 
-def read_recipient(text: str) -> bytes:
+def _read_recipient(text: str) -> x25519.Recipient:
     """Return the X25519 key of `age1…`; raises ConfigError for what is none."""
-    data = [_BECH32.find(item) for item in text.removeprefix("age1")]
-    good = text.startswith("age1") and len(data) == 58 and min(data) >= 0
-    if not good or _checksum([3, 3, 3, 0, 1, 7, 5, *data]) != 1:
+    try:
+        return x25519.Recipient.from_str(text)
+    except RecipientError as error:
         raise ConfigError(
             f"{text[:80]!r} is no recipient of age",
             hint="take a native key: age1 and 58 characters",
-        )
-    number = 0
-    for five in data[:-6]:
-        number = number << 5 | five
-    return (number >> 4).to_bytes(_KEY_BYTES, "big")
-
-
-def encrypt(file: Path, write: Any, recipients: Sequence[bytes]) -> None:
-    """Write a file, encrypted so that each of the recipients can read it."""
-    key = os.urandom(16)
-    header = b"age-encryption.org/v1\n"
-    for recipient in recipients:
-        secret = os.urandom(_KEY_BYTES)
-        share = crypto_scalarmult_base(secret)
-        wrap = _derived(
-            crypto_scalarmult(secret, recipient), share + recipient, b"age-encryption.org/v1/X25519"
-        )
-        sealed = seal(key, None, bytes(12), wrap)
-        header += b"-> X25519 " + _plain64(share) + b"\n" + _plain64(sealed) + b"\n"
-    header += b"---"
-    mac = hmac.digest(_derived(key, b"", b"header"), header, "sha256")
-    write(header + b" " + _plain64(mac) + b"\n")
-    nonce = os.urandom(16)
-    write(nonce)
-    payload = _derived(key, nonce, b"payload")
-    with file.open("rb") as source:
-        number, chunk = 0, source.read(_CHUNK)
-        while True:
-            following = source.read(_CHUNK)
-            last = b"\x00" if following else b"\x01"
-            write(seal(chunk, None, number.to_bytes(11, "big") + last, payload))
-            if not following:
-                return
-            number, chunk = number + 1, following
-
-
-def _derived(secret: bytes, salt: bytes, info: bytes) -> bytes:
-    """Return a key by HKDF with SHA-256."""
-    drawn = hmac.digest(salt or bytes(hashlib.sha256().digest_size), secret, "sha256")
-    return hmac.digest(drawn, info + b"\x01", "sha256")
-
-
-def _plain64(value: bytes) -> bytes:
-    return b64encode(value).rstrip(b"=")
-
-
-def _checksum(values: Sequence[int]) -> int:
-    result = 1
-    for value in values:
-        top = result >> 25
-        result = (result & 0x1FFFFFF) << 5 ^ value
-        for bit, one in enumerate(_GENERATOR):
-            if top >> bit & 1:
-                result ^= one
-    return result
+        ) from error
 
 
 TICKET_S = 1800.0

@@ -211,7 +211,7 @@ class TrainerService:
         if (operation.seq == 0) != (model is None) and model is None:
             raise NotFoundError(
                 f"there is no model {operation.model}",
-                hint="create_model makes one; models of sessions that are over are gone",
+                hint="create_model makes one; models of ended sessions are removed",
             )
         _check_kind(operation)
         if model is None:
@@ -263,7 +263,7 @@ class TrainerService:
         if model is None or not model.knows(request.seq):
             model = await self._look_in_log(context.user, name, model) or model
         if model is None:
-            raise NotFoundError(f"there is no request {name}", hint="its model is gone")
+            raise NotFoundError(f"there is no request {name}", hint="its model was removed")
         try:
             async with asyncio.timeout(request.wait_s):
                 await self.worker.until_applied(model, request.seq)

@@ -374,7 +374,7 @@ class CheckpointEndpoints:
         """Raise NotFoundError for a run that a user does not have."""
         if str(name) not in self._runs.models_of(user, name.session):
             raise NotFoundError(
-                f"there is no training run {name}", hint="list_training_runs tells which there are"
+                f"there is no training run {name}", hint="list_training_runs lists them"
             )
 
     def _is_wanted(self, name: CheckpointName) -> bool:

@@ -162,6 +162,12 @@ class Policies:
         """The models, by policy."""
         return {name: trainer.model for name, trainer in self.trainers.items()}
 
+    @property
+    def critics(self) -> list[nn.Module]:
+        """The value models, of policies that have one."""
+        critics = (trainer.critic for trainer in self.trainers.values())
+        return [critic.model for critic in critics if critic is not None]
+
     def check_readable(self, group: Group) -> None:
         """Raise DataError for a group that the policies of its roles cannot read."""
         for name, trainer in self.trainers.items():

@@ -36,7 +36,7 @@ CERTIFICATE_HOSTS_VARIABLE = "TINKERMQ_CERTIFICATE_HOSTS"
 learner that reaches the broker through a forwarded address."""
 _SEED = "nkeys_seed_str"
 AS_VARIABLE = "TINKERMQ_AS"
-"""An admin sets it to the user whose jobs he wants to look at or to stop."""
+"""Set by admins to the user whose jobs they read or stop."""
 INVITATION_VARIABLE = "TINKERMQ_INVITATION"
 OF_PERSONS = (KEY_VARIABLE, AS_VARIABLE, INVITATION_VARIABLE)
 """What a person's environment may hold, and no process that somebody started with it needs."""
@@ -101,7 +101,7 @@ def nobody(user: str = DEFAULT_USER) -> Login:
 def of_program(key: str, *, with_users: bool = True) -> Login:
     """Return how a program connects with the key of its episode; AuthError for none.
 
-    Without users the broker takes everybody, and whoever hosts the episode checks its key.
+    Without users the broker admits everyone, and the episode's host checks its key.
     """
     episode = read_episode_key(key)
     if episode is None:

@@ -150,8 +150,8 @@ class Bucket(Generic[M]):
     async def purge(self, key: str) -> None:
         """Take a key away without a trace; harmless when it is gone.
 
-        A deleted key leaves a marker for an hour, for those who watch it, and whoever lists the
-        bucket reads it. This is for keys that come and go by the thousand and that nobody watches.
+        A deleted key leaves a marker for an hour, for watchers, which lists read too. This leaves
+        none: for keys without watchers that are made and deleted by the thousand.
         """
         verb, subject = f"STREAM.PURGE.{self._stream}", self._subject(key)
         await self._read(lambda: self._broker.api(verb, {"filter": subject}))
@@ -256,7 +256,7 @@ class Bucket(Generic[M]):
                 waiting_for=waiting_for,
             )
         except Overtaken as error:
-            raise self._conflict(key, "somebody else wrote it first") from error
+            raise self._conflict(key, "another writer was first") from error
 
     def _subject(self, key: str) -> str:
         if not _KEY.fullmatch(key):
@@ -301,7 +301,7 @@ def _ttl_header(ttl_s: int | None) -> dict[str, str]:
     return {} if ttl_s is None else {TTL: f"{ttl_s}s"}
 
 
-# Waiting for keys of a bucket to be written: no consumer, and nobody asks all the time.
+# Waiting for keys of a bucket to be written, without a consumer or polling.
 
 
 class KeyChanges:

@@ -90,7 +90,7 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         Example("tinkermq eval --compare my-run@10 my-run@40", "which one is better"),
     ),
     "config show": (
-        Example("tinkermq config show train.yaml", "what is in effect, with all defaults"),
+        Example("tinkermq config show train.yaml", "the effective configuration"),
         Example("tinkermq config show train.yaml learner.lr=1e-5 --json", "for a program"),
     ),
     "config schema": (

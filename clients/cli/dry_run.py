@@ -50,7 +50,7 @@ _KINDS: dict[str, type[TinkermqError]] = {
     "the data can be read": DataError,
     "each row can be read": DataError,
     "the reward function answers": ConfigError,
-    "the judge is told how to answer": ConfigError,
+    "the judge's prompt demands a score": ConfigError,
 }
 """What is wrong with a job where the game is not."""
 

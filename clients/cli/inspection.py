@@ -165,7 +165,7 @@ async def _of_folder(folder: str, wanted: EpisodeFilter) -> list[LoggedEpisode]:
     if not (there := RunRollouts.of_folder(folder)):
         raise NotFoundError(
             f"{folder} holds no rollouts",
-            hint="name the folder of a run (`tinkermq ps --json` tells it), or the run itself",
+            hint="name the folder of a run (`tinkermq ps --json` shows it), or the run itself",
         )
     return await read_episodes(there, there.steps, wanted)
 
@@ -258,7 +258,7 @@ _WORDS = {
     "idle": "actions",
     "full": "all workers",
     "play": "some workers",
-    "paused": "somebody to resume it",
+    "paused": "a resume",
     "other": "other",
 }
 

@@ -98,7 +98,7 @@ def make_host(
     job = job or JobConfig.model_validate(record.config)
     if job.agent.runs_programs and not job.agent.command:
         raise StateError(
-            f"run {record.name} has agent.client set: who calls it runs its programs",
+            f"run {record.name} has agent.client set: its programs are run by callers",
             hint="host a function by AgentEnvironment, or run programs for AgentEpisodes",
         )
     programs = None

@@ -9,14 +9,15 @@ import asyncio
 import contextlib
 import json
 import os
-import urllib.error
-import urllib.request
+import ssl
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import cache
+from typing import Any
 
+import httpx
 import stamina
 
 from ...envs.chat_messages import with_text_arguments
@@ -44,7 +45,7 @@ from .play import (
     play_all,
 )
 
-# A model behind an OpenAI-compatible URL, called with urllib: httpx is no base dependency.
+# A model behind an OpenAI-compatible URL.
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 ANSWER_TIMEOUT_S = 300.0
@@ -127,28 +128,31 @@ def _send(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _send_once(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-    headers = {"Content-Type": "application/json"}
-    if key := os.environ.get(KEY_VARIABLE):
-        headers["Authorization"] = f"Bearer {key}"
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"Authorization": f"Bearer {key}"} if key else None
     try:
-        data = None if body is None else json.dumps(body).encode()
+        with httpx.Client(
+            verify=_trusted(), timeout=ANSWER_TIMEOUT_S, follow_redirects=True, headers=headers
+        ) as client:
+            reply = client.get(url) if body is None else client.post(url, json=body)
+        if reply.status_code >= 300:
+            raise _refusal(url, reply.status_code, reply.text[:_SHOWN])
+        return reply.json()
+    except httpx.TransportError as error:
+        raise _Transient(str(error)) from error
     except TypeError as error:
         raise ConfigError(
-            f"the conversation holds what is no text: {error}",
+            f"the conversation has content that is no text: {error}",
             hint="serve the model with `tinkermq serve` and play with `tinkermq infer`",
         ) from error
-    request = urllib.request.Request(url, data, headers)  # noqa: S310 - http(s), see `find`
-    try:
-        with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as reply:  # noqa: S310 - http(s), see `find`
-            return cast("dict[str, Any]", json.loads(reply.read()))
-    except urllib.error.HTTPError as error:
-        with error:
-            text = error.read().decode(errors="replace")[:_SHOWN]
-        raise _refusal(url, error.code, text) from error
-    except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
-        raise _Transient(str(getattr(error, "reason", error))) from error
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise EngineError(f"{url} answered something else than JSON: {error}") from error
+
+
+@cache
+def _trusted() -> ssl.SSLContext:
+    """Return the authorities that are trusted, whose reading takes some milliseconds."""
+    return httpx.create_ssl_context()
 
 
 def _refusal(url: str, code: int, said: str) -> Exception:

@@ -28,7 +28,7 @@ from ...schemas.wire.errors import (
 )
 from ...schemas.wire.subjects import JobScope
 from ..address import parse_server_url
-from ..base import open_broker, shared_loop, unwrap_error_groups
+from ..base import make_blocking, open_broker, unwrap_error_groups
 from ..home import find_url
 from ..hosting.environments import run_environment_host
 from ..opentinker import refuse_unknown_options, translate_inference
@@ -154,7 +154,33 @@ async def run_inference_async(
     on_result: Callable[[EpisodeResult], None] | None = None,
     **others: Any,
 ) -> InferenceReport:
-    """Play episodes; see `run_inference`."""
+    """Play a game with a served model, many episodes at once; return results and summary.
+
+    `vllm_server_url` is what `submit_inference_job` returned, or a job's id or name; with
+    `job_id` the gateway's URL is enough. `model_path` instead serves a model folder, a run or
+    `RUN@STEP` for the duration of the call. `game_class` is the class used in training, hosted here
+    with `data_path` (parquet or JSONL) or on seeds; without it, the pool plays the job's own game
+    on its validation set.
+
+    Results are appended to `output_path`, one JSON object per line; a repeated call with the same
+    settings continues where it ended.
+
+    `game_kwargs` are arguments of the game's constructor. At most `max_samples` tasks are played,
+    or `tasks`, a fixed list of rows or seeds; each `samples_per_task` times (2 or more for
+    pass@k), with `max_concurrent` episodes at once. `seed` determines the seeds of the rows.
+    `temperature` 0 is greedy. `max_turns`, `max_tokens` (after the first prompt) and
+    `max_tokens_per_turn` default to those of training. An episode counts as solved above
+    `success_reward`, unless the game sets `info["success"]`. `token_ids` adds token ids to the
+    results. `scheduler_url` and `api_key` name pool and user. `on_job(record)`,
+    `on_start(episodes, already_there)` and `on_result(result)` are called during the run.
+
+    `others` are arguments of the game's constructor, or OpenTinker's: `max_user_turns` and
+    `max_assistant_turns` mean `max_turns`, and unneeded ones (`env_endpoint`, `tokenizer_path` …)
+    are ignored with a warning. Iterating over the report yields its results.
+
+    Raises NotFoundError for an unknown job or another user's, ConfigError (also for an unknown
+    option), GameError, JobFailedError.
+    """
     ours = {"max_turns": max_turns, "game_kwargs": game_kwargs}
     translated = translate_inference({**ours, **others}, game_class, ours)
     max_turns, game_kwargs = translated.pop("max_turns"), translated.pop("game_kwargs")
@@ -202,92 +228,7 @@ async def play_served(
                 return await inference.play(env, host)
 
 
-def run_inference(
-    vllm_server_url: str | None = None,
-    data_path: str | Path | Sequence[str | Path] | None = None,
-    game_class: "type[AbstractGame] | None" = None,
-    job_id: str | None = None,
-    output_path: str | Path | None = None,
-    *,
-    model_path: str | None = None,
-    scheduler_url: str | None = None,
-    api_key: str | None = None,
-    game_kwargs: Mapping[str, Any] | None = None,
-    tasks: Sequence[int] | None = None,
-    max_samples: int | None = None,
-    samples_per_task: int = 1,
-    seed: int = 0,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    max_turns: int | None = None,
-    max_tokens_per_turn: int | None = None,
-    max_tokens: int | None = None,
-    success_reward: float = 0.5,
-    max_concurrent: int = 256,
-    token_ids: bool = False,
-    on_job: Callable[[JobRecord], None] | None = None,
-    on_start: Callable[[int, int], None] | None = None,
-    on_result: Callable[[EpisodeResult], None] | None = None,
-    **others: Any,
-) -> InferenceReport:
-    """Play a game with a served model, many episodes at once; return results and summary.
-
-    `vllm_server_url` is what `submit_inference_job` returned, or a job's id or name; with
-    `job_id` the gateway's URL is enough. `model_path` instead serves a model folder, a run or
-    `RUN@STEP` for the duration of the call. `game_class` is the class used in training, hosted here
-    with `data_path` (parquet or JSONL) or on seeds; without it, the pool plays the job's own game
-    on its validation set.
-
-    Results are appended to `output_path`, one JSON object per line; a repeated call with the same
-    settings continues where it ended.
-
-    `game_kwargs` are arguments of the game's constructor. At most `max_samples` tasks are played,
-    or `tasks`, a fixed list of rows or seeds; each `samples_per_task` times (2 or more for
-    pass@k), with `max_concurrent` episodes at once. `seed` determines the seeds of the rows.
-    `temperature` 0 is greedy. `max_turns`, `max_tokens` (after the first prompt) and
-    `max_tokens_per_turn` default to those of training. An episode counts as solved above
-    `success_reward`, unless the game sets `info["success"]`. `token_ids` adds token ids to the
-    results. `scheduler_url` and `api_key` name pool and user. `on_job(record)`,
-    `on_start(episodes, already_there)` and `on_result(result)` are called during the run.
-
-    `others` are arguments of the game's constructor, or OpenTinker's: `max_user_turns` and
-    `max_assistant_turns` mean `max_turns`, and unneeded ones (`env_endpoint`, `tokenizer_path` …)
-    are ignored with a warning. Iterating over the report yields its results.
-
-    Raises NotFoundError for an unknown job or another user's, ConfigError (also for an unknown
-    option), GameError, JobFailedError.
-    """
-    return shared_loop().run(
-        run_inference_async(
-            vllm_server_url,
-            data_path,
-            game_class,
-            job_id,
-            output_path,
-            model_path=model_path,
-            scheduler_url=scheduler_url,
-            api_key=api_key,
-            game_kwargs=game_kwargs,
-            tasks=tasks,
-            max_samples=max_samples,
-            samples_per_task=samples_per_task,
-            seed=seed,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            max_turns=max_turns,
-            max_tokens_per_turn=max_tokens_per_turn,
-            max_tokens=max_tokens,
-            success_reward=success_reward,
-            max_concurrent=max_concurrent,
-            token_ids=token_ids,
-            on_job=on_job,
-            on_start=on_start,
-            on_result=on_result,
-            **others,
-        )
-    )
+run_inference = make_blocking(run_inference_async)
 
 
 class _Hosting(NamedTuple):

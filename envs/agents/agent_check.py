@@ -279,7 +279,7 @@ def _explain(
 def _posted(run: LocalRun) -> dict[str, object]:
     if run.episode is None:
         return {}
-    posted: dict[str, object] = {"status": run.episode.status, **run.episode.told()}
+    posted: dict[str, object] = {"status": run.episode.status, **run.episode.to_info()}
     if run.episode.reward is not None:
         posted["reward"] = run.episode.reward
     return {name: value for name, value in posted.items() if value not in ("", {}, [])}

@@ -70,7 +70,7 @@ class LocalAnswer:
     """Its place among all answers of the episode."""
     reply: CanonicalMessage
     follows: "LocalAnswer | None" = None
-    """None: only a chat template knows which histories it writes anew."""
+    """None: without a chat template no history is rendered anew."""
     delivered: bool = True
 
     @property

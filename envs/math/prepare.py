@@ -167,7 +167,7 @@ def _row(
 ) -> dict[str, Any]:
     answer = source.answer(row)
     if is_no_answer(answer):
-        raise DataError(f"{where} has no answer", hint="mend the row, or take it out")
+        raise DataError(f"{where} has no answer", hint="correct the row, or remove it")
     question = source.question(row)
     prompt = f"{question} {instruction}".strip()
     made = {

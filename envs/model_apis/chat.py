@@ -241,7 +241,7 @@ class _Choice:
         self.logprobs: list[TokenLogprob] | None = None
         self.finish: str | None = None
         self.stop: str | None = None
-        """The stop text that ended it, which vLLM tells."""
+        """The stop text that ended it, as in vLLM."""
 
     def add(self, piece: Piece) -> dict[str, Any]:
         """Take more of it; return what is new, as a chunk has it."""

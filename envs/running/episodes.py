@@ -141,10 +141,10 @@ class GameFacts(NamedTuple):
 
 @dataclass
 class _Turns:
-    """What the roles of one game have been told."""
+    """The conversations of the roles of one game."""
 
     prompt: list[ChatMessage]
-    """The first prompt of whoever begins."""
+    """The first prompt of the role that begins."""
     addressed: set[str] = field(default_factory=set[str])
     """Roles that have had their first prompt."""
     observation: str = ""
@@ -267,7 +267,7 @@ class Episodes:
         return game_failure(self._name, "step", error)
 
     def _plays_rows(self) -> bool:
-        """Whether `reset` has to be told of something that the game does not draw itself."""
+        """Whether `reset` needs arguments that the game does not draw itself."""
         if self._class.generate_initial_state is not AbstractGame.generate_initial_state:
             return False
         parameters = list(inspect.signature(self._class.reset).parameters.values())[1:]
@@ -387,5 +387,5 @@ def hung(game: str, verb: str, limit_s: float) -> GameHung:
     key = "env.step_timeout_s" if verb in _OF_STEPS else "env.reset_timeout_s"
     return GameHung(
         f"{game} hung in {verb} for {limit_s:g} s",
-        hint=f"mend the game, or raise {key} if it may take longer",
+        hint=f"fix the game, or raise {key} if it may take longer",
     )

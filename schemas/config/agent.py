@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from .sections import MAX_WAIT_S, Section, when
+from .sections import MAX_WAIT_S, Section, given_section, when, with_implied
 
 IMPLIED_OF_ENV = ("game", "hosts", "reset_timeout_s", "step_timeout_s", "on_step_timeout")
 """Keys of `env` implied by the section `agent`."""
@@ -131,7 +131,7 @@ def train_pattern(value: str) -> tuple[re.Pattern[str], bool]:
 
 def runs_programs(tree: Mapping[str, Any]) -> bool:
     """Whether a configuration, perhaps incomplete, is one of agent programs."""
-    section = _section(tree, "agent")
+    section = given_section(tree, "agent")
     return bool(section.get("command") or section.get("client"))
 
 
@@ -141,10 +141,10 @@ def settle_agent(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises ValueError for a key without effect.
     """
     tree = dict(values)
-    given = _section(tree, "agent")
+    given = given_section(tree, "agent")
     if not runs_programs(tree):
         return tree
-    if _section(tree, "sft").get("data"):
+    if given_section(tree, "sft").get("data"):
         raise ValueError(
             "sft.data makes an SFT job, which runs no programs, and the section agent an agent "
             "job: remove one of them"
@@ -159,26 +159,11 @@ def settle_agent(values: Mapping[str, Any]) -> dict[str, Any]:
         "rollout": {"max_turns": agent.max_calls},
     }
     if agent.client:
-        hosts = _section(tree, "env").get("hosts", 0)
+        hosts = given_section(tree, "env").get("hosts", 0)
         if hosts not in (0, 1):
             raise ValueError(
                 f"env.hosts={hosts} cannot be with agent.client: give 0 where a process of yours "
                 "hosts the episodes, 1 where they are asked for at a gateway"
             )
         implied["env"]["hosts"] = hosts
-    for name, keys in implied.items():
-        section = _section(tree, name)
-        for key, value in keys.items():
-            if section.get(key, value) != value:
-                raise ValueError(
-                    f"{name}.{key}={section[key]} has no effect in an agent job, where it is "
-                    f"{value}, from the section agent: remove it"
-                )
-        tree[name] = {**section, **keys}
-    return tree
-
-
-def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a section given as a map; empty if it is missing or already a model."""
-    section = tree.get(name)
-    return cast("Mapping[str, Any]", section) if isinstance(section, Mapping) else {}
+    return with_implied(tree, implied, "an agent job")

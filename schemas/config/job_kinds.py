@@ -3,11 +3,11 @@
 import re
 from collections.abc import Mapping
 from posixpath import normpath
-from typing import Any, cast
+from typing import Any
 
 from pydantic import Field, field_validator
 
-from .sections import Rule, Section
+from .sections import Rule, Section, given_section, with_implied
 
 _IMPLIED: dict[str, dict[str, Any]] = {
     "rollout": {"group_size": 1, "temperature": 1.0},
@@ -71,34 +71,18 @@ def settle_sft(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises ValueError for a key that would have no effect.
     """
     tree = dict(values)
-    if not _section(tree, "sft").get("data"):
+    if not given_section(tree, "sft").get("data"):
         return tree
     tree.setdefault("env", _NO_GAME)
-    for key in _section(tree, "algorithm"):
+    for key in given_section(tree, "algorithm"):
         if key not in _READ:
             raise ValueError(f"algorithm.{key} has no effect in an SFT job: remove it")
-    for name, implied in _IMPLIED.items():
-        section = _section(tree, name)
-        for key, value in implied.items():
-            if section.get(key, value) != value:
-                raise ValueError(
-                    f"{name}.{key}={section[key]} has no effect in an SFT job, where it is "
-                    f"{value}: remove it"
-                )
-        tree[name] = {**section, **implied}
-    return tree
-
-
-def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a section given as a map; empty for one that is missing or a model already."""
-    section = tree.get(name)
-    return cast("Mapping[str, Any]", section) if isinstance(section, Mapping) else {}
+    return with_implied(tree, _IMPLIED, "an SFT job")
 
 
 # Configuration of a Tinker service, and what it implies.
 
 _BASE = re.compile(r"/?[A-Za-z0-9][A-Za-z0-9._/-]*")
-_TINKER_IMPLIED: dict[str, Any] = {"game": "", "hosts": 0, "num_val": 0}
 
 
 class TinkerConfig(Section):
@@ -145,7 +129,6 @@ class TinkerConfig(Section):
 def settle_tinker(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a service's tree with implied keys; any other tree unchanged."""
     tree = dict(values)
-    section = cast("Mapping[str, Any]", tree.get("tinker") or {})
-    if section.get("base"):
-        tree.setdefault("env", dict(_TINKER_IMPLIED))
+    if given_section(tree, "tinker").get("base"):
+        tree.setdefault("env", _NO_GAME)
     return tree

@@ -116,6 +116,35 @@ class Section(BaseModel):
         return self._unmet(rule["key"]) or (None if met else rule)
 
 
+# Trees of keys before they are validated.
+
+
+def given_section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section given as a map; empty if it is missing or already a model."""
+    section = tree.get(name)
+    return cast("Mapping[str, Any]", section) if isinstance(section, Mapping) else {}
+
+
+def with_implied(
+    tree: Mapping[str, Any], implied: Mapping[str, Mapping[str, Any]], kind: str
+) -> dict[str, Any]:
+    """Return a tree with keys whose values follow from the kind of job.
+
+    Raises ValueError for one of them that has another value.
+    """
+    settled = dict(tree)
+    for name, keys in implied.items():
+        section = given_section(tree, name)
+        for key, value in keys.items():
+            if section.get(key, value) != value:
+                raise ValueError(
+                    f"{name}.{key}={section[key]} has no effect in {kind}, where it is {value}: "
+                    "remove it"
+                )
+        settled[name] = {**section, **keys}
+    return settled
+
+
 # Keys that earlier versions named otherwise.
 
 RENAMED = {

@@ -133,7 +133,7 @@ class DeniedError(BrokerError):
     def __init__(self, message: str, *, hint: str = "", subject: str = "") -> None:
         super().__init__(message, hint=hint)
         self.subject = subject
-        """The subject, in lower case, as the server tells it."""
+        """The subject, in lower case, as the server reports it."""
 
 
 class LogInRefusedError(BrokerError):

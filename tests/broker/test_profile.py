@@ -159,7 +159,7 @@ def shares(waited: float, waited_for: dict[str, float], **more: Any) -> Profile:
         (shares(0.3, {"other": 0.3}), "the learner waited 30% of the time for rollouts: ", ""),
         (
             shares(0.3, {"other": 0.3}, generator={}),
-            "whoever makes them tells nothing of its own time",
+            "their external agent records no times",
             "training.max_staleness",
         ),
     ],

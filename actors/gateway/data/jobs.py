@@ -10,20 +10,22 @@ import json
 import re
 import tarfile
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
+
+from cachetools import TLRUCache
 
 from ....broker.client.connection import Broker
-from ....broker.feed import best_of, read_scores, recent_values, run_row
+from ....broker.feed import best_of, parse_all, read_scores, recent_values, run_row
 from ....broker.jetstream.direct_get import StoredMessage, get_batch
 from ....broker.jetstream.streams import stream_info
 from ....broker.run_folder import Folder, FolderEntry
+from ....schemas.config.sections import given_section
 from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.metric import Event, LogLines, readable
 from ....schemas.wire.errors import MessageError, NotFoundError, StorageError, TinkermqError
-from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import JobScope
 from ...storage.checkpoints import stored_checkpoints
 from ...storage.run_folders import checkpoint_folders, checkpoint_in
@@ -186,24 +188,29 @@ def _matches(record: JobRecord, words: Sequence[str]) -> bool:
 
 def game_of(record: JobRecord) -> str:
     """Return the game of a job."""
-    return str(_section(record, "env").get("game", ""))
+    return str(given_section(record.config, "env").get("game", ""))
 
 
 def model_of(record: JobRecord) -> str:
     """Return the model of a job."""
-    return str(_section(record, "model").get("path", ""))
+    return str(given_section(record.config, "model").get("path", ""))
 
 
-def _section(record: JobRecord, name: str) -> dict[str, Any]:
-    section = record.config.get(name)
-    return cast("dict[str, Any]", section) if isinstance(section, dict) else {}
+_RunEnd = tuple[str, str, int, float | None]
+"""User, job, attempt, and when it ended."""
+
+
+def _expiry(key: _RunEnd, _: dict[str, float], now: float) -> float:
+    return now + FIGURES_AGE_S if key[-1] is None else float("inf")
 
 
 class Figures:
     """The newest numbers of jobs; those of jobs that have ended are read once."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[float, dict[str, float]]] = OrderedDict()
+        self._cached: TLRUCache[_RunEnd, dict[str, float], float] = TLRUCache(
+            MAX_FIGURES, _expiry, time.monotonic
+        )
         self._reading: set[asyncio.Future[dict[str, float]]] = set()
         self._free = asyncio.Semaphore(_READING_AT_ONCE)
 
@@ -223,10 +230,11 @@ class Figures:
 
     async def values(self, broker: Broker, record: JobRecord) -> dict[str, float]:
         """Return the newest value of each metric of a job; none where its feed is gone."""
-        key = f"{record.user}.{record.job}.{record.attempt}.{record.finished}"
-        cached = self._kept.get(key)
-        if cached is not None and cached[0] > time.monotonic():
-            return cached[1]
+        finished = record.finished if record.state in FINAL_STATES else None
+        key = (record.user, record.job, record.attempt, finished)
+        cached = self._cached.get(key)
+        if cached is not None:
+            return cached
         if record.started is None and record.state == "QUEUED":
             return {}
         try:
@@ -234,16 +242,13 @@ class Figures:
                 values = await recent_values(broker, record.scope)
         except (TinkermqError, TimeoutError):
             values = {}
-        age_s = FIGURES_AGE_S if record.state not in FINAL_STATES else float("inf")
-        self._kept[key] = (time.monotonic() + age_s, values)
-        while len(self._kept) > MAX_FIGURES:
-            self._kept.popitem(last=False)
+        self._cached[key] = values
         return values
 
 
 def row(record: JobRecord, values: dict[str, float]) -> dict[str, Any]:
     """Return what the table and the REST interface tell of a job, beside its configuration."""
-    training = _section(record, "training")
+    training = given_section(record.config, "training")
     return {
         **run_row(record, values),
         "name": record.name,
@@ -307,7 +312,6 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 # -- ends of logs and events -----------------------------------------------------------------------
 
-M = TypeVar("M", bound=Message)
 
 MAX_LINES = 1000
 _WINDOW = 900
@@ -321,9 +325,8 @@ async def tail_of_log(
     """Return the last lines that the actors of a job, or one of them, wrote; oldest first."""
     subject = scope.log(actor or "*")
     lines: list[dict[str, Any]] = []
-    for message in await _tail(broker, scope.stream_log, subject, limit):
-        batch = _parse(message, LogLines)
-        lines += shown_lines(batch) if batch is not None else []
+    for batch in parse_all(await _tail(broker, scope.stream_log, subject, limit), LogLines):
+        lines += shown_lines(batch)
     return lines[-limit:]
 
 
@@ -333,7 +336,7 @@ async def tail_of_events(
     """Return the last events of a job, newest first; without the bottleneck lines if `quiet`."""
     scope = record.scope
     messages = await _tail(broker, scope.stream_feed, scope.event, limit * 2)
-    stored = [event for message in messages if (event := _parse(message, Event)) is not None]
+    stored = parse_all(messages, Event)
     events = [*stored, *(event for event in record.untold if event not in stored)]
     shown = [event for event in events if not quiet or event.kind != "bottleneck"]
     return shown[-limit:][::-1]
@@ -396,13 +399,6 @@ async def _between(
             break
         start = messages[-1].seq + 1
     return collected
-
-
-def _parse(message: StoredMessage, model: type[M]) -> M | None:
-    try:
-        return model.from_bytes(message.payload, at=message.subject)
-    except MessageError:
-        return None
 
 
 # -- checkpoints, listed and packed for download ---------------------------------------------------

@@ -18,17 +18,12 @@ import numpy as np
 import structlog
 
 from ....broker.client.connection import Broker
-from ....broker.jetstream.direct_get import (
-    StoredMessage,
-    StreamReader,
-    get_batch,
-    get_last,
-    stored_message,
-)
+from ....broker.feed import parse_all, stored_metrics
+from ....broker.jetstream.direct_get import StoredMessage, get_all, stored_message
 from ....broker.jetstream.kv import Bucket
 from ....broker.jetstream.streams import stream_info
 from ....schemas.metric import EvalRecord, Metric
-from ....schemas.wire.errors import MessageError, NotFoundError, TinkermqError
+from ....schemas.wire.errors import NotFoundError, TinkermqError
 from ....schemas.wire.subjects import BUCKET_EVALS, JobScope
 from ...curves import Curves
 
@@ -100,7 +95,7 @@ CHARTS: tuple[Chart, ...] = (
 
 TIME, TOKENS = "time", "tokens"
 """Beside the steps, what curves may be drawn over: seconds and tokens since the run began."""
-_TOLD_AT = "told at"
+_TOLD_AT = "written at"
 """Stands among the curves for when a metric was told: no name of a metric has a space."""
 _TRAINED = "perf/total_num_tokens"
 MAX_NAMES = 512
@@ -228,43 +223,27 @@ class History:
             self._reading = None
 
     async def _read(self, broker: Broker, start: int, last: int) -> None:
-        """Enter the metrics from `start` to `last`: a few requests."""
-        while start <= last:
-            messages, more = await broker.retry(
-                lambda start=start: get_batch(
-                    broker, self._scope.stream_feed, start, self._scope.metric
-                ),
-                deadline_s=_DEADLINE_S,
-                waiting_for=f"the metrics of job {self._scope.job}",
-            )
-            self._enter(messages)
-            if not messages or not more:
-                self._next_seq = max(self._next_seq, last + 1)
-                return
-            start = messages[-1].seq + 1
+        """Enter the metrics from `start` on, of which the feed had those to `last`."""
+        messages = await broker.retry(
+            lambda: get_all(broker, self._scope.stream_feed, self._scope.metric, start),
+            deadline_s=_DEADLINE_S,
+            waiting_for=f"the metrics of job {self._scope.job}",
+        )
+        add_point(self._curves, parse_all(messages, Metric))
+        self._next_seq = max([last, *(message.seq for message in messages[-1:])]) + 1
 
     async def _read_long(self, broker: Broker, start: int) -> None:
         """Enter all metrics from `start` on through a consumer, leaving others their turn."""
-        newest = await get_last(broker, self._scope.stream_feed, self._scope.metric)
-        if newest is None:
-            return
-        reader = StreamReader(broker, self._scope.stream_feed, [self._scope.metric], from_seq=start)
-        messages: list[StoredMessage] = []
-        async with aclosing(reader.messages()) as stored:
-            async for message in stored:
-                messages.append(message)
-                if len(messages) < _ENTER_AT_ONCE and message.seq < newest.seq:
-                    continue
-                self._enter(messages)
-                messages = []
-                if message.seq >= newest.seq:
-                    return
-                await asyncio.sleep(0)
-
-    def _enter(self, messages: list[StoredMessage]) -> None:
-        if messages:
-            add_point(self._curves, _metrics(messages))
-            self._next_seq = messages[-1].seq + 1
+        metrics: list[Metric] = []
+        async with aclosing(stored_metrics(broker, self._scope, start)) as stored:
+            async for seq, metric in stored:
+                metrics.append(metric)
+                self._next_seq = seq + 1
+                if len(metrics) >= _ENTER_AT_ONCE:
+                    add_point(self._curves, metrics)
+                    metrics = []
+                    await asyncio.sleep(0)
+        add_point(self._curves, metrics)
 
     async def _sample(self, broker: Broker, first: int, last: int) -> Curves:
         """Return the curves of metrics at equal distances, and of all evaluations."""
@@ -280,7 +259,7 @@ class History:
 
         results = await asyncio.gather(*(one(seq) for seq in range(first, last + 1, stride)))
         curves = job_curves()
-        add_point(curves, _metrics([message for message in results if message is not None]))
+        add_point(curves, parse_all(filter(None, results), Metric))
         add_point(curves, await self._evaluations(broker))
         return curves
 
@@ -334,16 +313,6 @@ class Histories:
         self._kept.clear()
 
 
-def _metrics(messages: list[StoredMessage]) -> list[Metric]:
-    metrics: list[Metric] = []
-    for message in messages:
-        try:
-            metrics.append(Metric.from_bytes(message.payload))
-        except MessageError as error:
-            _log.error("metric_malformed", seq=message.seq, error=error.message)
-    return metrics
-
-
 # -- exact metrics of each step, for own analysis --------------------------------------------------
 
 
@@ -355,24 +324,14 @@ async def exact_lines(
     `names` are names or patterns; none: all. What is not finite is left out. A step that was
     trained again after a resumption stands there twice; the later line counts.
     """
-    newest = await get_last(broker, scope.stream_feed, scope.metric)
-    if newest is None:
-        return
-    reader = StreamReader(broker, scope.stream_feed, [scope.metric])
-    async with aclosing(reader.messages()) as stored:
-        async for message in stored:
-            line = _line(message.payload, names, first, last)
+    async with aclosing(stored_metrics(broker, scope)) as stored:
+        async for _, metric in stored:
+            line = _line(metric, names, first, last)
             if line:
                 yield line
-            if message.seq >= newest.seq:
-                return
 
 
-def _line(payload: bytes, names: Sequence[str], first: int, last: int | None) -> bytes:
-    try:
-        metric = Metric.from_bytes(payload)
-    except MessageError:
-        return b""
+def _line(metric: Metric, names: Sequence[str], first: int, last: int | None) -> bytes:
     if metric.step < first or (last is not None and metric.step > last):
         return b""
     values = {

@@ -15,6 +15,7 @@ from typing import Any
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
 
+from ....broker.feed import parse_feed_message
 from ....broker.jetstream.direct_get import StoredMessage, StreamReader
 from ....broker.jetstream.kv import Entry
 from ....broker.jetstream.streams import stream_info
@@ -251,14 +252,13 @@ class _Updates:
 
 def _event_of(stored: StoredMessage, scope: JobScope) -> tuple[str, Any] | None:
     """Return name and data of the event that tells a stored message; None for a malformed one."""
-    try:
-        if stored.subject == scope.metric:
-            metric = Metric.from_bytes(stored.payload)
+    match parse_feed_message(stored, scope):
+        case Metric() as metric:
             fields = {"step": metric.step, "time": metric.time, "values": finite_values(metric)}
             return "metric", fields
-        if stored.subject == scope.event:
-            event = Event.from_bytes(stored.payload)
+        case Event() as event:
             return "event", event.model_dump(exclude={"data"})
-        return "log", shown_lines(LogLines.from_bytes(stored.payload, at=stored.subject))
-    except MessageError:
-        return None
+        case LogLines() as lines:
+            return "log", shown_lines(lines)
+        case None:
+            return None

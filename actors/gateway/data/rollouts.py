@@ -91,7 +91,7 @@ def show_episode(group: Group, number: int, *, estimator: str, step: int | None)
             f"task {group.task.task} has no episode {number}",
             hint=f"it has 0 to {len(group.trajectories) - 1}"
             if group.trajectories
-            else "the task was given up; its error says why",
+            else "the task was given up; see its error",
         )
     one = group.trajectories[number]
     name, advantages = _advantages(group, estimator)

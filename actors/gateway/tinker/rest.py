@@ -367,7 +367,7 @@ class Downloads:
             return (await gateway.sessions.visitor(session=None, key=None)).broker
         if gateway.own is None:
             raise StateError(
-                "this gateway cannot give out files: it has no credentials of its own",
+                "this gateway cannot send files: it has no credentials",
                 hint="start it with TINKERMQ_CREDENTIALS (gateway.creds of `tinkermq init`)",
             )
         return gateway.own

@@ -2,11 +2,12 @@
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
+
+from cachetools import FIFOCache
 
 from ....broker.calls import SchedulerCalls
 from ....broker.client.connection import Broker, Msg
@@ -71,7 +72,7 @@ class Trainers:
     def __init__(self) -> None:
         """Know of none yet."""
         self._offers: tuple[float, list[TrainerOffer]] = (float("-inf"), [])
-        self._jobs: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._jobs: FIFOCache[tuple[str, str], str] = FIFOCache(_MAX_KNOWN)
         self._replies: WeakKeyDictionary[Broker, _Replies] = WeakKeyDictionary()
 
     async def offers(self, broker: Broker) -> list[TrainerOffer]:
@@ -119,8 +120,6 @@ class Trainers:
     def remember(self, user: str, model: ModelName, job: str) -> None:
         """Note which job has a user's model."""
         self._jobs[user, str(model)] = job
-        while len(self._jobs) > _MAX_KNOWN:
-            self._jobs.popitem(last=False)
 
     async def info(self, user: str, broker: Broker, model: ModelName, job: str) -> ModelInfo:
         """Return what a trainer knows of a model; raises NotFoundError."""
@@ -470,9 +469,7 @@ class TrainerRecords:
             ).sessions:
                 result = _joined(result, item)
         if result is None:
-            raise NotFoundError(
-                f"there is no session {session}", hint="list_sessions tells which there are"
-            )
+            raise NotFoundError(f"there is no session {session}", hint="list_sessions lists them")
         return result
 
     # -- asking ------------------------------------------------------------------------------------
@@ -500,7 +497,7 @@ class TrainerRecords:
         if offset + limit > MAX_DEPTH:
             raise MessageError(
                 f"offset={offset} is too far into the list",
-                hint=f"the first {MAX_DEPTH:,} are told",
+                hint=f"the first {MAX_DEPTH:,} are listed",
             )
         collected: list[I] = []
         total = 0

@@ -175,7 +175,7 @@ class Remover:
             self._busy.discard(key)
 
     async def _carry_out(self, record: JobRecord) -> None:
-        """Do one job's removal to its end; what still runs or is told ends first."""
+        """Complete one job's removal, after its actors have ended and its events are sent."""
         if not is_final(record) or self._runs_somewhere(record):
             return
         if record.untold and record.has_streams:
@@ -298,7 +298,7 @@ async def _free_stored(record: JobRecord) -> None:
 
 
 def _kept_names(scope: JobScope) -> list[str]:
-    """Return the streams that an archive keeps: what was trained, and what was told."""
+    """Return the streams that an archive keeps: what was trained, and events."""
     checkpoints = f"OBJ_{scope.object_checkpoints}"
     streams = [scope.stream_dead, scope.stream_feed]
     return [scope.stream_rollout, scope.stream_batch, *streams, checkpoints]

@@ -1,7 +1,7 @@
 """The secrets of jobs: kept sealed, opened for the process that needs them, removed at the end.
 
 The key follows from the scheduler's credentials, so every scheduler of a pool with users has the
-same. Without credentials it is made at start and lives in memory: after a restart of such a
+same. Without credentials it is made at start and kept in memory: after a restart of such a
 scheduler what was sealed before cannot be opened any more.
 """
 

@@ -263,7 +263,7 @@ class JobsView:
         return self.archive.named(user, name) if key is None else key.partition(".")[2]
 
     def untold(self) -> list[JobRecord]:
-        """Return the jobs, ended ones among them, with events that can be told."""
+        """Return the jobs, also ended ones, with events to publish."""
         return [self._jobs.entries[key].value for key in self._untold]
 
     def removals(self) -> list[JobRecord]:
@@ -325,7 +325,7 @@ class JobsView:
         return self._num_bytes
 
     def numbers(self) -> dict[str, float]:
-        """Return how many jobs live, have ended and are at hand, and are archived."""
+        """Return the numbers of live, ended and archived jobs."""
         return {
             "jobs_live": len(self.live),
             "jobs_ended": sum(map(len, self.ended.values())),
@@ -445,7 +445,7 @@ class Versions:
         self._read = float("-inf")
 
     async def refresh(self, active: Sequence[JobRecord]) -> bool:
-        """Enter what the learners of these jobs tell, now and then; whether it did."""
+        """Enter the reports of these jobs' learners, now and then; return whether it did."""
         if time.monotonic() - self._read < _EVERY_S:
             return False
         self._read = time.monotonic()
@@ -463,7 +463,7 @@ class Versions:
 
 
 async def last_version(broker: Broker, record: JobRecord) -> int:
-    """Return the version at which a job has ended: what its learner last told of a step.
+    """Return the version at which a job has ended: that of its learner's last report.
 
     Its heartbeat is gone, and was read every two seconds only.
     """

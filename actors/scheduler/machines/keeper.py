@@ -202,7 +202,7 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class DemandSource(Protocol):
-    """Who knows what waits."""
+    """The source of the waiting jobs."""
 
     def demand(self) -> Demand:
         """Return the queue and the nodes as of now."""
@@ -247,7 +247,7 @@ class MachineKeeper:
             await asyncio.sleep(self._config.look_s)
 
     async def _try(self, demanding: DemandSource) -> None:
-        """Look once; a cluster that does not answer is told, and asked again at the next look."""
+        """Poll once; report a cluster that does not answer, and try again at the next poll."""
         try:
             await self._look(demanding)
         except TinkermqError as error:
@@ -338,7 +338,7 @@ class MachineKeeper:
             await self._ask(self._names.free([*seen, *nodes], decision.ask))
 
     async def _ask(self, names: Sequence[str]) -> None:
-        """Ask for machines; what the cluster refuses is told, and waited out."""
+        """Request machines; report what the cluster refuses, and wait before a retry."""
         try:
             for name in names:
                 await self._source.request_machine(name)

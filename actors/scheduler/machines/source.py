@@ -6,15 +6,12 @@ killed between any two calls. A machine has the name of the node that it starts.
 
 import asyncio
 import hashlib
-import http.client
-import json
 import re
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
+
+import httpx
 
 from ....schemas.wire.errors import DeadlineError, NotFoundError, PlacementError
 
@@ -45,7 +42,7 @@ class MachineSource(Protocol):
     """Where machines come from; errors are TinkermqError in the cluster's words."""
 
     async def list_machines(self) -> list[Machine]:
-        """Return all machines of this pool that the cluster knows."""
+        """Return all machines of this pool at the cluster."""
         ...
 
     async def request_machine(self, name: str) -> None:
@@ -79,7 +76,7 @@ class MachineNames:
         return int(name.removeprefix(self.prefix))
 
     def free(self, taken: Iterable[str], count: int) -> list[str]:
-        """Return the first names that are not taken: who asks twice asks for the same."""
+        """Return the first free names, so that a repeated request is the same."""
         known = set(taken)
         collected: list[str] = []
         number = 1
@@ -148,7 +145,6 @@ async def _finished(process: asyncio.subprocess.Process, name: str, hints: Comma
 _SILENCE_S = 20.0
 _DEADLINE_S = 30.0
 _MAX_BYTES = 64 << 20
-_CHUNK_BYTES = 1 << 16
 
 
 class WebReply(NamedTuple):
@@ -168,41 +164,27 @@ async def request(
 ) -> WebReply:
     """Ask; an answer of any status is one.
 
-    Raises DeadlineError, and PlacementError with the reason where nobody answers; `hint` says what
+    Raises DeadlineError, and PlacementError with the reason of a failure; `hint` says what
     a person may do then.
     """
-    data = None if body is None else json.dumps(body).encode()
-    http_request = urllib.request.Request(  # noqa: S310  the configuration takes http and https alone
-        url, data, {"Content-Type": "application/json", **(headers or {})}, method=method
-    )
     try:
-        return await asyncio.to_thread(_answer, http_request)
-    except TimeoutError as error:
+        async with (
+            asyncio.timeout(_DEADLINE_S),
+            httpx.AsyncClient(timeout=_SILENCE_S, follow_redirects=True) as client,
+            client.stream(method, url, json=body, headers=headers) as reply,
+        ):
+            return WebReply(reply.status_code, await _text(reply))
+    except (TimeoutError, httpx.TimeoutException) as error:
         raise DeadlineError(f"{url} did not answer in time", hint=hint) from error
-    except (OSError, http.client.HTTPException) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        if isinstance(reason, TimeoutError):
-            raise DeadlineError(f"{url} did not answer in time", hint=hint) from error
-        raise PlacementError(f"{url} cannot be asked: {reason}", hint=hint) from error
+    except httpx.HTTPError as error:
+        raise PlacementError(f"{url} cannot be asked: {error}", hint=hint) from error
 
 
-def _answer(message: urllib.request.Request) -> WebReply:
-    ends = time.monotonic() + _DEADLINE_S
-    try:
-        with urllib.request.urlopen(message, timeout=_SILENCE_S) as answer:  # noqa: S310  see above
-            return WebReply(answer.status, _text(answer, ends))
-    except urllib.error.HTTPError as error:
-        with error:
-            return WebReply(error.code, _text(error, ends))
-
-
-def _text(answer: Any, ends: float) -> str:
-    """Read an answer to its end; one that is endless, by its size or by its pace, is none."""
-    parts: list[bytes] = []
-    size = 0
-    while part := answer.read1(_CHUNK_BYTES):
-        parts.append(part)
-        size += len(part)
-        if size > _MAX_BYTES or time.monotonic() > ends:
+async def _text(reply: httpx.Response) -> str:
+    """Read an answer to its end; one that is endless is none."""
+    body = bytearray()
+    async for part in reply.aiter_bytes():
+        body += part
+        if len(body) > _MAX_BYTES:
             raise TimeoutError
-    return b"".join(parts).decode(errors="replace")
+    return body.decode(errors="replace")

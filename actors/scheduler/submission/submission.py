@@ -115,7 +115,7 @@ class Reader(NamedTuple):
     """Folders below which his jobs may write; none: he may know of all."""
 
     def may_know(self, model: str) -> bool:
-        """Whether to be told what is at a path."""
+        """Whether the answer may say what is at a path."""
         try:
             place = Path(os.path.realpath(without_tilde(model)))
         except ValueError:  # no path: it holds a null byte
@@ -464,7 +464,7 @@ class Submission:
             raise
 
     async def _free_copies(self, record: JobRecord) -> None:
-        with contextlib.suppress(TinkermqError):  # the store is away: the error before is told
+        with contextlib.suppress(TinkermqError):  # the store is away: the earlier error is raised
             await asyncio.to_thread(free_copies, record, Stores(self._broker))
 
     async def resumed(self, record: JobRecord, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -561,7 +561,7 @@ class Submission:
         )
 
     def reader(self, user: str, roots: Sequence[Path]) -> Reader:
-        """Return who asks for models, with the folders below which his jobs may write."""
+        """Return the requesting user, with the folders below which the user's jobs may write."""
         return Reader(user, roots if self._has_users else [])
 
     @property

@@ -55,7 +55,7 @@ class DataReader:
     """Reads the data of calls for one model."""
 
     def __init__(self, *, vocab: int, max_tokens: int | None) -> None:
-        """`vocab`: tokens that the model knows; `max_tokens`: those of a datum at most."""
+        """`vocab`: tokens of the model; `max_tokens`: bound of a datum."""
         self._vocab = vocab
         self._max_tokens = max_tokens
 
@@ -136,8 +136,8 @@ class DataReader:
         wrong = np.flatnonzero((ids < 0) | (ids >= self._vocab))
         if len(wrong):
             raise DataError(
-                f"{_place(field, int(wrong[0]), shapes)} is {ids[wrong[0]]}, and the model knows "
-                f"the tokens 0 to {self._vocab - 1}",
+                f"{_place(field, int(wrong[0]), shapes)} is {ids[wrong[0]]}, but the model has "
+                f"tokens 0 to {self._vocab - 1}",
                 hint="use the model's own tokenizer",
             )
 

@@ -161,7 +161,7 @@ class AgentRun:
             outcome = check_counts(ending, self.episode, self._config, self._max_tries)
             reward = await self._reward(folder, outcome)
         info = {
-            **self.episode.told(),
+            **self.episode.to_info(),
             **reward.facts(),
             "outcome": outcome,
             "exit_code": ending.exit_code,
@@ -296,7 +296,7 @@ class AgentRun:
         if self.episode.has_partial_rewards:
             return ProgramReward(0.0)  # its calls have theirs
         raise RewardError(
-            "the program has ended, and nothing says what it is worth",
+            "the program has ended without a reward",
             hint="set agent.reward, write a number into the file that TINKERMQ_REWARD names, or "
             "post one to the episode's URL",
         )
@@ -343,7 +343,7 @@ def outcome_of(ending: Ending, episode: ProgramEpisode) -> Outcome:
 
 
 def earns_failed_reward(outcome: Outcome) -> bool:
-    """Whether an episode that ended so has a reward though nobody gives it one."""
+    """Whether an episode with this end has a reward without being given one."""
     return outcome in _FAILED
 
 

@@ -233,7 +233,7 @@ class ModelCalls:
                 await _until_over(exchange, call, woken)
         finally:
             exchange.unwatch()
-            call.end(EpisodeOver("nobody waits for the count"))
+            call.end(EpisodeOver("the program no longer waits for the count"))
         assert call.answer.head is not None
         await exchange.reply({"input_tokens": call.answer.head.num_prompt})
 

@@ -4,9 +4,12 @@ import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
+
+from cachetools import FIFOCache
 
 from ....schemas.wire.errors import NotFoundError, StateError
 from ....schemas.wire.subjects import JobScope
@@ -40,17 +43,12 @@ class KeptAnswers:
 
     def __init__(self, room: int) -> None:
         """Keep up to `room` bytes."""
-        self._room = room
-        self._kept: OrderedDict[str, KeptAnswer] = OrderedDict()
-        self._num_bytes = 0
+        self._kept: FIFOCache[str, KeptAnswer] = FIFOCache(room, lambda one: one.num_bytes)
 
     def keep(self, name: str, answer: KeptAnswer) -> None:
         """Keep an answer by its id; the oldest go when there is no more room."""
-        self.forget(name)
-        self._kept[name] = answer
-        self._num_bytes += answer.num_bytes
-        while self._num_bytes > self._room:
-            self.forget(next(iter(self._kept)))
+        with suppress(ValueError):  # it is larger than the room
+            self._kept[name] = answer
 
     def find(self, name: str) -> KeptAnswer:
         """Return an answer; NotFoundError for one that is not there, or no more."""
@@ -62,8 +60,7 @@ class KeptAnswers:
 
     def forget(self, name: str) -> None:
         """Drop an answer."""
-        answer = self._kept.pop(name, None)
-        self._num_bytes -= answer.num_bytes if answer is not None else 0
+        self._kept.pop(name, None)
 
 
 class EpisodeSubjects(NamedTuple):
@@ -93,7 +90,7 @@ class OpenEpisode:
     """Digests of rewards that were added."""
     num_requests: int = 0
     """HTTP requests of its program that are open."""
-    _names: OrderedDict[bytes, None] = field(default_factory=OrderedDict[bytes, None])
+    _names: FIFOCache[bytes, None] = field(default_factory=lambda: FIFOCache(_MOST_NAMES))
     _numbers: OrderedDict[str, int] = field(default_factory=OrderedDict[str, int])
     _known: set[int] = field(default_factory=set[int])
 
@@ -139,8 +136,6 @@ class OpenEpisode:
         """Whether a request that names itself so has come before; from now on, one has."""
         is_repeated = name in self._names
         self._names[name] = None
-        if len(self._names) > _MOST_NAMES:
-            self._names.popitem(last=False)
         return is_repeated
 
 
@@ -152,7 +147,7 @@ class OpenEpisodes:
         self._salt = secrets.token_bytes(32)
         self._by_key: dict[bytes, OpenEpisode] = {}
         self._by_id: dict[str, OpenEpisode] = {}
-        self._past: OrderedDict[bytes, str] = OrderedDict()
+        self._past: FIFOCache[bytes, str] = FIFOCache(_PAST)
 
     def __len__(self) -> int:
         """Episodes that are open."""
@@ -179,8 +174,6 @@ class OpenEpisodes:
         self._by_key.pop(digest, None)
         self._by_id.pop(opened.episode.episode, None)
         self._past[digest] = opened.episode.over or "it has ended"
-        while len(self._past) > _PAST:
-            self._past.popitem(last=False)
 
     def find(self, presented: Iterable[str]) -> OpenEpisode:
         """Return the episode of one of the keys that came with a request.
@@ -201,7 +194,7 @@ class OpenEpisodes:
         if past:
             raise KeyRefused(
                 f"the episode of this key is over: {past}",
-                hint="each try of an episode has a key of its own; stop calling",
+                hint="each try of an episode has its own key; stop calling",
             )
         raise KeyRefused(
             "this key is that of no episode" if keys else "no key came with the request",
@@ -214,7 +207,7 @@ class OpenEpisodes:
 
 
 def bare_key(key: str) -> str:
-    """Return a key without what programs that check for a prefix want before it."""
+    """Return a key without the prefix that some programs require."""
     for prefix in _PREFIXES:
         if key.startswith(prefix):
             return key.removeprefix(prefix)

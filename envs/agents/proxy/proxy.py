@@ -354,10 +354,10 @@ _PATIENCE_S = 60.0
 
 
 class EpisodeSigner:
-    """Makes keys by which the broker lets a program in, and the host knows it."""
+    """Makes keys with which the broker admits a program, and the host recognizes it."""
 
     def __init__(self, scope: JobScope, secret: bytes | None) -> None:
-        """`secret` is the job's; None: nobody asks for keys but the host."""
+        """`secret` is the job's; None: only the host checks keys."""
         self._scope = scope
         self._secret = secret
 

@@ -266,7 +266,7 @@ async def test_a_job_that_teaches_is_one_of_the_users_own_that_serves(
     hers = await submitted(scheduled, "ada", tmp_path)
     with pytest.raises(NotFoundError, match="has no job or run"):
         await submitted(scheduled, "mallory", tmp_path, algorithm={"teacher": f"job:{hers.job}"})
-    with pytest.raises(ConfigError, match=r"is of kind train and QUEUED, it answers nobody"):
+    with pytest.raises(ConfigError, match=r"of kind train and QUEUED, which answers no requests"):
         await submitted(scheduled, "ada", tmp_path, algorithm={"teacher": f"job:{hers.name}"})
     with pytest.raises(NotFoundError, match="has no job or run"):
         await submitted(scheduled, "mallory", tmp_path, algorithm={"teacher": f"{hers.name}@3"})
