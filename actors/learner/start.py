@@ -28,6 +28,7 @@ from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
 from ..storage.checkpoints import CheckpointMirror, own_folder
 from ..training.checkpoint import CheckpointStore, load_state, try_saving
 from ..training.custom import custom_function
+from ..training.numerics import settle_numerics
 from ..training.parallel import once_in_torch
 from ..training.policies import Policies, load_models, vocab_size
 from ..training.rank_commands import Ranks
@@ -74,7 +75,7 @@ async def _run(context: JobContext, ranks: Ranks) -> int:
 async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
     """Load what the job needs, from its newest checkpoint if it has one."""
     config = context.config
-    own_device()  # or it would train on the CPU where torch does not see its GPU
+    settle_numerics(config.learner, on_gpu=own_device().type == "cuda")
     torch.set_num_threads(config.learner.threads)
     checkpoints = CheckpointStore(
         context.run_dir,
@@ -102,6 +103,7 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
     if folder is None or str(folder) == context.record.fork_dir:
         await _try_saving(context, policies, tokenizer)
     state.total_steps = steps
+    state.note_numerics(policies.numerics)
     return Learner(
         context,
         policies,
@@ -176,13 +178,14 @@ def task_order(config: JobConfig, num_rows: int | None, state: LearnerState) -> 
 _TRIED_WHOLE_BYTES = 1 << 30
 """The weights of smaller models are written, too, when saving is tried: seconds."""
 _FRESH_LOG: dict[str, Any] = {
+    "numerics": [],
     "batch_seq": 0,
     "log_seq": 1,
     "decided_seqs": [],
     "unrecorded": [],
     "judged_seq": 0,
 }
-"""What a fork's state says of its log, which is new."""
+"""What a fork's state says of its log and steps, which are new."""
 
 
 class StartingPoint(NamedTuple):

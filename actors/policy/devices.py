@@ -1,10 +1,11 @@
 """Where an actor computes: on the GPU that its node gives it, else on the CPU."""
 
 import os
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
+from ...schemas.config.sections import Dtype, resolve_dtype
 from ...schemas.plan.cards import Card, card_like
 from ..gpus import unseen_gpu
 
@@ -38,3 +39,8 @@ def own_card() -> Card | None:
         return None
     found: Any = cast(Any, torch.cuda).get_device_properties(0)
     return card_like(str(found.name), int(found.total_memory))
+
+
+def own_dtype(dtype: Dtype) -> Literal["float32", "bfloat16"]:
+    """Return the dtype that a key means where this process computes."""
+    return resolve_dtype(dtype, on_gpu=own_device().type == "cuda")

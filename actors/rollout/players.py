@@ -13,7 +13,7 @@ from ..engine.engine import Engine
 from ..engine.gpu_requirements import check_versions, installed_versions
 from ..engine.transformers.transformers_engine import TransformersEngine
 from ..policy.chat import ChatTokenizer
-from ..policy.devices import bound_memory, own_device
+from ..policy.devices import bound_memory, own_device, own_dtype
 from ..policy.model_folder import load_causal_lm
 from ..policy.policies import MAIN, policy_config, policy_names
 from ..storage.adapters import base_of, is_adapter
@@ -47,7 +47,7 @@ async def start_engine(config: JobConfig, version: int = 0, base: "Base | None" 
         config.model.path,
         max_slots=config.generator.num_requests,
         max_context=config.generator.max_context or config.rollout.max_tokens,
-        dtype=config.generator.dtype,
+        dtype=own_dtype(config.generator.dtype),
         device=str(device),
         trust_remote_code=config.model.trust_remote_code,
         lora=config.lora,
@@ -79,7 +79,7 @@ def _load_frozen(config: JobConfig) -> "PreTrainedModel":
     path = config.model.path
     model = load_causal_lm(
         base_of(path) if is_adapter(path) else path,
-        dtype=getattr(torch, config.generator.dtype),
+        dtype=getattr(torch, own_dtype(config.generator.dtype)),
         attn_implementation="eager",
         trust_remote_code=config.model.trust_remote_code,
     )

@@ -36,6 +36,7 @@ from ...schemas.wire.subjects import rpc
 from ..policy.devices import own_device
 from ..runtime import JobContext, settle_memory
 from ..storage.tinker_checkpoints import TINKER_FOLDER
+from ..training.numerics import settle_numerics
 from ..training.parallel import once_in_torch
 from .adapter_cache import AdapterStates
 from .apply import OperationApplier
@@ -343,6 +344,7 @@ async def run_trainer(context: JobContext) -> None:
     """Serve until told to stop."""
     await context.serve_control()
     config = context.config
+    settle_numerics(config.learner, on_gpu=own_device().type == "cuda")
     base = await asyncio.to_thread(base_info, config)
     adapters = await once_in_torch(config.learner.threads, partial(open_trainer, config))
     name = base.base
@@ -373,7 +375,8 @@ def open_trainer(config: JobConfig) -> AdapterTrainer:
         config.model.path,
         base_model=config.tinker.base,
         trust_remote_code=config.model.trust_remote_code,
-        attn_implementation=config.model.attn_implementation,
+        attention=config.model.attn_implementation,
+        dtype=config.learner.dtype,
         gradient_checkpointing=config.learner.recomputes,
         device=own_device(),
         microbatch_tokens=config.tinker.micro_batch_tokens,

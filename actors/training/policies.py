@@ -23,6 +23,7 @@ from .model import load_model
 from .parallel import Parallel, snapshot
 from .rank_commands import Order, Ranks
 from .shared_files import folder_here
+from .state import Numerics
 from .step import StepReport, Trainer
 
 
@@ -156,6 +157,11 @@ class Policies:
         """Return all that is trained, whole and on the CPU, by policy; critics as `critic.*`."""
         with self._ranks.doing(Order("gather", {"dtype": None})):
             return {name: trainer.weights() for name, trainer in self.trainers.items()}
+
+    @property
+    def numerics(self) -> Numerics:
+        """How steps are computed."""
+        return self.trainers[MAIN].numerics
 
     @property
     def models(self) -> dict[str, nn.Module]:

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,6 +37,7 @@ from .distillation import Teachers, check_same_language
 from .losses import Denominators
 from .micro_batch import MicroBatch
 from .model import Scorer, load_model, load_reference
+from .numerics import numerics_of
 from .objective import EntropyBonus, Objective, StepInputs
 from .off_policy import batch_mismatch
 from .optimizer import load_optimizer, make_optimizer, rate_of
@@ -43,6 +45,7 @@ from .out_of_memory import MemoryGuard
 from .parallel import Inside, Parallel, whole, whole_tensors
 from .rank_batches import OF_THE_UPDATES, RankPacker, StepSums
 from .reference import Reference
+from .state import Numerics
 
 _log = structlog.get_logger()
 
@@ -81,7 +84,7 @@ class Trainer:
             config.model.path, trust_remote_code=config.model.trust_remote_code
         )
         self._replay = RouterReplay(model) if config.algorithm.router_replay else None
-        inside = self._parallel.place(model, learner)
+        inside = self._parallel.place(model, learner, config.model.attn_implementation)
         self._trained = [weight for weight in model.parameters() if weight.requires_grad]
         self.optimizer = make_optimizer(model, learner, learner.lr)
         self._objective = Objective(config)
@@ -99,15 +102,19 @@ class Trainer:
         if algorithm.reference.path is not None:
             key = "algorithm.reference.path"
             check_same_language(self.config, algorithm.reference.path, key)
-        return Reference(algorithm.reference, self.model, path, self._scorer, self._frozen)
+        load = partial(self._frozen, moves=algorithm.reference.moves)
+        return Reference(algorithm.reference, self.model, path, self._scorer, load)
 
-    def _frozen(self, path: str) -> Scorer:
-        """Return what scores by a model that is not trained."""
+    def _frozen(self, path: str, *, moves: bool = False) -> Scorer:
+        """Return what scores by a model that no optimiser trains; it may follow one that is."""
         config = self.config.model.model_copy(update={"path": path})
         learner = self.config.learner
         loaded = load_reference(config, learner, hollow=self._parallel.filled_by_another)
         frozen = cast(nn.Module, loaded)
-        return self._scorer_of(frozen, self._parallel.place(frozen, learner))
+        inside = self._parallel.place(
+            frozen, learner, config.attn_implementation, moves_frozen=moves
+        )
+        return self._scorer_of(frozen, inside)
 
     def _make_critic(self) -> Critic:
         config = self.config
@@ -122,8 +129,14 @@ class Trainer:
     def _scorer_of(
         self, model: nn.Module, inside: Inside, replay: RouterReplay | None = None
     ) -> Scorer:
-        temperature, dtype = self.config.rollout.temperature, self.config.learner.dtype
-        return Scorer(model, temperature=temperature, dtype=dtype, inside=inside, replay=replay)
+        temperature = self.config.rollout.temperature
+        return Scorer(model, temperature=temperature, inside=inside, replay=replay)
+
+    @property
+    def numerics(self) -> Numerics:
+        """How its steps are computed."""
+        scorer, learner = self._scorer, self.config.learner
+        return numerics_of(scorer.device, scorer.inside.dtype, scorer.attention, learner)
 
     def weights(self) -> dict[str, Tensor]:
         """Return what is trained, whole and on the CPU; all ranks ask for it together."""

@@ -20,6 +20,7 @@ from .sections import (
     MAX_TAGS,
     MAX_WAIT_S,
     OWN_FUNCTION,
+    Dtype,
     Label,
     LearnerConfig,
     LoraConfig,
@@ -45,10 +46,11 @@ class ModelConfig(Section):
     """Hugging Face folder, or the name of a model on the hub."""
     tokenizer: str | None = None
     """Folder of the tokenizer; default: the model's own."""
-    attn_implementation: Literal["sdpa", "flash_attention_2"] = "sdpa"
-    """Attention kernel of the learner. flash_attention_2 needs a GPU, the extra `flash-attn` and
-    `learner.dtype=bfloat16`, and computes shared prompts once per episode and shared parts of agent
-    episodes once per row."""
+    attn_implementation: Literal["auto", "sdpa", "varlen", "flash_attention_2"] = "auto"
+    """Attention kernel of the learner. varlen: torch's for packed rows without masks
+    (FlashAttention 2, or 3 and 4 where installed; one sequence after the other on CPUs);
+    flash_attention_2: that of the extra `flash-attn`, on GPUs; sdpa: with a mask, in any dtype;
+    auto: varlen on a GPU in bfloat16 where it can compute the model, else sdpa."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
@@ -151,8 +153,8 @@ class GeneratorConfig(Section):
     """Tokens per forward pass, those of prompts included; default: vLLM's for the GPU."""
     compile: bool = Field(default=True, json_schema_extra=when("engine", "vllm"))
     """Compile the model and record CUDA graphs: slower start, faster generation."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype of the engine."""
+    dtype: Dtype = "auto"
+    """Compute dtype of the engine. auto: bfloat16 on a GPU, float32 on CPUs."""
     max_episodes: int = Field(default=256, ge=1, le=65_536)
     """Concurrent episodes per generator."""
     max_requests: int | None = Field(default=None, ge=1, le=65_536)

@@ -248,7 +248,9 @@ RULES = (
     *SFT_RULES,
     Rule(
         "model.attn_implementation={model.attn_implementation}",
-        lambda job: job.model.attn_implementation != "sdpa" and job.learner.dtype == "float32",
+        lambda job: (
+            job.model.attn_implementation == "flash_attention_2" and job.learner.dtype == "float32"
+        ),
         "does not compute in float32: set learner.dtype=bfloat16, or "
         "model.attn_implementation=sdpa",
     ),

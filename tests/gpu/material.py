@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 MAX_TOKENS = 1024
 """Of one sequence."""
-Attention = Literal["sdpa", "flash_attention_2"]
+Attention = Literal["sdpa", "varlen", "flash_attention_2"]
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class RandomPolicy:
         model = {"path": str(self.folder), "attn_implementation": attention}
         config = self.config(model=model, learner={"dtype": self.dtype})
         loaded = load_model(config.model, config.learner)
-        inside = Parallel.alone().place(loaded, config.learner)
-        scorer = Scorer(loaded, temperature=1.0, dtype=self.dtype, inside=inside)
+        inside = Parallel.alone().place(loaded, config.learner, attention)
+        scorer = Scorer(loaded, temperature=1.0, inside=inside)
         return ScoringLearner(loaded, scorer)
 
 

@@ -16,7 +16,7 @@ EXAMPLES = [
     ["policies.low=m", *SFT],
     ["self_play.past_share=0.5", *SFT],
     ["algorithm.reference.path=m"],
-    ["model.attn_implementation=flash_attention_2"],
+    ["model.attn_implementation=flash_attention_2", "learner.dtype=float32"],
     ["policies.low=m", "lora.rank=4"],
     ["algorithm.loss=gspo", "algorithm.own_loss=m:f"],
     ["algorithm.correction=icepop", "algorithm.own_correction=m:f"],

@@ -37,6 +37,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from ....schemas.config.job import GeneratorConfig
+from ....schemas.config.sections import resolve_dtype
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.bounds import MAX_TOP_K
 from ....schemas.wire.errors import EngineError, ModelError
@@ -101,7 +102,7 @@ def engine_arguments(
         "skip_tokenizer_init": not sees,  # by it, vLLM finds out how large images can get
         "generation_config": "vllm",
         "trust_remote_code": trust_remote_code,
-        "dtype": config.dtype,
+        "dtype": resolve_dtype(config.dtype, on_gpu=not on_cpu),
         "max_model_len": max_context,
         "max_logprobs": MAX_TOP_K,
         "max_num_seqs": config.max_requests,

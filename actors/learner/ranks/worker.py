@@ -17,7 +17,9 @@ import torch
 from ....schemas.config.job import JobConfig
 from ....schemas.wire.errors import OutOfMemoryError, StorageError, TinkermqError
 from ...logging import configure_logging
+from ...policy.devices import own_device
 from ...runtime import EXIT_CRASHED, EXIT_DONE, EXIT_OUT_OF_MEMORY
+from ...training.numerics import settle_numerics
 from ...training.parallel import Meeting, Parallel, whole_tensors
 from ...training.policies import Policies, load_models
 from ...training.rank_commands import Order
@@ -30,6 +32,7 @@ def serve(rank: int, orders: Connection) -> None:
     """Do what rank 0 does, until there are no more orders."""
     order = Order.receive(orders)
     config = JobConfig.model_validate_json(order.fields["config"])
+    settle_numerics(config.learner, on_gpu=own_device().type == "cuda")
     torch.set_num_threads(config.learner.threads)
     parallel = Parallel.join(rank, config.learner, Meeting.reach(order.fields["meeting"]))
     folder = Path(path) if (path := order.fields["folder"]) is not None else None
