@@ -13,14 +13,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..config.job import JobConfig
+from ..config.sections import resolve_dtype
 from .model_shape import ModelShape
 
 GIB = 1 << 30
 _MIB = 1 << 20
-LOGITS_BYTES = 256 * _MIB
-"""Float32 logits that the learner holds at once."""
-_LOGITS_COPIES = 4
-"""Tensors of that size: logits, log-softmax, and two more on the way to an entropy or gradient."""
+_LOGITS_BYTES = {True: GIB, False: 256 * _MIB}
+"""Float32 logits that the learner holds at once: on a GPU, and on a CPU."""
+_LOGITS_COPIES = 3
+"""Tensors of that size: logits, log-softmax, and one more on the way to an entropy or gradient."""
 _ADAMW_BYTES = 8
 """Two moments in float32."""
 _MUON_BYTES = 4
@@ -72,6 +73,7 @@ class LearnerLoad:
     """Whether weights, gradients and optimiser state lie in the machine's memory."""
     dense_mask: bool = True
     """Whether attention reads a mask of rows and repeated keys, as SDPA does, not lengths."""
+    on_gpu: bool = True
     updated: tuple[ModelShape, ...] = ()
     """The critic and the policies of other roles, which have an optimiser, too."""
     frozen: tuple[ModelShape, ...] = ()
@@ -81,11 +83,6 @@ class LearnerLoad:
     def trained(self) -> int:
         """Weights of the policy that are trained."""
         return self.lora_weights or self.shape.weights
-
-    @property
-    def is_autocast(self) -> bool:
-        """Whether products are computed in 16 bits of float32 weights, by autocast."""
-        return self.compute_bytes == 2 and not self.is_sharded
 
     @property
     def is_sharded(self) -> bool:
@@ -99,11 +96,15 @@ def learner_load(
     *,
     microbatch_tokens: int,
     checkpointing: bool,
+    on_gpu: bool = True,
     updated: Iterable[ModelShape] = (),
     frozen: Iterable[ModelShape] = (),
 ) -> LearnerLoad:
     """Return what a job's configuration asks of one rank of its learner."""
     learner, lora = job.learner, job.lora
+    dtype = resolve_dtype(learner.dtype, on_gpu=on_gpu)
+    attention = job.model.attn_implementation
+    reads_lengths = attention == "auto" and on_gpu and dtype == "bfloat16"
     return LearnerLoad(
         shape=shape,
         microbatch_tokens=microbatch_tokens,
@@ -111,13 +112,14 @@ def learner_load(
         checkpointing=checkpointing,
         lora_rank=lora.rank,
         lora_weights=adapter_weights(job, shape),
-        compute_bytes=4 if learner.dtype == "float32" else 2,
+        compute_bytes=4 if dtype == "float32" else 2,
         optimizer=learner.optimizer,
         ranks=learner.ranks,
         shards=learner.ranks // learner.replicas,
         context_parallel=learner.context_parallel,
         offload=learner.cpu_offload,
-        dense_mask=job.model.attn_implementation == "sdpa",
+        dense_mask=attention in ("auto", "sdpa") and not reads_lengths,
+        on_gpu=on_gpu,
         updated=tuple(updated),
         frozen=tuple(frozen),
     )
@@ -139,7 +141,11 @@ def adapter_weights(job: JobConfig, shape: ModelShape) -> int:
 # -- a learner's rank ------------------------------------------------------------------------------
 
 
-def learner_terms(load: LearnerLoad, *, on_gpu: bool = True) -> list[Term]:
+STORED = ("weights", "optimiser states", "critic and other policies", "reference and teachers")
+"""Terms of a learner that stay from step to step."""
+
+
+def learner_terms(load: LearnerLoad) -> list[Term]:
     """Return what a rank of the learner takes of its card, in bytes."""
     terms = [
         *_stored(load),
@@ -153,13 +159,13 @@ def learner_terms(load: LearnerLoad, *, on_gpu: bool = True) -> list[Term]:
             largest = max(load.shape.root_weights, load.shape.layer_weights)
             num_bytes += largest * _MASTER_BYTES
         terms.append(Term("gathered weights", num_bytes, "take a smaller model"))
-    elif load.is_autocast:
-        # Of layers that are computed again, one has such copies at a time.
+    elif load.compute_bytes == 2 and not load.lora_weights:
+        # Layers keep them for the backward pass; of those computed again, one at a time.
         layer = load.shape.layer_weights
         cast = load.shape.root_weights + layer if load.checkpointing else load.shape.weights
         num_bytes = cast * load.compute_bytes
         terms.append(Term("weights in 16 bits", num_bytes, "raise learner.ranks and learner.slots"))
-    if on_gpu:
+    if load.on_gpu:
         nccl = _NCCL_BYTES if load.ranks > 1 else 0
         terms.append(Term("CUDA and transfer buffers", _CONTEXT_BYTES + nccl + TRANSFER_BYTES))
     return [term for term in terms if term.num_bytes]
@@ -170,7 +176,9 @@ def _stored(load: LearnerLoad) -> list[Term]:
     shape, share = load.shape, 0 if load.offload else 1
     others = sum(model.weights for model in load.updated)
     updated = load.trained + others
-    own_weights = shape.weights + load.lora_weights
+    # What is not trained is kept in the dtype that it computes in.
+    own = shape.weights * (load.compute_bytes if load.lora_weights else _MASTER_BYTES)
+    own += load.lora_weights * _MASTER_BYTES
     state = updated * _ADAMW_BYTES
     if load.optimizer == "muon":
         roots = sum(model.root_weights for model in load.updated)
@@ -187,7 +195,7 @@ def _stored(load: LearnerLoad) -> list[Term]:
     state_fewer = fewer if load.lora_weights else f"set lora.rank{lighter}, or {by_ranks}"
     frozen = sum(model.weights for model in load.frozen)
     return [
-        Term("weights", divided(own_weights * _MASTER_BYTES), f"{by_ranks}{by_offload}"),
+        Term("weights", divided(own), f"{by_ranks}{by_offload}"),
         Term("optimiser states", divided(state), f"{state_fewer}{by_offload}"),
         Term("gradients", divided(updated * _MASTER_BYTES) + _head_gradient(load), fewer),
         Term(
@@ -197,7 +205,7 @@ def _stored(load: LearnerLoad) -> list[Term]:
         ),
         Term(
             "reference and teachers",
-            divided(frozen * _MASTER_BYTES),
+            divided(frozen * load.compute_bytes),
             "set lora.rank, or algorithm.kl_coef=0, or name smaller teachers",
         ),
     ]
@@ -225,7 +233,7 @@ def _activations(load: LearnerLoad) -> int:
     shape = load.shape
     tokens = -(-load.microbatch_tokens // load.context_parallel)
     layer = layer_bytes_per_token(load)
-    stream_bytes = 2 if load.compute_bytes == 2 and load.is_sharded else 4
+    stream_bytes = load.compute_bytes
     kept = shape.layers * (stream_bytes * shape.hidden if load.checkpointing else layer)
     final = 3 * 4 * shape.hidden
     rows = load.microbatch_tokens // max(1, load.row_tokens)
@@ -244,8 +252,6 @@ def layer_bytes_per_token(load: LearnerLoad) -> int:
     # Two norms read the stream in float32; their weights' gradients need what was normed, too.
     if c == 4:
         stream, normed_head = (24 if trains_norms else 16), (8 if trains_norms else 4)
-    elif load.is_autocast:  # q, k, v, gate and up each cast their input
-        stream, normed_head = (26 if trains_norms else 18), (8 if trains_norms else 4)
     else:
         stream, normed_head = (16 if trains_norms else 12), (6 if trains_norms else 4)
     num_bytes = stream * shape.hidden
@@ -265,9 +271,8 @@ def _logits(load: LearnerLoad) -> int:
     """Return what the output layer takes; its logits are computed in chunks."""
     tokens = -(-load.microbatch_tokens // load.context_parallel)
     whole = 4 * load.shape.vocab * tokens
-    held = min(whole, LOGITS_BYTES)
-    halves = held // 2 if load.compute_bytes == 2 else 0
-    return _LOGITS_COPIES * held + halves
+    held = min(whole, _LOGITS_BYTES[load.on_gpu])
+    return _LOGITS_COPIES * held
 
 
 # -- a generator's card ----------------------------------------------------------------------------
@@ -294,6 +299,10 @@ class EngineLoad:
     """As configured; 0: what is left."""
     other_weights: int = 0
     """Of the policies of other roles, on the same card."""
+    share: float = VLLM_SHARE
+    """Of the card, for vLLM."""
+    beside_bytes: int = 0
+    """What a learner on the same card keeps while the engine generates."""
 
     @property
     def token_bytes(self) -> int:
@@ -324,7 +333,10 @@ def engine_terms(load: EngineLoad, memory_bytes: int) -> list[Term]:
             Term("weights of the next version", weights, "set generator.engine=vllm"),
             Term("earlier turns", _PREFIX_CACHE_BYTES),
         ]
-    usable = int(memory_bytes * (VLLM_SHARE if load.is_vllm else 1 - _UNUSABLE))
+    if load.beside_bytes:
+        remedy = "set lora.rank, or give the learner a card of its own"
+        terms.append(Term("weights and optimiser of the learner", load.beside_bytes, remedy))
+    usable = usable_bytes(memory_bytes, load.share if load.is_vllm else None)
     left = max(0, usable - sum(term.num_bytes for term in terms))
     cache = load.kv_cache_bytes or min(
         left, load.token_bytes * load.max_context * load.max_requests
@@ -333,6 +345,11 @@ def engine_terms(load: EngineLoad, memory_bytes: int) -> list[Term]:
     return [*terms, Term("KV cache", needed, "lower generator.max_context, or rollout's lengths")]
 
 
-def usable_bytes(memory_bytes: int, *, is_vllm: bool = False) -> int:
-    """Return what of a card's memory an actor can have."""
-    return int(memory_bytes * (VLLM_SHARE if is_vllm else 1 - _UNUSABLE))
+def usable_bytes(memory_bytes: int, share: float | None = None) -> int:
+    """Return what of a card's memory an actor can have, by default all but fragments."""
+    return int(memory_bytes * (1 - _UNUSABLE if share is None else share))
+
+
+def stored_bytes(terms: Iterable[Term]) -> int:
+    """Return what of a learner's terms stays on its card between two steps."""
+    return sum(term.num_bytes for term in terms if term.name in STORED)

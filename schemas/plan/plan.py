@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ..config.job import JobConfig
+from ..config.sections import resolve_dtype
 from ..wire.errors import ConfigError, ModelError, PlacementError
 from .cards import Card, CardSet, find_card
 from .memory import (
     GIB,
+    VLLM_SHARE,
     EngineLoad,
     Term,
     adapter_weights,
     engine_terms,
     learner_load,
     learner_terms,
+    stored_bytes,
     usable_bytes,
 )
 from .model_shape import ModelShape, find_shape
@@ -30,6 +33,8 @@ _MICROBATCHES = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024,
 """Tokens that are tried for a forward and backward pass, the most first."""
 _WITHOUT_CHECKPOINTING = 8192
 """Fewer tokens a pass are slower than computing activations again."""
+_CHOSEN_SHARE = 0.9
+"""Of what a card can hold, for settings that are chosen: estimates err."""
 _LARGE_CARD = 60 * GIB
 _LARGE_REQUESTS, _SMALL_REQUESTS = 1024, 256
 _LARGE_BATCHED, _SMALL_BATCHED = 8192, 2048
@@ -105,7 +110,7 @@ def choose_learner_settings(job: JobConfig, models: JobModels, card: Card) -> Le
     sizes = [tokens for tokens in _MICROBATCHES if tokens > learner.max_row_tokens]
     sizes = [*sizes, learner.max_row_tokens] if given == "auto" else [given]
     ways = [False, True] if recompute == "auto" else [recompute]
-    usable = usable_bytes(card.memory_bytes)
+    usable = _CHOSEN_SHARE * usable_bytes(card.memory_bytes)
     for checkpointing in ways:
         for tokens in sizes:
             is_slow = tokens < _WITHOUT_CHECKPOINTING and tokens != sizes[0]
@@ -132,7 +137,8 @@ def _terms(job: JobConfig, models: JobModels, settings: LearnerSettings) -> list
 def choose_engine_settings(job: JobConfig, models: JobModels, card: Card) -> EngineSettings:
     """Return the settings of a generator's engine on cards of this kind."""
     is_large = card.memory_bytes >= _LARGE_CARD
-    batched = _LARGE_BATCHED if is_large else _SMALL_BATCHED
+    batched = job.generator.max_batched_tokens
+    batched = batched or (_LARGE_BATCHED if is_large else _SMALL_BATCHED)
     given = job.generator.max_requests
     if given is not None:
         return EngineSettings(given, batched)
@@ -146,14 +152,17 @@ def choose_engine_settings(job: JobConfig, models: JobModels, card: Card) -> Eng
     )
 
 
-def _engine_load(job: JobConfig, models: JobModels, settings: EngineSettings) -> EngineLoad:
+def _engine_load(
+    job: JobConfig, models: JobModels, settings: EngineSettings, beside_bytes: int = 0
+) -> EngineLoad:
     generator = job.generator
-    num_bytes = 4 if generator.dtype == "float32" else 2
+    num_bytes = 4 if resolve_dtype(generator.dtype, on_gpu=True) == "float32" else 2
+    quantised = "fp8" in (generator.quantization, models.policy.quantization)
     return EngineLoad(
         shape=models.policy,
         is_vllm=generator.engine == "vllm",
-        weight_bytes=1 if models.policy.quantization == "fp8" else num_bytes,
-        cache_bytes=num_bytes,
+        weight_bytes=1 if quantised else num_bytes,
+        cache_bytes=1 if generator.kv_cache_dtype == "fp8" else num_bytes,
         cards=generator.tensor_parallel,
         max_context=generator.max_context or job.rollout.max_tokens,
         max_requests=settings.max_requests,
@@ -161,6 +170,8 @@ def _engine_load(job: JobConfig, models: JobModels, settings: EngineSettings) ->
         compiled=generator.compile,
         kv_cache_bytes=(generator.kv_cache_mb or 0) << 20,
         other_weights=sum(shape.weights for shape in models.roles),
+        share=generator.memory_share or VLLM_SHARE,
+        beside_bytes=beside_bytes,
     )
 
 
@@ -200,30 +211,39 @@ def estimate_memory(
     card: Card,
     learner: LearnerSettings,
     engine: EngineSettings,
+    *,
+    shared: bool = False,
 ) -> list[ActorMemory]:
-    """Return what the cards of each kind of actor hold."""
-    terms = tuple(_terms(job, models, learner))
+    """Return what the cards of each kind of actor hold.
+
+    If learner and generator share one card, the engine sleeps while the learner trains, and the
+    learner's weights and optimiser stay while the engine generates.
+    """
+    terms = _terms(job, models, learner)
     usable = usable_bytes(card.memory_bytes)
-    actors = [ActorMemory("learner", job.learner.slots, terms, usable)]
+    actors = [ActorMemory("learner", job.learner.slots, tuple(terms), usable)]
     cards = job.generator.count * job.generator_slots
     if cards:
-        is_vllm = job.generator.engine == "vllm"
-        load = _engine_load(job, models, engine)
+        share = job.generator.memory_share or VLLM_SHARE
+        load = _engine_load(job, models, engine, stored_bytes(terms) if shared else 0)
         held = tuple(engine_terms(load, card.memory_bytes))
-        usable = usable_bytes(card.memory_bytes, is_vllm=is_vllm)
+        usable = usable_bytes(card.memory_bytes, share if load.is_vllm else None)
         actors.append(ActorMemory("generator", cards, held, usable))
     return actors
 
 
-def refuse_too_large(job: JobConfig, models: JobModels, card: Card) -> list[ActorMemory]:
+def refuse_too_large(
+    job: JobConfig, models: JobModels, card: Card, *, shared: bool = False
+) -> list[ActorMemory]:
     """Return what the cards of each actor hold; raise PlacementError for what a card cannot hold.
 
-    The error names figures, the largest term and the keys that shrink it.
+    `shared`: learner and generator are on one card. The error names figures, the largest term and
+    the keys that shrink it.
     """
     _refuse_missing_kernels(job, models, card)
     learner = choose_learner_settings(job, models, card)
     engine = choose_engine_settings(job, models, card)
-    actors = estimate_memory(job, models, card, learner, engine)
+    actors = estimate_memory(job, models, card, learner, engine, shared=shared)
     for actor in actors:
         if actor.fits:
             continue
@@ -250,9 +270,20 @@ def _refuse_missing_kernels(job: JobConfig, models: JobModels, card: Card) -> No
             f"model.path={job.model.path} has FP8 weights, for which {card.name} has no kernels",
             hint="take the model's bfloat16 weights, or cards of Hopper, Ada or later (H100, L40S)",
         )
+    kinds = {
+        "quantization": job.generator.quantization,
+        "kv_cache_dtype": job.generator.kv_cache_dtype,
+    }
+    for key, kind in kinds.items():
+        if kind == "fp8" and not card.has_fp8:
+            raise PlacementError(
+                f"generator.{key}=fp8, for which {card.name} has no kernels",
+                hint=f"remove generator.{key}, or take cards of Hopper, Ada or later (H100, L40S)",
+            )
     sections = {"learner": job.learner.dtype, "generator": job.generator.dtype}
     for section, dtype in sections.items():
-        if dtype == "bfloat16" and not card.has_bfloat16:
+        in_half = resolve_dtype(dtype, on_gpu=True) == "bfloat16"
+        if in_half and not card.has_bfloat16:
             raise PlacementError(
                 f"{section}.dtype=bfloat16, which {card.name} does not compute with",
                 hint=f"set {section}.dtype=float32, or take an A100 or later",
@@ -340,7 +371,7 @@ def estimate_times(
     generation = _generation_s(job, models.policy, cards.card, engine, reached)
     training = _training_s(job, models, cards.card, learner, reached)
     weights = _weights_s(job, models.policy, cards, reached)
-    overlaps = job.training.max_staleness != 0
+    overlaps = job.training.max_staleness != 0 and not shares_card(job, cards.num)
     total = max(generation, training + weights) if overlaps else generation + training + weights
     return StepTimes(generation, training, weights, total)
 
@@ -357,7 +388,8 @@ def _generation_s(
     load = _engine_load(job, JobModels(shape), engine)
     context = rollout.max_prompt_tokens + rollout.response_limit / 2
     read = shape.active_weights * load.weight_bytes / width + at_once * context * load.token_bytes
-    flops = card.bfloat16_flops if generator.dtype == "bfloat16" else card.tf32_flops
+    in_half = resolve_dtype(generator.dtype, on_gpu=True) == "bfloat16"
+    flops = card.bfloat16_flops if in_half else card.tf32_flops
     computed = 2 * shape.active_weights * at_once / (width * flops * reached.learner_of_peak)
     is_graph = load.is_vllm and load.compiled
     step = max(read / (card.bandwidth * reached.decode_of_bandwidth), computed)
@@ -383,7 +415,8 @@ def _training_s(
         flops += _forward_flops(shape, rollout.max_tokens)
     for shape in models.updated:
         flops += _forward_flops(shape, rollout.max_tokens) * (updates + 1)
-    rate = card.bfloat16_flops if job.learner.dtype == "bfloat16" else card.tf32_flops
+    in_half = resolve_dtype(job.learner.dtype, on_gpu=True) == "bfloat16"
+    rate = card.bfloat16_flops if in_half else card.tf32_flops
     return tokens * flops / (job.learner.ranks * rate * reached.learner_of_peak)
 
 
@@ -395,10 +428,13 @@ def _forward_flops(shape: ModelShape, length: int) -> float:
 def _weights_s(job: JobConfig, shape: ModelShape, cards: CardSet, reached: Efficiencies) -> float:
     if not job.generator.count or job.sft.data:
         return 0.0
-    width = 4 if job.learner.publish_dtype == "float32" else 2
+    width = 4 if job.learner.published_dtype(on_gpu=True) == "float32" else 2
     num_bytes = (adapter_weights(job, shape) or shape.weights) * width
-    by_link = job.weights.transport == "nccl" and cards.card.link
-    rate = cards.card.link * _LINK_SHARE if by_link else _OBJECT_BYTES_PER_S
+    rate = _OBJECT_BYTES_PER_S
+    if shares_card(job, cards.num):
+        rate = cards.card.bandwidth * _LINK_SHARE
+    elif job.weights.transport == "nccl" and cards.card.link:
+        rate = cards.card.link * _LINK_SHARE
     return num_bytes / (reached.weights_bytes_per_s or rate)
 
 
@@ -418,11 +454,14 @@ class Plan:
     reached: Efficiencies
     refusal: PlacementError | None
     """Why it cannot run there."""
+    shares_card: bool = False
+    """Whether learner and generator are on one card."""
 
     def to_map(self) -> dict[str, Any]:
         """Return all figures, as JSON can write them."""
         return {
             "gpus": str(self.cards),
+            "shares_card": self.shares_card,
             "fits": self.refusal is None,
             "error": None if self.refusal is None else self.refusal.message,
             "hint": None if self.refusal is None else self.refusal.hint,
@@ -459,6 +498,8 @@ class Plan:
             order = sorted(actor.terms, key=lambda term: -term.num_bytes)
             lines += [f"  {term.num_bytes / GIB:7.2f} GiB  {term.name}" for term in order]
             lines.append(f"  largest: {actor.largest.name}; {actor.largest.remedy}")
+        if self.shares_card:
+            lines.append("both share the card: the engine sleeps while the learner trains")
         again = "with" if self.learner.gradient_checkpointing else "without"
         lines.append(
             f"settings: learner.microbatch_tokens={self.learner.microbatch_tokens}, {again} "
@@ -491,12 +532,13 @@ def make_plan(
 ) -> Plan:
     """Return what a job takes on some cards, and why it cannot run there, if it cannot."""
     reached = reached or Efficiencies()
+    shared = shares_card(job, cards.num)
     learner = choose_learner_settings(job, models, cards.card)
     engine = choose_engine_settings(job, models, cards.card)
     refusal = None
     try:
         refuse_too_few(job, cards)
-        refuse_too_large(job, models, cards.card)
+        refuse_too_large(job, models, cards.card, shared=shared)
     except PlacementError as error:
         refusal = error
     return Plan(
@@ -504,28 +546,37 @@ def make_plan(
         models,
         learner,
         engine,
-        estimate_memory(job, models, cards.card, learner, engine),
+        estimate_memory(job, models, cards.card, learner, engine, shared=shared),
         estimate_times(job, models, cards, learner, engine, reached),
         reached,
         refusal,
+        shared,
     )
 
 
-def needed_cards(job: JobConfig) -> int:
-    """Return the cards of a job's learner and generators."""
+def shares_card(job: JobConfig, num_cards: int) -> bool:
+    """Whether learner and generator of a job are on one card, of so many."""
+    return job.may_colocate and (job.placement == "colocated" or num_cards == 1)
+
+
+def needed_cards(job: JobConfig, num_cards: int) -> int:
+    """Return the cards of a job's learner and generators, of so many."""
+    if shares_card(job, num_cards):
+        return 1
     return job.learner.slots + job.generator.count * job.generator_slots
 
 
 def refuse_too_few(job: JobConfig, cards: CardSet) -> None:
     """Raise PlacementError for actors that need more cards than there are: none is shared."""
-    needed = needed_cards(job)
+    needed = needed_cards(job, cards.num)
     if needed <= cards.num:
         return
     raise PlacementError(
         f"the job needs {needed} cards, {job.learner.slots} for the learner and "
-        f"{needed - job.learner.slots} for generators, and {cards} has {cards.num}: two actors "
-        "cannot be on one card",
-        hint="lower learner.slots, generator.count or generator.slots, or take more cards",
+        f"{needed - job.learner.slots} for generators, and {cards} has {cards.num}: these "
+        "cannot share a card",
+        hint="lower learner.slots, generator.count or generator.slots, take more cards, or set "
+        "placement=colocated for one learner and one generator of one slot each",
     )
 
 
@@ -538,7 +589,8 @@ def plan_for_pool(job: JobConfig, gpus: Iterable[tuple[str, int]]) -> Plan | Non
     `gpus` are model and memory of each GPU. How many there are does not count. None for GPUs or
     models that are not known here.
     """
-    kinds = dict.fromkeys(gpus)
+    there = list(gpus)
+    kinds = dict.fromkeys(there)
     models = find_models(job) if kinds and not job.tinker.base else None
     if models is None:
         return None
@@ -548,5 +600,6 @@ def plan_for_pool(job: JobConfig, gpus: Iterable[tuple[str, int]]) -> Plan | Non
             card = find_card(name, memory_bytes)
         except ConfigError:
             return None
-        plans.append(make_plan(job, models, CardSet(card, 1, needed_cards(job))))
+        cards = CardSet(card, 1, needed_cards(job, len(there)))
+        plans.append(make_plan(job, models, cards))
     return next((plan for plan in plans if plan.refusal is None), plans[0])

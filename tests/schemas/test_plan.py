@@ -51,7 +51,7 @@ def models(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def job_of(path: Path | str, **sections: dict[str, Any]) -> JobConfig:
+def job_of(path: Path | str, **sections: Any) -> JobConfig:
     """Return a job of GSM8K's lengths."""
     lengths = {"max_prompt_tokens": 512, "max_turn_tokens": 1536, "max_response_tokens": 1536}
     tree = {"learner": IN_16_BITS, "generator": VLLM} | sections
@@ -107,7 +107,7 @@ def test_a_job_without_a_key_for_memory_fits(
     ("size", "gpus", "sections", "term", "key"),
     [
         ("7B", "2xH100", {}, "optimiser states take 56.", "lora.rank"),
-        ("32B", "2xH100", {"lora": {"rank": 16}}, "weights take 122", "learner.ranks"),
+        ("32B", "2xA100 40GB", {"lora": {"rank": 16}}, "weights take 61.", "learner.ranks"),
         (
             "32B",
             "8xH100",
@@ -190,7 +190,7 @@ def test_critic_reference_and_policies_count(models: Path) -> None:
     plain, weights = held(), 4 * int(find_shape(str(models / "1.5B")).weights)  # pyright: ignore
     with_reference = held(algorithm={"kl_coef": 0.1})
     with_critic = held(algorithm={"advantage": "gae"})
-    assert with_reference["reference and teachers"] == weights
+    assert 2 * with_reference["reference and teachers"] == weights  # kept in 16 bits
     assert with_critic["critic and other policies"] == weights
     assert with_critic["optimiser states"] == 2 * plain["optimiser states"]
     adapter = held(algorithm={"kl_coef": 0.1}, lora={"rank": 8})
@@ -307,13 +307,41 @@ def test_a_number_of_cards_that_cannot_be_is_refused(text: str) -> None:
 # -- what is wrong with a job on some cards --------------------------------------------------------
 
 
-def test_two_actors_on_one_card_are_refused(models: Path) -> None:
-    refusal = plan_of(job_of(models / "0.5B"), "H100").refusal
+def test_two_actors_on_one_card_without_shares_are_refused(models: Path) -> None:
+    refusal = plan_of(job_of(models / "0.5B", placement="separate"), "H100").refusal
     assert refusal is not None
     assert refusal.message == (
-        "the job needs 2 cards, 1 for the learner and 1 for generators, and 1xH100 has 1: two "
-        "actors cannot be on one card"
+        "the job needs 2 cards, 1 for the learner and 1 for generators, and 1xH100 has 1: these "
+        "cannot share a card"
     )
+    assert "placement=colocated" in refusal.hint
+
+
+def test_learner_and_generator_share_a_single_card_in_turns(models: Path) -> None:
+    plan = plan_of(job_of(models / "1.5B"), "H100")
+    assert plan.refusal is None
+    assert plan.shares_card
+    learner, generator = plan.actors
+    kept = {term.name: term.num_bytes for term in generator.terms}
+    assert kept["weights and optimiser of the learner"] == sum(
+        term.num_bytes for term in learner.terms if term.name in ("weights", "optimiser states")
+    )
+    times = plan.times
+    assert times.step_s == times.generation_s + times.training_s + times.weights_s
+    refusal = plan_of(job_of(models / "1.5B"), "RTX 4090").refusal
+    assert refusal is not None
+    assert "optimiser" in refusal.message
+
+
+@pytest.mark.parametrize("key", ["quantization", "kv_cache_dtype"])
+def test_fp8_is_refused_by_its_key_where_a_card_has_no_kernels_for_it(
+    models: Path, key: str
+) -> None:
+    job = job_of(models / "0.5B", generator={**VLLM, key: "fp8"})
+    refusal = plan_of(job, "2xA100 80GB").refusal
+    assert refusal is not None
+    assert refusal.message == f"generator.{key}=fp8, for which A100 80GB has no kernels"
+    assert plan_of(job, "2xL40S").refusal is None
 
 
 def test_weights_in_fp8_are_refused_where_a_card_has_no_kernels_for_them(models: Path) -> None:

@@ -116,8 +116,9 @@ def _estimated(config: JobConfig) -> int:
         shape,
         microbatch_tokens=learner.pass_tokens,
         checkpointing=learner.recomputes,
+        on_gpu=False,
     )
-    return sum(term.num_bytes for term in learner_terms(load, on_gpu=False))
+    return sum(term.num_bytes for term in learner_terms(load))
 
 
 def _assert_close(config: JobConfig) -> None:
