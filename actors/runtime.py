@@ -48,6 +48,8 @@ EXIT_DONE = 0
 EXIT_CRASHED = 1
 EXIT_FAILED = 2
 EXIT_DRAINED = 3
+EXIT_OUT_OF_MEMORY = 4
+"""Of a rank's process."""
 """Told to stop before the work was done: to be gone on with elsewhere."""
 SLOW_CALLBACK_S = 0.05
 WAITERS = frozenset({"node", "gateway"})

@@ -324,6 +324,7 @@ def _generator(scope: JobScope, actor: str) -> tuple[str, ...]:
         *_common(scope, actor),
         scope.rollout("*"),
         scope.weights_join,
+        scope.gpu_turn("learner"),
         scope.segment("*"),
         scope.dead,
         f"$JS.API.CONSUMER.MSG.NEXT.{scope.stream_task}.{TASK_CONSUMER}",

@@ -174,15 +174,29 @@ class GeneratorConfigDict(TypedDict, total=False):
     tensor_parallel: int
     """Slots per copy of the model, at most `slots`."""
     kv_cache_mb: int | None
-    """KV cache; default: vLLM's choice on a GPU, 1024 on a CPU."""
+    """KV cache; default: the rest of `memory_share` on a GPU, 1024 on a CPU."""
+    memory_share: float | None
+    """Share of a GPU's memory that a generator takes, all its engines together; default: 0.92 of a GPU of its own, and what fits beside the learner of one that they share."""
+    sleep: Literal['auto', 'always', 'never']
+    """Whether the engine frees its memory while a learner on the same GPU trains; auto: if both do not fit at once."""
+    kv_cache_dtype: Literal['auto', 'fp8']
+    """fp8: twice the tokens in the cache; log-probs then differ from the learner's. Needs compute capability 8.9."""
+    quantization: Literal['fp8'] | None
+    """Quantise weights when they are loaded, and at each new version: faster and smaller, and log-probs differ from the learner's. fp8 needs compute capability 8.9."""
+    batch_invariant: bool
+    """Use kernels of vLLM whose results do not depend on what else is in the batch: slower. Needs compute capability 8.0."""
+    prefix_caching: bool
+    """Compute common beginnings of prompts once."""
+    max_batched_tokens: int | None
+    """Tokens per forward pass, those of prompts included; default: vLLM's for the GPU."""
     compile: bool
     """Compile the model and record CUDA graphs: slower start, faster generation."""
     dtype: Literal['float32', 'bfloat16']
     """Compute dtype of the engine."""
     max_episodes: int
     """Concurrent episodes per generator."""
-    max_requests: int
-    """Requests per forward pass."""
+    max_requests: int | None
+    """Requests per forward pass; default: 256, with vLLM its own for the GPU (1024 on an H100)."""
     max_context: int | None
     """Longest sequence; default: the longest episode of `rollout`."""
     kv_on_swap: Literal['keep', 'recompute']
@@ -514,8 +528,8 @@ class SelfPlayConfigDict(TypedDict, total=False):
     """Versions after which a generator draws another opponent."""
 
 class WeightsConfigDict(TypedDict, total=False):
-    transport: Literal['object', 'file', 'nccl']
-    """object: through NATS; file: a shared folder; nccl: from the learner's memory by torch.distributed, with NCCL between GPUs and gloo otherwise."""
+    transport: Literal['auto', 'object', 'file', 'nccl']
+    """object: through NATS; file: a shared folder; nccl: from the learner's memory by torch.distributed, with NCCL between GPUs and gloo otherwise; auto: nccl where learner and generator share a GPU, else object."""
     folder: str | None
     """The shared folder; default: the run folder."""
     chunk_bytes: int
@@ -592,3 +606,5 @@ class JobConfigDict(TypedDict, total=False):
     weights: WeightsConfigDict
     storage: StorageConfigDict
     limits: LimitsConfigDict
+    placement: Literal['auto', 'separate', 'colocated']
+    """separate: learner and generators hold slots of their own; colocated: learner and generator share one GPU ([on one GPU](gpu.md#on-one-gpu)); auto: colocated in a pool of one GPU."""

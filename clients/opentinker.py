@@ -334,8 +334,6 @@ def _fit_lengths(tree: dict[str, Any]) -> None:
     learner = tree.setdefault("learner", {})
     if "max_row_tokens" not in learner and longest > LearnerConfig().max_row_tokens:
         learner["max_row_tokens"] = longest
-    if "microbatch_tokens" not in learner and longest > LearnerConfig().microbatch_tokens:
-        learner["microbatch_tokens"] = longest
     if not learner:
         del tree["learner"]
 

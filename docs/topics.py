@@ -20,6 +20,8 @@ from tinkermq.schemas.agent import (
 from tinkermq.schemas.control import (
     ControlReply,
     ControlRequest,
+    GpuTurn,
+    GpuTurnRequest,
     PublishTasksReply,
     PublishTasksRequest,
     RankOrder,
@@ -437,6 +439,7 @@ TOPICS: tuple[Topic, ...] = (
     _job(
         _SCOPE.control("learner.tasks"), PublishTasksRequest, PublishTasksReply, "client → learner"
     ),
+    _job(_SCOPE.gpu_turn("learner"), GpuTurnRequest, GpuTurn, "generator on its GPU → learner"),
 )
 """Every subject of the system."""
 

@@ -82,6 +82,31 @@ class PublishTasksReply(Message):
     """The client's tasks that wait for the staleness gate."""
 
 
+class GpuTurnRequest(Message):
+    """A generator that shares the learner's GPU asks whose turn it is, on `ctl.learner.turn`."""
+
+    asleep: bool
+    """Whether its engines have freed the GPU, or are not started yet."""
+    seen: int
+    """Number of the last turn that it was told; -1: none."""
+
+
+class GpuTurn(Message):
+    """Who has the GPU that learner and generator share; the answer comes when it changes, or after
+    two seconds."""
+
+    number: int
+    """Grows with each change."""
+    asleep: bool
+    """Whether the engines are to sleep: the learner trains."""
+    version: int
+    """Version with which they wake."""
+    memory_share: float | None = None
+    """Share of the GPU's memory for the engines; null: there is no GPU."""
+    sleeps: bool = False
+    """Whether the engines ever have to sleep."""
+
+
 class RankOrder(Message):
     """One order to a rank, which executes them one at a time.
 
@@ -115,6 +140,8 @@ class RankState(Message):
     """Whether the computing process runs."""
     error: str = ""
     """Why it does not run."""
+    out_of_memory: bool = False
+    """Whether it does not run because its GPU did not hold a step."""
     draining: bool = False
     """It exits after the learner."""
 

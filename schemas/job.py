@@ -116,6 +116,11 @@ class ActorPlacement(Message):
     slots: int = Field(default=1, ge=0)
     devices: list[int] = Field(default_factory=list[int])
     """The node's slots: indices of GPUs or CPU shares."""
+    shares: str = ""
+    """Actor of the job whose slots it uses too: always if it has none of its own, else in a pool
+    of one GPU."""
+    own_slots: int = Field(default=0, ge=0)
+    """Slots that it holds where it does not share."""
     state: Literal["placed", "running", "exited", "failed"] = "placed"
     """State that the node last reported."""
     restarts: int = 0
@@ -221,6 +226,11 @@ class JobRecord(Message):
         for job in (self.follow, self.judge, *self.teachers.values()):
             token(job or self.job, what="job id")
         return self.scope.key
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether an actor uses the slots of another one."""
+        return any(actor.shares and actor.node and not actor.slots for actor in self.actors)
 
     @property
     def scope(self) -> JobScope:
@@ -392,7 +402,7 @@ class JobReply(Message):
 class SubmissionFinding(Message):
     """Result of one check of a job."""
 
-    what: Literal["job", "model", "data", "game", "slots"]
+    what: Literal["job", "model", "data", "game", "slots", "memory"]
     ok: bool
     """Whether a submission would pass."""
     text: str

@@ -96,7 +96,11 @@ class Gpu(Message):
     """A GPU of a node."""
 
     index: int = Field(ge=0)
-    """Index at the driver."""
+    """Index at the driver, of a MIG instance that of its GPU."""
+    uuid: str = ""
+    """UUID of the GPU or MIG instance."""
+    is_instance: bool = False
+    """Whether it is a MIG instance, which cannot work together with another one."""
     model: str
     memory_bytes: int = 0
     used_bytes: int = 0

@@ -124,6 +124,8 @@ class BatchRecord(Message):
     """Tokens of earlier versions are context only."""
     seed: int = Field(ge=0)
     """Seed of the step's randomness."""
+    microbatch_tokens: int = Field(default=0, ge=0)
+    """Tokens per forward and backward pass of the step; 0: as configured."""
     digest: str
     """SHA-256 over the SHA-256 digests of the groups' payloads, in order."""
     learner: str

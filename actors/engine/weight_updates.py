@@ -44,6 +44,9 @@ class WeightFollower:
         self._changed = asyncio.Event()
         self._swap = asyncio.Lock()
         self._pinned: int | None = None
+        self._may_load = asyncio.Event()
+        """Cleared while a learner on the same GPU trains: there is no room for weights."""
+        self._may_load.set()
         self._num_users = 0
         self._newest = -1
         self.version = -1
@@ -70,6 +73,23 @@ class WeightFollower:
         """Wait until the engine is at `version` or newer."""
         await self._until(lambda: self.version >= version)
 
+    def hold(self) -> None:
+        """Load nothing from now on, until `release`."""
+        self._may_load.clear()
+
+    def release(self) -> None:
+        """Load versions again."""
+        self._may_load.set()
+
+    async def until_room(self) -> None:
+        """Wait until there is room for new weights."""
+        await self._may_load.wait()
+
+    async def may_wake(self, version: int) -> None:
+        """Wait until engines that sleep have what they are to go on with: `version` or a newer one,
+        or the one at which they are kept."""
+        await self._until(lambda: self.version >= version or self._pinned is not None)
+
     @asynccontextmanager
     async def using(self, version: int) -> AsyncIterator[None]:
         """Wait for `version` or a newer one; the engines go back to no older one in the block."""
@@ -89,6 +109,7 @@ class WeightFollower:
         """
         assert self._pinned is None, f"version {self._pinned} is pinned already"
         self._pinned = version
+        self._notify()
         try:
             async with self._swap:
                 if self.version != version:
@@ -141,6 +162,7 @@ class WeightFollower:
                     return
 
     async def _load(self, version: int, tensors: Mapping[str, TensorBytes]) -> None:
+        await self.until_room()
         kv = "recompute" if version < self.version else self._kv
         await load_policies(self._engines, version, tensors, kv)
         self.version = version

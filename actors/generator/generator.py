@@ -41,6 +41,7 @@ from ..rollout.teachers import AskedTeachers, TeacherContext
 from ..rollout.validation import TaskEpisodes, Validator
 from ..runtime import JobContext, settle_memory
 from ..weights.job_weights import open_weights
+from .gpu_turns import LearnerTurns, with_share
 
 # Opponents from earlier versions: engines of their own, one per policy. The version changes when
 # the policy has moved on; it is swapped in between two decode steps, and running episodes go on
@@ -93,6 +94,7 @@ class OpponentPoolFollower:
             tensors = await self._store.fetch(manifest)
         except NotFoundError:
             return False
+        await self._policy.until_room()
         await load_policies(self._engines, version, tensors, "recompute")
         self._version = version
         return True
@@ -115,6 +117,12 @@ async def run_generator(context: JobContext) -> None:
     time_use = TimeUse(*kinds, rest=rest)
     reads = TeacherContext.of(config.algorithm, chat)
     for_teacher = None if reads is None else reads.prompt
+    turns = LearnerTurns(context) if context.record.is_colocated else None
+    turn = None if turns is None else await context.unless_stopping(turns.begin(), None)
+    if turn is not None:
+        config = with_share(config, turn)
+    elif turns is not None:
+        return  # told to stop before it had the GPU
     players = await Players.start(config, chat, environments, sampling, time_use, for_teacher)
     teachers = AskedTeachers(context, chat)
     follower = WeightFollower(store, players.engines, config.generator.kv_on_swap)
@@ -125,6 +133,9 @@ async def run_generator(context: JobContext) -> None:
         rng = random.Random(f"{config.seed} {context.name}")  # noqa: S311 - opponents, not secrets
         drawing = OpponentPoolFollower(store, past.engines, follower, config.self_play, rng)
         background.append(drawing.run())
+    if turns is not None and turn is not None and turn.sleeps:
+        engines = [*players.engines.values(), *(past.engines.values() if past else ())]
+        background.append(turns.follow(engines, follower))
     engine = players.engines[MAIN]
     programs: ProgramLoop | None = None
     if config.agent.runs_programs:
@@ -307,7 +318,8 @@ class Generator:
         of = context.broker, context.scope, self._environments, lease.task, lease.num_delivered
         if config.agent.runs_programs:
             return TaskCalls(*of, attempt)
-        return TaskSegments(*of, attempt, every) if every else TaskRecorder()
+        seeded = config.generator.engine != "vllm"
+        return TaskSegments(*of, attempt, every, seeded) if every else TaskRecorder()
 
     async def _roll_out(self, lease: Lease, recorder: TaskRecorder) -> None:
         task, attempt = lease.task, self._attempt(lease)

@@ -49,7 +49,9 @@ from .data_order import TaskOrder
 from .drops import Drops
 from .evaluations import Evaluations
 from .failures import Failures, Untrainable
+from .gpu_turns import GpuTurns, gpu_use_of
 from .intake import CheckedEntry, Intake, batch_digest
+from .memory import PassTokens
 from .recorded_steps import RecordedSteps
 from .reporter import Reporter
 from .saving import Publisher, Saver
@@ -76,6 +78,7 @@ class Learner:
         order: TaskOrder,
         checkpoints: CheckpointStore,
         reporter: Reporter,
+        passes: PassTokens,
         *,
         vocab_size: int,
     ) -> None:
@@ -120,6 +123,10 @@ class Learner:
         )
         checkpoints.judged = self.evaluations
         self.publisher = Publisher(context, policies.models, policies.snapshot)
+        shared = context.record.is_colocated
+        models, critics = [*policies.models.values()], policies.critics
+        use = gpu_use_of(config, models, critics) if shared else None
+        self._gpu = GpuTurns(context, use)
         self._tracer = TorchTracer(context.run_dir / "traces")
         self.control = LearnerControl(
             context,
@@ -130,6 +137,7 @@ class Learner:
             self._tracer,
         )
         self._order, self._policies, self._reporter = order, policies, reporter
+        self._passes = passes
         self._batches = BatchLog(broker, scope)
         self._recording = asyncio.Lock()
         self._drops = Drops(
@@ -178,6 +186,7 @@ class Learner:
                 background.create_task(self._saver.upload(), name="uploads"),
             ]
             await self.control.serve()
+            await self._gpu.serve()
             await self._publish()
             await self._recover()
             await self._request_evaluation()
@@ -304,6 +313,7 @@ class Learner:
             dropped=self._drops.take_unrecorded(),
             oldest=oldest_trained(self.state.step, self.config.training),
             seed=self.config.seed,
+            microbatch_tokens=self._passes.now,
             digest=batch_digest(entries),
             learner=f"{self.context.name}@{self.context.presence.host}:{self.context.presence.pid}",
             time=time.time(),
@@ -322,16 +332,22 @@ class Learner:
         formed = time.time()
         step, oldest = self.state.step + 1, batch.oldest
         groups = [entry.group for entry in entries if entry.group is not None]
-        train = partial(self._policies.step, groups, step, oldest, batch.seqs)
-        with self._time_use.doing("train"):
-            report = await self._in_torch(self._tracer.traced(train, step))
-        self._tracer.step_done()
-        self._trained(entries, groups, oldest)
-        if record:
-            self.context.progressed()
-        self.intake.note_version(step)
-        with self._time_use.doing("publish"):
-            await self._publish()
+        tokens = self._passes.of(batch)
+        train = partial(
+            self._policies.step, groups, step, oldest, batch.seqs, microbatch_tokens=tokens
+        )
+        async with self._gpu.training():
+            with self._time_use.doing("train"):
+                work = self._gpu.freeing(self._tracer.traced(train, step))
+                report = await self._in_torch(work)
+            await self._note_passes(tokens)
+            self._tracer.step_done()
+            self._trained(entries, groups, oldest)
+            if record:
+                self.context.progressed()
+            self.intake.note_version(step)
+            with self._time_use.doing("publish"):
+                await self._publish()
         if record or await self.publisher.has(step):
             await self._request_evaluation()
         bound = float(self.issuer.staleness.now)
@@ -343,6 +359,14 @@ class Learner:
         await self._reporter.report(step, groups, report, trace, self.intake, oldest)
         if self._saver.is_due:
             await self._save()
+
+    async def _note_passes(self, tokens: int) -> None:
+        """Go on with the passes that the step was trained in, and tell where they are smaller."""
+        now = self._policies.microbatch_tokens
+        self._passes.note(now)
+        if now < tokens:
+            message = f"out of memory at {tokens} tokens a pass; from now on {now}"
+            await self.context.event("microbatch_lowered", message, step=self.state.step + 1)
 
     def _trained(self, entries: list[CheckedEntry], groups: list[Group], oldest: int) -> None:
         self.state.step += 1

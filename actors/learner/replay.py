@@ -125,7 +125,9 @@ async def replay(
         for item in todo:
             groups = await _groups(log, item)
             positions.update(group.task.index for group in groups if group.task.index is not None)
-            await in_torch(policies.step, groups, item.step, item.oldest)
+            tokens = item.microbatch_tokens
+            step = partial(policies.step, microbatch_tokens=tokens)
+            await in_torch(step, groups, item.step, item.oldest)
             if progress is not None:
                 progress(item.step, last_step)
         made, saved = await in_torch(policies.gather), load_models(config, newest)

@@ -19,8 +19,8 @@ from ...envs.data import ChatData
 from ...envs.host_client import Environments
 from ...schemas.config.job import JobConfig
 from ...schemas.task import BatchRecord
-from ...schemas.wire.errors import StorageError, TinkermqError, root_cause
-from ..policy.devices import own_device
+from ...schemas.wire.errors import OutOfMemoryError, StorageError, TinkermqError, root_cause
+from ..policy.devices import own_card, own_device
 from ..policy.lora import refuse_other_kind
 from ..policy.model_folder import load_generation_config, load_tokenizer
 from ..policy.policies import MAIN
@@ -37,6 +37,7 @@ from .curriculum import Curriculum, CurriculumConfig, CustomCurriculum
 from .data_order import DataOrder, TaskOrder, total_steps
 from .failures import deserted
 from .learner import Learner
+from .memory import PassTokens, smaller_passes_after, with_chosen_settings
 from .ranks.placed_ranks import PlacedRanks
 from .reporter import Reporter, last_reported_step
 from .saving import open_mirror
@@ -45,6 +46,7 @@ from .saving import open_mirror
 async def run_learner(context: JobContext) -> int:
     """Run the learner of a job to its end; return the exit code."""
     await context.serve_control()
+    context.config = with_chosen_settings(context.config, own_card())
     alone = context.config.learner.ranks == 1
     ranks = Ranks(context.config) if alone else PlacedRanks(context)
     try:
@@ -54,7 +56,11 @@ async def run_learner(context: JobContext) -> int:
             watching.cancel()
         return code
     except BaseExceptionGroup as errors:
-        raise root_cause(errors) from errors
+        cause = root_cause(errors)
+        if isinstance(cause, OutOfMemoryError):
+            lower = partial(smaller_passes_after, context.config, context.run_dir, cause)
+            cause = await asyncio.to_thread(lower)
+        raise cause from errors
     finally:
         await asyncio.to_thread(ranks.close)
 
@@ -106,8 +112,15 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
         task_order(config, num_rows, state),
         checkpoints,
         await _make_reporter(context, state),
+        PassTokens(config, context.run_dir, state, auto=_is_chosen(context)),
         vocab_size=vocab_size(models[MAIN]),
     )
+
+
+def _is_chosen(context: JobContext) -> bool:
+    """Whether the tokens of a pass are not the user's choice."""
+    learner = context.record.config.get("learner") or {}
+    return learner.get("microbatch_tokens", "auto") == "auto"
 
 
 async def _try_saving(context: JobContext, policies: Policies, tokenizer: Any) -> None:

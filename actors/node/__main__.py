@@ -19,7 +19,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--link", default="", help="name of a fast network that it shares with other nodes"
     )
-    parser.add_argument("--gpus", help="GPUs to give away, such as 0,2,3 (default: all there are)")
+    parser.add_argument(
+        "--gpus",
+        help="GPUs to give away, such as 0,2,3 or GPU-…, MIG-…, 0:1 (default: those of "
+        "CUDA_VISIBLE_DEVICES, or all there are)",
+    )
     arguments = parser.parse_args(argv)
 
     async def run(context: ActorContext) -> None:

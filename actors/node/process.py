@@ -115,7 +115,7 @@ class ActorProcess:
         start: StartChild,
         nats_url: str,
         send: SendLines,
-        gpus: Sequence[int] | None = None,
+        gpus: Sequence[str] | None = None,
         stop_deadline_s: float = STOP_DEADLINE_S,
         changed: Callable[[], None] = lambda: None,
         last_beat: ReadBeat = no_beat,

@@ -86,14 +86,14 @@ def actor_argv(wanted: WantedActor) -> list[str]:
 
 
 def actor_environment(
-    wanted: WantedActor, nats_url: str, gpus: Sequence[int] | None = None
+    wanted: WantedActor, nats_url: str, gpus: Sequence[str] | None = None
 ) -> dict[str, str]:
     """Return what is laid over the node's environment; threads are set before torch.
 
-    `gpus` are the GPUs that the actor sees, by number at the driver; None for a node without any.
+    `gpus` are the UUIDs of the GPUs that the actor sees; None for a node without any.
     """
     threads = str(wanted.threads)
-    seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus is not None else {}
+    seen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus is not None else {}
     return {
         **seen,
         **ENVIRONMENT,

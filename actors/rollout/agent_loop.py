@@ -234,6 +234,7 @@ class AgentLoop:
                 stop_token_ids=self._chat.stop_token_ids,
                 seed=plan.seed(turn) if recorded_seed is None else recorded_seed,
                 num_drawn=len(begun),
+                stream_every=recorder.stream_every,
             )
             request = f"{plan.episode}.{turn}"
             on_token = partial(self._note_token, request, transcript, recorder)

@@ -10,9 +10,10 @@ from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import LoraConfig
 from ...schemas.wire.errors import ConfigError
 from ..engine.engine import Engine
+from ..engine.gpu_requirements import check_versions, installed_versions
 from ..engine.transformers.transformers_engine import TransformersEngine
 from ..policy.chat import ChatTokenizer
-from ..policy.devices import own_device, own_dtype
+from ..policy.devices import bound_memory, own_device, own_dtype
 from ..policy.model_folder import load_causal_lm
 from ..policy.policies import MAIN, policy_config, policy_names
 from ..storage.adapters import base_of, is_adapter
@@ -40,12 +41,14 @@ async def start_engine(config: JobConfig, version: int = 0, base: "Base | None" 
 
         in_vllm = cast("VllmModel | None", base)
         return await start_vllm(config, version, in_vllm, max_waiting=max_waiting)
+    device = own_device()
+    bound_memory(device, config.generator.memory_share)
     return await TransformersEngine.start(
         config.model.path,
-        max_slots=config.generator.max_requests,
+        max_slots=config.generator.num_requests,
         max_context=config.generator.max_context or config.rollout.max_tokens,
         dtype=own_dtype(config.generator.dtype),
-        device=str(own_device()),
+        device=str(device),
         trust_remote_code=config.model.trust_remote_code,
         lora=config.lora,
         base=cast("PreTrainedModel | None", base),
@@ -86,6 +89,7 @@ def _load_frozen(config: JobConfig) -> "PreTrainedModel":
 
 
 def _check_vllm() -> None:
+    check_versions(installed_versions())
     try:
         import vllm.v1.engine.async_llm  # noqa: F401  # pyright: ignore[reportUnusedImport, reportMissingModuleSource]
     except (ImportError, OSError, RuntimeError) as error:  # a library of it does not fit torch

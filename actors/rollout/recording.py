@@ -57,6 +57,8 @@ class EpisodeRecorder:
 
     follows_tokens = False
     """Whether `note_token` is called for each token."""
+    stream_every = 1
+    """How many tokens may be collected before `note_token` is called for each of them."""
     keeps_game = False
     """Whether the episode stays at its host when it is over: the recorder sees to its end."""
     num_continued = 0
@@ -226,6 +228,9 @@ def restart_messages(made: Transcript, chat: ChatTokenizer, started: Started) ->
 _log = structlog.get_logger()
 
 
+_MOST_LATE = 32
+
+
 class EpisodeSegments(EpisodeRecorder):
     """Writes one episode down."""
 
@@ -237,6 +242,7 @@ class EpisodeSegments(EpisodeRecorder):
     ) -> None:
         """`name` decides the episode's random draws, at any generator."""
         self._task = task
+        self.stream_every = max(1, min(_MOST_LATE, task.every // 4))
         self._name, self._num_begun = name, 0
         self._writer = writer
         self._recorded = recorded
@@ -278,9 +284,9 @@ class EpisodeSegments(EpisodeRecorder):
         if rejoined is not None and (game.host, game.episode) != (rejoined.host, rejoined.episode):
             await self._append(transcript)
 
-    def seed(self, turn: int) -> int:
-        """Return the seed of a turn's sampling."""
-        return self._seed + turn
+    def seed(self, turn: int) -> int | None:
+        """Return the seed of a turn's sampling, by which whoever goes on draws the same tokens."""
+        return self._seed + turn if self._task.seeded else None
 
     def note_token(self, transcript: Transcript) -> bool:
         """Begin to store a segment once it is due; False when the episode was taken over."""
@@ -360,6 +366,9 @@ class TaskSegments(TaskRecorder):
     """Names the lease, uniquely."""
     every: int
     """Tokens of a segment."""
+    seeded: bool = True
+    """Whether the engine can go on with a seed in the middle of an answer; vLLM cannot, and a seed
+    costs it a kernel for each request and token."""
     hosts: dict[str, str] = field(default_factory=dict[str, str])
     """Which environment host holds each episode, until the task's end."""
 

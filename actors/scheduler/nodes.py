@@ -263,7 +263,8 @@ class Nodes:
 
 def _shape(status: NodeStatus) -> tuple[object, ...]:
     """Return what decides which actors a node can hold."""
-    return status.slots, status.groups, status.link, status.packages
+    instances = [gpu.is_instance for gpu in status.gpus]
+    return status.slots, status.slot_kind, instances, status.groups, status.link, status.packages
 
 
 def _newer(status: NodeStatus | None, record: NodeStatus) -> NodeStatus:

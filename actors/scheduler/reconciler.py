@@ -229,6 +229,11 @@ class Reconciler:
             refuse_impossible(actors, [*idle, *self._could_come()])
             self._fitting.add(wanted)
 
+    @property
+    def may_grow(self) -> bool:
+        """Whether machines can come that no node stands for now."""
+        return bool(self._could_come())
+
     def _slots(self) -> list[NodeSlots]:
         """Return what each node has to give, as of now."""
         wanted = self._wanted()

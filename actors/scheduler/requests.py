@@ -297,6 +297,12 @@ class SchedulerRequests:
         config = self._view.config(record)
         slots = 0 if request.role == "environment" else config.generator_slots
         wanted = scaled(record.actors, request.role, request.count, slots)
+        if request.role == "generator" and record.is_colocated and wanted != record.actors:
+            raise StateError(
+                f"the generator of job {record.name} shares the learner's GPU, on which there is "
+                "room for one",
+                hint="set placement=separate and resume the run on several GPUs",
+            )
         if len(wanted) > len(record.actors):
             self._reconciler.refuse_impossible(wanted)
             added, held = wanted[len(record.actors) :], self._view.held(record.user)

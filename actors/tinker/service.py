@@ -375,7 +375,7 @@ def open_trainer(config: JobConfig) -> AdapterTrainer:
         trust_remote_code=config.model.trust_remote_code,
         attention=config.model.attn_implementation,
         dtype=config.learner.dtype,
-        gradient_checkpointing=config.learner.gradient_checkpointing,
+        gradient_checkpointing=config.learner.recomputes,
         device=own_device(),
         microbatch_tokens=config.tinker.micro_batch_tokens,
         max_rank=config.tinker.max_rank,

@@ -109,11 +109,19 @@ class Critic:
         self._targets = targets
         self._sums, self._num_tokens, self._norms = {}, 0, []
 
-    def update(self, micros: list[MicroBatch], denominators: Denominators) -> None:
-        """Make one optimiser update; one whose gradient is not finite is left out."""
+    def accumulate(self, micros: list[MicroBatch], denominators: Denominators) -> None:
+        """Add up the gradients of micro-batches; if that ends early, it can begin anew."""
         self.optimizer.zero_grad()
-        for micro in micros:
-            self._accumulate(micro, denominators)
+        before = dict(self._sums), self._num_tokens
+        try:
+            for micro in micros:
+                self._accumulate(micro, denominators)
+        except torch.OutOfMemoryError:
+            self._sums, self._num_tokens = before
+            raise
+
+    def update(self) -> None:
+        """Make one optimiser update; one whose gradient is not finite is left out."""
         clip = self._config.learner.grad_clip
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip)
         self._norms.append(float(whole(norm)))

@@ -110,7 +110,7 @@ def _prepare(model: PreTrainedModel, learner: LearnerConfig, path: str) -> PreTr
 
     It stays in evaluation mode, or without dropout in training mode where layers are recomputed.
     """
-    if learner.gradient_checkpointing:
+    if learner.recomputes:
         _refuse_dropout(model, path)
         cast(Any, model).gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}

@@ -41,7 +41,13 @@ from ...schemas.config.sections import LearnerConfig, resolve_dtype
 from ...schemas.wire.errors import ConfigError
 from ..policy.lora import policy_tensors
 from ..policy.policies import prefix_of
-from ..weights.broadcast_group import Store, open_store, own_address, reach_store
+from ..weights.broadcast_group import (
+    ProcessGroupFailed,
+    Store,
+    open_store,
+    own_address,
+    reach_store,
+)
 from ..weights.tensors import DTYPES
 from .attention import SequenceGroup, divide_attention
 from .numerics import cast_weights_on_use, store_frozen
@@ -203,13 +209,18 @@ class Parallel:
         interface = interface_of(meeting.own_address)
         os.environ["GLOO_SOCKET_IFNAME"] = interface
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore(meeting.name, meeting.store),
-            rank=rank,
-            world_size=config.ranks,
-            timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S),
-        )
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=dist.PrefixStore(meeting.name, meeting.store),
+                rank=rank,
+                world_size=config.ranks,
+                timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S),
+            )
+            # NCCL connects at the first collective only: a machine without a route is told here.
+            dist.all_reduce(torch.zeros(1, device=device))
+        except RuntimeError as error:  # all that torch.distributed raises
+            raise _unreachable(rank, meeting.own_address, interface, error) from error
         mesh = _mesh_of(device, config)
         return cls(rank, config.ranks, device, mesh, _sequence_of(rank, config.context_parallel))
 
@@ -343,6 +354,19 @@ def _sequence_of(rank: int, size: int) -> SequenceGroup | None:
 
 def _tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
+
+
+def _unreachable(
+    rank: int, address: str, interface: str, error: RuntimeError
+) -> ProcessGroupFailed:
+    first = str(error).partition("\n")[0]
+    return ProcessGroupFailed(
+        f"rank {rank} of the learner, at {address} ({interface}), cannot connect to the others: "
+        f"{first}",
+        hint="let the machines reach each other on any port of that interface, or set "
+        "NCCL_SOCKET_IFNAME for NCCL on the nodes (NCCL_IB_DISABLE=1 without a common InfiniBand "
+        "fabric); NCCL_DEBUG=INFO tells more in the ranks' logs",
+    )
 
 
 def interface_of(address: str) -> str:

@@ -38,7 +38,9 @@ class RankPacker:
         """`image_reader` reads images for a model that sees them."""
         self._model = model
         self._scorer = scorer
-        self._learner = learner
+        self._max_row_tokens, self._share_prompts = learner.max_row_tokens, learner.share_prompts
+        self.microbatch_tokens = learner.pass_tokens
+        """Tokens per forward and backward pass."""
         self._parallel = parallel
         self._image_reader = image_reader
 
@@ -78,7 +80,7 @@ class RankPacker:
             select(batch, keep_S)[0],
             ranks=self._parallel.num_shares,
             hidden_size=self._scorer.hidden_size,
-            share_prompts=self._learner.share_prompts,
+            share_prompts=self._share_prompts,
         )
         mine = torch.tensor(shares[self._parallel.share], dtype=torch.int64, device=keep_S.device)
         return torch.zeros_like(keep_S).index_fill(0, chosen_s[mine], True)
@@ -89,9 +91,9 @@ class RankPacker:
             return []
         packed = pack(
             sequences,
-            max_row_tokens=self._learner.max_row_tokens,
-            microbatch_tokens=self._learner.microbatch_tokens,
-            share_prompts=self._learner.share_prompts,
+            max_row_tokens=min(self._max_row_tokens, self.microbatch_tokens),
+            microbatch_tokens=self.microbatch_tokens,
+            share_prompts=self._share_prompts,
             # The length of a row costs nothing where it has no mask.
             hidden_size=None if self._scorer.flat_rows else self._scorer.hidden_size,
             see=self._read_images,
@@ -129,6 +131,15 @@ class StepSums:
         for name, value in totals.items():
             before = self.totals.get(name)
             self.totals[name] = value if before is None else before + value
+
+    def copy(self) -> "StepSums":
+        """Return the same sums, to go back to: tensors are replaced, not changed."""
+        return StepSums(dict(self.totals), self.tokens, [*self.norms], [*self.old])
+
+    def become(self, other: "StepSums") -> None:
+        """Go back to earlier sums."""
+        self.totals, self.tokens = dict(other.totals), other.tokens
+        self.norms, self.old = [*other.norms], [*other.old]
 
     def add(self, values: dict[str, Tensor], index_N: Tensor, old_N: Tensor) -> None:
         """Add the sums of a micro-batch whose N tokens stand at `index_N` of the batch."""

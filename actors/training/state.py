@@ -115,6 +115,8 @@ class LearnerState(BaseModel):
     """The run was given up for groups up to this entry of the log, of which none was trained."""
     dropped_by_reason: dict[str, int] = Field(default_factory=dict[str, int])
     """How many groups were dropped, by reason."""
+    microbatch_tokens: int = 0
+    """Tokens per forward and backward pass, where they were chosen or lowered; 0: not yet."""
     bound: int = 0
     """The staleness bound in force, where it is chosen; 0: not yet."""
     success: list[tuple[int, float, float]] = Field(default_factory=list[tuple[int, float, float]])

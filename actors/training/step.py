@@ -41,6 +41,7 @@ from .numerics import numerics_of
 from .objective import EntropyBonus, Objective, StepInputs
 from .off_policy import batch_mismatch
 from .optimizer import load_optimizer, make_optimizer, rate_of
+from .out_of_memory import MemoryGuard
 from .parallel import Inside, Parallel, whole, whole_tensors
 from .rank_batches import OF_THE_UPDATES, RankPacker, StepSums
 from .reference import Reference
@@ -89,6 +90,7 @@ class Trainer:
         self._objective = Objective(config)
         self._scorer = self._scorer_of(model, inside, self._replay)
         self._packer = RankPacker(model, self._scorer, learner, self._parallel, self.image_reader)
+        self._memory = MemoryGuard(config, model, self._packer, alone=not self._parallel.sharded)
         self._reference = self._make_reference() if config.algorithm.kl_coef else None
         self._entropy = EntropyBonus(config.algorithm.entropy_coef)
         self._custom_advantage = custom_function("advantage", config.algorithm.own_advantage)
@@ -191,22 +193,34 @@ class Trainer:
         if self.config.algorithm.entropy_target is not None:
             self._entropy.load(folder)
 
-    def step(self, batch: TrainingBatch, step: int) -> StepReport:
+    @property
+    def microbatch_tokens(self) -> int:
+        """Tokens per forward and backward pass; lower after a step that was out of memory."""
+        return self._packer.microbatch_tokens
+
+    def step(self, batch: TrainingBatch, step: int, microbatch_tokens: int = 0) -> StepReport:
         """Train one batch; the policy's version is `step` afterwards.
 
-        An update whose gradient is not finite is left out and counted.
+        `microbatch_tokens` are those of a pass from now on; 0: as before. An update whose gradient
+        is not finite is left out and counted.
+
+        Raises OutOfMemoryError where the GPU does not hold the step.
         """
+        self._packer.microbatch_tokens = microbatch_tokens or self._packer.microbatch_tokens
+        self._memory.begin_step()
         torch.manual_seed(self.config.seed * 1_000_003 + step)
         start, learner = time.perf_counter(), self.config.learner
         batch = batch.to(self._scorer.device)
         rate = self._set_learning_rate(step)
-        old_N, entropy_N, reference_N = self._scores_before(batch)
-        values = self._values(batch)
+        run = self._memory.run
+        old_N, entropy_N, reference_N = run(lambda: self._scores_before(batch))
+        values = run(lambda: self._values(batch))
         own = None if self._custom_advantage is None else self._custom_advantage.advantage
         credit = assign_credit(self.config, batch, old_N, reference_N, values, own)
         if entropy_N is not None:
             credit = credit.of_top_entropy(entropy_N, self.config.algorithm.entropy_share)
-        credit, targets, taught = self._teachers.guide(credit, batch, old_N)
+        untaught = credit
+        credit, targets, taught = run(lambda: self._teachers.guide(untaught, batch, old_N))
         sample_N, advantages_N = credit.samples.sample_N, credit.advantages_N
         kept_N = credit.kept_N
         objective, parts = self._objective, (kept_N, sample_N, advantages_N)
@@ -227,8 +241,8 @@ class Trainer:
                 counted = self._denominators(sample_N[of_part_N & counted_N], credit.samples.num)
                 self._update(inputs, part_S, kept_S, counted, sums)
             if self.critic is not None:
-                denominators = self._denominators(sample_N[of_part_N & kept_N], credit.samples.num)
-                self.critic.update(self._packer.pack(batch, kept_S), denominators)
+                counted = self._denominators(sample_N[of_part_N & kept_N], credit.samples.num)
+                self._update_critic(self.critic, batch, kept_S, counted)
         sums = sums.of_all(self._parallel)
         if self._reference is not None:
             self._reference.follow(step)
@@ -325,12 +339,31 @@ class Trainer:
 
         Those that move no weight are only scored, for the metrics.
         """
-        batch = inputs.batch
-        self.optimizer.zero_grad()
+        before = sums.copy()
         keep_S = kept_S & self._objective.has_gradient(inputs)
-        self._measure(inputs, part_S & ~keep_S, denominators, sums)
-        set_dropout(self.model, on=True)
-        for micro in self._packer.pack(batch, keep_S):
+
+        def accumulate() -> None:
+            self.optimizer.zero_grad()
+            sums.become(before)
+            self._measure(inputs, part_S & ~keep_S, denominators, sums)
+            set_dropout(self.model, on=True)
+            self._accumulate(inputs, keep_S, denominators, sums)
+
+        try:
+            self._memory.run(accumulate)
+        finally:
+            set_dropout(self.model, on=False)
+        norm = whole(nn.utils.clip_grad_norm_(self._trained, self.config.learner.grad_clip))
+        sums.norms.append(float(norm))
+        if math.isfinite(sums.norms[-1]):
+            self._require_gradients()
+            self._memory.last(self.optimizer.step)
+
+    def _accumulate(
+        self, inputs: StepInputs, keep_S: Tensor, denominators: Denominators, sums: StepSums
+    ) -> None:
+        """Add up the gradients of some sequences, micro-batch by micro-batch."""
+        for micro in self._packer.pack(inputs.batch, keep_S):
             scores = self._scorer.score(micro, self._objective.score_options(inputs, micro))
             if micro.is_empty:
                 scores.logprobs_N.sum().backward()  # only to gather and reduce with the others
@@ -338,12 +371,13 @@ class Trainer:
             result = self._objective.loss(inputs, micro, scores, denominators)
             result.loss.backward()
             sums.add(result.sums, result.index_N, result.old_N)
-        set_dropout(self.model, on=False)
-        norm = whole(nn.utils.clip_grad_norm_(self._trained, self.config.learner.grad_clip))
-        sums.norms.append(float(norm))
-        if math.isfinite(sums.norms[-1]):
-            self._require_gradients()
-            self.optimizer.step()
+
+    def _update_critic(
+        self, critic: Critic, batch: TrainingBatch, kept_S: Tensor, denominators: Denominators
+    ) -> None:
+        """Make one optimiser update of the critic on the sequences that are kept."""
+        self._memory.run(lambda: critic.accumulate(self._packer.pack(batch, kept_S), denominators))
+        self._memory.last(critic.update)
 
     @torch.no_grad()
     def _measure(

@@ -34,6 +34,7 @@ _ERRORS: dict[str, type[errors.TinkermqError]] = {
     "data": errors.DataError,
     "game": errors.GameError,
     "slots": errors.PlacementError,
+    "memory": errors.PlacementError,
 }
 
 

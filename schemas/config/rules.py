@@ -366,7 +366,11 @@ RULES = (
     *_REPLAY_RULES,
     # -- lengths and slots
     _over("rollout.max_turn_tokens", "rollout.max_response_tokens"),
-    _over("learner.max_row_tokens", "learner.microbatch_tokens"),
+    Rule(
+        "learner.max_row_tokens ({learner.max_row_tokens})",
+        lambda job: job.learner.max_row_tokens > job.learner.pass_tokens,
+        "is over learner.microbatch_tokens ({learner.microbatch_tokens})",
+    ),
     _over("learner.ranks", "learner.slots"),
     Rule(
         "learner.ranks ({learner.ranks})",
@@ -412,6 +416,24 @@ RULES = (
         "learner.optimizer",
         lambda job: job.tinker.base and "optimizer" in job.learner.model_fields_set,
         "has no effect in a service of the Tinker API, whose programs update by AdamW: remove it",
+    ),
+    *(
+        Rule(
+            f"placement=colocated with {key}={{{key}}}",
+            lambda job, get=attrgetter(key): job.placement == "colocated" and get(job) != 1,
+            f"is for one learner and one generator on one GPU: set {key}=1, or remove placement",
+        )
+        for key in ("learner.slots", "generator.slots", "generator.count")
+    ),
+    Rule(
+        "generator.sleep={generator.sleep}",
+        lambda job: job.placement == "separate" and job.generator.sleep != "auto",
+        "has no effect while placement is separate: remove one of them",
+    ),
+    Rule(
+        "placement=colocated",
+        lambda job: job.placement == "colocated" and job.sft.data,
+        "has no effect in an SFT job, whose generator holds no slot: remove it",
     ),
     _over("generator.tensor_parallel", "generator.slots"),
     Rule(

@@ -240,6 +240,8 @@ class RolloutConfig(Section):
 
 # Configuration of the learner.
 
+_PASS_TOKENS = 16384
+
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 
@@ -306,13 +308,15 @@ class LearnerConfig(Section):
     GPU: slower. On CPUs results are the same bits anyway."""
     max_row_tokens: int = Field(default=4096, ge=16)
     """Sequences are packed into rows of up to this many tokens."""
-    microbatch_tokens: int = Field(default=16384, ge=16)
-    """Tokens per forward and backward pass; gradients are accumulated."""
+    microbatch_tokens: Annotated[int, Field(ge=16)] | Literal["auto"] = "auto"
+    """Tokens per forward and backward pass; gradients are accumulated. auto: as many as the GPU is
+    estimated to hold (`tinkermq plan`); on a CPU 16384, or `max_row_tokens` if that is more."""
     share_prompts: bool = True
     """Compute a group's prompt, and common beginnings of an agent episode's rows, once, if they fit
     into a row of `max_row_tokens`, a multiple of the longest episode (same result)."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory."""
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Recompute activations in the backward pass to save memory. auto: where the GPU is estimated
+    to hold few tokens otherwise; not on a CPU."""
     compile: bool = False
     """Use torch.compile for the model's layers: a minute or more at first use, equal results up to
     rounding. Needs a C++ compiler."""
@@ -325,6 +329,23 @@ class LearnerConfig(Section):
         """Return the dtype of the weights that a learner on a GPU, or on CPUs, publishes."""
         asked = self.dtype if self.publish_dtype == "auto" else self.publish_dtype
         return resolve_dtype(asked, on_gpu=on_gpu)
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens per forward and backward pass; where nothing was chosen, a CPU's default."""
+        given = self.microbatch_tokens
+        return max(_PASS_TOKENS, self.max_row_tokens) if given == "auto" else given
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether activations are recomputed; where nothing was chosen, they are not."""
+        return self.gradient_checkpointing is True
+
+    @property
+    def settings(self) -> dict[str, int | bool | str]:
+        """The keys that may be `auto`, as they are."""
+        names = ("microbatch_tokens", "gradient_checkpointing")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def num_updates(self) -> int:

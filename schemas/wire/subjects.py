@@ -344,6 +344,10 @@ class JobScope:
         """Subject of control requests to one actor."""
         return self._subject(f"ctl.{actor}")
 
+    def gpu_turn(self, learner: str) -> str:
+        """Subject on which a generator asks whether it may use the GPU that it shares."""
+        return f"{self.control(learner)}.turn"
+
     def control_by(self, admin: str, actor: str) -> str:
         """Subject of an admin's control requests to an actor of another user's job."""
         return acting(admin, self.user, self.job, f"ctl.{actor}")

@@ -260,6 +260,15 @@ def test_an_environment_host_asks_the_judge_of_its_job_and_nobody_else() -> None
     assert not may_publish(generator, "_INBOX_job.ada.j1.environment-0.x.1")
 
 
+def test_only_a_generator_asks_the_learner_for_the_gpu_and_may_not_steer_it() -> None:
+    for role in ROLES:
+        permissions = job_permissions(JobIdentity("ada", "j1", role, f"{role}-0", 1))
+        turn = "tmq.v1.job.ada.j1.ctl.learner.turn"
+        assert may_publish(permissions, turn) == (role == "generator")
+        assert not may_publish(permissions, "tmq.v1.job.ada.j1.ctl.learner")
+        assert not may_publish(permissions, "tmq.v1.job.ada.j2.ctl.learner.turn")
+
+
 def test_a_generator_asks_the_teachers_of_its_job_and_nobody_else() -> None:
     identity = JobIdentity("ada", "j1", "generator", "generator-0", 1)
     generator = job_permissions(identity, teachers=["j2"])

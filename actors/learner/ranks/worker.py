@@ -15,10 +15,10 @@ import structlog
 import torch
 
 from ....schemas.config.job import JobConfig
-from ....schemas.wire.errors import StorageError, TinkermqError
+from ....schemas.wire.errors import OutOfMemoryError, StorageError, TinkermqError
 from ...logging import configure_logging
 from ...policy.devices import own_device
-from ...runtime import EXIT_CRASHED, EXIT_DONE
+from ...runtime import EXIT_CRASHED, EXIT_DONE, EXIT_OUT_OF_MEMORY
 from ...training.numerics import settle_numerics
 from ...training.parallel import Meeting, Parallel, whole_tensors
 from ...training.policies import Policies, load_models
@@ -55,7 +55,9 @@ def serve(rank: int, orders: Connection) -> None:
 def _do(order: Order, policies: Policies) -> None:
     match order.do:
         case "step":
-            policies.step(order.groups, order.fields["step"], order.fields["oldest"])
+            fields = order.fields
+            tokens = fields["microbatch_tokens"]
+            policies.step(order.groups, fields["step"], fields["oldest"], microbatch_tokens=tokens)
         case "gather":
             dtype = order.fields["dtype"]
             if dtype is None:
@@ -84,7 +86,7 @@ def main(argv: list[str]) -> int:
     except TinkermqError as error:
         _log.error("rank_failed", code=error.code, message=error.message, hint=error.hint)
         os.write(int(argv[1]), str(error).encode())
-        return EXIT_CRASHED
+        return EXIT_OUT_OF_MEMORY if isinstance(error, OutOfMemoryError) else EXIT_CRASHED
     return EXIT_DONE
 
 

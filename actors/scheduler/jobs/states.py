@@ -1,8 +1,9 @@
 """The rules of one job: its actors, its next state, what its user holds, and the quotas. Pure.
 
 On a node a slot is a GPU or a CPU share. The learner, each generator and each inference server
-compute all the time and hold as many slots as their configuration says, and so does an evaluator
-where there is one; environment hosts hold none, so that a laptop with two cores runs a whole job.
+compute all the time and hold as many slots as their configuration says, or one between them where
+learner and generator share a GPU, and so does an evaluator where there is one; environment hosts
+hold none, so that a laptop with two cores runs a whole job.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -66,13 +67,22 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
             hint="name files with conversations in sft.data, or submit it with `tinkermq train`",
         )
     actors = _learner(config.learner)
-    actors += [
-        _actor("generator", f"generator-{i}", config.generator_slots)
-        for i in range(config.generator.count)
-    ]
+    actors += _generators(config)
     if config.has_evaluator:
         actors.append(_actor("evaluator", "evaluator-0", config.evaluator_slots))
     return actors + hosts
+
+
+def _generators(config: JobConfig) -> list[ActorPlacement]:
+    """Return the generators; one that may share the learner's slot says so."""
+    slots = config.generator_slots
+    made = [_actor("generator", f"generator-{i}", slots) for i in range(config.generator.count)]
+    if not config.may_colocate:
+        return made
+    shared = {"shares": "learner", "slots": 0, "own_slots": 0}
+    if config.placement == "auto":
+        shared |= {"slots": slots, "own_slots": slots}
+    return [actor.model_copy(update=shared) for actor in made]
 
 
 def _learner(config: LearnerConfig) -> list[ActorPlacement]:
@@ -130,7 +140,14 @@ def scaled(
 def unplaced(actors: Sequence[ActorPlacement]) -> list[ActorPlacement]:
     """Return the actors as they were before they were given to nodes."""
     return [
-        ActorPlacement(name=actor.name, role=actor.role, slots=actor.slots, spread=actor.spread)
+        ActorPlacement(
+            name=actor.name,
+            role=actor.role,
+            slots=actor.own_slots or actor.slots,
+            spread=actor.spread,
+            shares=actor.shares,
+            own_slots=actor.own_slots,
+        )
         for actor in actors
     ]
 

@@ -52,7 +52,7 @@ from .submission import (
 )
 
 _SCHEDULER = "scheduler"
-What = Literal["job", "model", "data", "game", "slots"]
+What = Literal["job", "model", "data", "game", "slots", "memory"]
 
 
 class _Seen(NamedTuple):
@@ -83,7 +83,18 @@ class DryRun:
         )
         matches = [finding for findings in reply for finding in findings]
         slots = self._slots(context.user, record.actors, nodes)
-        return SubmissionFindings(findings=[*matches, slots])
+        return SubmissionFindings(findings=[*matches, slots, *await self._memory(record, config)])
+
+    async def _memory(self, record: JobRecord, config: JobConfig) -> list[SubmissionFinding]:
+        """Return what the job takes on the pool's GPUs; nothing where that is not known."""
+        reader = self.submission.reader(record.user, [Path(root) for root in record.output_roots])
+        plan = await self.submission.plan_on_gpus(record.kind, config, reader)
+        if plan is None:
+            return []
+        if plan.refusal is not None:
+            return [_failed("memory", plan.refusal)]
+        text = "\n".join(plan.lines())
+        return [SubmissionFinding(what="memory", ok=True, text=text, by=_SCHEDULER)]
 
     async def _models(
         self, nodes: Sequence[NodeStatus], config: JobConfig, record: JobRecord

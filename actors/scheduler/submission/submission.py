@@ -29,6 +29,7 @@ from ....schemas.config.sections import (
 )
 from ....schemas.job import ActorPlacement, ConfigureRequest, JobRecord, SubmitRequest
 from ....schemas.node import ModelAnswer, ModelQuestion, NodeStatus
+from ....schemas.plan.plan import Plan, plan_for_pool
 from ....schemas.tinker.names import is_path
 from ....schemas.wire.codec import merged
 from ....schemas.wire.errors import (
@@ -377,8 +378,11 @@ class Submission:
         """
         config, roots, kind, actors, folders, teachers = await self._planned(record)
         self.refuse_placing(record.user, actors)
+        reader = self.reader(record.user, roots)
+        plan = await self.plan_on_gpus(kind, config, reader)
+        if plan is not None and plan.refusal is not None:
+            raise plan.refusal
         if not record.fork_dir:
-            reader = self.reader(record.user, roots)
             await refuse_missing_models(self._broker, self._reconciler.nodes(), config, reader)
         wanted = {"actors": actors, "stored_bytes": states.reserved_bytes(config)}
         self.check_growth(before, record.model_copy(update=wanted))
@@ -490,6 +494,20 @@ class Submission:
         states.check_room(
             user, quota, {}, max_slots=states.slots_of(actors), max_actors=len(actors)
         )
+
+    async def plan_on_gpus(self, kind: str, config: JobConfig, reader: Reader) -> Plan | None:
+        """Return what a training job takes on the pool's GPUs.
+
+        None where it may run on a CPU or on machines that are still to come, and for models that
+        the scheduler does not know, or the reader may not.
+        """
+        nodes = self._reconciler.nodes()
+        trains = kind in ("train", "sft")
+        if not trains or self._reconciler.may_grow or any(not node.gpus for node in nodes):
+            return None
+        read = [reader.may_know(model) for model in models_of(config)]
+        gpus = [(gpu.model, gpu.memory_bytes) for node in nodes for gpu in node.gpus]
+        return await asyncio.to_thread(plan_for_pool, config, gpus) if all(read) else None
 
     async def _allowed(self, config: JobConfig, record: JobRecord) -> tuple[JobConfig, list[Path]]:
         """Return what the owner of a job may ask for, and where its processes may write.
