@@ -309,7 +309,7 @@ def _judge_end(run: LocalRun) -> Iterator[AgentFinding]:
         yield AgentFinding(
             "fail",
             f"does not end by itself: {why}",
-            "see what it waits for; bound its turns by an option of its own",
+            "see what it waits for; limit its turns by one of its options",
         )
     if "no_reward" in info:
         yield AgentFinding("fail", f"has no reward: {info['no_reward']}")
