@@ -44,7 +44,7 @@ class KeptAnswers:
         self._kept: OrderedDict[str, KeptAnswer] = OrderedDict()
         self._num_bytes = 0
 
-    def keep(self, name: str, answer: KeptAnswer) -> None:
+    def add(self, name: str, answer: KeptAnswer) -> None:
         """Keep an answer by its id; the oldest go when there is no more room."""
         self.forget(name)
         self._kept[name] = answer
