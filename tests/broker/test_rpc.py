@@ -1,19 +1,24 @@
-"""Typed services and calls."""
+"""Typed services and calls, new endpoints, repeated requests and inboxes."""
 
 import asyncio
 import json
+import time
 import urllib.request
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nats.aio.msg import Msg
+from tinkermq.broker.calls import ask_users, repeated_call, write_checkpoint
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.faults import ConnectionLost
+from tinkermq.broker.client.parts import Inbox
 from tinkermq.broker.client.rpc import RequestContext, Service, call
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas import control, env, job
+from tinkermq.schemas.env import CloseRequest
+from tinkermq.schemas.user import UserReply
 from tinkermq.schemas.wire.errors import (
     BrokerError,
     DeadlineError,
@@ -21,11 +26,14 @@ from tinkermq.schemas.wire.errors import (
     GameError,
     MessageError,
     NotFoundError,
+    StateError,
     TinkermqError,
 )
 from tinkermq.schemas.wire.message import Empty, ErrorReply, Message
-from tinkermq.schemas.wire.subjects import rpc
+from tinkermq.schemas.wire.subjects import JobScope, rpc
 
+from tests.clients.conftest import new_record
+from tests.support.processes import halt
 from tests.support.strategies import hostile_payloads
 from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S
 
@@ -448,3 +456,170 @@ async def test_a_malformed_reply_is_a_message_error(broker: Broker) -> None:
     await broker.nc.subscribe("test.junk", cb=junk)
     with pytest.raises(MessageError):
         await call(broker, "test.junk", Empty(), Empty, timeout_s=5, waiting_for="the service")
+
+
+# What is asked of an endpoint while it is being made, and what happens to the server meanwhile.
+
+
+NUM_ENDPOINTS = 60
+NUM_CALLERS = 4
+
+
+async def who(_: Empty, context: RequestContext) -> CloseRequest:
+    return CloseRequest(episode=context.user)
+
+
+async def ask(broker: Broker, subject: str) -> CloseRequest:
+    return await call(
+        broker, subject, Empty(), CloseRequest, timeout_s=PATIENCE_S, waiting_for="the service"
+    )
+
+
+async def ask_from_the_start(broker: Broker, subject: str) -> CloseRequest:
+    """Ask again and again until somebody is there to answer."""
+    while True:
+        try:
+            return await ask(broker, subject)
+        except NotFoundError:
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("fair", [False, True], ids=["plain", "fair"])
+async def test_the_first_request_that_reaches_a_new_endpoint_is_answered(
+    broker: Broker, nats_server: NatsServer, fair: bool
+) -> None:
+    async with (
+        await connect(nats_server.url, name="serving") as serving,
+        await Service.start(serving, name="new", description="d") as service,
+    ):
+        for number in range(NUM_ENDPOINTS):
+            subject = rpc("ann", "test", f"new-{fair:d}-{number}")
+            callers = [
+                asyncio.create_task(ask_from_the_start(broker, subject)) for _ in range(NUM_CALLERS)
+            ]
+            await service.endpoint("who", subject, Empty, who, fair=fair)
+            replies = await asyncio.gather(*callers)
+            assert {reply.episode for reply in replies} == {"ann"}
+
+
+@pytest.mark.parametrize("fair", [False, True], ids=["plain", "fair"])
+async def test_a_server_that_dies_while_an_endpoint_is_made_is_waited_for(
+    own_server: NatsServer, own_broker: Broker, fair: bool
+) -> None:
+    subject = rpc("ann", "test", "who")
+    service = await Service.start(own_broker, name="test-service", description="d")
+    assert own_server.pid is not None
+    halt(own_server.pid)  # nobody answers, and then nobody is there
+    making = asyncio.create_task(service.endpoint("who", subject, Empty, who, fair=fair))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    own_server.kill()
+    own_server.start()
+    await asyncio.wait_for(making, PATIENCE_S)
+    async with await connect(own_server.url, name="caller") as caller:
+        assert (await ask(caller, subject)).episode == "ann"
+    await service.stop()
+
+
+# -- Requests that are sent again: one that is lost costs an attempt, not the whole deadline -------
+
+
+SUBJECT = rpc("local", "behind", "look")
+
+
+async def test_a_request_that_is_lost_is_sent_again_long_before_its_deadline(
+    nats_server: NatsServer, broker: Broker
+) -> None:
+    heard: list[Msg] = []
+    answered: list[asyncio.Task[None]] = []
+
+    def take(message: Msg) -> None:
+        heard.append(message)
+        if len(heard) == 3:  # two are lost
+            payload = Empty().to_bytes()
+            answered.append(asyncio.create_task(service.publish(message.reply, payload)))
+
+    async with await connect(nats_server.url, name="service") as service:
+        await service.listen(SUBJECT, take)
+        await service.nc.flush()
+        deadline = time.monotonic() + AFTER_PATIENCE_S
+        asking = repeated_call(
+            broker,
+            SUBJECT,
+            Empty(),
+            Empty,
+            deadline=deadline,
+            waiting_for="the service",
+            attempt_s=0.05,
+        )
+        assert await asyncio.wait_for(asking, PATIENCE_S) == Empty()
+    assert len({one.reply for one in heard}) == len(heard) >= 3
+
+
+async def test_the_users_of_a_pool_without_users_are_not_waited_for(broker: Broker) -> None:
+    with pytest.raises(BrokerError, match="has no users"):
+        await ask_users(broker, "me", Empty(), UserReply)
+
+
+# -- A job that does not train is not asked for a checkpoint ---------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "told"),
+    [
+        ("infer", "RUNNING", "trains nothing"),
+        ("train", "QUEUED", "is QUEUED"),
+        ("sft", "COMPLETED", "is COMPLETED"),
+    ],
+)
+async def test_a_job_that_does_not_train_has_no_checkpoint_to_write(
+    broker: Broker, kind: str, state: str, told: str
+) -> None:
+    changes = {"kind": kind, "state": state}
+    record = new_record(JobScope("local", "a")).model_copy(update=changes)
+    with pytest.raises(StateError, match=f"job run-of-a {told}"):
+        await write_checkpoint(broker, record)
+
+
+# -- An inbox hands out what comes in order, and ends a wait that nobody will answer ---------------
+
+
+def _answering(broker: Broker, *answers: bytes) -> Callable[[Msg], None]:
+    """Return what answers a request with several messages, in tasks that the loop keeps."""
+    tasks: list[asyncio.Task[None]] = []
+
+    async def send(reply: str) -> None:
+        for answer in answers:
+            await broker.publish(reply, answer)
+
+    return lambda message: tasks.append(asyncio.create_task(send(message.reply)))
+
+
+async def test_all_answers_to_a_request_come_in_order_and_say_which_it_was(broker: Broker) -> None:
+    await broker.listen("free.several", _answering(broker, b"a", b"b"))
+    inbox = Inbox(broker)
+    for _ in range(2):
+        subject = await inbox.ask("free.several", b"")
+        received = [await inbox.next(5), await inbox.next(5)]
+        assert [message.data for message in received] == [b"a", b"b"]
+        assert {message.subject for message in received} == {subject}
+    with pytest.raises(TimeoutError):
+        await inbox.next(0.05)
+    await inbox.close()
+
+
+async def test_a_lost_connection_ends_the_wait_unless_answers_may_still_come(
+    own_server: NatsServer, own_broker: Broker
+) -> None:
+    ends, goes_on = Inbox(own_broker), Inbox(own_broker, ends_with_connection=False)
+    await own_broker.listen("free.silent", lambda _: None)
+    for inbox in (ends, goes_on):
+        await inbox.ask("free.silent", b"")
+    own_server.kill()
+    with pytest.raises(ConnectionLost, match=r"broke during a request on free\.silent"):
+        await ends.next(5)
+    with pytest.raises(TimeoutError):
+        await goes_on.next(0.3)
+    own_server.start()
+    await ends.close()
+    await goes_on.close()
