@@ -520,7 +520,7 @@ def test_a_text_key_gets_the_text_as_it_is_written(text: str) -> None:
     "name", ["2024-11-25", "007", "yes", "1e5", "0o17", "no", "on", "1_000", "true", "12"]
 )
 def test_a_run_has_the_name_that_is_written(tmp_path: Path, name: str) -> None:
-    (tmp_path / "job.yaml").write_text(f"{LEAST}name: {name}\ntags: [{name}]\n")
+    (tmp_path / "job.yaml").write_text(f"{LEAST_YAML}name: {name}\ntags: [{name}]\n")
     in_file = load_config(tmp_path / "job.yaml")
     given = load_config(None, ["model.path=m", "env.game=bandit", f"name={name}", f"tags=[{name}]"])
     assert (in_file.name, in_file.tags) == (given.name, given.tags) == (name, [name])
