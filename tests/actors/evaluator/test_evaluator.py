@@ -8,7 +8,7 @@ from tinkermq.broker.client.connection import Broker
 from tinkermq.schemas.wire.errors import EngineError
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.actors.generator.playing import playing
+from tests.actors.rollout.playing import playing
 from tests.support.contexts import job_context
 from tests.support.models import make_tiny_model
 

@@ -23,7 +23,7 @@ from tinkermq.schemas.metric import Event, LogLines, Metric
 from tinkermq.schemas.wire.errors import BrokerError
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.actors.gateway.test_episodes import PNG, two_turns
+from tests.actors.gateway.test_data import PNG, two_turns
 from tests.support.configs import small_job
 from tests.support.gateway import Gateway, free_port, run_gateway, start
 from tests.support.groups import make_group
