@@ -1,4 +1,4 @@
-"""The environment-host actor as a process: it serves, drains, fails for good; programs end with it."""
+"""The environment-host actor as a process: it serves, drains, fails; programs end with it."""
 
 import asyncio
 import json

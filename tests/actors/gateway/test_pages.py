@@ -1,4 +1,4 @@
-"""The pages in a real browser: jobs, curves, rollouts, playground, sessions; nothing hostile runs."""
+"""The pages in a real browser: jobs, curves, rollouts, playground, sessions."""
 
 import csv
 import json

@@ -19,7 +19,7 @@ from tinkermq.envs.model_apis.messages import read_messages
 from tinkermq.envs.model_apis.request import ModelRequest
 from tinkermq.envs.model_apis.responses import read_response
 
-from tests.actors.generator.agents import programs
+from tests.actors.rollout.calls import programs
 from tests.actors.rollout.calls.programs import (
     FOLDER,
     TEMPLATES,
