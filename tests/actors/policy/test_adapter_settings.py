@@ -1,7 +1,5 @@
 """Every setting of PEFT's LoraConfig is honoured wherever adapters are read, or refused by name.
 
-Every setting of PEFT's LoraConfig is honoured wherever adapters are read, or refused by name.
-
 The judge is PEFT: what `PeftModel.from_pretrained` computes with a folder is what training,
 serving, samplers and trainers of the Tinker API compute with it.
 """

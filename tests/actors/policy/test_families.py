@@ -1,7 +1,5 @@
 """Conversations through the one reader, and what transformers makes of them, in seven families.
 
-Conversations through the one reader, and what transformers makes of them, in seven families.
-
 A conversation is drawn in the form that transformers documents. Each way in (rows of JSONL and of
 parquet, pairs, prompts of games, requests, programs) is given another spelling of it, and what the
 model is shown then must be what `apply_chat_template` of transformers makes of the drawn one, text
