@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from tests.clients.test_game_environment import EchoGame
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.feed import publish_event, publish_metric
@@ -56,6 +55,7 @@ from tinkermq.schemas.wire.errors import (
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.clients.conftest import new_record
+from tests.clients.test_inference_client import EchoGame
 from tests.support.waiting import PATIENCE_S
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from tests.clients.test_game_environment import EchoGame
 from tinkermq.broker.feed import read_traces
 from tinkermq.broker.presence import list_presences
 from tinkermq.broker.rollouts import RolloutLog
@@ -42,6 +41,7 @@ from tinkermq.schemas.wire.subjects import JobScope
 from tinkermq.schemas.wire.trace import is_traceparent
 
 from tests.clients.command import Outcome, command, tinkermq
+from tests.clients.test_inference_client import EchoGame
 from tests.support.configs import UNHURRIED, small_job
 from tests.support.processes import listening_ports
 from tests.support.stack import Stack
@@ -95,7 +95,7 @@ async def test_a_client_that_dies_comes_back_and_finds_its_run_waiting(
         job = await scheduler.submit_job(args)
     script = f"""
 from tinkermq.clients import GameEnvironment, ServiceClient
-from tests.clients.test_game_environment import EchoGame
+from tests.clients.test_inference_client import EchoGame
 client, env = ServiceClient({job["server_url"]!r}), GameEnvironment(EchoGame, {args!r})
 client.set_config({args!r}, env)
 client.fit(env, num_steps=80)
