@@ -135,21 +135,6 @@ async def test_a_log_of_many_groups_is_read_once_and_in_order(
     assert sorted(tail.numbers) == list(range(700))
 
 
-async def test_a_reader_goes_on_across_kills_of_the_server(
-    own_server: NatsServer, own_broker: Broker, own_scope: JobScope
-) -> None:
-    log = RolloutLog(own_broker, own_scope)
-    async with tailing(own_broker, own_scope) as tail:
-        for number in range(3):
-            await log.append(make_group(number))
-            await tail.reach(number + 1)
-            own_server.kill()
-            own_server.start()
-        await log.append(make_group(3))
-        await tail.reach(4)
-    assert tail.numbers == [0, 1, 2, 3]
-
-
 async def test_nothing_confirmed_is_lost_and_nothing_doubled_by_kills_under_load(
     own_server: NatsServer, own_broker: Broker, own_scope: JobScope
 ) -> None:
@@ -447,16 +432,6 @@ async def test_the_next_holder_reads_what_is_there_and_fences_off_the_one_before
     with pytest.raises(Fenced):  # a delivery that was overtaken does not take it back
         await make_writer(broker, recorded, 2).take_over()
     assert [one.end for one in await stored(broker, recorded)] == [4, 7, 7, 9, 9]
-
-
-async def test_a_holder_that_has_written_nothing_is_fenced_off_too(
-    broker: Broker, recorded: JobScope
-) -> None:
-    slow, quick = make_writer(broker, recorded, 1), make_writer(broker, recorded, 2)
-    await slow.take_over()
-    assert await quick.take_over() == []
-    with pytest.raises(Fenced):
-        await slow.append(make_segment(0, 4, writer=slow.writer))
 
 
 async def test_an_append_whose_answer_was_lost_is_recognised(

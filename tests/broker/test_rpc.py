@@ -123,14 +123,6 @@ async def test_a_call_returns_the_reply(broker: Broker, echo: Echo) -> None:
     assert (await _step(broker)).observation == "left"
 
 
-async def test_an_error_of_ours_arrives_as_the_same_class_with_its_hint(
-    broker: Broker, echo: Echo
-) -> None:
-    with pytest.raises(NotFoundError, match="there is no episode 'e'") as raised:
-        await _step(broker, "missing")
-    assert raised.value.hint == "reset it first"
-
-
 async def test_an_unexpected_error_is_reported_without_its_details(
     broker: Broker, echo: Echo
 ) -> None:

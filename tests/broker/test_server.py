@@ -31,14 +31,6 @@ def test_a_free_port_is_found_and_kept_over_a_restart(own_server: NatsServer) ->
     assert own_server.monitor_url == monitor
 
 
-async def test_what_was_stored_is_there_after_a_kill(own_server: NatsServer) -> None:
-    async with await connect(own_server.url, name="test") as broker:
-        await create_shared(broker)
-        own_server.kill()
-        own_server.start()
-        assert await stream_info(broker, "KV_tmq-jobs")
-
-
 def test_a_port_in_use_is_named(own_server: NatsServer, tmp_path: Path) -> None:
     with pytest.raises(BrokerError, match=f"port {own_server.port} on 127.0.0.1 is already in use"):
         NatsServer(tmp_path / "second", port=own_server.port).start()

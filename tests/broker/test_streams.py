@@ -41,7 +41,7 @@ from tinkermq.schemas.wire.subjects import (
 
 from tests.support.groups import make_group as group_of
 from tests.support.groups import make_trajectory
-from tests.support.strategies import make_group, make_task
+from tests.support.strategies import make_group
 from tests.support.waiting import PATIENCE_S
 
 
@@ -71,31 +71,6 @@ async def test_every_stream_has_a_description_and_a_byte_bound(
         assert streams[name]["description"], name
         assert streams[name]["max_bytes"] > 0, name
         assert streams[name]["storage"] == "file", name
-
-
-async def test_the_consumer_of_tasks_is_seen_with_its_description(
-    broker: Broker, scope: JobScope
-) -> None:
-    queue = TaskQueue(broker, scope)
-    await queue.publish(make_task(0))
-    assert await queue.pull(1, 5)
-    subject = f"$JS.API.CONSUMER.INFO.{scope.stream_task}.generators"
-    info = json.loads((await broker.request(subject)).data)
-    assert scope.job in info["config"]["description"]
-    assert info["num_ack_pending"] == 1
-    await queue.close()
-
-
-async def test_the_stock_clients_of_keys_and_objects_open_our_buckets(
-    broker: Broker, scope: JobScope
-) -> None:
-    kv = await broker.nc.jetstream().key_value(BUCKET_JOBS)
-    await kv.put("seen.by.the.tools", b"yes")
-    assert (await kv.get("seen.by.the.tools")).value == b"yes"
-    await kv.purge("seen.by.the.tools")
-    objects = await broker.nc.jetstream().object_store(scope.object_weights)
-    await objects.put("thing", b"some bytes")
-    assert (await objects.get("thing")).data == b"some bytes"
 
 
 async def test_making_the_streams_again_changes_their_bounds_and_keeps_what_they_hold(

@@ -18,7 +18,7 @@ from tinkermq.schemas.wire.errors import DataError
 from transformers import PreTrainedModel
 
 from tests.actors.engine.conftest import BLOCK_TOKENS, EngineKind, InVllm, StartEngine
-from tests.support.images import IMAGE_ID, load, png, seeing_logprobs, seeing_pass
+from tests.support.images import IMAGE_ID, load, png, seeing_logprobs
 from tests.support.models import (
     adapted,
     changed,
@@ -88,15 +88,6 @@ async def test_logprobs_are_those_of_the_models_own_pass_over_all_turns(
             np.concatenate([prompt, one.token_ids, tail])
             for prompt, one, tail in zip(prompts, drawn, more, strict=True)
         ]
-
-
-async def test_greedy_tokens_are_those_of_the_models_own_pass(
-    eyes: Engine, sighted: PreTrainedModel, reader: ImageReader
-) -> None:
-    images = (SMALL, TALL)
-    drawn = await eyes.generate(TWO, Sampling(16, 0.0), request_id="a", images=images)
-    plain = seeing_pass(sighted, reader, TWO, drawn.token_ids, images)
-    assert drawn.token_ids.tolist() == plain.argmax(-1).tolist()
 
 
 async def test_the_prompts_of_equal_images_are_shared_and_of_others_they_are_not(

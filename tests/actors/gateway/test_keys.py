@@ -18,7 +18,7 @@ import pytest_asyncio
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from tinkermq.actors.gateway.rest import OPERATIONS
-from tinkermq.actors.gateway.sessions import LogInError, Sessions, user_of
+from tinkermq.actors.gateway.sessions import LogInError, user_of
 from tinkermq.actors.runtime import EXIT_FAILED
 from tinkermq.actors.storage.access import ROOTS_VARIABLE
 from tinkermq.broker.calls import ask_users
@@ -31,7 +31,6 @@ from tinkermq.broker.client.login import (
     KEY_VARIABLE,
 )
 from tinkermq.broker.jetstream.streams import create_shared
-from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.service_process import die_with
 from tinkermq.clients import SchedulerClient
 from tinkermq.schemas.user import AddUser, NameUser, NewKey, UserReply
@@ -249,25 +248,6 @@ async def test_the_log_in_leads_to_our_own_pages_only(guarded: Guarded, place: s
     assert answer.headers["location"] == "/jobs"
 
 
-async def test_two_users_in_two_browsers_see_their_own(guarded: Guarded, browser: Browser) -> None:
-    async with (
-        watched_page(browser, guarded.gateway.url) as alice,
-        watched_page(browser, guarded.gateway.url) as bob,
-    ):
-        for page, key in ((alice, guarded.key("alice")), (bob, guarded.key("bob"))):
-            await page.goto("/jobs")
-            await page.fill("input[name=key]", key)
-            await page.click("main button[type=submit]")
-            await page.wait_for_url("**/jobs")
-        assert await alice.locator("a.name").all_inner_texts() == ["run-job-of-alice"]
-        assert await bob.locator("a.name").all_inner_texts() == ["run-job-of-bob"]
-        assert await alice.inner_text(".who") == "alice"
-        await alice.click("text=Log out")
-        await alice.wait_for_url("**/login")
-        await bob.reload()
-        assert await bob.inner_text(".who") == "bob"
-
-
 async def test_with_a_certificate_everything_is_encrypted_and_cookies_are_for_nothing_else(
     guarded: Guarded, tmp_path: Path
 ) -> None:
@@ -393,15 +373,6 @@ async def test_a_key_that_has_run_out_is_told_to_be_expired_or_wrong(guarded: Gu
     assert error["message"] == "the broker refuses this key"
     assert "expired" in error["hint"]
     assert "tinkermq user rotate" in error["hint"]
-
-
-async def test_idle_connections_make_room_for_others(own_server: NatsServer) -> None:
-    sessions = Sessions(own_server.url, with_keys=False, max_visitors=1)
-    first = await sessions.visitor(session=None, key=None)
-    assert await sessions.visitor(session=None, key="ignored") is first
-    await sessions.close()
-    assert first.broker.closed.is_set()
-    assert sessions.num_visitors == 0
 
 
 async def test_an_admin_manages_users_and_reads_the_audit_in_the_browser(

@@ -6,7 +6,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import jsonschema
 import openai
 import pytest
@@ -415,16 +414,6 @@ async def test_anthropics_client_parses_messages(url: str) -> None:
             assert isinstance((await stream.get_final_message()).parsed_output, Tame)
 
 
-async def test_a_stream_of_a_form_adds_up_to_it(client: AsyncOpenAI) -> None:
-    asked: Any = {"model": MODEL, "messages": HELLO, "seed": 3, "response_format": FORMAT}
-    whole = await client.chat.completions.create(**asked)
-    stream = await client.chat.completions.create(**asked, stream=True)
-    pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
-    assert "".join(pieces) == whole.choices[0].message.content
-    jsonschema.validate(json.loads("".join(pieces)), SCHEMA_NB)
-    assert len([piece for piece in pieces if piece]) > 1
-
-
 @pytest.mark.parametrize("choice", ["required", "do"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_demanded_calls_are_made(client: AsyncOpenAI, choice: str, stream: bool) -> None:
@@ -448,51 +437,6 @@ async def test_demanded_calls_are_made(client: AsyncOpenAI, choice: str, stream:
     jsonschema.validate(json.loads(call.function.arguments), SCHEMA_NB)
 
 
-async def test_responses_and_messages_call_the_tools_that_are_demanded(
-    client: AsyncOpenAI, url: str
-) -> None:
-    function = {"type": "function", "name": "go", "parameters": SCHEMA_NB, "strict": True}
-    response = await client.responses.create(
-        model=MODEL,
-        input="hello",
-        tools=[function],  # type: ignore[list-item]
-        tool_choice={"type": "function", "name": "go"},
-    )
-    (item,) = response.output
-    assert item.type == "function_call"
-    jsonschema.validate(json.loads(item.arguments), SCHEMA_NB)
-    base = url.removesuffix("/v1")
-    async with AsyncAnthropic(base_url=base, api_key="any", max_retries=0) as messages:
-        tool: Any = {"name": "go", "input_schema": SCHEMA_NB}
-        made = await messages.messages.create(
-            model=MODEL,
-            max_tokens=300,
-            messages=HELLO,
-            tools=[tool],
-            tool_choice={"type": "any", "disable_parallel_tool_use": True},
-        )
-        (block,) = made.content
-        assert block.type == "tool_use"
-        jsonschema.validate(block.input, SCHEMA_NB)
-        formed = await messages.messages.create(
-            model=MODEL,
-            max_tokens=300,
-            messages=HELLO,
-            extra_body={"output_config": {"format": {"type": "json_schema", "schema": SCHEMA_NB}}},
-        )
-        assert formed.content[0].type == "text"
-        jsonschema.validate(json.loads(formed.content[0].text), SCHEMA_NB)
-        with pytest.raises(anthropic.BadRequestError, match=r"schema\.oneOf"):
-            await messages.messages.create(
-                model=MODEL,
-                max_tokens=300,
-                messages=HELLO,
-                extra_body={
-                    "output_config": {"format": {"type": "json_schema", "schema": {"oneOf": {}}}}
-                },
-            )
-
-
 @pytest.mark.parametrize("thinks", [True])
 async def test_where_the_prompt_opens_the_reasoning_the_form_follows_it(
     client: AsyncOpenAI, thinks: bool
@@ -509,15 +453,28 @@ async def test_where_the_prompt_opens_the_reasoning_the_form_follows_it(
             assert choice.finish_reason == "length"
 
 
-async def test_a_cut_answer_tells_its_length(client: AsyncOpenAI) -> None:
-    cut = await client.chat.completions.create(
-        model=MODEL, messages=HELLO, response_format=FORMAT, max_tokens=4
-    )
-    assert cut.choices[0].finish_reason == "length"
-    with pytest.raises(openai.LengthFinishReasonError):
-        await client.chat.completions.parse(
-            model=MODEL, messages=HELLO, response_format=Pet, max_tokens=4
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"type": "foo"}, "schema.type must be one of"),
+    ({"properties": {"a": {"items": {"$ref": "#/$defs/no"}}}}, "properties.a.items.$ref"),
+    ({"items": {"minLength": 1, "pattern": "a{2"}}, "(at schema.items.pattern)"),
+]
+"""Others are in tests/schemas/test_output_format.py."""
+
+
+@pytest.mark.parametrize("bad", BAD, ids=[place for _, place in BAD])
+async def test_a_bad_schema_is_told_with_its_place(
+    client: AsyncOpenAI, bad: tuple[dict[str, Any], str]
+) -> None:
+    schema, place = bad
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(
+            model=MODEL,
+            messages=HELLO,
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
         )
+    assert place in str(caught.value)
+    if place.startswith("schema."):
+        assert caught.value.param == f"response_format.json_schema.{place.split()[0]}"
 
 
 async def test_the_likeliest_tokens_are_told_in_the_words_of_each_api(client: AsyncOpenAI) -> None:
@@ -549,78 +506,3 @@ async def test_the_likeliest_tokens_are_told_in_the_words_of_each_api(client: As
     assert len(tops.top_logprobs or []) == len(tops.tokens or [])
     # by their texts, as OpenAI tells them: bytes that are no characters are all alike
     assert all(1 <= len(top) <= 4 for top in tops.top_logprobs or [])
-
-
-async def test_completions_take_a_form_and_penalties(client: AsyncOpenAI) -> None:
-    text = await client.completions.create(
-        model=MODEL,
-        prompt="hello",
-        max_tokens=200,
-        presence_penalty=1.0,
-        frequency_penalty=0.5,
-        extra_body={"response_format": FORMAT, "repetition_penalty": 1.1},
-    )
-    jsonschema.validate(json.loads(text.choices[0].text), SCHEMA_NB)
-
-
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"type": "foo"}, "schema.type must be one of"),
-    ({"type": "object", "properties": {"a": {"type": ["string", "int"]}}}, "properties.a.type"),
-    ({"properties": {"a": {"items": {"$ref": "#/$defs/no"}}}}, "properties.a.items.$ref"),
-    ({"anyOf": [{"type": "string"}, {"minLength": -1}]}, "anyOf[1].minLength"),
-    ({"$defs": {"x": {"not": {}}}, "$ref": "#/$defs/x"}, "$defs.x.not"),
-    ({"type": "array", "uniqueItems": True}, "schema.uniqueItems"),
-    ({"type": "string", "pattern": "(a"}, "(at schema.pattern)"),
-    ({"type": "string", "format": "phone"}, "schema.format"),
-    ({"type": "object", "required": "a"}, "schema.required"),
-    ({"enum": []}, "schema.enum"),
-    ({"type": "integer", "minimum": "1"}, "schema.minimum"),
-    ({"$ref": "https://example.com/x.json"}, "schema.$ref"),
-    ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
-    ({"items": {"minLength": 1, "pattern": "a{2"}}, "(at schema.items.pattern)"),
-    (
-        {
-            "type": "object",
-            "properties": {"a": {"minimum": 3, "maximum": 1, "type": "integer"}},
-            "required": ["a"],
-        },
-        "(at schema.properties.a)",
-    ),
-]
-
-
-@pytest.mark.parametrize("bad", BAD, ids=[place for _, place in BAD])
-async def test_a_bad_schema_is_told_with_its_place(
-    client: AsyncOpenAI, bad: tuple[dict[str, Any], str]
-) -> None:
-    schema, place = bad
-    with pytest.raises(openai.BadRequestError) as caught:
-        await client.chat.completions.create(
-            model=MODEL,
-            messages=HELLO,
-            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
-        )
-    assert place in str(caught.value)
-    if place.startswith("schema."):
-        assert caught.value.param == f"response_format.json_schema.{place.split()[0]}"
-
-
-async def test_schemas_are_bounded(client: AsyncOpenAI) -> None:
-    deep: Any = {"type": "string"}
-    for _ in range(70):
-        deep = {"type": "array", "items": deep}
-    large = {"enum": ["x" * 1000 + str(n) for n in range(200)]}
-    schemas: list[tuple[Any, str]] = [
-        (deep, "nested more than"),
-        (large, "characters, and may have"),
-    ]
-    for schema, told in schemas:
-        with pytest.raises(openai.BadRequestError, match=told):
-            await client.chat.completions.create(
-                model=MODEL,
-                messages=HELLO,
-                response_format={
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": schema},
-                },
-            )

@@ -1,6 +1,5 @@
 """The REST interface does what the pages do, refuses what it must, and says why."""
 
-import asyncio
 import json
 import re
 import time
@@ -295,17 +294,6 @@ async def test_a_change_asked_for_by_another_site_is_refused(
 async def test_without_keys_only_names_of_this_machine_are_answered(gateway: Gateway) -> None:
     assert (await gateway.get("/jobs", host="rebound.example")).status == 403
     assert (await gateway.get("/jobs", host="localhost:1")).status == 200
-
-
-async def test_a_body_that_is_too_large_is_refused_before_it_is_sent(gateway: Gateway) -> None:
-    for path, size in (("/api/v1/jobs", (2 << 20) + 1), ("/v1/completions", (8 << 20) + 1)):
-        host = gateway.url.removeprefix("http://")
-        reader, writer = await asyncio.open_connection(*host.split(":"))
-        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {size}\r\n\r\n"
-        writer.write(head.encode())
-        assert (await reader.readline()).split()[1] == b"413"
-        writer.close()
-        await writer.wait_closed()
 
 
 async def test_without_keys_the_gateway_does_not_listen_beyond_this_machine(

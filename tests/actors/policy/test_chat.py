@@ -62,19 +62,6 @@ def ids_of(chat: ChatTokenizer, text: str) -> list[int]:
     return chat._tokenizer.encode(text, add_special_tokens=False)
 
 
-def test_turns_are_joined_into_what_the_template_renders() -> None:
-    chat = chat_of(CHATML)
-    chat.check_template()
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2?"}]
-    ids = chat.first_prompt(messages).tolist()
-    for reply, answer in (("4", "right"), ("thanks", "next")):
-        generated = ids_of(chat, reply + "<|im_end|>")
-        observation = [{"role": "user", "content": answer}]
-        ids += generated + chat.next_turn(generated, observation).tolist()
-        messages += [{"role": "assistant", "content": reply}, *observation]
-        assert ids == chat.first_prompt(messages).tolist()
-
-
 def test_the_newline_after_the_end_of_turn_belongs_to_the_observation() -> None:
     chat = chat_of(CHATML)
     done = ids_of(chat, "4<|im_end|>")
@@ -92,27 +79,11 @@ def test_a_turn_that_ended_on_another_stop_token_is_closed() -> None:
     assert delta.startswith("<|im_end|>\n<|im_start|>user")
 
 
-def test_several_messages_may_follow_one_turn() -> None:
-    chat = chat_of(CHATML)
-    observation = [{"role": "tool", "content": "1"}, {"role": "user", "content": "2"}]
-    text = text_of(chat, chat.next_turn(ids_of(chat, "a<|im_end|>"), observation))
-    assert text.count("<|im_start|>") == 3
-
-
 def test_stop_tokens_are_the_end_of_turn_and_those_of_the_model() -> None:
     chat = chat_of(CHATML)
     assert chat.stop_token_ids == (ids_of(chat, "<|im_end|>")[0],)
     extra = ChatTokenizer(chat._tokenizer, extra_stop_token_ids=[5, 5])
     assert extra.stop_token_ids == (*chat.stop_token_ids, 5)
-
-
-def test_the_tiny_models_template_appends() -> None:
-    chat = ChatTokenizer(make_tokenizer())
-    chat.check_template()
-    assert chat.stop_token_ids == (1,)
-    generated = ids_of(chat, "42<|end|>")
-    delta = chat.next_turn(generated, [{"role": "tool", "content": "no"}])
-    assert text_of(chat, delta) == "<|tool|>no<|end|><|assistant|>"
 
 
 def test_actions_are_decoded_without_special_tokens_and_without_loss() -> None:
@@ -185,29 +156,6 @@ def test_tools_are_shown_by_a_template_that_takes_them() -> None:
     assert chat.prompt(messages) == chat_of(CHATML).prompt(messages)
     with pytest.raises(ModelError, match="no place for tools"):
         chat_of(CHATML).prompt(messages, shown)
-
-
-def test_a_conversation_that_has_been_had_has_the_tokens_of_an_episode() -> None:
-    chat = chat_of(CHATML)
-    messages = [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "2+2?"},
-        {"role": "assistant", "content": "4"},
-        {"role": "tool", "content": "right"},
-        {"role": "user", "content": "3+3?"},
-        {"role": "assistant", "content": "6, I think"},
-    ]
-    spoken = chat.conversation(messages)
-    whole = text_of(chat, spoken.token_ids)
-    assert whole + "\n" == chat.render(messages, prompt=False)  # nothing follows the last turn
-    first = chat.first_prompt(messages[:2]).tolist()
-    turn = [*ids_of(chat, "4"), chat.stop_token_ids[0]]
-    between = chat.next_turn(turn, messages[3:5]).tolist()
-    last = [*ids_of(chat, "6, I think"), chat.stop_token_ids[0]]
-    assert spoken.token_ids.tolist() == first + turn + between + last
-    lengths = (len(first), len(turn), len(between), len(last))
-    assert spoken.mask.tolist() == [n % 2 for n, size in enumerate(lengths) for _ in range(size)]
-    assert spoken.turn_ends.tolist() == [len(first + turn) - 1, sum(lengths) - 1]
 
 
 def test_a_conversation_that_cannot_be_learnt_is_refused() -> None:

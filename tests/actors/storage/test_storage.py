@@ -326,6 +326,9 @@ def test_users_reach_models_and_their_own_runs_in_the_operators_stores_only(
 # -- Checkpoints in the broker: what was stored comes back, within its bound, and full is told -----
 
 
+SMALL = os.urandom(3 << 20)
+
+
 @pytest.fixture
 async def mirror(broker: Broker) -> AsyncIterator[CheckpointMirror]:
     scope = JobScope("local", "checkpointed")
@@ -341,20 +344,20 @@ async def test_what_was_uploaded_to_the_broker_comes_back_and_the_newest_are_kep
     def use() -> None:
         mirror.check()
         for step in range(2, 8):
-            mirror.upload(step, make_checkpoint(tmp_path / f"made{step}"))
+            mirror.upload(step, make_checkpoint(tmp_path / f"made{step}", SMALL))
         assert [one.step for one in mirror.whole()] == [4, 6, 7]
         assert mirror.fetch_newest(tmp_path / "run") == []
 
     await asyncio.to_thread(use)
     check_digests(tmp_path / "run" / "step_000007", required=True)
-    assert (tmp_path / "run" / "step_000007" / "model.safetensors").read_bytes() == BIG
+    assert (tmp_path / "run" / "step_000007" / "model.safetensors").read_bytes() == SMALL
     assert (tmp_path / "run" / "step_000007" / "empty").read_bytes() == b""
 
 
 async def test_a_bound_that_is_too_small_is_told_and_the_checkpoint_before_stays(
     mirror: CheckpointMirror, tmp_path: Path
 ) -> None:
-    await asyncio.to_thread(mirror.upload, 1, make_checkpoint(tmp_path / "one"))
+    await asyncio.to_thread(mirror.upload, 1, make_checkpoint(tmp_path / "one", SMALL))
     two = make_checkpoint(tmp_path / "two", os.urandom(15 << 20))
     with pytest.raises(StoreAwayError, match=r"broker: could not write step_000002") as full:
         await asyncio.to_thread(mirror.upload, 2, two)

@@ -468,12 +468,6 @@ def test_conversations_are_learnt_with_the_tokens_of_transformers(
     assert {int(spoken.token_ids[end]) for end in spoken.turn_ends} <= set(marked.stop_token_ids)
 
 
-@pytest.mark.parametrize("marked", OPENED, indirect=True)
-def test_a_template_that_opens_the_reasoning_is_read_so(marked: ChatTokenizer) -> None:
-    prompt = marked.prompt(told("go on")[:1])
-    assert marked.answer(prompt, marked.encode_reply("hm</think>so")) == "<think>\nhm</think>so"
-
-
 @pytest.mark.parametrize("marked", ["qwen2_5", "qwen3", "qwen3_instruct_2507"], indirect=True)
 def test_a_program_is_told_calls_and_reasoning_whether_or_not_their_marks_are_special(
     marked: ChatTokenizer,
