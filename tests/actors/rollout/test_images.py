@@ -188,13 +188,13 @@ ROWS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_vision_model(tmp_path_factory.mktemp("model"), "qwen2_5_vl")
 
 
-def config_of(folder: Path) -> JobConfig:
+def config_of(vlm: Path) -> JobConfig:
     rollout = {"max_prompt_tokens": 64, "max_turn_tokens": 8, "max_response_tokens": 64}
-    given = {"model": {"path": str(folder)}, "sft": {"data": ["c"]}, "rollout": rollout}
+    given = {"model": {"path": str(vlm)}, "sft": {"data": ["c"]}, "rollout": rollout}
     return JobConfig.model_validate(given)
 
 
@@ -211,10 +211,10 @@ def rows(tmp_path: Path, *given: dict[str, Any]) -> ChatData:
 
 
 def test_what_is_said_after_each_image_is_scored_by_what_was_seen_until_then(
-    folder: Path, tmp_path: Path
+    vlm: Path, tmp_path: Path
 ) -> None:
-    config = config_of(folder)
-    chat, reader, plain = open_chat(config.model), load_image_reader(str(folder)), load(folder)
+    config = config_of(vlm)
+    chat, reader, plain = open_chat(config.model), load_image_reader(str(vlm)), load(vlm)
     assert reader is not None
     with contextlib.closing(rows(tmp_path, *ROWS)) as data:
         groups = [demonstrated(data, chat, number, config) for number in range(3)]
@@ -251,9 +251,9 @@ def counted(ids: Any, images: tuple[bytes, ...], image: bytes, reader: Any) -> b
 
 
 def test_a_column_of_images_fills_the_tags_of_texts_and_the_parts_without_one(
-    folder: Path, tmp_path: Path
+    vlm: Path, tmp_path: Path
 ) -> None:
-    config = config_of(folder)
+    config = config_of(vlm)
     chat = open_chat(config.model)
     asked = {"role": "user", "content": "<image>what?"}
     by_tag = {"messages": [asked, said("a dot")], "images": [SMALL]}
@@ -278,9 +278,9 @@ def test_a_column_of_images_fills_the_tags_of_texts_and_the_parts_without_one(
 
 
 def test_images_that_cannot_be_learnt_from_are_given_up_with_the_reason(
-    folder: Path, tmp_path: Path
+    vlm: Path, tmp_path: Path
 ) -> None:
-    config = config_of(folder)
+    config = config_of(vlm)
     seeing, blind = open_chat(config.model), ChatTokenizer(make_tokenizer())
     by_model = {"messages": [told(text("draw")), {"role": "assistant", "content": [LATER]}]}
     damaged = {
