@@ -27,7 +27,7 @@ from tinkermq.schemas.wire.errors import (
     StateError,
 )
 
-from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
 
 
 @ISOLATIONS
@@ -280,8 +280,7 @@ async def test_a_role_that_leaves_ends_the_game_for_the_others(broker, scope):
         left = await waiting
         assert (left.done, left.reward, left.info["left_by"]) == (True, 1.0, "moon")
         caller.close(host, "t")
-        await asyncio.sleep(0.1)
-        assert served.num_running == 0
+        await until(lambda: served.num_running == 0, "the table to end")
 
 
 async def test_a_game_that_fails_fails_all_its_seats(broker, scope):
@@ -354,8 +353,7 @@ async def test_many_tables_are_played_at_once_and_none_is_left_behind(broker, sc
     async with hosted(broker, scope, "TurnsGame") as (served, caller):
         names = [f"t{number}" for number in range(40)]
         await asyncio.wait_for(asyncio.gather(*(play(caller, n) for n in names)), PATIENCE_S)
-        await asyncio.sleep(0.1)
-        assert served.num_running == 0
+        await until(lambda: served.num_running == 0, "all tables to end")
 
 
 # -- The hosts as their callers see them: many questions in one message, slow games, dead hosts ----

@@ -195,7 +195,7 @@ async def test_an_actor_that_is_frozen_is_told_and_started_again(tmp_path: Path)
     assert first is not None
     os.kill(first, signal.SIGSTOP)
     await until(lambda: actor.status.silent_s > 0, "the silence to be told")
-    await until(lambda: sink.lines.count("started") == 2, "a new process")
+    await until(lambda: sink.lines.count("started") >= 2, "a new process")
     await until(lambda: actor.status.pid not in (None, first), "its number")
     assert actor.status.restarts >= 1
     assert actor.status.error.startswith("deadline: no heartbeat came for")
@@ -214,9 +214,9 @@ async def test_an_actor_is_not_silent_while_no_heartbeat_can_be_read(tmp_path: P
             raise DeadlineError("the broker stores nothing")
         return beat_of(time.time())
 
-    actor = watched(tmp_path, last_beat, silence_s=0.1, silence_look_s=0.02)
+    actor = watched(tmp_path, last_beat, silence_s=0.5, silence_look_s=0.02)
     run = asyncio.create_task(actor.run())
-    await until(lambda: looks > 20, "many looks")
+    await until(lambda: looks > 60, "many looks")
     assert (actor.status.silent_s, actor.status.restarts) == (0.0, 0)
     actor.stop(kill=True)
     await asyncio.wait_for(run, PATIENCE_S)
@@ -234,9 +234,9 @@ async def test_an_actor_whose_clock_is_set_back_is_not_silent(
         told = time.time() + step_s * (looks // 3)  # another one with every third look
         return beat_of(told)
 
-    actor = watched(tmp_path, last_beat, silence_s=1.0, silence_look_s=0.05)
+    actor = watched(tmp_path, last_beat, silence_s=1.0, silence_look_s=0.02)
     run = asyncio.create_task(actor.run())
-    await until(lambda: looks > 60, "many looks")
+    await until(lambda: looks > 120, "many looks")
     assert (actor.status.silent_s, actor.status.restarts) == (0.0, 0)
     actor.stop(kill=True)
     await asyncio.wait_for(run, PATIENCE_S)
@@ -255,7 +255,7 @@ async def test_an_actor_whose_last_heartbeat_has_vanished_is_silent(tmp_path: Pa
 
     actor = watched(tmp_path, last_beat, silence_s=0.5, silence_look_s=0.05)
     run = asyncio.create_task(actor.run())
-    await until(lambda: actor.status.restarts == 1, "a new process")
+    await until(lambda: actor.status.restarts >= 1, "a new process")
     actor.stop(kill=True)
     await asyncio.wait_for(run, PATIENCE_S)
 
@@ -270,7 +270,7 @@ async def test_an_actor_that_never_tells_a_heartbeat_is_started_again(tmp_path: 
     actor = watched(tmp_path, last_beat, silence_s=0.1, start_silence_s=1.0, silence_look_s=0.05)
     run = asyncio.create_task(actor.run())
     await until(lambda: actor.status.silent_s >= 0.5, "the silence to be told")
-    await until(lambda: actor.status.restarts == 1, "a new process")
+    await until(lambda: actor.status.restarts >= 1, "a new process")
     actor.stop(kill=True)
     await asyncio.wait_for(run, PATIENCE_S)
 
