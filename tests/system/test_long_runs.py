@@ -7,8 +7,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 from tinkermq.actors.runtime import EXIT_DRAINED
 from tinkermq.clients import (
@@ -22,7 +20,6 @@ from tinkermq.envs.write_data import write_rows
 from tests.support.configs import example, small_job
 from tests.support.images import IMAGE_ID, make_vision_model, png
 from tests.support.jobs import Job
-from tests.support.models import make_tiny_model
 from tests.support.proofs import (
     assert_every_task_once,
     assert_no_task_twice,
@@ -167,38 +164,6 @@ async def test_images_of_programs_are_trained_and_replayed(stack: Stack, tmp_pat
     assert all(lag < 1e-4 for lag in lags if lag is not None)
     await assert_every_task_once(job)
     await assert_replay_is_identical(job)
-
-
-async def test_a_model_of_text_tells_programs_in_each_apis_words(
-    stack: Stack, tmp_path: Path
-) -> None:
-    told: list[dict[str, Any]] = []
-
-    async def program(task: dict[str, Any], model: AgentEpisode) -> float:
-        async with model.async_openai() as client:
-            answer = await client.chat.completions.create(
-                model="policy", messages=[{"role": "user", "content": "hi"}]
-            )
-        for ask in (by_chat, by_responses):
-            with pytest.raises(openai.BadRequestError, match="reads text alone") as refused:
-                await ask(model)
-            told.append(refused.value.body)  # type: ignore[arg-type]
-        with pytest.raises(anthropic.BadRequestError, match="reads text alone") as refused:
-            await by_messages(model)
-        told.append(refused.value.body["error"])  # type: ignore[index,arg-type]
-        return float(len(answer.choices[0].message.content or "") % 2)
-
-    job = await stack.submit(images_job(make_tiny_model(tmp_path / "model")))
-    await job.until("RUNNING")
-    url = f"{stack.server.url}/{job.scope.user}/{job.scope.job}"
-    with AgentEnvironment(program, job.record.config) as env:
-        async with AsyncServiceClient(url) as client:
-            await client.set_config(job.record.config, env)
-        await job.until("COMPLETED")
-    assert {one["type"] for one in told} == {"invalid_request_error"}
-    assert all("vision-language model" in one["message"] for one in told)
-    groups = [entry.group for entry in await job.entries() if entry.group]
-    assert {row.info["agent"]["calls"] for group in groups for row in group.trajectories} == {1.0}
 
 
 # -- Generators and environment hosts join a running job and leave it; the run goes on -------------

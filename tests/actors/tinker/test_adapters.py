@@ -579,5 +579,5 @@ def test_log_probs_that_belong_to_no_advantage_may_be_anything(trainer: AdapterT
         for one in data:
             one.inputs["logprobs"][one.inputs["advantages"] == 0] = -1e30
         told = trainer.forward_backward("m", data, name)
-        assert np.isfinite(told.metrics["name:sum"])
+        assert np.isfinite(told.metrics["loss:sum"])
         assert trainer.optim_step("m", AdamParams(0.0))["skipped:sum"] == 0
