@@ -202,9 +202,7 @@ async def test_a_user_who_is_locked_out_later_is_told(tmp_path: Path) -> None:
     broker.on_error(lambda error: errors.append(error.message))
     server.kill()
     with NatsServer(tmp_path / "b", port=server.port, extra_config=RIGHTS.replace("pw", "new")):
-        async with asyncio.timeout(PATIENCE_S):
-            while not errors:
-                await asyncio.sleep(0.01)
+        await until(lambda: bool(errors), "an error")
         assert "refuses this user" in errors[0]
     await broker.close()
 

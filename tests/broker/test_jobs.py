@@ -27,7 +27,7 @@ from tinkermq.schemas.metric import Presence
 from tinkermq.schemas.wire.errors import ConflictError, NotFoundError, StateError
 from tinkermq.schemas.wire.subjects import BUCKET_ACTORS, BUCKET_JOBS, JobScope
 
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, until
 
 _numbers = itertools.count(1)
 
@@ -227,9 +227,7 @@ async def test_the_heartbeat_tells_what_the_actor_does_now(broker: Broker) -> No
         return _presence("a").model_copy(update={"state": f"beat{beats}"})
 
     async with PresenceBeat(broker, "local.one.a", beat, interval_s=0.02):
-        async with asyncio.timeout(PATIENCE_S):
-            while beats < 4:
-                await asyncio.sleep(0.01)
+        await until(lambda: beats >= 4, "heartbeats")
         [entry] = await list_presences(broker, "local.one")
         assert entry.value.state != "beat1"
 

@@ -47,9 +47,7 @@ class Tail:
                 self.entries.append(entry)
 
     async def reach(self, count: int) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while len(self.entries) < count:
-                await asyncio.sleep(0.005)
+        await until(lambda: len(self.entries) >= count, "entries")
 
 
 @asynccontextmanager

@@ -35,7 +35,7 @@ from tinkermq.schemas.wire.subjects import JobScope, rpc
 from tests.clients.conftest import new_record
 from tests.support.processes import halt
 from tests.support.strategies import hostile_payloads
-from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
 
 
 class Question(Message):
@@ -148,9 +148,7 @@ async def test_a_handler_is_still_cancelled_with_its_service(broker: Broker) -> 
     service = await Service.start(broker, name="cancelled", description="d")
     await service.endpoint("step", "test.step", Question, echo.step)
     running = asyncio.create_task(_step(broker, "wait", timeout_s=1))
-    async with asyncio.timeout(PATIENCE_S):
-        while not echo.running:
-            await asyncio.sleep(0.005)
+    await until(lambda: bool(echo.running), "the request to run")
     async with asyncio.timeout(PATIENCE_S):
         await service.stop(drain_s=0.01)
     with pytest.raises(TinkermqError):
@@ -190,9 +188,7 @@ async def test_requests_of_one_endpoint_run_beside_each_other(broker: Broker, ec
     async with asyncio.TaskGroup() as group:
         for _ in range(50):
             group.create_task(_step(broker, "wait"))
-        async with asyncio.timeout(PATIENCE_S):
-            while echo.running < 50:
-                await asyncio.sleep(0.005)
+        await until(lambda: echo.running >= 50, "all requests to run")
         echo.release.set()
     assert echo.most == 50
 
@@ -323,9 +319,7 @@ async def test_a_request_in_flight_at_a_restart_is_lost_or_repeated_as_the_calle
             )
 
         once, again = ask(idempotent=False), ask(idempotent=True)
-        async with asyncio.timeout(PATIENCE_S):
-            while echo.running < 2:
-                await asyncio.sleep(0.005)
+        await until(lambda: echo.running >= 2, "both requests to run")
         own_server.kill()
         own_server.start()
         with pytest.raises(ConnectionLost):
@@ -353,9 +347,7 @@ async def test_stopping_lets_running_requests_finish(broker: Broker) -> None:
     service = await Service.start(broker, name="stopping", description="d")
     await service.endpoint("step", "test.step", Question, echo.step)
     running = asyncio.create_task(_step(broker, "wait"))
-    async with asyncio.timeout(PATIENCE_S):
-        while not echo.running:
-            await asyncio.sleep(0.005)
+    await until(lambda: bool(echo.running), "the request to run")
     stopping = asyncio.create_task(service.stop())
     await asyncio.sleep(0.05)
     echo.release.set()

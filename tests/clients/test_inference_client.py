@@ -333,7 +333,7 @@ def test_the_configuration_says_that_the_client_hosts() -> None:
     config = env.get_config()["env"]
     assert config["hosts"] == 0
     assert config["workers"] == 2
-    assert config["game"].endswith("test_game_environment:EchoGame")
+    assert config["game"].endswith("test_inference_client:EchoGame")
     # What cannot travel is only shown: the object itself stays in this process.
     assert config["kwargs"] == {"word": "ja", "listener": repr(print)}
     assert env.game_kwargs["listener"] is print

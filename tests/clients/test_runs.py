@@ -56,7 +56,7 @@ from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.clients.conftest import new_record
 from tests.clients.test_inference_client import EchoGame
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, until
 
 
 async def followed(broker: Broker, record: JobRecord) -> list[Update]:
@@ -349,9 +349,7 @@ async def test_a_game_whose_host_ends_ends_the_fit(
     env = GameEnvironment(EchoGame)
     async with AsyncServiceClient(url) as client:
         fitting = asyncio.create_task(client.fit(env, verbose=False))
-        async with asyncio.timeout(PATIENCE_S):
-            while env.hosting is None:
-                await asyncio.sleep(0.05)
+        await until(lambda: env.hosting is not None, "the host")
         fitting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await fitting
