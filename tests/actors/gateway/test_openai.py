@@ -22,8 +22,6 @@ from tests.actors.gateway.canned import Canned
 from tests.actors.gateway.http import openai_client, serving
 from tests.support.waiting import PATIENCE_S
 
-CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 STATEFUL = {"x-tinkermq-stateful": "1"}
 ASKED: Any = [{"role": "user", "content": "hi"}]
 
@@ -80,30 +78,6 @@ async def test_a_stream_comes_in_pieces_and_ends_with_the_usage(client: AsyncOpe
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 2
-
-
-async def test_tool_calls_come_as_such_whole_and_streamed(
-    client: AsyncOpenAI, canned: Canned
-) -> None:
-    canned.words = ["So: ", CALL[:5], CALL[5:30], CALL[30:]]
-    chat = await client.chat.completions.create(model="my-run@4", messages=ASKED, tools=TOOLS)
-    (call,) = chat.choices[0].message.tool_calls or []
-    assert call.type == "function"
-    assert call.function.name == "add"
-    assert json.loads(call.function.arguments) == {"a": 1}
-    assert chat.choices[0].message.content == "So:"
-    assert chat.choices[0].finish_reason == "tool_calls"
-    assert canned.asked[-1].to_map()["tools"] == TOOLS
-
-    stream = await client.chat.completions.create(
-        model="my-run@4", messages=ASKED, tools=TOOLS, stream=True
-    )
-    chunks = [chunk.choices[0] async for chunk in stream]
-    assert "".join(chunk.delta.content or "" for chunk in chunks) == "So:"
-    (streamed,) = [one for chunk in chunks for one in chunk.delta.tool_calls or []]
-    assert streamed.function is not None
-    assert (streamed.index, streamed.function.name) == (0, "add")
-    assert chunks[-1].finish_reason == "tool_calls"
 
 
 async def test_completions_continue_texts_and_token_ids(
@@ -501,17 +475,6 @@ async def _tells(http: httpx.AsyncClient, url: str, asked: dict[str, Any], *, st
         Response.model_validate(response)
 
 
-async def test_a_call_of_a_tool_that_takes_any_text_is_told_as_one(
-    responses: AsyncOpenAI, canned: Canned
-) -> None:
-    canned.words = ['<tool_call>{"name": "run", "arguments": {"input": "ls"}}</tool_call>']
-    tools: Any = [GRAMMAR]
-    made = await responses.responses.create(**ASKED_RESPONSE, tools=tools)
-    (call,) = made.output
-    assert call.type == "custom_tool_call"
-    assert (call.name, call.input) == ("run", "ls")
-
-
 REFUSED_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "set by its chat template"),
     (
@@ -546,66 +509,18 @@ async def test_what_a_message_cannot_do_is_refused_by_name(
     assert not canned.asked
 
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-ADD_STRICT = {"type": "function", "name": "add", "parameters": SCHEMA}
-FORMS_OF_RESPONSES: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"text": {"format": {"type": "json_object"}}}, {"json_schema": {"type": "object"}}),
-    (
-        {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
-        {"json_schema": SCHEMA},
-    ),
-    ({"tools": [ADD_STRICT], "tool_choice": "required"}, {"functions": ["add"]}),
-    (
-        {"tools": [ADD_STRICT], "tool_choice": {"type": "function", "name": "add"}},
-        {"functions": ["add"], "is_single": True},
-    ),
-    (
-        {
-            "tools": [ADD_STRICT],
-            "tool_choice": {
-                "type": "allowed_tools",
-                "mode": "required",
-                "tools": [{"type": "function", "name": "add"}],
-            },
-            "parallel_tool_calls": False,
-        },
-        {"functions": ["add"], "is_single": True},
-    ),
-]
-OF_MESSAGES = {"name": "add", "input_schema": SCHEMA}
-FORMS_OF_MESSAGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    (
-        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "high"}},
-        {"json_schema": SCHEMA},
-    ),
-    ({"output_format": {"type": "json_schema", "schema": SCHEMA}}, {"json_schema": SCHEMA}),
-    ({"tools": [OF_MESSAGES], "tool_choice": {"type": "any"}}, {"functions": ["add"]}),
-    (
-        {
-            "tools": [OF_MESSAGES],
-            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
-        },
-        {"functions": ["add"], "is_single": True},
-    ),
-    (
-        {"tools": [OF_MESSAGES], "tool_choice": {"type": "tool", "name": "add"}},
-        {"functions": ["add"], "is_single": True},
-    ),
-]
+PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 1.0}
 
 
-async def test_the_form_of_an_answer_reaches_the_server(
+async def test_forms_and_penalties_reach_the_server(
     responses: AsyncOpenAI, messages: AsyncAnthropic, canned: Canned
 ) -> None:
-    for fields, _ in FORMS_OF_RESPONSES:
-        await respond(responses, extra_body={"tools": [], **fields})
-    for fields, _ in FORMS_OF_MESSAGES:
-        await message(messages, extra_body={"tools": [], **fields})
-    wanted = [OutputFormat(**told) for _, told in (*FORMS_OF_RESPONSES, *FORMS_OF_MESSAGES)]
-    assert [asked.decoding.format for asked in canned.asked] == wanted
-    await respond(responses, extra_body={"presence_penalty": 0.5, "frequency_penalty": 1.0})
-    assert canned.asked[-1].decoding.presence_penalty == 0.5
-    assert canned.asked[-1].decoding.frequency_penalty == 1.0
+    await respond(responses, tool_choice="required", extra_body=PENALTIES)
+    await message(messages, tool_choice={"type": "any"})
+    formed = OutputFormat(functions=["add"])
+    assert [asked.decoding.format for asked in canned.asked] == [formed, formed]
+    told = canned.asked[0].decoding
+    assert (told.presence_penalty, told.frequency_penalty) == (0.5, 1.0)
 
 
 async def test_errors_come_in_the_words_of_each_api(

@@ -4,7 +4,9 @@ The judge is PEFT: what `PeftModel.from_pretrained` computes with a folder is wh
 serving, samplers and trainers of the Tinker API compute with it.
 """
 
+import copy
 import dataclasses
+import functools
 import json
 import shutil
 import warnings
@@ -135,8 +137,14 @@ def trainer(base: Path) -> AdapterTrainer:
     return open_trainer(base)
 
 
-def plain(base: Path) -> Any:
+@functools.cache
+def _loaded(base: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+
+
+def plain(base: Path) -> Any:
+    """Return the base model; PEFT changes what it is given."""
+    return copy.deepcopy(_loaded(base))
 
 
 def make(base: Path, folder: Path, settings: Mapping[str, Any]) -> Path:
@@ -191,9 +199,15 @@ async def of_engine(base: Path, folder: Path) -> torch.Tensor:
     return torch.tensor(scores.logprobs[1:])
 
 
-@pytest.fixture(params=HONOURED, ids=list(HONOURED))
-def adapter(request: pytest.FixtureRequest, base: Path, tmp_path: Path) -> Path:
-    return make(base, tmp_path / "theirs", HONOURED[request.param])
+@pytest.fixture(scope="module", params=HONOURED)
+def name(request: pytest.FixtureRequest) -> str:
+    """Which settings are honoured."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def adapter(name: str, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(base, tmp_path_factory.mktemp("honoured") / "theirs", HONOURED[name])
 
 
 async def test_every_path_computes_with_an_adapter_what_peft_does(
@@ -233,11 +247,9 @@ async def test_every_path_computes_with_an_adapter_what_peft_does(
     sent.close()
 
 
-@pytest.mark.parametrize("name", HONOURED)
 def test_a_trainer_of_the_tinker_api_goes_on_with_an_adapter_as_peft_does(
-    base: Path, tmp_path: Path, trainer: AdapterTrainer, name: str
+    base: Path, adapter: Path, tmp_path: Path, trainer: AdapterTrainer, name: str
 ) -> None:
-    adapter = make(base, tmp_path / "theirs", HONOURED[name])
     data = [supervised(np.random.default_rng(0), 12)]
     attention, every = of_blocks("self_attn", ATTENTION), of_blocks("mlp", MLP)
     every = sorted([*attention, *every])

@@ -279,19 +279,6 @@ FORMS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"tools": [{"name": "go", "input_schema": {}}], "tool_choice": {"type": "any"}},
         {"functions": ["go"]},
     ),
-    (
-        "/v1/messages",
-        {"output_config": {"format": {"type": "json_schema", "schema": True}}},
-        {"json_schema": True},
-    ),
-    (
-        "/v1/chat/completions",
-        {
-            "tools": [{"type": "function", "function": {"name": "go"}}],
-            "tool_choice": {"type": "function", "function": {"name": "go"}},
-        },
-        {"functions": ["go"], "is_single": True},
-    ),
 ]
 
 
