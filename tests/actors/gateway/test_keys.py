@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 import pytest
 import pytest_asyncio
 from tinkermq.actors.gateway.rest import OPERATIONS
-from tinkermq.actors.gateway.sessions import LogInError, user_of
+from tinkermq.actors.gateway.sessions import LogInError, Sessions, user_of
 from tinkermq.actors.runtime import EXIT_FAILED
 from tinkermq.actors.storage.access import ROOTS_VARIABLE
 from tinkermq.broker.calls import ask_users
@@ -23,6 +23,7 @@ from tinkermq.broker.client.login import (
     CREDENTIALS_VARIABLE,
 )
 from tinkermq.broker.jetstream.streams import create_shared
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.user import AddUser, NameUser, NewKey, UserReply
 
 from tests.support.browser import Browser, watched_page
@@ -409,3 +410,12 @@ async def test_openai_s_endpoints_ask_for_a_key_in_their_own_words(guarded: Guar
     nowhere = await guarded.gateway.get("/v1/nope", **guarded.bearer("alice"))
     assert nowhere.status == 404
     assert nowhere.json["error"]["type"] == "not_found_error"
+
+
+async def test_idle_connections_make_room_for_others(own_server: NatsServer) -> None:
+    sessions = Sessions(own_server.url, with_keys=False, max_visitors=1)
+    first = await sessions.visitor(session=None, key=None)
+    assert await sessions.visitor(session=None, key="ignored") is first
+    await sessions.close()
+    assert first.broker.closed.is_set()
+    assert sessions.num_visitors == 0
