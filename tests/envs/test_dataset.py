@@ -130,44 +130,56 @@ def error_of(path):
     return error.value.message
 
 
-def test_a_missing_file_is_named(tmp_path):
-    path = tmp_path / "none.parquet"
-    assert error_of(path) == f"there is no dataset file '{path}'"
+QUESTION = [{"question": "1+1", "answer": "2"}]
+UNTOLD = [{"prompt": "a", "reward_model": {"style": "rule"}}]
+NO_ROWS = pa.schema({"prompt": pa.string(), "answer": pa.string()})
 
 
-def test_an_unknown_format_is_named(tmp_path):
-    path = tmp_path / "data.csv"
-    path.write_text("prompt,answer\n")
-    assert error_of(path) == f"{path} is neither parquet nor JSONL"
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("none.parquet", None, "there is no dataset file '{path}'"),
+        ("data.csv", b"prompt,answer\n", "{path} is neither parquet nor JSONL"),
+        ("c.parquet", QUESTION, "{path} has no column prompt; its columns are question, answer"),
+        (
+            "c.jsonl",
+            QUESTION,
+            "row 0 of {path} has no column prompt; its columns are question, answer",
+        ),
+        ("s.parquet", [{"prompt": "1+1", "solution": "2"}], "reward_model (with ground_truth) or"),
+        ("e.jsonl", b"", "{path} has no rows"),
+        ("fake.parquet", b"not parquet at all", "{path} is not a parquet file: "),
+        ("g.jsonl", UNTOLD, "row 0 of {path} has no gold answer"),
+        *(
+            ("p.jsonl", [{"prompt": prompt, "answer": "b"}], f"of row 0 of {{path}} is {prompt!r}")
+            for prompt in (None, "", [{"role": "user"}], 7)
+        ),
+    ],
+)
+def test_what_is_no_dataset_is_named(tmp_path, name, content, told):
+    path = tmp_path / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        write_rows(path, content)
+    assert told.replace("{path}", str(path)) in error_of(path)
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_a_missing_column_is_named_with_those_there_are(tmp_path, suffix):
-    path = write_rows(tmp_path / f"c{suffix}", [{"question": "1+1", "answer": "2"}])
-    message = error_of(path)
-    assert "has no column prompt; its columns are question, answer" in message
-    assert str(path) in message
+def test_a_table_without_rows_is_named(tmp_path):
+    path = tmp_path / "e.parquet"
+    pq.write_table(pa.Table.from_pylist([], schema=NO_ROWS), path)
+    assert error_of(path) == f"{path} has no rows"
 
 
-def test_a_missing_gold_answer_is_named(tmp_path):
-    path = write_rows(tmp_path / "c.parquet", [{"prompt": "1+1", "solution": "2"}])
-    assert "has no column reward_model (with ground_truth) or answer" in error_of(path)
-
-
-def test_an_empty_file_is_named(tmp_path):
-    lines = tmp_path / "e.jsonl"
-    lines.write_text("")
-    table = tmp_path / "e.parquet"
-    schema = pa.schema({"prompt": pa.string(), "answer": pa.string()})
-    pq.write_table(pa.Table.from_pylist([], schema=schema), table)
-    assert error_of(lines) == f"{lines} has no rows"
-    assert error_of(table) == f"{table} has no rows"
-
-
-def test_a_file_that_is_no_parquet_is_named(tmp_path):
-    path = tmp_path / "fake.parquet"
-    path.write_bytes(b"not parquet at all")
-    assert error_of(path).startswith(f"{path} is not a parquet file: ")
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(1, "row 1 of .* is not valid JSON"), (2, "row 2 does not exist: .* has 2 rows")],
+)
+def test_a_row_that_cannot_be_read_is_named(tmp_path, number, told):
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": \n')
+    with pytest.raises(DataError, match=told):
+        Dataset([path]).record(number)
 
 
 @pytest.mark.parametrize("loaded", [True, False])
@@ -191,30 +203,6 @@ def test_a_message_of_a_prompt_without_text_is_named_by_its_row(tmp_path, conten
     path.write_text(json.dumps({"prompt": prompt, "answer": "1"}))
     with pytest.raises(DataError, match=r"message 1 of the prompt of row 0 of .*a.jsonl has the"):
         Dataset([path]).record(0)
-
-
-def test_a_broken_line_is_named_by_its_row(tmp_path):
-    path = tmp_path / "broken.jsonl"
-    path.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": \n')
-    with pytest.raises(DataError, match=r"row 1 of .*broken\.jsonl is not valid JSON"):
-        Dataset([path]).record(1)
-
-
-@pytest.mark.parametrize("prompt", [None, "", [{"role": "user"}], 7])
-def test_a_prompt_of_another_form_is_refused(tmp_path, prompt):
-    path = write_rows(tmp_path / "p.jsonl", [{"prompt": prompt, "answer": "b"}])
-    assert f"the prompt of row 0 of {path} is {prompt!r}" in error_of(path)
-
-
-def test_a_row_without_gold_answer_is_refused(tmp_path):
-    path = write_rows(tmp_path / "g.jsonl", [{"prompt": "a", "reward_model": {"style": "rule"}}])
-    assert f"row 0 of {path} has no gold answer" in error_of(path)
-
-
-def test_a_row_beyond_the_end_is_refused(tmp_path):
-    path = write_rows(tmp_path / "s.jsonl", rows(2))
-    with pytest.raises(DataError, match=r"row 2 does not exist: .*s\.jsonl has 2 rows"):
-        Dataset([path]).record(2)
 
 
 def test_no_files_at_all_are_refused():
