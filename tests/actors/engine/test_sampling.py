@@ -19,6 +19,7 @@ from transformers.models.mistral import MistralConfig, MistralForCausalLM
 from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextForCausalLM
 
 from tests.support.models import make_tiny_model
+from tests.support.waiting import PATIENCE_S
 
 torch.set_num_threads(1)
 NUM_DRAWS = 20_000
@@ -179,7 +180,7 @@ async def test_the_gate_lets_in_as_many_as_the_bound_in_their_order() -> None:
     assert (gate.inside, gate.waiting) == (2, 1)
     bound.limit = 3
     gate.admit()
-    await asyncio.wait_for(places[4], 1)
+    await asyncio.wait_for(places[4], PATIENCE_S)
     assert (gate.inside, gate.waiting) == (3, 0)
 
 

@@ -55,8 +55,8 @@ def patient() -> Iterator[Grader]:
         (r"\text{Evelyn}", "Evelyn"),
     ],
 )
-def test_the_same_in_other_words_is_right(grader, gold, answer):
-    assert grader.grade(gold, answer) == "right"
+def test_the_same_in_other_words_is_right(patient, gold, answer):
+    assert patient.grade(gold, answer) == "right"
 
 
 @pytest.mark.parametrize(
