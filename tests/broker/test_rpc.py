@@ -400,7 +400,7 @@ async def test_no_payload_ends_a_service(nats_server: NatsServer, valid: Message
         @given(payloads=st.lists(hostile_payloads(valid), min_size=1, max_size=5))
         def send_all(payloads: list[bytes]) -> None:
             for payload in payloads:
-                asyncio.run_coroutine_threadsafe(ask(payload), loop).result(10)
+                asyncio.run_coroutine_threadsafe(ask(payload), loop).result(PATIENCE_S)
 
         await asyncio.to_thread(send_all)
         reply = await broker.request("test.any", valid.to_bytes())

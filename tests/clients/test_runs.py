@@ -338,7 +338,7 @@ async def test_the_sync_client_works_inside_a_running_loop(
     with ServiceClient(url) as client:
         future = client.fit_future(verbose=False)
         await run_job(broker, scope, record, "COMPLETED")
-        assert future.result(20)["training_step_reward"] == 0.75
+        assert future.result(PATIENCE_S)["training_step_reward"] == 0.75
         # Blocking calls do, too: their work is done in another thread's loop.
         assert client.fit(verbose=False)["training_step_reward"] == 0.75
 

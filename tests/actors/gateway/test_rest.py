@@ -27,7 +27,7 @@ from tests.support.configs import small_job
 from tests.support.gateway import Gateway, free_port, run_gateway, start
 from tests.support.groups import make_group
 from tests.support.stack import Stack
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -300,7 +300,7 @@ async def test_without_keys_the_gateway_does_not_listen_beyond_this_machine(
     stack: Stack, tmp_path: Path
 ) -> None:
     process = start(stack.server.url, tmp_path, "--host", "0.0.0.0", "--port", str(free_port()))
-    assert process.wait(60) == 2
+    assert process.wait(PATIENCE_S) == 2
     assert "asks for no keys" in (tmp_path / "gateway.log").read_text()
 
 
