@@ -59,7 +59,7 @@ test-vllm: $(VLLM)/started.stamp  ## Run the tests of the vLLM engine, on vLLM's
 	@$(MAKE) --no-print-directory -j 2 --output-sync=target test-vllm-engine test-vllm-stack
 
 # Most of their time vLLM's processes import; beside each other they take half as long.
-test-vllm-engine: TESTS := tests/actors/generator
+test-vllm-engine: TESTS := tests/actors/engine tests/actors/rollout
 test-vllm-stack: TESTS := tests/system/test_vllm.py
 test-vllm-engine test-vllm-stack: $(VLLM)/started.stamp
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm -W default --durations=8 $(TESTS)

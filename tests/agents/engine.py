@@ -19,7 +19,7 @@ from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.schemas.wire.array import IntVector
 from tinkermq.schemas.wire.errors import EngineError
 
-from tests.actors.generator.agents.programs import spelled
+from tests.actors.rollout.calls.programs import spelled
 from tests.agents.scripts import Script
 
 VERSION = 3

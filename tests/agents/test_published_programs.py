@@ -21,7 +21,7 @@ from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Trajectory
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.actors.generator.agents.programs import chat_of
+from tests.actors.rollout.calls.programs import chat_of
 from tests.agents.engine import ScriptedEngine
 from tests.agents.published import PUBLISHED, PublishedAgent
 from tests.agents.scripts import PROMPT, SCRIPTS

@@ -1,29 +1,42 @@
-"""The connection: what it says when it fails, and how it heals."""
+"""The connection: what it says when it fails, how it heals, encryption, and waits for a broker."""
 
 import asyncio
 import contextlib
 import itertools
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.faults import ConnectionLost, NoResponders, shown_url
 from tinkermq.broker.client.keys import new_api_key
+from tinkermq.broker.client.login import CA_VARIABLE
+from tinkermq.broker.client.reconnect import first_connection, give_up_at
 from tinkermq.broker.jetstream.direct_get import get_all
+from tinkermq.broker.jetstream.kv import Bucket
+from tinkermq.broker.jetstream.streams import create_job_streams, create_shared
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.weights.payloads import TensorBytes
+from tinkermq.broker.weights.store import WeightStore
+from tinkermq.schemas.config.job import LimitsConfig
+from tinkermq.schemas.job import RequestRecord
 from tinkermq.schemas.wire.errors import (
     BrokerError,
     DeadlineError,
     MessageError,
     NotFoundError,
 )
-from tinkermq.schemas.wire.subjects import JobScope
+from tinkermq.schemas.wire.subjects import BUCKET_REQUESTS, JobScope
 
+from tests.support.certificates import Certificate, self_signed
+from tests.support.models import bytes_of
+from tests.support.secured import environment, secured
 from tests.support.strategies import make_group
-from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
 
 RIGHTS = """
 authorization { users: [{ user: ann, password: pw, permissions: {
@@ -189,9 +202,7 @@ async def test_a_user_who_is_locked_out_later_is_told(tmp_path: Path) -> None:
     broker.on_error(lambda error: errors.append(error.message))
     server.kill()
     with NatsServer(tmp_path / "b", port=server.port, extra_config=RIGHTS.replace("pw", "new")):
-        async with asyncio.timeout(PATIENCE_S):
-            while not errors:
-                await asyncio.sleep(0.01)
+        await until(lambda: bool(errors), "an error")
         assert "refuses this user" in errors[0]
     await broker.close()
 
@@ -289,3 +300,200 @@ async def test_requests_and_reads_leave_nothing_behind(broker: Broker, scope: Jo
     await asyncio.sleep(0)
     assert (len(broker.nc._subs), len(broker.nc._resp_map), len(asyncio.all_tasks())) == before
     assert broker._replies.num_waiting == 0
+
+
+# -- Encrypted connections: checked against an authority, and never without ------------------------
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    """A certificate for this machine."""
+    return self_signed(tmp_path_factory.mktemp("tls"))
+
+
+async def test_users_connect_encrypted_and_large_objects_are_read_so(
+    tmp_path: Path, certificate: Certificate
+) -> None:
+    with environment(**{CA_VARIABLE: str(certificate.certificate)}):
+        async with secured(tmp_path, tls=certificate) as pool:
+            assert pool.server.url.startswith("tls://")
+            ada = await pool.user("ada")
+            scope = await pool.job("ada", "01tls")
+            learner = await pool.process(scope, "learner")
+            data = np.arange(1_000_000, dtype=np.float32)
+            tensors = {"w": TensorBytes("float32", (1_000_000,), data.data)}
+            manifest = await WeightStore(learner, scope).publish(1, tensors)
+            fetched = await WeightStore(ada, scope).fetch(manifest)
+            assert bytes_of(fetched["w"]) == data.tobytes()
+
+
+async def test_a_server_of_an_unknown_authority_is_refused(
+    tmp_path: Path, certificate: Certificate
+) -> None:
+    with NatsServer(tmp_path / "nats", tls=certificate) as server:
+        with pytest.raises(BrokerError, match=r"(?i)certificate|no NATS server"):
+            await connect(server.url, name="test", deadline_s=3)
+        with environment(**{CA_VARIABLE: str(certificate.certificate)}):
+            async with await connect(server.url, name="test") as broker:
+                await create_job_streams(broker, JobScope("local", "j"), LimitsConfig())
+
+
+async def test_a_key_is_not_sent_in_clear_text_to_a_url_that_demands_encryption(
+    tmp_path: Path,
+) -> None:
+    with NatsServer(tmp_path / "nats") as server:
+        url = server.url.replace("nats://", "tls://")
+        with pytest.raises(BrokerError, match="does not encrypt"):
+            await connect(url, name="test", api_key="tmq_ada_" + "x" * 43, deadline_s=3)
+
+
+async def test_an_authority_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with (
+        environment(**{CA_VARIABLE: str(tmp_path / "missing.pem")}),
+        pytest.raises(BrokerError, match=r"missing\.pem cannot be read"),
+    ):
+        await connect("tls://127.0.0.1:1", name="test", deadline_s=3)
+
+
+# -- Whoever is patient waits for a broker that is away, stores nothing, or has no room ------------
+
+
+VALUE = RequestRecord(job="x")
+
+
+@pytest.fixture
+async def patient(own_server: NatsServer, own_broker: Broker) -> AsyncIterator[Broker]:
+    """A patient connection beside `own_broker`, which is not."""
+    async with await connect(own_server.url, name="patient") as broker:
+        broker.availability.set_patient(True)
+        yield broker
+
+
+def _bucket(broker: Broker, deadline_s: float = 0.3) -> Bucket[RequestRecord]:
+    return Bucket(broker, BUCKET_REQUESTS, RequestRecord, deadline_s=deadline_s)
+
+
+def _told(broker: Broker) -> str:
+    trouble = broker.availability.trouble
+    return "" if trouble is None else trouble.text
+
+
+async def test_a_patient_wait_outlasts_its_deadline_and_one_that_is_not_ends(
+    own_server: NatsServer, own_broker: Broker, patient: Broker
+) -> None:
+    own_server.kill()
+    waiting = asyncio.create_task(_bucket(patient).put("a", VALUE))
+    for _ in range(2):
+        with pytest.raises(DeadlineError):
+            await _bucket(own_broker).put("b", VALUE)
+    assert not waiting.done()
+    own_server.start()
+    await waiting
+    assert await _bucket(own_broker, 30).get("a") is not None
+
+
+async def test_who_is_told_to_stop_waits_no_longer_than_its_deadlines(
+    own_server: NatsServer, own_broker: Broker, patient: Broker
+) -> None:
+    own_server.kill()
+    stopping = asyncio.Event()
+    giving_up = asyncio.create_task(give_up_at(stopping, patient))
+    waiting = asyncio.create_task(_bucket(patient).put("a", VALUE))
+    with pytest.raises(DeadlineError):
+        await _bucket(own_broker).put("b", VALUE)
+    stopping.set()
+    await giving_up
+    with pytest.raises(DeadlineError):
+        await waiting
+
+
+async def test_an_actor_that_is_started_while_the_broker_is_away_waits_for_it(
+    own_server: NatsServer,
+) -> None:
+    own_server.kill()
+    stopping = asyncio.Event()
+    starting = asyncio.create_task(
+        first_connection(own_server.url, "actor", stopping, for_ever=True)
+    )
+    with pytest.raises(BrokerError):
+        await connect(own_server.url, name="user", deadline_s=0.3)
+    own_server.start()
+    broker = await starting
+    assert broker is not None
+    async with broker:
+        assert broker.is_patient
+
+
+async def test_an_actor_that_is_told_to_stop_before_the_broker_came_just_ends(
+    own_server: NatsServer,
+) -> None:
+    own_server.kill()
+    stopping = asyncio.Event()
+    starting = asyncio.create_task(
+        first_connection(own_server.url, "actor", stopping, for_ever=True)
+    )
+    await asyncio.sleep(0)
+    stopping.set()
+    assert await starting is None
+
+
+async def test_a_server_that_comes_back_without_jetstream_is_waited_for(
+    own_server: NatsServer, patient: Broker, tmp_path: Path
+) -> None:
+    own_server.kill()
+    without = NatsServer(tmp_path / "without", port=own_server.port, jetstream=False)
+    with without:
+        waiting = asyncio.create_task(_bucket(patient).put("a", VALUE))
+        await until(lambda: bool(_told(patient)), "the trouble to be told")
+        assert "its JetStream is off" in _told(patient)
+        assert not waiting.done()
+    own_server.start()
+    await waiting
+    assert _told(patient) == ""
+
+
+@pytest.fixture
+def small_server(tmp_path: Path) -> Iterator[NatsServer]:
+    """A server that stores eight megabytes in all."""
+    with NatsServer(tmp_path / "small", max_store_bytes=8 * 2**20) as server:
+        yield server
+
+
+async def test_a_full_store_is_waited_for_and_told_and_then_gone_on_with(
+    small_server: NatsServer,
+) -> None:
+    async with (
+        await connect(small_server.url, name="patient") as patient,
+        await connect(small_server.url, name="other") as other,
+    ):
+        patient.availability.set_patient(True)
+        config = {"storage": "file", "max_bytes": -1, "allow_direct": True}
+        for name in ("other", f"KV_{BUCKET_REQUESTS}"):
+            subject = f"$KV.{BUCKET_REQUESTS}.>" if name != "other" else "other.>"
+            await other.api(
+                f"STREAM.CREATE.{name}", {"name": name, "subjects": [subject], **config}
+            )
+        for number in range(8):
+            await other.request(f"other.{number}", os.urandom(2**20))
+        waiting = asyncio.create_task(_bucket(patient).put("a", VALUE))
+        await until(lambda: bool(_told(patient)), "the trouble to be told")
+        assert "is the storage of nats-server full?" in _told(patient)
+        await other.api("STREAM.PURGE.other")
+        await waiting
+        assert _told(patient) == ""
+
+
+async def test_a_generator_waits_for_room_in_a_full_rollout_log(
+    own_server: NatsServer, patient: Broker, own_broker: Broker
+) -> None:
+    scope = JobScope("local", "full")
+    await create_shared(own_broker)
+    await create_job_streams(own_broker, scope, LimitsConfig(rollout_bytes=2**20))
+    log = RolloutLog(patient, scope)
+    assert await log.append_payload(0, bytes(2**20 - 2**10))
+    waiting = asyncio.create_task(log.append_payload(1, bytes(2**19), deadline_s=2.0))
+    with pytest.raises(BrokerError, match=r"waited 2 s for room"):
+        await RolloutLog(own_broker, scope).append_payload(2, bytes(2**19), deadline_s=2.0)
+    assert not waiting.done()
+    await log.trim(2)
+    assert await waiting

@@ -31,7 +31,7 @@ from tinkermq.schemas.wire.errors import NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.strategies import make_task
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, until
 
 
 def _metric(step: int) -> Metric:
@@ -83,9 +83,7 @@ class Follower:
         await asyncio.wait_for(self.started.wait(), PATIENCE_S)
 
     async def reach(self, count: int) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while len(self.messages) < count:
-                await asyncio.sleep(0.005)
+        await until(lambda: len(self.messages) >= count, "messages")
 
 
 async def test_all_kinds_are_followed_from_the_start_and_live(

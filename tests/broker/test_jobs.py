@@ -1,9 +1,9 @@
-"""Job records: changed by compare-and-set, every change of state told."""
+"""Records of jobs, heartbeats of actors, and what jobs cost."""
 
 import asyncio
 import itertools
 import time
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 from hypothesis import given
@@ -11,12 +11,23 @@ from hypothesis import strategies as st
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import read_events
 from tinkermq.broker.jetstream.kv import Bucket
-from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams
+from tinkermq.broker.jetstream.streams import (
+    bucket_config,
+    create_job_streams,
+    delete_job_streams,
+    ensure_stream,
+)
 from tinkermq.broker.jobs import JobStore
+from tinkermq.broker.metering import held_slots, metered, slot_seconds
+from tinkermq.broker.nats_server import NatsServer
+from tinkermq.broker.presence import PresenceBeat, list_presences
 from tinkermq.schemas.config.job import LimitsConfig
-from tinkermq.schemas.job import FINAL_STATES, MAY_FOLLOW, JobRecord
+from tinkermq.schemas.job import FINAL_STATES, MAY_FOLLOW, ActorPlacement, JobRecord, JobState, Role
+from tinkermq.schemas.metric import Presence
 from tinkermq.schemas.wire.errors import ConflictError, NotFoundError, StateError
-from tinkermq.schemas.wire.subjects import BUCKET_JOBS, JobScope
+from tinkermq.schemas.wire.subjects import BUCKET_ACTORS, BUCKET_JOBS, JobScope
+
+from tests.support.waiting import PATIENCE_S, until
 
 _numbers = itertools.count(1)
 
@@ -184,3 +195,110 @@ def test_every_state_can_reach_an_end_and_only_a_resume_leaves_one(path: list[st
             assert MAY_FOLLOW[state] == {"QUEUED"}
         else:
             assert MAY_FOLLOW[state] & FINAL_STATES
+
+
+# -- Heartbeats of actors --------------------------------------------------------------------------
+
+
+def _presence(name: str) -> Presence:
+    return Presence(
+        actor=name, role="generator", host="here", pid=1, state="working", time=time.time()
+    )
+
+
+async def test_an_actor_is_listed_while_it_beats_and_gone_at_its_end(broker: Broker) -> None:
+    async with (
+        PresenceBeat(broker, "local.one.a", lambda: _presence("a")),
+        PresenceBeat(broker, "local.one.b", lambda: _presence("b")),
+        PresenceBeat(broker, "local.two.c", lambda: _presence("c")),
+    ):
+        actors = [entry.value.actor for entry in await list_presences(broker, "local.one")]
+        assert actors == ["a", "b"]
+        assert len(await list_presences(broker, "local")) == 3
+    assert await list_presences(broker, "local") == []
+
+
+async def test_the_heartbeat_tells_what_the_actor_does_now(broker: Broker) -> None:
+    beats = 0
+
+    def beat() -> Presence:
+        nonlocal beats
+        beats += 1
+        return _presence("a").model_copy(update={"state": f"beat{beats}"})
+
+    async with PresenceBeat(broker, "local.one.a", beat, interval_s=0.02):
+        await until(lambda: beats >= 4, "heartbeats")
+        [entry] = await list_presences(broker, "local.one")
+        assert entry.value.state != "beat1"
+
+
+async def test_a_heartbeat_that_stops_is_gone_after_its_ttl(own_broker: Broker) -> None:
+    await ensure_stream(own_broker, bucket_config(BUCKET_ACTORS, "short-lived", ttl_s=1))
+    beat = PresenceBeat(own_broker, "local.one.a", lambda: _presence("a"), interval_s=60)
+    async with beat:
+        assert len(await list_presences(own_broker)) == 1
+        async with asyncio.timeout(PATIENCE_S):
+            while await list_presences(own_broker):
+                await asyncio.sleep(0.05)
+
+
+async def test_a_heartbeat_goes_on_after_the_server_was_killed(
+    own_server: NatsServer, own_broker: Broker
+) -> None:
+    async with PresenceBeat(own_broker, "local.one.a", lambda: _presence("a"), interval_s=0.02):
+        own_server.kill()
+        own_server.start()
+        restarted = time.time()
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                [entry] = await list_presences(own_broker)
+                if entry.value.time > restarted:
+                    return
+                await asyncio.sleep(0.01)
+
+
+# -- What a job costs ------------------------------------------------------------------------------
+
+
+def record_of(state: JobState, *actors: tuple[Role, str | None, int], **more: Any) -> JobRecord:
+    placed = [
+        ActorPlacement(name=f"{role}-{i}", role=role, node=node, slots=slots)
+        for i, (role, node, slots) in enumerate(actors)
+    ]
+    fields: dict[str, Any] = {
+        "job": "j",
+        "name": "j",
+        "user": "u",
+        "config": {},
+        "created": 0.0,
+        **more,
+    }
+    return JobRecord(state=state, actors=placed, **fields)
+
+
+Placed: TypeAlias = tuple[Role, str | None, int]
+LEARNER: Placed = ("learner", "n", 2)
+GENERATOR: Placed = ("generator", "m", 1)
+HOST: Placed = ("environment", "n", 0)
+
+
+def test_only_placed_actors_of_a_job_with_a_node_hold_slots() -> None:
+    running = record_of("RUNNING", LEARNER, GENERATOR, ("generator", None, 1), HOST)
+    assert held_slots(running) == {"learner": 2, "generator": 1}
+    assert held_slots(record_of("COMPLETED", LEARNER)) == {}
+    assert held_slots(record_of("PAUSED", LEARNER)) == {"learner": 2}
+
+
+def test_what_is_held_is_counted_whenever_it_changes() -> None:
+    queued = record_of("QUEUED", ("learner", None, 2))
+    started = metered(queued, record_of("STARTING", LEARNER), now=100.0)
+    assert (started.slot_s, started.metered) == ({}, 100.0)
+    running = metered(started, started.model_copy(update={"state": "RUNNING"}), now=103.0)
+    assert running.metered == 100.0
+    scaled = running.model_copy(update={"actors": record_of("RUNNING", LEARNER, GENERATOR).actors})
+    scaled = metered(running, scaled, now=110.0)
+    assert scaled.slot_s == {"learner": 20.0}
+    assert slot_seconds(scaled, 120.0) == {"learner": 40.0, "generator": 10.0}
+    ended = metered(scaled, scaled.model_copy(update={"state": "COMPLETED"}), now=130.0)
+    assert ended.slot_s == {"learner": 60.0, "generator": 20.0}
+    assert slot_seconds(ended, 999.0) == ended.slot_s

@@ -1,10 +1,29 @@
-"""Who waited for whom, on traces whose every second is known."""
+"""Who waited for whom, how an actor's time is divided, and traces."""
 
 from typing import Any
 
 import pytest
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.rpc import RequestContext, Service, call
+from tinkermq.broker.metering import TimeUse
 from tinkermq.broker.profile import Profile, advise, profile_of, waited_for
-from tinkermq.schemas.wire.trace import GroupTrace, StepTrace, new_trace, trace_of
+from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.tasks import TaskQueue
+from tinkermq.schemas.control import ControlReply, ControlRequest
+from tinkermq.schemas.task import Task
+from tinkermq.schemas.wire.subjects import JobScope
+from tinkermq.schemas.wire.trace import (
+    TRACEPARENT,
+    GroupTrace,
+    StepTrace,
+    is_traceparent,
+    new_trace,
+    span_of,
+    trace_of,
+)
+
+from tests.support.groups import make_group, make_trajectory
+from tests.support.waiting import PATIENCE_S
 
 TRACE = new_trace()
 
@@ -199,3 +218,91 @@ def test_what_costs_besides_is_told_behind_it() -> None:
 def test_a_run_without_steps_has_an_empty_profile() -> None:
     found = profile_of([])
     assert (found.num_steps, found.learner, found.typical) == (0, {}, None)
+
+
+# -- An actor's time is divided without gaps: the seconds by kind add up to the wall time ----------
+
+
+class Clock:
+    """A clock that a test turns."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_of_several_things_at_once_the_first_named_counts() -> None:
+    clock = Clock()
+    use = TimeUse("generate", "environment", rest="tasks", clock=clock)
+    clock.now += 1
+    with use.doing("environment"):
+        clock.now += 2
+        with use.doing("generate"), use.doing("environment"):
+            clock.now += 4
+        clock.now += 8
+    clock.now += 16
+    assert use.take() == {"generate": 4, "environment": 10, "tasks": 17}
+    clock.now += 32
+    assert use.take() == {"tasks": 32}
+    assert use.totals() == {"generate": 4, "environment": 10, "tasks": 49}
+
+
+def test_no_more_seconds_get_another_name_than_there_are() -> None:
+    clock = Clock()
+    use = TimeUse("swap", "generate", rest="tasks", clock=clock)
+    with use.doing("generate"):
+        clock.now += 3
+        use.reassign("generate", "swap", 1)
+        assert use.take() == {"swap": 1, "generate": 2}
+        clock.now += 1
+        use.reassign("generate", "swap", 5)
+        assert use.take() == {"swap": 1}
+
+
+# -- A trace context travels with tasks, groups and requests, in the W3C's header ------------------
+
+
+async def test_a_trace_goes_with_a_task_to_its_group_and_to_whom_is_asked(
+    broker: Broker, scope: JobScope
+) -> None:
+    sent = new_trace()
+    queue, log = TaskQueue(broker, scope), RolloutLog(broker, scope)
+    await queue.publish(Task(task=0, seed=0, group_size=1), traceparent=sent)
+    (lease,) = await queue.pull(1, 5)
+    assert lease.traceparent == sent
+    await log.append(make_group([make_trajectory([1], [([2], [])], [0.0])]), traceparent=sent)
+    entry = await log.find(0)
+    assert entry is not None
+    assert entry.traceparent == sent
+    await queue.close()
+
+    async def answer(_: ControlRequest, context: RequestContext) -> ControlReply:
+        return ControlReply(actor=context.traceparent)
+
+    async with await Service.start(broker, name="traced", description="d") as service:
+        await service.endpoint("control", scope.control("x"), ControlRequest, answer)
+        reply = await call(
+            broker,
+            scope.control("x"),
+            ControlRequest(verb="status"),
+            ControlReply,
+            timeout_s=PATIENCE_S,
+            waiting_for="x",
+            traceparent=sent,
+        )
+    assert reply.actor == sent
+
+
+def test_a_trace_context_is_of_the_w3cs_form() -> None:
+    assert TRACEPARENT == "traceparent"
+    example = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    assert is_traceparent(example)
+    assert trace_of(example) == "4bf92f3577b34da6a3ce929d0e0e4736"
+    assert span_of(example) == "00f067aa0ba902b7"
+    assert is_traceparent(new_trace())
+    assert new_trace() != new_trace()
+    for wrong in ("", "x", example.upper(), example[:-1], f"00-{'0' * 32}-{'1' * 16}-01"):
+        assert not is_traceparent(wrong)
+        assert (trace_of(wrong), span_of(wrong)) == ("", "")

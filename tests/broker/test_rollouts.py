@@ -1,27 +1,34 @@
-"""The rollout log: once and only once, live, bounded, and never ended by what it holds."""
+"""Rollout log, batch log and segments: once and only once, fenced, live and bounded."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.jetstream.direct_get import StoredMessage, StreamReader
+from tinkermq.broker.batches import BatchLog
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.jetstream.direct_get import StoredMessage, StreamReader, get_all
 from tinkermq.broker.jetstream.streams import (
     create_job_streams,
     delete_job_streams,
     stream_info,
 )
 from tinkermq.broker.nats_server import NatsServer
+from tinkermq.broker.partial_rollouts import Fenced, SegmentWriter, purge_segments, unbroken
 from tinkermq.broker.rollouts import LogEntry, RolloutLog, read_entry
 from tinkermq.schemas.config.job import LimitsConfig
-from tinkermq.schemas.wire.errors import BrokerError, MessageError, NotFoundError
+from tinkermq.schemas.rollout import Segment
+from tinkermq.schemas.task import BatchRecord
+from tinkermq.schemas.wire.errors import BrokerError, FencedError, MessageError, NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.strategies import hostile_payloads, make_group, make_tombstone
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, until
 
 
 class Tail:
@@ -40,9 +47,7 @@ class Tail:
                 self.entries.append(entry)
 
     async def reach(self, count: int) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while len(self.entries) < count:
-                await asyncio.sleep(0.005)
+        await until(lambda: len(self.entries) >= count, "entries")
 
 
 @asynccontextmanager
@@ -128,21 +133,6 @@ async def test_a_log_of_many_groups_is_read_once_and_in_order(
     assert sorted(tail.numbers) == list(range(700))
 
 
-async def test_a_reader_goes_on_across_kills_of_the_server(
-    own_server: NatsServer, own_broker: Broker, own_scope: JobScope
-) -> None:
-    log = RolloutLog(own_broker, own_scope)
-    async with tailing(own_broker, own_scope) as tail:
-        for number in range(3):
-            await log.append(make_group(number))
-            await tail.reach(number + 1)
-            own_server.kill()
-            own_server.start()
-        await log.append(make_group(3))
-        await tail.reach(4)
-    assert tail.numbers == [0, 1, 2, 3]
-
-
 async def test_nothing_confirmed_is_lost_and_nothing_doubled_by_kills_under_load(
     own_server: NatsServer, own_broker: Broker, own_scope: JobScope
 ) -> None:
@@ -161,15 +151,13 @@ async def test_nothing_confirmed_is_lost_and_nothing_doubled_by_kills_under_load
         async with asyncio.TaskGroup() as writers:
             for first in range(8):
                 writers.create_task(write(first))
-            for _ in range(3):
-                await asyncio.sleep(0.3)
+            for kills in range(1, 4):
+                await until(lambda: len(confirmed) > 30 * kills, "writes")  # noqa: B023
                 own_server.kill()
-                await asyncio.sleep(0.05)
                 own_server.start()
-            await asyncio.sleep(0.3)
+            await until(lambda: len(confirmed) > 120, "writes behind the last kill")
             stop.set()
         await tail.reach(await log.last_seq())
-    assert len(confirmed) > 100
     assert sorted(tail.numbers) == sorted(confirmed)
     assert [entry.seq for entry in tail.entries] == list(range(1, len(confirmed) + 1))
 
@@ -309,3 +297,220 @@ async def test_a_reader_of_two_subjects_passes_over_the_others(
             if len(seen) == 2:
                 break
     assert seen == subjects
+
+
+# -- The batch log and its fence -------------------------------------------------------------------
+
+
+def _record(step: int, learner: str = "learner") -> BatchRecord:
+    return BatchRecord(
+        step=step, seqs=[step], tasks=[step], seed=0, digest="d", learner=learner, time=0.0
+    )
+
+
+async def test_records_are_read_back_in_order_with_their_sequences(
+    broker: Broker, scope: JobScope
+) -> None:
+    log = BatchLog(broker, scope)
+    assert await log.read_all() == []
+    last = 0
+    for step in range(1, 4):
+        last = await log.append(_record(step), last)
+    assert [(seq, record.step) for seq, record in await log.read_all()] == [(1, 1), (2, 2), (3, 3)]
+
+
+async def test_a_second_learner_fences_off_the_first(broker: Broker, scope: JobScope) -> None:
+    log = BatchLog(broker, scope)
+    last = await log.append(_record(1, "first"), 0)
+    await log.append(_record(2, "second"), last)
+    with pytest.raises(FencedError, match="step 2 was to come after entry 1, the last is 2"):
+        await log.append(_record(2, "first"), last)
+
+
+async def test_of_two_equal_records_only_one_is_appended(broker: Broker, scope: JobScope) -> None:
+    log = BatchLog(broker, scope)
+    results = await asyncio.gather(
+        *(log.append(_record(1), 0) for _ in range(5)), return_exceptions=True
+    )
+    assert sorted(type(result).__name__ for result in results) == ["FencedError"] * 4 + ["int"]
+
+
+async def test_a_learner_does_not_fence_itself_when_the_server_is_killed(
+    own_server: NatsServer, own_broker: Broker, own_scope: JobScope
+) -> None:
+    log = BatchLog(own_broker, own_scope)
+    stop = asyncio.Event()
+    steps = 0
+
+    async def train() -> None:
+        nonlocal steps
+        last = 0
+        while not stop.is_set():
+            last = await log.append(_record(steps + 1), last)
+            steps += 1
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(train())
+        for _ in range(3):
+            await asyncio.sleep(0.15)
+            own_server.kill()
+            own_server.start()
+        await asyncio.sleep(0.1)
+        stop.set()
+    assert [record.step for _, record in await log.read_all()] == list(range(1, steps + 1))
+
+
+async def test_a_record_that_cannot_be_read_is_an_error(broker: Broker, scope: JobScope) -> None:
+    await broker.append(scope.batch, b"junk", deadline_s=5, waiting_for="test")
+    with pytest.raises(MessageError):
+        await BatchLog(broker, scope).read_all()
+
+
+async def test_the_log_of_a_removed_job_is_named(
+    nats_server: NatsServer, broker: Broker, scope: JobScope
+) -> None:
+    await delete_job_streams(broker, scope)
+    async with await connect(nats_server.url, name="late") as late:
+        log = BatchLog(late, scope)
+        with pytest.raises(NotFoundError):
+            await log.append(_record(1), 0)
+        with pytest.raises(NotFoundError):
+            await log.read_all()
+
+
+# -- Segments of running episodes: whoever was overtaken is refused by the server ------------------
+
+
+@pytest.fixture
+async def recorded(broker: Broker) -> AsyncIterator[JobScope]:
+    """A job whose running episodes are written down, in a stream of the least size."""
+    scope = JobScope("local", "segments")
+    limits = LimitsConfig(segment_bytes=1 << 16)
+    await create_job_streams(broker, scope, limits, segments=True)
+    yield scope
+    await delete_job_streams(broker, scope)
+
+
+def make_segment(start: int, num: int, **fields: Any) -> Segment:
+    ids = np.arange(start, start + num, dtype=np.int32)
+    return Segment(
+        **{"delivery": 1, "writer": "w", **fields},
+        start=start,
+        token_ids=ids,
+        mask=np.ones(num, np.uint8),
+        logprobs=np.zeros(num, np.float32),
+        versions=np.zeros(num, np.int32),
+    )
+
+
+def make_writer(broker: Broker, scope: JobScope, delivery: int, task: int = 0) -> SegmentWriter:
+    return SegmentWriter(broker, scope, task, 0, delivery=delivery, writer=f"holder-{delivery}")
+
+
+async def stored(broker: Broker, scope: JobScope, task: int = 0) -> list[Segment]:
+    messages = await get_all(broker, scope.stream_segment, scope.segment(task))
+    return [Segment.from_bytes(message.payload) for message in messages]
+
+
+async def test_the_next_holder_reads_what_is_there_and_fences_off_the_one_before(
+    broker: Broker, recorded: JobScope
+) -> None:
+    first, second, third = (make_writer(broker, recorded, number) for number in (1, 2, 3))
+    assert await first.take_over() == []
+    assert await first.append(make_segment(0, 4, writer=first.writer))
+    assert await first.append(make_segment(4, 3, writer=first.writer))
+    found = await second.take_over()
+    assert [(one.start, one.end) for one in found] == [(0, 4), (4, 7)]
+    with pytest.raises(Fenced, match=r"taken over by holder-2 \(delivery 2\); this was delivery 1"):
+        await first.append(make_segment(7, 1, writer=first.writer))
+    assert await second.append(make_segment(7, 2, delivery=2, writer=second.writer))
+    assert [one.end for one in await third.take_over()] == [4, 7, 7, 9]
+    with pytest.raises(Fenced):  # a delivery that was overtaken does not take it back
+        await make_writer(broker, recorded, 2).take_over()
+    assert [one.end for one in await stored(broker, recorded)] == [4, 7, 7, 9, 9]
+
+
+async def test_an_append_whose_answer_was_lost_is_recognised(
+    broker: Broker, recorded: JobScope
+) -> None:
+    writer = make_writer(broker, recorded, 1)
+    again = make_writer(broker, recorded, 1)  # it knows nothing of the append, as who lost the word
+    segment = make_segment(0, 4, writer=writer.writer)
+    assert await writer.append(segment)
+    assert await again.append(segment)
+    assert await again.append(make_segment(4, 4, writer=writer.writer))
+    assert [one.end for one in await stored(broker, recorded)] == [4, 8]
+
+
+async def test_what_does_not_fit_is_said_and_the_room_comes_back(
+    broker: Broker, recorded: JobScope
+) -> None:
+    writer = make_writer(broker, recorded, 1)
+    assert await writer.append(make_segment(0, 2500, writer=writer.writer))
+    assert not await writer.append(make_segment(2500, 2500, writer=writer.writer))
+    other = make_writer(broker, recorded, 1, task=1)
+    assert not await other.append(make_segment(0, 2500, writer=other.writer))
+    await purge_segments(broker, recorded, 0)
+    assert await other.append(make_segment(0, 2500, writer=other.writer))
+    with pytest.raises(Fenced, match="somebody else has finished the task"):
+        await writer.append(make_segment(2500, 1, writer=writer.writer))
+    assert [one.end for one in await stored(broker, recorded, 1)] == [2500]
+
+
+def test_a_record_with_a_gap_is_none() -> None:
+    whole = [make_segment(0, 2), make_segment(2, 3), make_segment(5, 0)]
+    assert unbroken(whole) == whole
+    assert unbroken([whole[0], make_segment(3, 1)]) == []
+    assert unbroken([make_segment(2, 1)]) == []
+    assert unbroken([whole[0], make_segment(7, 1), *whole]) == []
+    assert unbroken([*whole, make_segment(0, 1)]) == [make_segment(0, 1)]
+
+
+async def test_whatever_happens_in_which_order_the_record_is_of_one_holder_after_the_other(
+    broker: Broker, recorded: JobScope
+) -> None:
+    for seed in range(10):
+        await _let_holders_come_and_wake(broker, recorded, random.Random(seed), task=seed)
+        await purge_segments(broker, recorded, seed)
+
+
+async def _let_holders_come_and_wake(
+    broker: Broker, scope: JobScope, rng: random.Random, task: int
+) -> None:
+    """Holders come, write, stall, and wake at random; the server alone decides."""
+    holders: list[tuple[SegmentWriter, int]] = []
+    written: list[Segment] = []
+    for _ in range(20):
+        if not holders or rng.random() < 0.2:
+            fresh = make_writer(broker, scope, len(holders) + 1, task)
+            found = await fresh.take_over()
+            assert [one.end for one in found] == [one.end for one in unbroken(written)]
+            holders.append((fresh, found[-1].end if found else 0))
+            written = await stored(broker, scope, task)
+            continue
+        place = rng.choice([len(holders) - 1, rng.randrange(len(holders))])
+        writer, end = holders[place]
+        num = rng.randrange(1, 5)
+        segment = make_segment(end, num, delivery=writer.delivery, writer=writer.writer)
+        if place == len(holders) - 1:
+            assert await writer.append(segment)
+            holders[place] = writer, end + num
+            written.append(segment)
+        else:
+            with pytest.raises(Fenced):
+                await writer.append(segment)
+    there = await stored(broker, scope, task)
+    assert [(one.writer, one.start, one.end) for one in there] == [
+        (one.writer, one.start, one.end) for one in written
+    ]
+    deliveries = [one.delivery for one in there]
+    assert deliveries == sorted(deliveries)
+    if there:
+        assert unbroken(there)[-1].end == holders[-1][1]
+
+
+async def test_a_job_that_does_not_ask_for_it_has_no_stream(
+    broker: Broker, scope: JobScope
+) -> None:
+    with pytest.raises(NotFoundError):
+        await stream_info(broker, scope.stream_segment)

@@ -1,19 +1,24 @@
-"""Typed services and calls."""
+"""Typed services and calls, new endpoints, repeated requests and inboxes."""
 
 import asyncio
 import json
+import time
 import urllib.request
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nats.aio.msg import Msg
+from tinkermq.broker.calls import ask_users, repeated_call, write_checkpoint
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.faults import ConnectionLost
+from tinkermq.broker.client.parts import Inbox
 from tinkermq.broker.client.rpc import RequestContext, Service, call
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas import control, env, job
+from tinkermq.schemas.env import CloseRequest
+from tinkermq.schemas.user import UserReply
 from tinkermq.schemas.wire.errors import (
     BrokerError,
     DeadlineError,
@@ -21,13 +26,16 @@ from tinkermq.schemas.wire.errors import (
     GameError,
     MessageError,
     NotFoundError,
+    StateError,
     TinkermqError,
 )
 from tinkermq.schemas.wire.message import Empty, ErrorReply, Message
-from tinkermq.schemas.wire.subjects import rpc
+from tinkermq.schemas.wire.subjects import JobScope, rpc
 
+from tests.clients.conftest import new_record
+from tests.support.processes import halt
 from tests.support.strategies import hostile_payloads
-from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
 
 
 class Question(Message):
@@ -115,14 +123,6 @@ async def test_a_call_returns_the_reply(broker: Broker, echo: Echo) -> None:
     assert (await _step(broker)).observation == "left"
 
 
-async def test_an_error_of_ours_arrives_as_the_same_class_with_its_hint(
-    broker: Broker, echo: Echo
-) -> None:
-    with pytest.raises(NotFoundError, match="there is no episode 'e'") as raised:
-        await _step(broker, "missing")
-    assert raised.value.hint == "reset it first"
-
-
 async def test_an_unexpected_error_is_reported_without_its_details(
     broker: Broker, echo: Echo
 ) -> None:
@@ -148,9 +148,7 @@ async def test_a_handler_is_still_cancelled_with_its_service(broker: Broker) -> 
     service = await Service.start(broker, name="cancelled", description="d")
     await service.endpoint("step", "test.step", Question, echo.step)
     running = asyncio.create_task(_step(broker, "wait", timeout_s=1))
-    async with asyncio.timeout(PATIENCE_S):
-        while not echo.running:
-            await asyncio.sleep(0.005)
+    await until(lambda: bool(echo.running), "the request to run")
     async with asyncio.timeout(PATIENCE_S):
         await service.stop(drain_s=0.01)
     with pytest.raises(TinkermqError):
@@ -190,9 +188,7 @@ async def test_requests_of_one_endpoint_run_beside_each_other(broker: Broker, ec
     async with asyncio.TaskGroup() as group:
         for _ in range(50):
             group.create_task(_step(broker, "wait"))
-        async with asyncio.timeout(PATIENCE_S):
-            while echo.running < 50:
-                await asyncio.sleep(0.005)
+        await until(lambda: echo.running >= 50, "all requests to run")
         echo.release.set()
     assert echo.most == 50
 
@@ -323,9 +319,7 @@ async def test_a_request_in_flight_at_a_restart_is_lost_or_repeated_as_the_calle
             )
 
         once, again = ask(idempotent=False), ask(idempotent=True)
-        async with asyncio.timeout(PATIENCE_S):
-            while echo.running < 2:
-                await asyncio.sleep(0.005)
+        await until(lambda: echo.running >= 2, "both requests to run")
         own_server.kill()
         own_server.start()
         with pytest.raises(ConnectionLost):
@@ -353,9 +347,7 @@ async def test_stopping_lets_running_requests_finish(broker: Broker) -> None:
     service = await Service.start(broker, name="stopping", description="d")
     await service.endpoint("step", "test.step", Question, echo.step)
     running = asyncio.create_task(_step(broker, "wait"))
-    async with asyncio.timeout(PATIENCE_S):
-        while not echo.running:
-            await asyncio.sleep(0.005)
+    await until(lambda: bool(echo.running), "the request to run")
     stopping = asyncio.create_task(service.stop())
     await asyncio.sleep(0.05)
     echo.release.set()
@@ -408,7 +400,7 @@ async def test_no_payload_ends_a_service(nats_server: NatsServer, valid: Message
         @given(payloads=st.lists(hostile_payloads(valid), min_size=1, max_size=5))
         def send_all(payloads: list[bytes]) -> None:
             for payload in payloads:
-                asyncio.run_coroutine_threadsafe(ask(payload), loop).result(10)
+                asyncio.run_coroutine_threadsafe(ask(payload), loop).result(PATIENCE_S)
 
         await asyncio.to_thread(send_all)
         reply = await broker.request("test.any", valid.to_bytes())
@@ -448,3 +440,170 @@ async def test_a_malformed_reply_is_a_message_error(broker: Broker) -> None:
     await broker.nc.subscribe("test.junk", cb=junk)
     with pytest.raises(MessageError):
         await call(broker, "test.junk", Empty(), Empty, timeout_s=5, waiting_for="the service")
+
+
+# What is asked of an endpoint while it is being made, and what happens to the server meanwhile.
+
+
+NUM_ENDPOINTS = 60
+NUM_CALLERS = 4
+
+
+async def who(_: Empty, context: RequestContext) -> CloseRequest:
+    return CloseRequest(episode=context.user)
+
+
+async def ask(broker: Broker, subject: str) -> CloseRequest:
+    return await call(
+        broker, subject, Empty(), CloseRequest, timeout_s=PATIENCE_S, waiting_for="the service"
+    )
+
+
+async def ask_from_the_start(broker: Broker, subject: str) -> CloseRequest:
+    """Ask again and again until somebody is there to answer."""
+    while True:
+        try:
+            return await ask(broker, subject)
+        except NotFoundError:
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("fair", [False, True], ids=["plain", "fair"])
+async def test_the_first_request_that_reaches_a_new_endpoint_is_answered(
+    broker: Broker, nats_server: NatsServer, fair: bool
+) -> None:
+    async with (
+        await connect(nats_server.url, name="serving") as serving,
+        await Service.start(serving, name="new", description="d") as service,
+    ):
+        for number in range(NUM_ENDPOINTS):
+            subject = rpc("ann", "test", f"new-{fair:d}-{number}")
+            callers = [
+                asyncio.create_task(ask_from_the_start(broker, subject)) for _ in range(NUM_CALLERS)
+            ]
+            await service.endpoint("who", subject, Empty, who, fair=fair)
+            replies = await asyncio.gather(*callers)
+            assert {reply.episode for reply in replies} == {"ann"}
+
+
+@pytest.mark.parametrize("fair", [False, True], ids=["plain", "fair"])
+async def test_a_server_that_dies_while_an_endpoint_is_made_is_waited_for(
+    own_server: NatsServer, own_broker: Broker, fair: bool
+) -> None:
+    subject = rpc("ann", "test", "who")
+    service = await Service.start(own_broker, name="test-service", description="d")
+    assert own_server.pid is not None
+    halt(own_server.pid)  # nobody answers, and then nobody is there
+    making = asyncio.create_task(service.endpoint("who", subject, Empty, who, fair=fair))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    own_server.kill()
+    own_server.start()
+    await asyncio.wait_for(making, PATIENCE_S)
+    async with await connect(own_server.url, name="caller") as caller:
+        assert (await ask(caller, subject)).episode == "ann"
+    await service.stop()
+
+
+# -- Requests that are sent again: one that is lost costs an attempt, not the whole deadline -------
+
+
+SUBJECT = rpc("local", "behind", "look")
+
+
+async def test_a_request_that_is_lost_is_sent_again_long_before_its_deadline(
+    nats_server: NatsServer, broker: Broker
+) -> None:
+    heard: list[Msg] = []
+    answered: list[asyncio.Task[None]] = []
+
+    def take(message: Msg) -> None:
+        heard.append(message)
+        if len(heard) == 3:  # two are lost
+            payload = Empty().to_bytes()
+            answered.append(asyncio.create_task(service.publish(message.reply, payload)))
+
+    async with await connect(nats_server.url, name="service") as service:
+        await service.listen(SUBJECT, take)
+        await service.nc.flush()
+        deadline = time.monotonic() + AFTER_PATIENCE_S
+        asking = repeated_call(
+            broker,
+            SUBJECT,
+            Empty(),
+            Empty,
+            deadline=deadline,
+            waiting_for="the service",
+            attempt_s=0.05,
+        )
+        assert await asyncio.wait_for(asking, PATIENCE_S) == Empty()
+    assert len({one.reply for one in heard}) == len(heard) >= 3
+
+
+async def test_the_users_of_a_pool_without_users_are_not_waited_for(broker: Broker) -> None:
+    with pytest.raises(BrokerError, match="has no users"):
+        await ask_users(broker, "me", Empty(), UserReply)
+
+
+# -- A job that does not train is not asked for a checkpoint ---------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "told"),
+    [
+        ("infer", "RUNNING", "trains nothing"),
+        ("train", "QUEUED", "is QUEUED"),
+        ("sft", "COMPLETED", "is COMPLETED"),
+    ],
+)
+async def test_a_job_that_does_not_train_has_no_checkpoint_to_write(
+    broker: Broker, kind: str, state: str, told: str
+) -> None:
+    changes = {"kind": kind, "state": state}
+    record = new_record(JobScope("local", "a")).model_copy(update=changes)
+    with pytest.raises(StateError, match=f"job run-of-a {told}"):
+        await write_checkpoint(broker, record)
+
+
+# -- An inbox hands out what comes in order, and ends a wait that nobody will answer ---------------
+
+
+def _answering(broker: Broker, *answers: bytes) -> Callable[[Msg], None]:
+    """Return what answers a request with several messages, in tasks that the loop keeps."""
+    tasks: list[asyncio.Task[None]] = []
+
+    async def send(reply: str) -> None:
+        for answer in answers:
+            await broker.publish(reply, answer)
+
+    return lambda message: tasks.append(asyncio.create_task(send(message.reply)))
+
+
+async def test_all_answers_to_a_request_come_in_order_and_say_which_it_was(broker: Broker) -> None:
+    await broker.listen("free.several", _answering(broker, b"a", b"b"))
+    inbox = Inbox(broker)
+    for _ in range(2):
+        subject = await inbox.ask("free.several", b"")
+        received = [await inbox.next(5), await inbox.next(5)]
+        assert [message.data for message in received] == [b"a", b"b"]
+        assert {message.subject for message in received} == {subject}
+    with pytest.raises(TimeoutError):
+        await inbox.next(0.05)
+    await inbox.close()
+
+
+async def test_a_lost_connection_ends_the_wait_unless_answers_may_still_come(
+    own_server: NatsServer, own_broker: Broker
+) -> None:
+    ends, goes_on = Inbox(own_broker), Inbox(own_broker, ends_with_connection=False)
+    await own_broker.listen("free.silent", lambda _: None)
+    for inbox in (ends, goes_on):
+        await inbox.ask("free.silent", b"")
+    own_server.kill()
+    with pytest.raises(ConnectionLost, match=r"broke during a request on free\.silent"):
+        await ends.next(5)
+    with pytest.raises(TimeoutError):
+        await goes_on.next(0.3)
+    own_server.start()
+    await ends.close()
+    await goes_on.close()

@@ -1,19 +1,26 @@
-"""The embedded nats-server."""
+"""The embedded nats-server, and back-ups of what it stores."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tinkermq.broker.client.connection import connect
-from tinkermq.broker.jetstream.streams import create_shared, stream_info
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.jetstream.direct_get import get_all
+from tinkermq.broker.jetstream.streams import create_job_streams, create_shared, stream_info
 from tinkermq.broker.nats_server import NatsServer
-from tinkermq.schemas.wire.errors import BrokerError
+from tinkermq.broker.snapshots import MANIFEST, restore_all, save_all
+from tinkermq.broker.user_records import UserStore
+from tinkermq.schemas.config.job import LimitsConfig
+from tinkermq.schemas.wire.errors import BrokerError, StateError, StorageError
+from tinkermq.schemas.wire.subjects import TASK_CONSUMER, JobScope
 
 from tests.support.processes import alive
+from tests.support.secured import secured
 from tests.support.waiting import PATIENCE_S
 
 
@@ -22,14 +29,6 @@ def test_a_free_port_is_found_and_kept_over_a_restart(own_server: NatsServer) ->
     own_server.restart()
     assert own_server.url == url
     assert own_server.monitor_url == monitor
-
-
-async def test_what_was_stored_is_there_after_a_kill(own_server: NatsServer) -> None:
-    async with await connect(own_server.url, name="test") as broker:
-        await create_shared(broker)
-        own_server.kill()
-        own_server.start()
-        assert await stream_info(broker, "KV_tmq-jobs")
 
 
 def test_a_port_in_use_is_named(own_server: NatsServer, tmp_path: Path) -> None:
@@ -114,3 +113,79 @@ def test_a_server_that_reads_its_store_for_long_is_waited_for(own_server: NatsSe
     while not own_server.is_listening():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+# -- A back-up holds what was stored, under the same sequences; what is no back-up is refused ------
+
+
+BIG = b"x" * 2_000_000
+
+
+@pytest.fixture
+def other_server(tmp_path: Path) -> Iterator[NatsServer]:
+    """The server that a back-up is brought to."""
+    with NatsServer(tmp_path / "other") as server:
+        yield server
+
+
+async def test_messages_keep_their_sequences_and_consumers_their_places(
+    own_broker: Broker, other_server: NatsServer, tmp_path: Path
+) -> None:
+    scope = JobScope("local", "saved")
+    await create_job_streams(own_broker, scope, LimitsConfig(), ack_wait_s=30)
+    for payload in (b"first", b"second", BIG):
+        await own_broker.append(scope.batch, payload, deadline_s=30, waiting_for="the test")
+    await own_broker.api(f"STREAM.PURGE.{scope.stream_batch}", {"seq": 2})
+    await own_broker.append(scope.task(7), b"task", deadline_s=30, waiting_for="the test")
+    saved = await save_all(own_broker, tmp_path / "backup")
+    assert saved[0].name.rpartition("-")[2] == "task"
+    assert {one.name for one in saved}.isdisjoint({"KV_tmq-actors", "KV_tmq-leases"})
+
+    async with await connect(other_server.url, name="test") as other:
+        await create_shared(other)  # a scheduler was there, and nobody has used the pool yet
+        assert await restore_all(other, tmp_path / "backup") == saved
+        found = await get_all(other, scope.stream_batch, scope.batch)
+        assert [(one.seq, one.payload) for one in found] == [(2, b"second"), (3, BIG)]
+        info = await other.api(f"CONSUMER.INFO.{scope.stream_task}.{TASK_CONSUMER}")
+        assert info["num_pending"] == 1
+        with pytest.raises(StateError, match="the broker holds messages in"):
+            await restore_all(other, tmp_path / "backup")
+
+
+async def test_a_folder_in_use_and_one_without_a_manifest_are_refused(
+    own_broker: Broker, tmp_path: Path
+) -> None:
+    folder = tmp_path / "backup"
+    await save_all(own_broker, folder)
+    with pytest.raises(StateError, match="is not empty"):
+        await save_all(own_broker, folder)
+    (folder / MANIFEST).unlink()
+    with pytest.raises(StorageError, match=r"cannot be used: .*backup\.json"):
+        await restore_all(own_broker, folder)
+
+
+async def test_a_damaged_archive_is_refused_and_leaves_no_stream(
+    own_broker: Broker, other_server: NatsServer, tmp_path: Path
+) -> None:
+    scope = JobScope("local", "damaged")
+    await create_job_streams(own_broker, scope, LimitsConfig())
+    await save_all(own_broker, tmp_path / "backup")
+    (tmp_path / "backup" / f"{scope.stream_batch}.snapshot").write_bytes(b"no archive")
+    async with await connect(other_server.url, name="test") as other:
+        with pytest.raises(BrokerError):
+            await restore_all(other, tmp_path / "backup")
+        with pytest.raises(Exception, match="there is no stream"):
+            await stream_info(other, scope.stream_batch)
+
+
+async def test_the_auth_service_saves_users_too_and_users_may_save_nothing(tmp_path: Path) -> None:
+    async with secured(tmp_path / "pool") as pool:
+        ada = await pool.user("ada")
+        with pytest.raises(BrokerError, match="users may not ask for STREAM"):
+            await save_all(ada, tmp_path / "of-ada")
+        await save_all(await pool.service("auth"), tmp_path / "backup")
+    with NatsServer(tmp_path / "new", extra_config=pool.secrets.server_config()) as server:
+        credentials = pool.secrets.credentials("auth")
+        async with await connect(server.url, name="t", credentials_file=credentials) as auth:
+            await restore_all(auth, tmp_path / "backup")
+            assert {one.user for one in await UserStore(auth).list()} == {"root", "ada"}

@@ -76,8 +76,8 @@ async def test_a_task_that_is_given_back_comes_after_the_delay(
     queue = TaskQueue(broker, scope)
     await _publish(queue, range(1))
     [lease] = await queue.pull(1, PATIENCE_S)
-    await lease.give_back(0.3)
     started = time.monotonic()
+    await lease.give_back(0.3)
     [again] = await queue.pull(1, PATIENCE_S)
     assert time.monotonic() - started > 0.2
     assert again.num_delivered == 2

@@ -1,19 +1,34 @@
-"""What every command keeps to: exit codes, errors, quiet pipes, a fast start."""
+"""What every command keeps to: exit codes, errors, quiet pipes, help, imports, payloads."""
 
+import asyncio
 import json
+import re
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from tinkermq.clients.cli.app import build_app
+from tinkermq.broker.calls import SchedulerCalls
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.nats_server import NatsServer
+from tinkermq.clients.address import parse_broker_url, parse_server_url
+from tinkermq.clients.cli.app import EXAMPLES, build_app
+from tinkermq.clients.cli.decode import render
 from tinkermq.clients.cli.dry_run import check_model, needed_slots
+from tinkermq.clients.cli.new_package import write_package
+from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.load_config import all_keys, parse_config
-from tinkermq.schemas.wire.errors import ConfigError, ModelError
+from tinkermq.schemas.metric import Metric
+from tinkermq.schemas.task import Task
+from tinkermq.schemas.wire.codec import pack
+from tinkermq.schemas.wire.errors import ConfigError, MessageError, ModelError, TinkermqError
 
 from tests.clients.command import command, tinkermq
 from tests.clients.conftest import Cli
+from tests.support.waiting import PATIENCE_S
 
 CONFIG = "model:\n  path: some/model\nenv:\n  game: bandit\n"
 COMMANDS = [
@@ -248,3 +263,372 @@ def test_doctor_says_whether_the_temporary_folder_serves(
     assert found["ok"] is ok
     assert words.format(tmp=tmp_path) in found["detail"]
     assert bool(found["hint"]) is not ok
+
+
+# The examples with which `--help` ends can be typed as they are; those without a pool are run.
+
+
+MAIN = [
+    "quickstart",
+    "up",
+    "train",
+    "sft",
+    "sweep",
+    "ps",
+    "resume",
+    "fork",
+    "eval",
+    "serve",
+    "infer",
+    "logs",
+    "rollouts",
+    "config show",
+    "config schema",
+    "env new",
+    "env check",
+    "env play",
+    "env eval",
+]
+ALONE = ("config ", "env check ", "env new ", "agent new ")
+"""What these begin with needs no pool; nor does what is only tried (`--dry-run`, `--gold`)."""
+RUN = [
+    example.line
+    for examples in EXAMPLES.values()
+    for example in examples
+    if example.line.removeprefix("tinkermq ").startswith(ALONE)
+    or {"--dry-run", "--gold"} & set(example.line.split())
+]
+
+
+def told(cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the examples that a reader of `--help` sees."""
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = cli(*command.split(), "--help")
+    assert shown.code == 0
+    _, _, examples = shown.out.partition("Examples:")
+    return [line for line in map(str.strip, examples.splitlines()) if line.startswith("tinkermq ")]
+
+
+def test_every_main_command_has_one_to_three_examples() -> None:
+    assert not set(MAIN) - set(EXAMPLES)
+    assert {len(examples) for examples in EXAMPLES.values()} <= {1, 2, 3}
+
+
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_help_ends_with_examples_that_can_be_typed(
+    cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = told(cli, command, monkeypatch)
+    assert lines == [example.line for example in EXAMPLES[command]]
+    assert lines[0].startswith(f"tinkermq {command}")
+    keys = {*all_keys(), *JobConfig.model_fields}
+    for line in lines:
+        tokens = shlex.split(line)[1:]
+        build_app().parse_args(tokens, print_error=False, exit_on_error=False)
+        dotted = [word for word in tokens if re.match(r"[a-z_]+\.[a-z_.]+=", word)]
+        assert {word.partition("=")[0] for word in dotted} <= keys
+
+
+@pytest.mark.parametrize("line", RUN)
+def test_an_example_that_needs_no_pool_does_what_it_says(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    folder = write_package("my-game", tmp_path, "generated")
+    config = folder / "train.yaml"
+    config.write_text(config.read_text().replace("my-game", "my_game.game:MyGameGame"))
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)  # it is not installed
+    done = cli(*shlex.split(line)[1:])
+    assert done.code == 0, done.out + done.err
+
+
+# -- A client is light: no torch, no parquet reader, little memory ---------------------------------
+
+
+HEAVY = ("torch", "transformers", "vllm", "pyarrow", "matplotlib", "wandb", "tensorboard")
+MODULES = (
+    "tinkermq.clients",
+    "tinkermq.clients.scheduler_client",
+    "tinkermq.clients.service_client",
+    "tinkermq.clients.hosting.environments",
+    "tinkermq.clients.hosting.publish",
+    "tinkermq.clients.cli",
+    "tinkermq.clients.cli.train",
+    "tinkermq.clients.cli.supervisor",
+    "tinkermq.envs.host",
+    "tinkermq.broker.tracking",
+)
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_clients_import_nothing_heavy_and_need_less_than_100_megabytes() -> None:
+    code = f"""
+import importlib, pathlib, sys
+for module in {MODULES}:
+    importlib.import_module(module)
+print([name for name in {HEAVY} if name in sys.modules])
+status = pathlib.Path('/proc/self/status').read_text()
+print(status.partition('VmHWM:')[2].split()[0])
+"""
+    heavy, kilobytes = run(code).splitlines()
+    assert heavy == "[]"
+    assert int(kilobytes) < 100 * 1024
+
+
+def test_importing_the_package_alone_brings_no_broker_client() -> None:
+    code = "import sys, tinkermq.clients.cli; print('nats' in sys.modules, 'rich' in sys.modules)"
+    assert run(code).split() == ["False", "False"]
+
+
+def test_every_exported_name_is_there() -> None:
+    code = "import tinkermq.clients as c; print([getattr(c, n).__name__ for n in c.__all__])"
+    assert "SchedulerClient" in run(code)
+
+
+PS_NEEDS_NOT = (
+    "aiohttp.client",  # nats-py's, for WebSockets
+    "numpy",
+    "pyarrow",
+    "yaml",
+    "tinkermq.schemas.config.job",
+    "tinkermq.schemas.control",
+    "tinkermq.schemas.tinker.operation",
+)
+
+
+async def test_ps_imports_only_what_it_uses(broker: Broker) -> None:
+    code = f"""
+import sys
+from tinkermq.clients.cli import main
+assert main(["ps", "--all", "--json", "--nats-url", {broker.url!r}]) == 0
+print([name for name in {PS_NEEDS_NOT} if name in sys.modules])
+"""
+    assert (await asyncio.to_thread(run, code)).splitlines()[-1] == "[]"
+
+
+def test_a_lazy_module_is_loaded_at_its_first_use_and_others_at_once(tmp_path: Path) -> None:
+    for name in ("late", "prompt"):
+        (tmp_path / f"{name}.py").write_text(f"print('{name}')\nvalue = 1\n")
+    code = f"""
+import gc, sys
+from tinkermq.clients.cli.main import importing
+sys.path.insert(0, {str(tmp_path)!r})
+before = list(sys.meta_path)
+with importing(frozenset({{"late", "not_there"}})):
+    import late, prompt
+    try:
+        import not_there
+    except ModuleNotFoundError:
+        print("none")
+    print(gc.isenabled())
+print(late.value, gc.isenabled(), sys.meta_path == before)
+"""
+    assert run(code).splitlines() == ["prompt", "none", "False", "late", "1 True True"]
+
+
+def test_a_command_imports_structlog_without_rich_and_has_rich_for_itself() -> None:
+    code = """
+import sys
+from tinkermq.clients.cli.main import importing
+with importing():
+    import structlog
+    print(structlog.dev.rich, "rich" in sys.modules)
+    from rich.table import Table
+print(Table.__name__, structlog.get_logger().warning("told"))
+"""
+    first, told, last = run(code).splitlines()
+    assert first == "None False"
+    assert "told" in told
+    assert last == "Table None"
+
+
+# -- `tinkermq decode` prints any payload that can be met on the broker ----------------------------
+
+
+def test_a_message_is_shown_key_by_key() -> None:
+    task = Task(task=3, sample=17, seed=5, group_size=8)
+    lines = render(task.to_bytes()).splitlines()
+    assert "v: 1" in lines
+    assert "task: 3" in lines
+    assert "sample: 17" in lines
+    assert "greedy_baseline: false" in lines
+
+
+def test_arrays_are_shown_by_dtype_shape_and_first_values() -> None:
+    payload = pack(
+        {"token_ids": np.arange(100, dtype=np.int32), "x": np.array([0.5, 1.25], np.float32)}
+    )
+    assert render(payload).splitlines() == [
+        "token_ids: int32[100] 0 1 2 3 4 5 6 7 …",
+        "x: float32[2] 0.5 1.25",
+    ]
+
+
+def test_lists_and_maps_nest_and_long_lists_are_cut() -> None:
+    text = render(pack({"a": [{"b": 1}], "many": list(range(30)), "none": None, "e": {}}))
+    assert text.splitlines()[:3] == ["a:", "  -", "    b: 1"]
+    assert "  … 10 more of 30" in text
+    assert "none: null" in text
+    assert "e: {}" in text
+
+
+def test_full_shows_everything() -> None:
+    payload = pack({"ids": np.arange(20, dtype=np.int64), "many": list(range(30))})
+    text = render(payload, full=True)
+    assert "…" not in text
+    assert "19" in text
+
+
+def test_json_keeps_arrays_with_dtype_and_shape() -> None:
+    payload = pack({"ids": np.array([[1, 2]], dtype=np.int16), "raw": b"\x00\xff"})
+    assert json.loads(render(payload, as_json=True)) == {
+        "ids": {"dtype": "int16", "shape": [1, 2], "values": [[1, 2]]},
+        "raw": {"bytes": "00ff"},
+    }
+
+
+def test_text_of_other_programs_is_shown_as_it_is() -> None:
+    assert render(b'{"type":"io.nats.micro.v1.ping_response"}').startswith('{"type"')
+
+
+def test_an_empty_payload_is_said_to_be_empty() -> None:
+    assert render(b"") == "(empty payload)"
+
+
+@pytest.mark.parametrize("payload", [b"\xc1", b"\x81\xa1", b"\xff\xfe\x00" * 9])
+def test_garbage_is_refused(payload: bytes) -> None:
+    with pytest.raises(MessageError):
+        render(payload)
+
+
+def test_the_command_reads_one_payload_from_a_pipe() -> None:
+    payload = Metric(step=4, values={"training_step_reward": 0.5}, time=1.0).to_bytes()
+    outcome = tinkermq("decode", stdin=payload)
+    assert outcome.code == 0
+    assert "training_step_reward: 0.5" in outcome.out
+
+
+def test_garbage_in_the_pipe_is_an_error_without_a_traceback() -> None:
+    outcome = tinkermq("decode", stdin=b"\xc1\x00")
+    assert outcome.code == 2
+    assert outcome.err.startswith("error: ")
+    assert "Traceback" not in outcome.err
+
+
+# -- The client needs no module that only Unix has: it is meant to run on Windows, too -------------
+
+
+UNIX_ONLY = ("fcntl", "grp", "pwd", "resource", "termios", "tty", "uvloop")
+
+
+@pytest.mark.parametrize(
+    "words", ["ps --nats-url nats://127.0.0.1:1", "config schema env", "env list", "user --help"]
+)
+def test_commands_of_users_run_without_what_only_unix_has(words: str) -> None:
+    code = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({UNIX_ONLY}))\n"
+        "import tinkermq.clients\n"
+        "from tinkermq.clients.cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words.split()],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert "Traceback" not in done.stderr
+    if words.startswith("ps"):
+        assert "cannot connect" in done.stderr.lower() or "127.0.0.1:1" in done.stderr, done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+
+
+# -- A URL may hold user and password: what is printed never does ----------------------------------
+
+
+SECRET = "sesame"
+NOBODY_THERE = f"nats://user:{SECRET}@127.0.0.1:1"
+
+
+def with_password(server: NatsServer) -> str:
+    return server.url.replace("//", f"//user:{SECRET}@")
+
+
+def test_no_command_prints_it(cli: Cli, nats_server: NatsServer) -> None:
+    there, odd = with_password(nats_server), NOBODY_THERE.replace("nats", "http")
+    for words, url in ((["doctor"], there), (["ps"], NOBODY_THERE), (["watch", "run"], odd)):
+        told = cli(*words, "--nats-url", url)
+        assert told.code != 0
+        assert SECRET not in told.out + told.err
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"http://user:{SECRET}@127.0.0.1:4222",
+        f"user:{SECRET}@127.0.0.1:4222",
+        f"nats://user:{SECRET}@127.0.0.1:4222",
+        f"nats://a,http://user:{SECRET}@b",
+    ],
+)
+def test_no_refusal_of_an_address_repeats_it(url: str) -> None:
+    with pytest.raises(TinkermqError) as raised:
+        parse_server_url(url)
+    assert SECRET not in str(raised.value)
+    if not url.startswith(("nats://user", "user")):
+        with pytest.raises(TinkermqError) as raised:
+            parse_broker_url(url)
+        assert SECRET not in str(raised.value)
+
+
+async def test_who_finds_no_scheduler_does_not_tell_it(nats_server: NatsServer) -> None:
+    async with await connect(with_password(nats_server), name="test") as broker:
+        with pytest.raises(TinkermqError, match="no scheduler is connected") as raised:
+            await SchedulerCalls(broker).nodes()
+    assert SECRET not in str(raised.value)
+
+
+# -- Editors find keys and values of a configuration that there are not ----------------------------
+
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("schemas", "broker", "envs", "actors", "clients")
+GOOD = """
+from tinkermq.clients import JobConfigDict
+
+config: JobConfigDict = {
+    "model": {"path": "m"},
+    "env": {"game": "bandit", "on_step_timeout": "penalty"},
+    "learner": {"lr": 1e-5, "betas": [0.9, 0.99]},
+    "algorithm": {"correction_masks": [{"over": "token", "high": 2.0}]},
+}
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("", "", "0 errors"),
+        ('"lr"', '"lrr"', '"lrr" is an undefined item'),
+        ('"penalty"', '"punish"', "Literal['punish']"),
+    ],
+)
+def test_a_type_checker_knows_the_keys(tmp_path: Path, old: str, new: str, told: str) -> None:
+    (tmp_path / "tinkermq").mkdir()
+    for room in ROOMS:  # pyright does not follow what an editable installation does
+        (tmp_path / "tinkermq" / room).symlink_to(ROOT / room)
+    file = tmp_path / "mine.py"
+    file.write_text(GOOD.replace(old, new) if old else GOOD)
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, str(file)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path, check=False
+    )
+    assert told in done.stdout, done.stdout

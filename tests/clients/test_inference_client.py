@@ -1,14 +1,25 @@
-"""Which model and which job a caller means, and what it is told when that is not clear."""
+"""Which model and which job a caller means, and games that the client hosts."""
 
 import json
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.rpc import call
 from tinkermq.broker.jobs import JobStore
-from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference
+from tinkermq.clients import (
+    AsyncInferenceSchedulerClient,
+    GameEnvironment,
+    MathGameEnvironment,
+    create_game_environment,
+    run_inference,
+)
+from tinkermq.clients.address import JobAddress, parse_broker_url, parse_server_url
 from tinkermq.clients.cli.evaluation import resolve_served
+from tinkermq.clients.home import Home, StackState, find_openai
 from tinkermq.clients.inference.inference_client import (
     ModelSource,
     find_source,
@@ -17,14 +28,20 @@ from tinkermq.clients.inference.inference_client import (
 from tinkermq.clients.inference.play import chosen_tasks, hosted_env
 from tinkermq.clients.inference.run_inference import open_served
 from tinkermq.clients.pool import Pool
+from tinkermq.envs import AbstractGame, StepResult
+from tinkermq.envs.games.addition import AdditionGame, make_data
 from tinkermq.envs.games.bandit import BanditGame
+from tinkermq.envs.host_client import Environments, Start
+from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.config.load_config import parse_config
+from tinkermq.schemas.env import DescribeReply, DescribeRequest
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.wire.codec import merged
-from tinkermq.schemas.wire.errors import ConfigError, NotFoundError
+from tinkermq.schemas.wire.errors import ConfigError, DataError, GameError, NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.clients.conftest import new_record
+from tests.support.waiting import PATIENCE_S
 
 
 def model_folder(folder: Path, **config: Any) -> Path:
@@ -198,3 +215,181 @@ def test_data_needs_a_game_that_is_hosted_here() -> None:
     assert env is not None
     assert env.kwargs == {"arms": 3}
     assert Path(env.train_data[0]).is_absolute()
+
+
+# -- Games of the user's own are hosted in the user's process --------------------------------------
+
+
+class EchoGame(AbstractGame):
+    """Pays for repeating a word."""
+
+    def __init__(self, word: str = "yes", listener: Any = None) -> None:
+        self.word = word
+        self.listener = listener
+
+    def reset(self, **_: Any) -> str:
+        return f"say {self.word}"
+
+    def step(self, action: str) -> StepResult:
+        if self.listener is not None:
+            self.listener.append(action)
+        return StepResult("", float(action == self.word), done=True)
+
+    def get_system_prompt(self) -> str:
+        return ""
+
+    def get_initial_user_message(self) -> str:
+        return ""
+
+
+class BrokenGame(EchoGame):
+    """Cannot be made."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("no licence")
+
+
+@pytest.fixture
+def url(broker: Broker, scope: JobScope) -> str:
+    return JobAddress(broker.url, scope).server_url
+
+
+async def play(broker: Broker, scope: JobScope, action: str, sample: int | None = None) -> float:
+    """Reset and step once, as a generator does."""
+    hosts = Environments(broker, scope, EnvConfig(game="echo"), lambda _: nullcontext())
+    episode = f"e-{action}"
+    started = await hosts.reset(episode, Start("train", sample, 1))
+    stepped = await hosts.step(started.host, episode, 0, action)
+    return stepped.reward
+
+
+async def test_a_game_runs_in_a_thread_of_the_users_process_while_its_loop_goes_on(
+    broker: Broker, scope: JobScope, url: str
+) -> None:
+    # The listener is shared by reference: nothing was pickled.
+    heard: list[str] = []
+    kwargs = {"word": "ja", "listener": heard}
+    with GameEnvironment(EchoGame, game_kwargs=kwargs, job_id=scope.job) as env:
+        env.setup(url)
+        assert await play(broker, scope, "ja") == 1.0
+        assert await play(broker, scope, "nein") == 0.0
+    assert heard == ["ja", "nein"]
+
+
+async def test_a_dataset_game_reads_its_files_in_the_users_process(
+    broker: Broker, scope: JobScope, url: str, tmp_path: Path
+) -> None:
+    train, val = make_data(tmp_path, num_train=8, num_val=4)
+    with MathGameEnvironment(AdditionGame, {"val_batch_size": 3}, train, [val]) as env:
+        env.setup(url)
+        described = await call(
+            broker,
+            scope.env_describe,
+            DescribeRequest(),
+            DescribeReply,
+            timeout_s=PATIENCE_S,
+            waiting_for="the game",
+        )
+        assert (described.num_train, described.num_val) == (8, 3)
+        assert isinstance(await play(broker, scope, "0", sample=2), float)
+
+
+async def test_cleanup_ends_the_host_and_its_thread(
+    broker: Broker, scope: JobScope, url: str
+) -> None:
+    env = GameEnvironment(EchoGame)
+    env.setup(url)
+    env.setup(url)
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count("tinkermq-games") == 1
+    env.cleanup()
+    env.cleanup()
+    assert "tinkermq-games" not in [thread.name for thread in threading.enumerate()]
+
+
+async def test_a_game_that_cannot_be_made_says_why_at_setup(url: str) -> None:
+    with pytest.raises(GameError, match="no licence"):
+        GameEnvironment(BrokenGame).setup(url)
+
+
+async def test_missing_data_is_named_at_setup(url: str) -> None:
+    with pytest.raises(DataError, match=r"none\.parquet"):
+        MathGameEnvironment(AdditionGame, data_paths="/no/none.parquet").setup(url)
+
+
+def test_a_dataset_environment_without_files_is_refused() -> None:
+    with pytest.raises(ConfigError, match="data_paths is empty"):
+        MathGameEnvironment(AdditionGame)
+
+
+def test_an_environment_of_another_job_is_refused() -> None:
+    env = GameEnvironment(EchoGame, job_id="another")
+    with pytest.raises(ConfigError, match="made for job another"):
+        env.setup("nats://127.0.0.1:4222/local/this")
+
+
+def test_the_configuration_says_that_the_client_hosts() -> None:
+    env = create_game_environment(EchoGame, {"env": {"workers": 2}}, word="ja", listener=print)
+    config = env.get_config()["env"]
+    assert config["hosts"] == 0
+    assert config["workers"] == 2
+    assert config["game"].endswith("test_inference_client:EchoGame")
+    # What cannot travel is only shown: the object itself stays in this process.
+    assert config["kwargs"] == {"word": "ja", "listener": repr(print)}
+    assert env.game_kwargs["listener"] is print
+
+
+# -- URLs name a broker, or a job at a broker ------------------------------------------------------
+
+
+def test_a_server_url_names_broker_user_and_job() -> None:
+    address = parse_server_url("nats://127.0.0.1:4222/local/01abc")
+    assert address.broker_url == "nats://127.0.0.1:4222"
+    assert (address.scope.user, address.scope.job) == ("local", "01abc")
+    assert address.server_url == "nats://127.0.0.1:4222/local/01abc"
+
+
+def test_a_host_and_port_alone_mean_nats() -> None:
+    assert parse_broker_url("127.0.0.1:4222") == "nats://127.0.0.1:4222"
+
+
+def test_the_servers_of_a_cluster_stand_in_one_url() -> None:
+    address = parse_server_url("tls://a:4222,b,tls://c:4333/ada/01abc")
+    assert address.broker_url == "tls://a:4222,b,c:4333"
+    assert (address.scope.user, address.scope.job) == ("ada", "01abc")
+    assert parse_server_url(address.server_url) == address
+
+
+@pytest.mark.parametrize("url", ["nats://a,tls://b", "nats://a,", "nats://a,http://b"])
+def test_servers_that_do_not_go_together_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not the URL of a broker"):
+        parse_broker_url(url)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8780", "nats://", ""])
+def test_another_kind_of_url_is_refused_with_the_right_form(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not the URL of a broker") as caught:
+        parse_broker_url(url)
+    assert "nats://host:port" in caught.value.hint
+
+
+def test_a_broker_url_alone_names_no_job() -> None:
+    with pytest.raises(ConfigError, match="does not name a job") as caught:
+        parse_server_url("nats://127.0.0.1:4222")
+    assert "submit_job" in caught.value.hint
+
+
+def test_the_gateway_of_the_local_stack_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKERMQ_HOME", str(tmp_path))
+    monkeypatch.delenv("TINKERMQ_GATEWAY_URL", raising=False)
+    home = Home()
+    assert find_openai() is None
+    with home.lock():
+        state = StackState(url="nats://x", pid=1, home=str(tmp_path), started=0.0)
+        home.write(state.model_copy(update={"gateway": "http://127.0.0.1:8780"}))
+        assert find_openai() == "http://127.0.0.1:8780/v1"
+    monkeypatch.setenv("TINKERMQ_GATEWAY_URL", "http://there")
+    assert find_openai() == "http://there/v1"
+    assert find_openai("http://given/") == "http://given/v1"

@@ -1,4 +1,4 @@
-"""`up` starts a stack that holds itself up; `down` takes it down and leaves nothing."""
+"""`up` and `down`, the quickstart, sweeps and settings of trackers."""
 
 import asyncio
 import fcntl
@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -16,12 +17,16 @@ import pytest
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.nats_server import NatsServer
+from tinkermq.clients.cli.quickstart import SUMS, write_config
+from tinkermq.clients.cli.sweep import NumberRange, list_points, parse_space
 from tinkermq.clients.home import Home, StackState, find_url
+from tinkermq.schemas.config.load_config import load_config
 from tinkermq.schemas.job import JobRecord
-from tinkermq.schemas.wire.errors import BrokerError, StateError
+from tinkermq.schemas.wire.errors import BrokerError, ConfigError, StateError
 from tinkermq.schemas.wire.subjects import BUCKET_JOBS
 
 from tests.clients.conftest import Cli
+from tests.support.configs import REPOSITORY
 from tests.support.processes import alive
 from tests.support.waiting import PATIENCE_S
 
@@ -182,3 +187,91 @@ def test_no_slots_is_wrong_usage(cli: Cli) -> None:
     outcome = cli("up", "--slots", "0")
     assert outcome.code == 2
     assert "--slots is 0" in outcome.err
+
+
+# -- What the quickstart needs before it trains, and the configuration that it leaves --------------
+
+
+def test_without_torch_the_quickstart_says_what_to_install(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    told = cli("quickstart", "--output-dir", str(tmp_path / "outputs"))
+    assert told.code == 2
+    assert "torch is not installed here" in told.err
+    assert "pip install 'tinkermq[worker]'" in told.err
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_the_example_is_the_configuration_that_the_quickstart_ships() -> None:
+    example = load_config(REPOSITORY / "examples" / "calculator.yaml")
+    assert example.model.path == "outputs/models/calculator"
+
+
+def test_in_another_folder_all_paths_of_the_configuration_are_below_it(tmp_path: Path) -> None:
+    folder = tmp_path / "it's, [odd]: #1 日本"
+    folder.mkdir()
+    config = load_config(write_config(folder))
+    assert config.model.path == str(folder / "models" / "calculator")
+    assert config.env.train_data == [str(folder / "data" / "calculator" / "train.parquet")]
+    assert config.env.val_data == [str(folder / "data" / "calculator" / "val.parquet")]
+    assert config.output_dir == str(folder)
+
+
+# -- The points of a sweep: combinations, or drawn ones that are the same each time ----------------
+
+
+def test_keys_with_several_values_or_a_range_vary_and_the_others_do_not() -> None:
+    same, space = parse_space(
+        ["a.b=1", "learner.lr=1e-5, 3e-5", "seed=1..9", "tags=[x,y]", "k={a: 1, b: 2},{a: 3}"]
+    )
+    assert same == ["a.b=1", "tags=[x,y]"]
+    assert space == {
+        "learner.lr": ["1e-5", "3e-5"],
+        "seed": NumberRange(1, 9, whole=True),
+        "k": ["{a: 1, b: 2}", "{a: 3}"],
+    }
+
+
+def test_a_grid_is_every_combination() -> None:
+    _, space = parse_space(["a=1,2", "b=x,y,z"])
+    grid = list_points(space, None, 0)
+    assert len(grid) == 6
+    assert grid[0] == {"a": "1", "b": "x"}
+    assert len({tuple(sorted(point.items())) for point in grid}) == 6
+
+
+def test_drawn_points_are_the_same_each_time_and_within_their_ranges() -> None:
+    _, space = parse_space(["lr=1e-6..1e-4", "n=2..8", "x=a,b"])
+    drawn = list_points(space, 200, seed=3)
+    assert drawn == list_points(space, 200, seed=3)
+    assert drawn[:50] == list_points(space, 50, seed=3)  # more of them begin with the same
+    assert drawn != list_points(space, 200, seed=4)
+    rates = sorted(float(point["lr"]) for point in drawn)
+    assert 1e-6 <= rates[0] < 3e-6
+    assert 3e-5 < rates[-1] <= 1e-4
+    assert rates[100] == pytest.approx(1e-5, rel=0.5)  # the middle of the logarithms
+    assert {point["n"] for point in drawn} == {str(n) for n in range(2, 9)}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "runs", "said"),
+    [
+        (["a=1"], None, "nothing varies"),
+        (["a=1..2"], None, "a is a range: of how many runs"),
+        (["a=2..1"], 3, "ends before it begins"),
+        (["a=1..2"], 1001, "a sweep of 1,001 runs"),
+        (["a=" + ",".join("12345678"), "b=" + ",".join("x" * 200)], None, "a sweep of 1,600 runs"),
+    ],
+)
+def test_what_cannot_be_swept_is_refused(overrides: list[str], runs: int | None, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        list_points(parse_space(overrides)[1], runs, 0)
+
+
+def test_the_model_of_the_real_example_stays_a_name_and_its_data_lie_below_the_folder(
+    tmp_path: Path,
+) -> None:
+    config = load_config(write_config(tmp_path, SUMS))
+    assert config.model.path == SUMS.catalogue_model == "smollm2"
+    assert config.env.val_data == [str(tmp_path / "data" / "sums" / "val.parquet")]

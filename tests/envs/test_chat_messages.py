@@ -35,7 +35,6 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "write", "arguments
 CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": "ok", "tool_call_id": "c1"}
 DONE = {"role": "assistant", "content": "done"}
-LEGACY = {"name": "f", "arguments": "{}"}
 CHAT = [ASKED, CALLED, RESULT, DONE]
 ABSENT = {
     "tool_calls": None,
@@ -171,20 +170,6 @@ def test_no_arguments_are_an_empty_object(
     call = {"id": "c1", "type": "function", "function": function}
     read = origin(tmp_path, [ASKED, CALLED | {"tool_calls": [call]}, RESULT, DONE])
     assert read[1]["tool_calls"][0]["function"]["arguments"] == {}
-
-
-@pytest.mark.parametrize("origin", ORIGINS)
-def test_parallel_calls_keep_their_order_and_ids(
-    tmp_path: Path, origin: Callable[..., Any]
-) -> None:
-    calls = [
-        {"id": f"c{n}", "type": "function", "function": {"name": "f", "arguments": f'{{"n": {n}}}'}}
-        for n in range(3)
-    ]
-    results = [{**RESULT, "tool_call_id": f"c{n}"} for n in range(3)]
-    read = origin(tmp_path, [ASKED, spelled() | {"tool_calls": calls}, *results, DONE])
-    told = [(call["id"], call["function"]["arguments"]) for call in read[1]["tool_calls"]]
-    assert told == [(f"c{n}", {"n": n}) for n in range(3)]
 
 
 NO_OBJECTS = [

@@ -383,3 +383,75 @@ def test_what_has_no_effect_is_listed_and_hosted_tools_are_left_out() -> None:
     )
     assert request.format == OutputFormat(functions=["shell"])
     assert request.sampling == {"temperature": 0}
+
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+JSON: Any = {"response_format": {"type": "json_object"}}
+ANY = {"json_schema": {"type": "object"}}
+NAMED = {"type": "function", "function": {"name": "add"}}
+FLAT = {"type": "function", "name": "add"}
+ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [FLAT]}
+CHOSEN = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
+PARALLEL = {"parallel_tool_calls": False}
+BOTH = {"functions": ["add", "sub"]}
+ONE = {"functions": ["add"], "is_single": True}
+OF_SCHEMA = {"type": "json_schema", "schema": OBJECT}
+
+
+def tools_of(read: Callable[[Any], ModelRequest]) -> list[dict[str, Any]]:
+    """Return two tools as an API has them."""
+    if read is read_messages:
+        return [{"name": name, "input_schema": OBJECT} for name in ("add", "sub")]
+    tools = [{"name": name, "parameters": OBJECT} for name in ("add", "sub")]
+    if read is read_response:
+        return [{"type": "function", **tool} for tool in tools]
+    return [{"type": "function", "function": tool} for tool in tools]
+
+
+@pytest.mark.parametrize(
+    ("read", "fields", "form"),
+    [
+        (read_chat, {**JSON, "tools": []}, ANY),
+        (
+            read_chat,
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            {**ANY, **BOTH},
+        ),
+        (
+            read_chat,
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": OBJECT}}},
+            {"json_schema": OBJECT, "functions": ["add", "sub"]},
+        ),
+        (read_chat, {"tool_choice": "required"}, BOTH),
+        (read_chat, {"tool_choice": NAMED}, ONE),
+        (read_chat, {"tool_choice": CHOSEN}, {"functions": ["add"]}),
+        (read_chat, {"tool_choice": "required", **PARALLEL}, {**BOTH, "is_single": True}),
+        (read_chat, JSON, {**ANY, **BOTH}),
+        (read_chat, {**JSON, "tool_choice": "none", **PARALLEL}, ANY),
+        (read_chat, {**JSON, "tool_choice": "required"}, BOTH),
+        (read_response, {"text": {"format": {"type": "json_object"}}, "tools": []}, ANY),
+        (read_response, {"text": {"format": OF_SCHEMA}, "tools": []}, {"json_schema": OBJECT}),
+        (read_response, {"tool_choice": "required"}, BOTH),
+        (read_response, {"tool_choice": FLAT}, ONE),
+        (read_response, {"tool_choice": ALLOWED, **PARALLEL}, ONE),
+        (
+            read_messages,
+            {"output_config": {"format": OF_SCHEMA, "effort": "high"}, "tools": []},
+            {"json_schema": OBJECT},
+        ),
+        (read_messages, {"output_format": OF_SCHEMA, "tools": []}, {"json_schema": OBJECT}),
+        (read_messages, {"tool_choice": {"type": "any"}}, BOTH),
+        (
+            read_messages,
+            {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+            {**BOTH, "is_single": True},
+        ),
+        (read_messages, {"tool_choice": {"type": "tool", "name": "add"}}, ONE),
+    ],
+)
+def test_the_form_of_an_answer_is_read_in_each_api(
+    read: Callable[[Any], ModelRequest], fields: dict[str, Any], form: dict[str, Any]
+) -> None:
+    turns = [{"role": "user", "content": "go"}]
+    body = {"input": "go"} if read is read_response else {"messages": turns}
+    assert read({**body, "tools": tools_of(read), **fields}).format == OutputFormat(**form)

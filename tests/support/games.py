@@ -80,16 +80,6 @@ class FirstLetter(BanditGame):
         return StepResult("", float(bool(action) and ord(action[0]) < 128), done=True)
 
 
-class Talkative(BanditGame):
-    """Tells two megabytes of `info` in each episode; eight of them are more than a message."""
-
-    def step(self, action: str) -> StepResult:
-        """Pull the arm, and tell much of it."""
-        result = super().step(action)
-        result.info["log"] = "x" * 2_000_000
-        return result
-
-
 class AnyArm(BanditGame):
     """Pays for every arm, and nothing for giving up."""
 

@@ -15,6 +15,8 @@ from tinkermq.schemas.config.sections import LoraConfig
 from torch import nn
 from transformers import PreTrainedModel
 
+from tests.support.waiting import PATIENCE_S
+
 HERMES = (
     "{%- for message in messages -%}{{ '<|' + message['role'] + '|>' + (message['content'] or '')"
     ' }}{%- for call in message.tool_calls or [] -%}{{- \'<tool_call>\\n{"name": "\' +'
@@ -89,7 +91,7 @@ def loaded(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> PreTrain
     return other
 
 
-async def until(condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], deadline_s: float = PATIENCE_S) -> None:
     """Wait for something another thread does."""
     async with asyncio.timeout(deadline_s):
         while not condition():  # the other thread has no event to wait for

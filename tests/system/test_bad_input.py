@@ -1,4 +1,4 @@
-"""What users get wrong ends their job with the reason, and harms no other job."""
+"""What users get wrong ends their job alone; junk on its subjects ends none."""
 
 import json
 import shutil
@@ -8,14 +8,22 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from tinkermq.schemas.wire.errors import ModelError
+from tinkermq.broker.client.rpc import call
+from tinkermq.clients import AsyncTrajectoryPublisher
+from tinkermq.clients.address import JobAddress
+from tinkermq.schemas.control import ControlReply, ControlRequest
+from tinkermq.schemas.wire.codec import pack
+from tinkermq.schemas.wire.errors import MessageError, ModelError
+from tinkermq.schemas.wire.subjects import JobScope
 
+from tests.faults.injected import append_untrainable, episode
 from tests.support.configs import small_job
 from tests.support.jobs import Job
 from tests.support.proofs import assert_every_task_once
 from tests.support.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+
 
 FORGETS = "{%- for message in messages[-1:] -%}<|user|>{{ message['content'] }}{%- endfor -%}"
 
@@ -218,3 +226,94 @@ async def test_a_healthy_job_beside_all_mistakes_is_unharmed(mistakes: Mistakes)
     await assert_every_task_once(healthy)
     saved = healthy.run_dir / "latest" / "generation_config.json"
     assert json.loads(saved.read_text())["top_p"] == 0.6
+
+
+# Whatever is published on the subjects of a running job, the job goes on and says what it saw.
+
+
+JUNK = [
+    b"",
+    b"\xff\xfe\x00",
+    pack({"v": 99, "task": 1}),
+    pack({"v": 1, "task": -1, "seed": "seven", "group_size": 0}),
+    pack([[[[[[[[[[[[1]]]]]]]]]]]]),
+    b"\xdd\xff\xff\xff\xff",
+]
+FAR = 1_000_000
+
+
+async def test_junk_on_every_subject_of_a_running_job_harms_nothing(
+    stack: Stack, model: Path
+) -> None:
+    env = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.05}, "num_val": 0}
+    job = await stack.submit(small_job(model, env=env, training={"num_steps": 20}))
+    await job.until_step(3)
+    before = {name: actor.pid for name, actor in (await job.actors()).items()}
+    num_stored = await _throw(stack, job.scope)
+    asked = job.scope.control_by("root", "learner")
+    request = ControlRequest(verb="status")
+    await call(stack.broker, asked, request, ControlReply, timeout_s=30, waiting_for="the learner")
+    told = await job.until_event("control_by_admin")
+    assert told.message == "status asked for by user root for local"
+    await job.until("COMPLETED")
+    entries = {entry.seq: entry for entry in await job.entries()}
+    strange = {seq for seq, entry in entries.items() if entry.error is not None}
+    assert len(strange) == num_stored
+    records = await job.batches()
+    dropped = {item.seq for record in records for item in record.dropped}
+    assert strange <= dropped
+    assert {item.reason for record in records for item in record.dropped} == {"malformed"}
+    trained = [number for record in records for number in record.tasks]
+    assert len(trained) == len(set(trained)) == 20 * 4
+    assert [record.step for record in records] == list(range(1, 21))
+    restarts = {actor.name: actor.restarts for actor in job.record.actors}
+    assert set(restarts.values()) == {0}, f"an actor of {before} was started again"
+
+
+async def _throw(stack: Stack, scope: JobScope) -> int:
+    """Publish junk everywhere; return how much of it the rollout log holds."""
+    hosts = [scope.env_reset, scope.env_describe, scope.env("nobody", "step")]
+    plain = [scope.weights, scope.control("learner"), scope.control("generator-0"), *hosts]
+    for subject in plain:
+        for payload in JUNK:
+            await stack.broker.send(subject, payload, reply="_INBOX.nobody")
+    for number, payload in enumerate(JUNK):
+        await stack.broker.publish(scope.task(FAR + number), payload)
+        await stack.broker.publish(scope.rollout(FAR + number), payload)
+    await stack.broker.publish(scope.rollout("seven"), JUNK[1])
+    await stack.broker.publish(scope.task("seven"), JUNK[1])
+    return len(JUNK) + 1
+
+
+# -- An agent of the user's own puts trajectories and tasks into a job; both are trained -----------
+
+
+async def test_trajectories_and_tasks_of_a_client_are_trained_and_malformed_ones_are_not(
+    stack: Stack, model: Path
+) -> None:
+    training = {"tasks": "external", "num_steps": 3, "batch_size": 2}
+    config = small_job(model, training=training, rollout={"group_size": 2})
+    job = await stack.submit(config)
+    await job.until_event("training_started")
+    url = JobAddress(stack.server.url, job.scope).server_url
+    async with AsyncTrajectoryPublisher(url, source="my-agent") as publisher:
+        await publisher.publish_group([episode(0), episode(1)])
+        with pytest.raises(MessageError, match="token_ids must be from 0 to 263"):
+            await publisher.publish_group([episode(0), episode(1, last_token=264)])
+        with pytest.raises(MessageError, match="has 2 trajectories, this has 1"):
+            await publisher.publish_group([episode(0)])
+        smuggled = await append_untrainable(stack, job)
+        await publisher.publish_tasks([{"seed": 5}, {"seed": 6, "reset_kwargs": {"room": 1}}])
+        for _ in range(3):
+            await publisher.publish_group([episode(1), episode(0)])
+    await job.until("COMPLETED")
+    await assert_every_task_once(job)
+    records = await job.batches()
+    dropped = [(item.task, item.reason) for record in records for item in record.dropped]
+    assert dropped == [(smuggled, "malformed")]
+    groups = {entry.number: entry.group for entry in await job.entries() if entry.group}
+    trained = [groups[number] for record in records for number in record.tasks]
+    sources = sorted(group.source for group in trained)
+    assert sources == ["generator-0"] * 2 + ["my-agent"] * 4
+    asked = [group.task for group in trained if group.source == "generator-0"]
+    assert sorted(task.seed for task in asked) == [5, 6]

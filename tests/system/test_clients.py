@@ -1,40 +1,54 @@
-"""Users' ways into a real pool: the command line, the Python clients, a game of one's own."""
+"""Users' ways into a real pool: the command line, the Python clients, dry runs, games on nodes."""
 
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from tinkermq.broker.feed import read_traces
 from tinkermq.broker.presence import list_presences
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.clients import AsyncSchedulerClient, AsyncServiceClient, GameEnvironment
+from tinkermq.clients import (
+    AsyncRun,
+    AsyncSchedulerClient,
+    AsyncServiceClient,
+    GameEnvironment,
+    Run,
+)
+from tinkermq.clients.pool import Pool
+from tinkermq.schemas.job import JobList, ListRequest
+from tinkermq.schemas.node import GameCheckReply
 from tinkermq.schemas.wire.errors import (
     ConfigError,
     DataError,
     GameError,
     JobFailedError,
     ModelError,
+    NotFoundError,
     PlacementError,
 )
 from tinkermq.schemas.wire.subjects import JobScope
 from tinkermq.schemas.wire.trace import is_traceparent
 
-from tests.clients.command import command
-from tests.clients.test_game_environment import EchoGame
+from tests.clients.command import Outcome, command, tinkermq
+from tests.clients.test_inference_client import EchoGame
 from tests.support.configs import UNHURRIED, small_job
 from tests.support.processes import listening_ports
 from tests.support.stack import Stack
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+
 
 OPENTINKER = {
     "adv_estimator": "grpo",
@@ -81,7 +95,7 @@ async def test_a_client_that_dies_comes_back_and_finds_its_run_waiting(
         job = await scheduler.submit_job(args)
     script = f"""
 from tinkermq.clients import GameEnvironment, ServiceClient
-from tests.clients.test_game_environment import EchoGame
+from tests.clients.test_inference_client import EchoGame
 client, env = ServiceClient({job["server_url"]!r}), GameEnvironment(EchoGame, {args!r})
 client.set_config({args!r}, env)
 client.fit(env, num_steps=80)
@@ -262,3 +276,226 @@ async def test_train_streams_and_control_c_detaches_without_stopping_the_run(
     watched = await run("attach", "cli-run", "--json")
     last = json.loads(watched.stdout.splitlines()[-1])
     assert last["job"]["state"] == "COMPLETED"
+
+
+# -- A dry run asks the pool: what a submission would be told, for each thing who says it ----------
+
+
+async def dry_run(
+    stack: Stack, folder: Path, config: dict[str, Any], *words: str, url: str = ""
+) -> Outcome:
+    """Try a job from `folder`, where nothing of this checkout can be imported."""
+    file = folder / "job.yaml"
+    file.write_text(yaml.safe_dump({"output_dir": str(folder / "runs"), **config}))
+    line = ("train", str(file), "--dry-run", "--nats-url", url or stack.server.url, *words)
+    return await asyncio.to_thread(tinkermq, *line, cwd=folder)
+
+
+def rows(folder: Path) -> Path:
+    file = folder / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "3+4=", "answer": "7"}) + "\n")
+    return file
+
+
+async def test_each_thing_is_told_with_who_said_it_and_nothing_is_submitted(
+    stack: Stack, tmp_path: Path, model: Path
+) -> None:
+    before = await _jobs(stack)
+    env = {"game": "addition", "train_data": [str(rows(tmp_path))], "num_val": 0}
+    told = await dry_run(stack, tmp_path, small_job(model, env=env), "--json")
+    assert told.code == 0, told.out + told.err
+    checks = json.loads(told.out)["checks"]
+    assert all(check["ok"] for check in checks)
+    said = {(check["check"], check["by"]) for check in checks}
+    here, node = "this machine", "node node"
+    assert said == {
+        ("model", here),
+        ("game", here),
+        ("model", node),
+        ("data", node),
+        ("game", node),
+        ("slots", "scheduler"),
+    }
+    assert not (tmp_path / "runs").exists()
+    assert await _jobs(stack) <= before
+
+
+async def _jobs(stack: Stack) -> set[str]:
+    """Return the ids of all jobs; what they are changes while other tests' jobs end."""
+    listed = await stack.ask("list", ListRequest(all=True), JobList)
+    return {one.job for one in listed.records}
+
+
+async def test_what_nodes_and_scheduler_lack_is_all_told_and_the_first_is_the_error(
+    stack: Stack, tmp_path: Path
+) -> None:
+    config = small_job(
+        Path("/no/such/model"),
+        env={"game": "none.such:Game", "train_data": ["/no/rows.jsonl"], "num_val": 0},
+        generator={"count": 1000},
+    )
+    told = await dry_run(stack, tmp_path, config)
+    assert told.code == 2
+    assert told.out.count("fail") == 6, told.out
+    assert "/no/such/model" in told.out
+    assert "there is no file /no/rows.jsonl  (node node)" in told.out
+    assert "there is no module 'none' for game 'none.such:Game'  (node node)" in told.out
+    assert "the job needs 1001 slots" in told.out
+
+
+async def test_a_name_that_is_taken_or_a_run_that_is_not_there_is_the_schedulers_to_tell(
+    stack: Stack, tmp_path: Path, model: Path
+) -> None:
+    told = await dry_run(stack, tmp_path, small_job(model), "--from", "no-such-run@40")
+    assert told.code == 2
+    assert "fail job    user 'local' has no job or run 'no-such-run'  (scheduler)" in told.out
+
+
+@asynccontextmanager
+async def from_elsewhere(url: str) -> AsyncIterator[str]:
+    """Yield an address under which a broker of this machine is one of another."""
+    port = int(url.rpartition(":")[2])
+
+    async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            target.write(data)
+        target.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, to = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(pump(reader, to), pump(there, writer), return_exceptions=True)
+
+    async with await asyncio.start_server(relay, "127.0.0.2", 0) as server:
+        host, own_port = server.sockets[0].getsockname()
+        yield f"nats://{host}:{own_port}"
+
+
+@pytest.mark.long
+async def test_a_pool_elsewhere_may_have_what_this_machine_lacks(
+    stack: Stack, tmp_path: Path, model: Path
+) -> None:
+    config = small_job(model, env={"game": "tests.support.games:SlowBandit", "num_val": 0})
+    here = await dry_run(stack, tmp_path, config)
+    assert here.code == 2
+    assert "fail game" in here.out
+    async with from_elsewhere(stack.server.url) as url:
+        told = await dry_run(stack, tmp_path, config, url=url)
+    assert told.code == 0, told.out + told.err
+    assert "lack game" in told.out
+    assert "ok   game   tests.support.games:SlowBandit: its package is there" in told.out
+
+
+# -- A game is tried on a node, as a job would play it there, before a job is submitted ------------
+
+
+def job(**env: Any) -> dict[str, Any]:
+    """Return the configuration of a job whose model is not there."""
+    return small_job(Path("/no/model"), env=env)
+
+
+async def checked(stack: Stack, game: str, **env: Any) -> GameCheckReply:
+    """Have the stack's node play a game of the tests."""
+    return await Pool(stack.broker).check_game(job(game=f"tests.support.games:{game}", **env))
+
+
+async def test_what_is_importable_there_alone_is_played_there(stack: Stack, tmp_path: Path) -> None:
+    env = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.04}, "num_val": 0}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job(**env)))
+    words = ("env", "check", "job.yaml", "--json")
+    here = await asyncio.to_thread(tinkermq, *words, cwd=tmp_path)
+    assert here.code == 1
+    there = ("--on-node", "--nats-url", stack.server.url)  # longer than one request may take
+    told = await asyncio.to_thread(tinkermq, *words, *there, cwd=tmp_path)
+    assert told.code == 0, told.out + told.err
+    answer = json.loads(told.out)
+    assert (answer["ok"], answer["node"]) == (True, "node")
+    names = {one["name"] for one in answer["checks"]}
+    assert {"a seed reproduces an episode", "gold answers score full marks"} <= names
+
+
+async def test_what_is_wrong_with_a_game_is_told_as_if_it_were_played_here(stack: Stack) -> None:
+    failed = [one for one in (await checked(stack, "RaisesInStep")).checks if not one.ok]
+    assert "no rule for" in failed[0].detail
+
+
+async def test_a_game_that_ends_its_process_costs_the_node_nothing(stack: Stack) -> None:
+    with pytest.raises(GameError, match=r"process that played it ended: exit code 0(?s:.*)so long"):
+        await checked(stack, "EndsItsProcess")
+    assert (await checked(stack, "WithTool")).done
+
+
+async def test_what_no_node_has_or_would_play_is_said(stack: Stack) -> None:
+    pool = Pool(stack.broker)
+    with pytest.raises(DataError, match=r"node node: there is no file /no/rows.jsonl"):
+        await pool.check_game(job(game="addition", train_data=["/no/rows.jsonl"]))
+    with pytest.raises(GameError, match=r"node node: there is no module 'none'"):
+        await pool.check_game(job(game="none.such:Game"))
+    with pytest.raises(ConfigError, match=r"env.hosts=0 leaves it to clients"):
+        await pool.check_game(job(game="guess", hosts=0))
+
+
+@pytest.mark.long
+async def test_a_node_looks_into_a_model_with_the_code_of_the_run(
+    stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    pool, env = Pool(stack.broker), {"game": "addition", "hosts": 1}
+    told = await pool.check_game(small_job(model, env=env), look="model")
+    assert (told.node, [one.detail for one in told.checks if not one.ok]) == ("node", [])
+    names = {one.name for one in told.checks}
+    assert {"the weights are those of the configuration", "a checkpoint can be written"} <= names
+
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "hidden_size": 128}))
+    told = await pool.check_game(small_job(broken, env=env), look="model")
+    wrong = [one.name for one in told.checks if not one.ok]
+    assert "the weights are those of the configuration" in wrong
+    nowhere = await pool.check_game(small_job(tmp_path / "none", env=env), look="model")
+    assert (nowhere.done, nowhere.node, nowhere.checks) == (True, "", [])
+
+
+# -- A run in Python: all that the command line tells of it, and what it is worth ------------------
+
+
+async def test_a_run_is_read(stack: Stack, model: Path) -> None:
+    env = {"game": "bandit", "num_val": 8}
+    job = await stack.submit(small_job(model, env=env, training={"num_steps": 6, "test_freq": 3}))
+    name = (await job.until("COMPLETED")).name
+    async with AsyncRun(name, stack.server.url) as run:
+        numbers = await run.metrics()
+        trained = numbers["step"] >= 1
+        assert numbers["step"][trained].tolist() == [1, 2, 3, 4, 5, 6]
+        assert np.isfinite(numbers["training_step_reward"][trained]).all()
+        assert np.isfinite(numbers["val/mean_score"]).sum() == 3
+        assert list(await run.metrics(["actor/lr"])) == ["step", "actor/lr"]
+        with pytest.raises(ConfigError, match="the run has no metric 'lr'"):
+            await run.metrics(["lr"])
+        best = await run.rollouts(sort="reward", limit=4)
+        rewards = [one["reward"] for one in best]
+        assert rewards == sorted(rewards, reverse=True)
+        assert {one["step"] for one in await run.rollouts(2)} == {2}
+        with pytest.raises(NotFoundError, match="step 99"):
+            await run.rollouts(99)
+        assert any(line.startswith("learner | ") for line in await run.logs("learner"))
+        with pytest.raises(NotFoundError, match="no actor 'learnr'"):
+            await run.logs("learnr")
+        assert (await run.profile()).num_steps == 6
+    with Run(name, stack.server.url) as notebook:
+        assert repr(notebook) == f"Run({name!r})"
+        shown = notebook._repr_html_()
+        assert repr(notebook) == f"Run({name!r}, COMPLETED)"
+    assert name in shown
+    assert "<polyline" in shown
+
+
+@pytest.mark.long
+async def test_checkpoints_of_a_run_are_evaluated_and_compared(stack: Stack, model: Path) -> None:
+    env = {"game": "bandit", "num_val": 8}
+    job = await stack.submit(small_job(model, env=env, training={"num_steps": 6, "test_freq": 3}))
+    name = (await job.until("COMPLETED")).name
+    async with AsyncRun(name, stack.server.url) as run:
+        values = await run.evaluate(6)
+        assert "val/mean_score" in values
+        difference = await run.compare(6, f"{name}@3", tasks=[0, 1, 2])
+        assert difference.num_tasks == 3

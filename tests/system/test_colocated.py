@@ -21,7 +21,7 @@ from tests.support.proofs import (
     assert_replay_is_identical,
 )
 from tests.support.stack import Stack
-from tests.system.test_repeats import assert_repeats
+from tests.system.test_resume import assert_repeats
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

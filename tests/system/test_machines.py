@@ -142,7 +142,7 @@ async def test_a_job_whose_machine_is_taken_away_goes_on_on_another(
         await machines(pool)
 
 
-@pytest.mark.parametrize("cluster", GIVES_AND_TAKES, indirect=True)
+@pytest.mark.parametrize("cluster", [on_kubernetes], indirect=True)
 async def test_a_scheduler_that_is_killed_again_and_again_asks_for_no_machine_twice(
     cluster: Cluster, pool_of: OnCluster, model: Path
 ) -> None:

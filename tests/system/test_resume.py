@@ -1,19 +1,28 @@
-"""A run that was stopped goes on where it was; a fork starts from another run's checkpoint."""
+"""Runs that were stopped go on; forks start from checkpoints; seeds repeat."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tinkermq.actors.policy.model_folder import load_causal_lm
+from tinkermq.actors.storage.run_folders import checkpoint_folders
 from tinkermq.actors.training.checkpoint import CheckpointStore
+from tinkermq.broker.feed import best_of, read_scores
 from tinkermq.broker.kept_rollouts import RunRollouts
 from tinkermq.broker.weights.store import WeightStore
+from tinkermq.schemas.job import JobReply, ResumeRequest
+from tinkermq.schemas.rollout import Trajectory
+from tinkermq.schemas.wire.errors import ConfigError, NotFoundError
 
 from tests.support.configs import small_job
+from tests.support.jobs import Job
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+
 
 SENT = {"publish_dtype": "bfloat16", "lr": 1e-6}
 """So that new weights travel as differences."""
@@ -84,3 +93,85 @@ async def test_the_last_rollouts_of_a_run_stay_readable_and_are_not_trained_agai
     await job.until("COMPLETED")
     assert await job.batches() == batches
     assert {entry.seq for entry in await job.entries()} >= set(batches[-1].seqs)
+
+
+@pytest.mark.long
+async def test_a_completed_run_trains_on_to_more_steps(stack: Stack, model: Path) -> None:
+    learner = {"optimizer": "muon", "dtype": "bfloat16", "num_minibatches": 2}
+    training = {"num_steps": 4, "save_freq": 0}
+    job = await stack.submit(small_job(model, learner=learner, training=training))
+    await job.until("COMPLETED")
+    again = ResumeRequest(job=job.scope.job, config={"training": {"num_steps": 7}})
+    await stack.ask("resume", again, JobReply)
+    await job.until_step(7)
+    await job.until("COMPLETED")
+    assert [record.step for record in await job.batches()] == [1, 2, 3, 4, 5, 6, 7]
+    await assert_every_task_once(job)
+    await assert_replay_is_identical(job)
+
+
+# -- The best checkpoint by validation stays, is named `best`, and is forked under that name -------
+
+
+@pytest.mark.long
+async def test_the_best_is_kept_and_forked_by_name(stack: Stack, model: Path) -> None:
+    training = {"num_steps": 9, "save_freq": 0, "test_freq": 2, "keep_best": True, "keep_last": 1}
+    config = small_job(model, env={"num_val": 4}, training=training)
+    run = await stack.submit(config)
+    await run.until("COMPLETED")
+    scores = await read_scores(stack.broker, run.scope)
+    assert set(scores) >= {0, 9}
+    kept = checkpoint_folders(run.record.run_dir)
+    best = best_of(scores, set(scores) - {0})
+    assert set(kept) == {9, best}
+    assert (run.run_dir / "best").resolve() == kept[best or 0]
+
+    fork = await stack.submit(
+        small_job(model, training={"num_steps": 10}), fork_of=f"{run.record.name}@best"
+    )
+    assert fork.record.fork_of == f"{run.record.name}@{best}"
+    await fork.until("COMPLETED")
+
+    with pytest.raises(NotFoundError, match=r"no checkpoint that run .* was validated"):
+        await stack.submit(small_job(model), fork_of=f"{fork.record.name}@best")
+    with pytest.raises(ConfigError, match="keep_best"):
+        await stack.submit(small_job(model, training={"keep_best": True, "test_freq": 0}))
+
+
+# -- Two runs with the same seed, trained on policy, play the same episodes ------------------------
+
+
+async def assert_repeats(stack: Stack, config: dict[str, Any], deadline_s: float = 120) -> None:
+    """Train twice with a seed and once with another, and compare what was played."""
+    first, again, other = [
+        await _played(await stack.submit(one), deadline_s)
+        for one in (config, config, {**config, "seed": 7})
+    ]
+    assert len(first) == 4 * config["training"]["num_steps"]
+    assert _said(first) == _said(again)
+    assert _said(first) != _said(other)
+    for task, rows in first.items():
+        for mine, theirs in zip(rows, again[task], strict=True):
+            np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-4)
+
+
+async def _played(job: Job, deadline_s: float) -> dict[int, list[Trajectory]]:
+    await job.until("COMPLETED", deadline_s=deadline_s)
+    groups = [entry.group for entry in await job.entries()]
+    return {group.task.task: group.trajectories for group in groups if group is not None}
+
+
+def _said(tasks: dict[int, list[Trajectory]]) -> dict[int, list[tuple[list[int], list[float]]]]:
+    """Return all that does not hang on which requests shared a forward pass."""
+    return {
+        task: [(one.token_ids.tolist(), one.rewards.tolist()) for one in rows]
+        for task, rows in tasks.items()
+    }
+
+
+@pytest.mark.long
+async def test_the_rollouts_of_a_seed_repeat(stack: Stack, model: Path) -> None:
+    training = {"max_staleness": 0, "num_steps": 12, "test_freq": 3}
+    validated = {"num_val": 4}  # by the same engine, between the tasks of training
+    config = small_job(model, env=validated, training=training, learner={"lr": 1e-2})
+    await assert_repeats(stack, config)

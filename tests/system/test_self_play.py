@@ -94,30 +94,3 @@ async def test_policies_by_role_and_earlier_versions_of_them_play_in_one_job(
         mismatch = [values.get(f"{label}staleness/abs_log_ratio/lag_0") for values in told]
         assert max(value for value in mismatch if value is not None) < 1e-3
     assert (await job.validations())[8]["val/failed_episodes"] == 0
-
-
-async def test_a_step_of_gomoku_is_trained_against_itself(stack: Stack, model: Path) -> None:
-    config = small_job(
-        model,
-        env={
-            "game": "gomoku",
-            "num_val": 2,
-            "kwargs": {"board_size": 5, "win_length": 4, "opponent": "self", "max_total_steps": 3},
-        },
-        rollout={
-            "group_size": 2,
-            "max_turns": 3,
-            "max_prompt_tokens": 480,
-            "max_turn_tokens": 8,
-            "max_response_tokens": 600,
-        },
-        learner={"max_row_tokens": 1200, "microbatch_tokens": 4800},
-        training={"num_steps": 2, "batch_size": 1},
-        evaluation={"reset_kwargs": {"opponent": ["random", "alphabeta:1"]}},
-    )
-    job = await stack.submit(config)
-    await job.until("COMPLETED", deadline_s=300)
-    results = (await job.validations())[2]
-    assert results["val_game/timeout_rate"] == 1.0  # a random model names no cell
-    assert {"val_game/win_rate/random", "val_game/win_rate/alphabeta:1"} & results.keys()
-    assert (await job.metrics())[-1].values["game/invalid_moves"] > 0

@@ -4,23 +4,18 @@ A policy that does not look names the right one of three shapes one time in thre
 """
 
 import asyncio
-import io
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
-from tinkermq.broker.feed import read_metrics
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
 from tinkermq.clients.inference.openai_play import Endpoint, play_with_endpoint
 from tinkermq.clients.inference.play import PlayOptions
 from tinkermq.envs.games.geo3k import Geo3KToolGame, make_data
-from tinkermq.envs.write_data import write_rows
 
 from tests.actors.gateway.http import serving
 from tests.support.configs import example, small_job
-from tests.support.images import IMAGE_ID, make_vision_model
+from tests.support.images import IMAGE_ID
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
 from tests.support.stack_fixtures import warm_model
@@ -106,57 +101,3 @@ async def test_tries_with_feedback_are_trained_replayed_and_served_with_their_dr
         assert (result.token_ids or []).count(IMAGE_ID) == 4
     greedy = {result.task: result.messages for result in report.results}
     assert {result.task: result.messages for result in over_http.results} == greedy
-
-
-COLOURS = {"red": (220, 40, 40), "green": (40, 200, 40), "blue": (40, 40, 220)}
-
-
-def square(rng: random.Random, colour: str, side: int = 16) -> bytes:
-    """Return a square of about this colour as a PNG file."""
-    shade = tuple(value + rng.randint(-30, 30) for value in COLOURS[colour])
-    file = io.BytesIO()
-    Image.new("RGB", (side, side), shade).save(file, "PNG")
-    return file.getvalue()
-
-
-def about_two_squares(rng: random.Random) -> dict[str, Any]:
-    """Return a conversation that shows a square, and another after the first answer."""
-    first, second = rng.choices(list(COLOURS), k=2)
-    messages = [
-        {"role": "user", "content": "<image>colour?"},
-        {"role": "assistant", "content": first},
-        {"role": "user", "content": "<image>and this?"},
-        {"role": "assistant", "content": second},
-    ]
-    return {"messages": messages, "images": [square(rng, first), square(rng, second)]}
-
-
-async def test_conversations_with_images_are_learnt_once_and_replayed_to_the_bit(
-    stack: Stack, tmp_path: Path
-) -> None:
-    rng = random.Random(0)
-    rows = [about_two_squares(rng) for _ in range(512)]
-    noise = Image.frombytes("RGB", (1800, 1800), rng.randbytes(3 * 1800 * 1800))
-    noise.save(file := io.BytesIO(), "PNG")
-    rows[7]["images"][0] = file.getvalue()  # larger than a message may be
-    config = {
-        "name": "squares",
-        "model": {"path": str(make_vision_model(tmp_path / "model"))},
-        "sft": {"data": [str(write_rows(tmp_path / "squares.parquet", rows))]},
-        "rollout": {"max_prompt_tokens": 64, "max_turn_tokens": 8, "max_response_tokens": 64},
-        "learner": {"lr": 3e-3, "max_row_tokens": 512, "microbatch_tokens": 4096},
-        "training": {"num_steps": 80, "batch_size": 32, "save_freq": 20, "keep_rollouts": True},
-    }
-    job = await stack.submit(config)
-    await job.until_event("checkpoint_saved")
-    await job.kill("learner")
-    await job.until("COMPLETED", deadline_s=400)
-    metrics = await read_metrics(stack.broker, job.scope)
-    losses = [one.values["actor/pg_loss"] for one in metrics if "actor/pg_loss" in one.values]
-    print(f"loss {losses[0]:.2f} to {losses[-1]:.2f}")
-    assert losses[-1] < 0.1  # who does not look has a third of the words right: over 0.2
-    await assert_every_task_once(job)
-    await assert_replay_is_identical(job)
-    given_up = await job.events("task_given_up")
-    assert given_up
-    assert all("the server takes at most" in event.message for event in given_up)

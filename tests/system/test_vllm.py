@@ -29,14 +29,14 @@ from tests.support.proofs import assert_every_task_once, assert_replay_is_identi
 from tests.support.stack import Stack
 from tests.support.stack_fixtures import warm_model
 from tests.support.waiting import PATIENCE_S, eventually
-from tests.system.test_repeats import assert_repeats
-from tests.system.test_router_replay import trained_with_experts
+from tests.system.test_resume import assert_repeats
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="session"),
 ]
 STEPS = 60
+RATIO = "staleness/abs_log_ratio/lag_0"
 
 
 async def test_a_job_learns_from_what_vllm_generates_validates_and_is_served(
@@ -71,7 +71,26 @@ async def test_a_job_learns_from_what_vllm_generates_validates_and_is_served(
 
 
 async def test_a_job_trains_with_the_experts_that_vllm_chose(stack: Stack, tmp_path: Path) -> None:
-    await trained_with_experts(stack, tmp_path, engine="vllm", compile=False, kv_cache_mb=64)
+    """Each token tells its experts, and log-probs agree."""
+    model = make_tiny_model(tmp_path, "qwen3_moe", heads=2)
+    config = small_job(
+        model,
+        algorithm={"router_replay": True},
+        generator={"engine": "vllm", "compile": False, "kv_cache_mb": 64},
+        training={"num_steps": 4, "max_staleness": 1},
+    )
+    job = await stack.submit(config)
+    await job.until("COMPLETED")
+    await assert_every_task_once(job)
+    for entry in await job.entries():
+        assert entry.group is not None
+        for item in entry.group.sampled:
+            assert item.experts is not None
+            assert item.experts.shape == (len(item.token_ids) - 1, 2, 2)
+            assert (np.diff(np.sort(item.experts)) > 0).all()
+    ratios = [one.values[RATIO] for one in await job.metrics() if RATIO in one.values]
+    assert ratios
+    assert max(ratios) < 1e-3, ratios
 
 
 async def test_the_rollouts_of_a_seed_repeat(stack: Stack, tmp_path: Path) -> None:

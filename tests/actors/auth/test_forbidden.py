@@ -1,4 +1,6 @@
-"""What another user may not do with a job, tried over NATS with credentials of his own.
+"""What users, processes, programs and services may not do, tried over NATS.
+
+What another user may not do with a job, tried over NATS with credentials of his own.
 
 Ada has a job with data of every kind. Mallory is a user of the same pool who knows its id.
 """
@@ -8,19 +10,52 @@ from contextlib import aclosing
 
 import numpy as np
 import pytest
+from tinkermq.actors.auth.callout import PROGRAM_CONNECTIONS
 from tinkermq.broker.batches import BatchLog
+from tinkermq.broker.calls import ask_users
 from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.keys import EpisodeIdentity, episode_key, episode_secret
 from tinkermq.broker.client.login import AS_VARIABLE
 from tinkermq.broker.client.rpc import call
-from tinkermq.broker.feed import read_events
+from tinkermq.broker.feed import publish_event, read_events
 from tinkermq.broker.jetstream.direct_get import get_all
+from tinkermq.broker.jetstream.kv import Bucket
+from tinkermq.broker.jetstream.objects import ObjectStore
+from tinkermq.broker.jetstream.streams import (
+    ensure_stream,
+    object_store_config,
+    stream_info,
+)
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.presence import list_presences
 from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.tasks import TaskQueue
 from tinkermq.broker.weights.store import WeightStore
-from tinkermq.schemas.job import JobReply, StopRequest
-from tinkermq.schemas.wire.errors import BrokerError, NotFoundError, TinkermqError
-from tinkermq.schemas.wire.subjects import AUDIT, JobScope, acting, rpc
+from tinkermq.envs.agents.proxy.proxy import EpisodeSigner
+from tinkermq.schemas.job import JobReply, OpenRequest, StopRequest
+from tinkermq.schemas.metric import EvalRecord, Event
+from tinkermq.schemas.user import (
+    AddUser,
+    AuditList,
+    AuditRequest,
+    Invite,
+    JobKeyRequest,
+    NameUser,
+    NewKey,
+    RotateKey,
+    SetQuota,
+    UserList,
+    UserReply,
+)
+from tinkermq.schemas.wire.errors import (
+    AuthError,
+    BrokerError,
+    LogInRefusedError,
+    NotFoundError,
+    TinkermqError,
+)
+from tinkermq.schemas.wire.message import Empty
+from tinkermq.schemas.wire.subjects import AUDIT, BUCKET_EVALS, JobScope, acting, rpc
 
 from tests.support.models import bytes_of
 from tests.support.secured import (
@@ -31,6 +66,7 @@ from tests.support.secured import (
     refused_publish,
 )
 from tests.support.strategies import make_group
+from tests.support.waiting import eventually, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -206,3 +242,392 @@ async def test_jetstream_cannot_be_asked_at_all(job: JobScope, mallory: Broker) 
     await refused_publish(mallory, f"$JS.ACK.{job.stream_task}.generators.1.1.1.1.0", b"+ACK")
     await refused_publish(mallory, "$SYS.REQ.USER.AUTH")
     await refused_publish(mallory, "$SRV.PING")
+
+
+# What the processes of jobs and the services of a pool may not do, tried with their credentials.
+#
+# Ada and Mallory are those of `conftest`.
+
+
+async def test_a_generator_cannot_publish_weights_nor_batches(
+    pool: SecuredPool, job: JobScope
+) -> None:
+    generator = await pool.process(job, "generator-0")
+    bucket = job.bucket_weights
+    for subject in (
+        f"$KV.{bucket}.latest",
+        f"$O.{bucket}.C.x",
+        job.weights,
+        job.batch,
+        job.task(9),
+        job.metric,
+        job.log("learner"),
+        f"$KV.tmq-evals.{job.key}.1",
+        f"$KV.tmq-actors.{job.key}.learner",
+        f"$JS.API.STREAM.PURGE.{job.stream_rollout}",
+        f"$JS.API.STREAM.DELETE.{job.stream_rollout}",
+        f"$JS.API.DIRECT.GET.{job.stream_log}",
+        f"$JS.API.CONSUMER.CREATE.{job.stream_task}.generators.{job.task('*')}",
+        job.store("learner") + ".get.KV_tmq-evals",
+    ):
+        await refused_publish(generator, subject)
+    [lease] = await TaskQueue(generator, job).pull(1, 20)
+    await lease.done()
+
+
+async def test_an_environment_host_reads_neither_log_nor_rollouts(
+    pool: SecuredPool, job: JobScope
+) -> None:
+    host = await pool.process(job, "environment-0")
+    assert (await JobStore(host).find_by_id("ada", job.job)) is not None
+    with pytest.raises(BrokerError, match=REFUSED):
+        await RolloutLog(host, job).get(1)
+    with pytest.raises(BrokerError, match=REFUSED):
+        await read_events(host, job)
+    with pytest.raises(BrokerError, match=REFUSED):
+        await WeightStore(host, job).latest()
+    with pytest.raises(BrokerError, match=REFUSED):
+        await JobStore(host).list_jobs("ada")
+    for subject in (job.rollout(8), job.metric, job.task(8), job.control("learner")):
+        await refused_publish(host, subject)
+    inboxes = ("", "_root", "_scheduler", "_job.bob.j.learner")
+    for subject in (f"_INBOX{owner}.x" for owner in inboxes):
+        await refused_publish(host, subject)
+    heard = (job.rollout("*"), job.metric, job.log("*"), f"{job.inbox('learner')}.>")
+    for subject in (*heard, "$SRV.>", "$SRV.PING", "$SRV.INFO.>"):
+        await refused_listen(host, subject)
+
+
+async def test_the_processes_of_one_job_reach_no_other_job(
+    pool: SecuredPool, job: JobScope, mallory: Broker
+) -> None:
+    other = JobScope("mallory", "01mine")
+    for actor in ("learner", "generator-0", "evaluator-0", "environment-0"):
+        process = await pool.process(other, actor)
+        for subject in (job.rollout(9), job.env_reset, f"$KV.tmq-actors.{job.key}.x"):
+            await refused_publish(process, subject)
+        await refused_publish(process, f"$JS.API.DIRECT.GET.{job.stream_rollout}", b"{}")
+        for heard in (job.rollout("*"), f"$KV.{BUCKET_EVALS}.{job.key}.>", f"$KV.{BUCKET_EVALS}.>"):
+            await refused_listen(process, heard)
+        with pytest.raises(BrokerError, match=REFUSED):
+            await JobStore(process).find_by_id("ada", job.job)
+
+
+async def test_a_service_has_its_own_rights_only(pool: SecuredPool, job: JobScope) -> None:
+    node, gateway = await pool.service("node"), await pool.service("gateway")
+    for subject in (job.rollout(9), "$KV.tmq-users.user.x", rpc("ada", "scheduler", "stop")):
+        await refused_publish(node, subject)
+        await refused_publish(gateway, subject)
+    await refused_publish(await pool.service("scheduler"), "$KV.tmq-users.user.ada")
+    await refused_listen(node, job.rollout("*"))
+    with pytest.raises(BrokerError, match="may not publish"):
+        await stream_info(node, "tmq-audit")
+
+
+async def test_only_the_learner_of_a_job_writes_its_checkpoints_in_the_broker(
+    pool: SecuredPool, job: JobScope
+) -> None:
+    bucket = job.object_checkpoints
+    config = object_store_config(bucket, "checkpoints", 1 << 20)
+    await ensure_stream(await pool.service("scheduler"), config)
+    store = ObjectStore(await pool.process(job, "learner"), bucket)
+    await store.put("a", [memoryview(b"a")], deadline_s=10)
+    assert [info.name for info in await store.infos()] == ["a"]
+    await store.delete("a")
+    await store.put("a", [memoryview(b"a")], deadline_s=10)
+    for actor in ("generator-0", "evaluator-0", "environment-0"):
+        process = await pool.process(job, actor)
+        await refused_publish(process, f"$O.{bucket}.C.x")
+        await refused_publish(process, f"$JS.API.STREAM.DELETE.OBJ_{bucket}", b"{}")
+        if actor == "environment-0":  # which runs games, and loads no model
+            await refused_publish(process, f"$JS.API.DIRECT.GET.OBJ_{bucket}", b"{}")
+        else:
+            read = ObjectStore(process, bucket)
+            assert [info.name for info in await read.infos()] == ["a"]
+    stranger = await pool.process(JobScope("mallory", "01mine"), "learner")
+    await refused_publish(stranger, f"$O.{bucket}.C.x")
+    await refused_publish(stranger, f"$JS.API.DIRECT.GET.OBJ_{bucket}", b"{}")
+
+
+# -- What a program may not do with the key of its episode, tried over NATS without any gateway ----
+#
+# Ada and Mallory are those of `conftest`.
+
+
+EPISODE = "generator-0-1-3-0"
+
+
+async def key_of(pool: SecuredPool, job: JobScope, episode: str = EPISODE) -> str:
+    """The key of an episode, as the host in the pool makes it."""
+    host = await pool.process(job, "environment-0")
+    return (await EpisodeSigner.of_job(host, job)).key(episode)
+
+
+async def test_both_kinds_of_hosts_sign_keys_that_the_broker_takes(
+    pool: SecuredPool, job: JobScope
+) -> None:
+    ada = await pool.user("ada")
+    assert (await EpisodeSigner.of_job(ada, job)).key(EPISODE) == await key_of(pool, job)
+    program = await pool.connected(await key_of(pool, job))
+    assert program.user == "ada"
+    host = await pool.process(job, "environment-0")
+    listening = await host.listen(job.episode(EPISODE, "post"), lambda _: None)
+    await host.nc.flush()
+    await program.publish(job.episode(EPISODE, "post"), b"x")
+    await program.nc.flush()
+    await listening.stop()
+
+
+async def test_a_program_reaches_nothing_but_its_own_episode(
+    pool: SecuredPool, job: JobScope
+) -> None:
+    program = await pool.connected(await key_of(pool, job))
+    for subject in (
+        job.episode("generator-0-1-3-1", "call"),
+        job.episode(f"{EPISODE}-2", "post"),
+        JobScope("mallory", "01mine").episode(EPISODE, "call"),
+        JobScope("ada", "other").episode(EPISODE, "call"),
+        job.episode_keys,
+        job.env_reset,
+        job.infer("chat"),
+        job.control("learner"),
+        job.rollout(9),
+        job.event,
+        job.store("environment") + ".get.KV_tmq-jobs",
+        rpc("ada", "scheduler", "stop"),
+        rpc("ada", "users", "me"),
+        "_INBOX_ada.x",
+        f"_INBOX_job.{job.key}.generator-0.x",
+        "$SRV.PING",
+    ):
+        await refused_publish(program, subject)
+    for subject in (
+        job.episode(EPISODE, "call"),
+        job.episode(EPISODE, "post"),
+        f"_INBOX_job.{job.key}.>",
+        job.episode_inbox("generator-0-1-3-1") + ".>",
+        job.metric,
+        job.log("*"),
+        ">",
+    ):
+        await refused_listen(program, subject)
+
+
+async def test_a_program_reads_nothing_that_is_stored(pool: SecuredPool, job: JobScope) -> None:
+    program = await pool.connected(await key_of(pool, job))
+    for subject in (
+        "$JS.API.INFO",
+        f"$JS.API.STREAM.INFO.{job.stream_rollout}",
+        f"$JS.API.STREAM.MSG.GET.{job.stream_rollout}",
+        f"$JS.API.DIRECT.GET.{job.stream_rollout}",
+        f"$JS.API.CONSUMER.CREATE.{job.stream_rollout}",
+        f"$KV.tmq-jobs.{job.key}",
+    ):
+        await refused_publish(program, subject, b"{}")
+    with pytest.raises(TinkermqError):
+        await RolloutLog(program, job).get(1)
+    with pytest.raises(TinkermqError):
+        await JobStore(program).find_by_id("ada", job.job)
+
+
+async def test_forged_keys_are_refused(pool: SecuredPool, job: JobScope, mallory: Broker) -> None:
+    key = await key_of(pool, job)
+    signer = await EpisodeSigner.of_job(mallory, JobScope("mallory", "01mine"))
+    signature = signer.key(EPISODE).rpartition(".")[2]
+    own = episode_secret("mallory", "01mine", pool.secrets.job_secret())
+    for forged in (
+        key.replace(".generator-0-1-3-0.", ".generator-0-1-3-1."),
+        key.replace("_ada.", "_mallory."),
+        key.replace(f".{job.job}.", ".01mine."),
+        key[:-1] + ("0" if key[-1] != "0" else "1"),
+        f"{key.rpartition('.')[0]}.{signature}",
+        episode_key(EpisodeIdentity("ada", job.job, EPISODE), own),
+        episode_key(EpisodeIdentity("ada", job.job, EPISODE), None),
+    ):
+        with pytest.raises(LogInRefusedError):
+            await pool.connected(forged)
+
+
+async def test_nobody_signs_for_the_job_of_another(
+    pool: SecuredPool, job: JobScope, mallory: Broker
+) -> None:
+    with pytest.raises(TinkermqError, match="may not"):
+        await EpisodeSigner.of_job(mallory, job)
+    program = await pool.connected(await key_of(pool, job))
+    with pytest.raises(TinkermqError, match="may not"):
+        await EpisodeSigner.of_job(program, job)
+    with pytest.raises(AuthError, match="runs no job"):
+        await EpisodeSigner.of_job(mallory, JobScope("mallory", "02none"))
+
+
+async def test_connections_with_one_key_are_bounded(pool: SecuredPool, job: JobScope) -> None:
+    key = await key_of(pool, job, "greedy-0")
+    refused = 0
+    for _ in range(3 * PROGRAM_CONNECTIONS):  # servers tell of new connections a moment later
+        try:
+            await pool.connected(key)
+        except LogInRefusedError:
+            refused += 1
+    assert refused >= PROGRAM_CONNECTIONS
+    assert await pool.connected(await key_of(pool, job, "greedy-1"))
+
+
+async def test_the_end_of_its_job_ends_a_programs_connection(pool: SecuredPool) -> None:
+    scope = await pool.job("ada", "01ends")
+    key = await key_of(pool, scope)
+    program = await pool.connected(key)
+    errors: list[BrokerError] = []
+    program.on_error(errors.append)
+    jobs = JobStore(await pool.service("scheduler"))
+    await jobs.transition(await jobs.get("ada", scope.job), "FAILED", "it ended", "test")
+    await until(lambda: any(isinstance(one, LogInRefusedError) for one in errors), "the refusal")
+    assert not program.is_connected
+    with pytest.raises(LogInRefusedError):
+        await pool.connected(key)
+
+
+# -- What another user may not ask of the auth service: its store proxy, and its users -------------
+#
+# Ada and Mallory are those of `conftest`.
+
+
+async def test_the_store_proxy_reads_and_writes_ones_own_only(
+    job: JobScope, mallory: Broker
+) -> None:
+    place = rpc("mallory", "store", "get")
+    for stream, subject in (
+        ("KV_tmq-users", "$KV.tmq-users.user.mallory"),
+        ("KV_tmq-users", ">"),
+        ("tmq-audit", ">"),
+        (job.stream_rollout, ">"),
+        ("KV_tmq-jobs", ">"),
+        ("KV_tmq-jobs", "$KV.tmq-jobs.>"),
+        ("KV_tmq-jobs", "$KV.tmq-jobs.*.>"),
+        ("KV_tmq-jobs", "$KV.tmq-jobs.ada.>"),
+        ("KV_tmq-jobs", "$KV.tmq-jobs.mallory2.x"),
+        ("KV_tmq-actors", "$KV.tmq-actors.>"),
+        ("KV_tmq-requests", "$KV.tmq-requests.mallory.x"),
+        ("KV_tmq-nodes", ">"),
+        ("KV_tmq-secrets", ">"),
+        ("KV_tmq-secrets", "$KV.tmq-secrets.mallory.>"),
+    ):
+        payload = json.dumps({"seq": 1, "next_by_subj": subject, "batch": 9}).encode()
+        reply = await mallory.request(f"{place}.{stream}", payload)
+        assert (reply.headers or {}).get("Status") == "403", (stream, subject)
+    for request in ({"seq": 1}, {"last_by_subj": "$KV.tmq-jobs.ada.x"}, {"multi_last": [">"]}):
+        reply = await mallory.request(f"{place}.KV_tmq-jobs", json.dumps(request).encode())
+        assert (reply.headers or {}).get("Status") == "403", request
+    for payload in (b"", b"[]", b"{", b'"x"'):
+        reply = await mallory.request(f"{place}.KV_tmq-jobs", payload)
+        assert (reply.headers or {}).get("Status") == "403", payload
+    put = rpc("mallory", "store", "put")
+    for subject in (
+        job.rollout(9),
+        "tmq.v1.job.mallory.01mine.metric",
+        "tmq.v1.job.mallory.01mine.rollout.x",
+        "$KV.tmq-jobs.mallory.01mine",
+        "$KV.tmq-evals.ada.01adasjob.1",
+        "$JS.API.STREAM.DELETE.tmq-mallory-01mine-log",
+        AUDIT,
+    ):
+        reply = await mallory.request(f"{put}.{subject}", b"{}")
+        assert json.loads(reply.data)["error"]["code"] == 403, subject
+    for subject in (rpc("mallory", "store", "purge.x"), rpc("mallory", "store", "get")):
+        await mallory.publish(subject, b"")
+
+
+async def test_what_the_store_proxy_refuses_is_written_down(
+    pool: SecuredPool, job: JobScope, mallory: Broker
+) -> None:
+    await mallory.request(rpc("mallory", "store", "get.tmq-audit"), b'{"seq":1}')
+    root = await pool.user("root")
+
+    async def told() -> bool:
+        records = (await ask_users(root, "audit", AuditRequest(limit=1000), AuditList)).records[
+            ::-1
+        ]
+        return any((one.who, one.what) == ("mallory", "store") for one in records)
+
+    await eventually(told, "the refusal to be written down")
+
+
+async def test_nobody_lends_his_rights_to_a_forged_reply_subject(
+    pool: SecuredPool, job: JobScope, mallory: Broker
+) -> None:
+    """Whoever answers with more rights than the asker must not answer to any subject."""
+    scheduler = await pool.service("scheduler")
+    before = await RolloutLog(scheduler, job).last_seq()
+    own = JobScope("mallory", "01mine")
+    assert await RolloutLog(mallory, own).append(make_group(1))
+    victim = job.rollout(66)
+    get, put = rpc("mallory", "store", "get"), rpc("mallory", "store", "put")
+    for subject, payload in (
+        (f"{get}.{own.stream_rollout}", b'{"seq":1}'),
+        (f"{put}.{own.rollout(2)}", make_group(2).to_bytes()),
+        (rpc("mallory", "store", f"info.{own.stream_rollout}"), b""),
+        (rpc("mallory", "users", "me"), Empty().to_bytes()),
+    ):
+        await mallory.nc.publish(subject, payload, reply=victim)
+    await ask_users(mallory, "me", Empty(), UserReply)  # the service has taken those before
+    await mallory.request(f"{get}.{own.stream_rollout}", b'{"seq":1}')
+    assert await RolloutLog(scheduler, job).last_seq() == before
+
+
+async def test_a_message_id_of_one_user_hides_nothing_that_another_stores(
+    pool: SecuredPool, job: JobScope, mallory: Broker
+) -> None:
+    ada, headers = await pool.user("ada"), {"Nats-Msg-Id": "the-same-for-both"}
+    for who, of, broker in (("mallory", "01mine", mallory), ("ada", job.job, ada)):
+        subject = rpc(who, "store", f"put.$KV.{BUCKET_EVALS}.{who}.{of}.1")
+        payload = EvalRecord(version=1, step=1).to_bytes()
+        reply = json.loads((await broker.request(subject, payload, headers=headers)).data)
+        assert "seq" in reply
+        assert not reply.get("duplicate"), who
+        found = await Bucket(broker, BUCKET_EVALS, EvalRecord).get(f"{who}.{of}.1")
+        assert found is not None, who
+
+
+async def test_an_environment_host_hides_no_event_of_the_pool_by_its_message_id(
+    pool: SecuredPool, job: JobScope
+) -> None:
+    host, learner = await pool.process(job, "environment-0"), await pool.process(job, "learner")
+    before = len(await read_events(await pool.user("ada"), job))
+    for broker, source in ((host, "environment-0"), (learner, "learner")):
+        event = Event(kind="k", source=source, time=1.0)
+        await publish_event(broker, job, event, message_id="the-next")
+    events = await read_events(await pool.user("ada"), job)
+    assert [one.source for one in events[before:]] == ["environment-0", "learner"]
+
+
+async def test_users_cannot_manage_users(pool: SecuredPool, job: JobScope, mallory: Broker) -> None:
+    for method, request, reply in (
+        ("list", Empty(), UserList),
+        ("add", AddUser(user="eve", role="admin"), NewKey),
+        ("rotate", RotateKey(user="ada"), NewKey),
+        ("revoke", NameUser(user="ada"), UserReply),
+        ("quota", SetQuota(user="mallory", max_slots=-1), UserReply),
+        ("invite", Invite(), NewKey),
+        ("audit", AuditRequest(), AuditList),
+    ):
+        with pytest.raises(AuthError, match="may not do this"):
+            await ask_users(mallory, method, request, reply)
+    for subject in (rpc("root", "users", "list"), rpc("ada", "users", "me")):
+        await refused_publish(mallory, subject, Empty().to_bytes())
+    key = JobKeyRequest(user="mallory", job="01mine", actor="learner", attempt=1)
+    await refused_publish(mallory, rpc("node", "keys", "job"), key.to_bytes())
+    opening = OpenRequest(user="mallory", job="01mine", actor="learner", attempt=1)
+    for asker in (mallory, await pool.user("root")):
+        await refused_publish(asker, rpc("node", "secrets", "open"), opening.to_bytes())
+
+
+async def test_only_an_admin_may_act_for_another(pool: SecuredPool, job: JobScope) -> None:
+    await pool.user("mallory")
+    with environment(**{AS_VARIABLE: "ada"}):
+        mallory = await pool.connected(pool.keys["mallory"])
+    with pytest.raises(BrokerError, match="may not publish"):
+        await JobStore(mallory).find_by_id("ada", job.job)
+
+
+async def test_an_admin_cannot_ask_in_the_name_of_another_admin(pool: SecuredPool) -> None:
+    root = await pool.user("root")
+    await refused_publish(root, rpc("ada", "users", "rotate"), RotateKey(user="ada").to_bytes())

@@ -19,7 +19,9 @@ from tinkermq.actors.runtime import EXIT_FAILED
 from tinkermq.actors.storage.access import ROOTS_VARIABLE
 from tinkermq.broker.calls import ask_users
 from tinkermq.broker.client.keys import new_api_key
-from tinkermq.broker.client.login import CREDENTIALS_VARIABLE
+from tinkermq.broker.client.login import (
+    CREDENTIALS_VARIABLE,
+)
 from tinkermq.broker.jetstream.streams import create_shared
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.user import AddUser, NameUser, NewKey, UserReply
@@ -236,25 +238,6 @@ async def test_the_log_in_leads_to_our_own_pages_only(guarded: Guarded, place: s
     assert answer.headers["location"] == "/jobs"
 
 
-async def test_two_users_in_two_browsers_see_their_own(guarded: Guarded, browser: Browser) -> None:
-    async with (
-        watched_page(browser, guarded.gateway.url) as alice,
-        watched_page(browser, guarded.gateway.url) as bob,
-    ):
-        for page, key in ((alice, guarded.key("alice")), (bob, guarded.key("bob"))):
-            await page.goto("/jobs")
-            await page.fill("input[name=key]", key)
-            await page.click("main button[type=submit]")
-            await page.wait_for_url("**/jobs")
-        assert await alice.locator("a.name").all_inner_texts() == ["run-job-of-alice"]
-        assert await bob.locator("a.name").all_inner_texts() == ["run-job-of-bob"]
-        assert await alice.inner_text(".who") == "alice"
-        await alice.click("text=Log out")
-        await alice.wait_for_url("**/login")
-        await bob.reload()
-        assert await bob.inner_text(".who") == "bob"
-
-
 async def test_with_a_certificate_everything_is_encrypted_and_cookies_are_for_nothing_else(
     guarded: Guarded, tmp_path: Path
 ) -> None:
@@ -382,15 +365,6 @@ async def test_a_key_that_has_run_out_is_told_to_be_expired_or_wrong(guarded: Gu
     assert "tinkermq user rotate" in error["hint"]
 
 
-async def test_idle_connections_make_room_for_others(own_server: NatsServer) -> None:
-    sessions = Sessions(own_server.url, with_keys=False, max_visitors=1)
-    first = await sessions.visitor(session=None, key=None)
-    assert await sessions.visitor(session=None, key="ignored") is first
-    await sessions.close()
-    assert first.broker.closed.is_set()
-    assert sessions.num_visitors == 0
-
-
 async def test_an_admin_manages_users_and_reads_the_audit_in_the_browser(
     guarded: Guarded, browser: Browser
 ) -> None:
@@ -436,3 +410,12 @@ async def test_openai_s_endpoints_ask_for_a_key_in_their_own_words(guarded: Guar
     nowhere = await guarded.gateway.get("/v1/nope", **guarded.bearer("alice"))
     assert nowhere.status == 404
     assert nowhere.json["error"]["type"] == "not_found_error"
+
+
+async def test_idle_connections_make_room_for_others(own_server: NatsServer) -> None:
+    sessions = Sessions(own_server.url, with_keys=False, max_visitors=1)
+    first = await sessions.visitor(session=None, key=None)
+    assert await sessions.visitor(session=None, key="ignored") is first
+    await sessions.close()
+    assert first.broker.closed.is_set()
+    assert sessions.num_visitors == 0

@@ -344,16 +344,6 @@ async def test_who_waits_for_an_answer_is_not_hurried_and_may_ask_again() -> Non
             assert answer.startswith(b"HTTP/1.1 200")
 
 
-async def test_connections_beyond_the_bound_are_told_so_and_room_comes_back() -> None:
-    async with impatient(of_address=2) as port:
-        async with opened(port), opened(port), opened(port) as (reader, _):
-            assert (await _ends(reader)).startswith(b"HTTP/1.1 503")
-        for _ in range(3):
-            async with opened(port) as (reader, writer):
-                writer.write(b"POST /read HTTP/1.0\r\nhost: a\r\ncontent-length: 2\r\n\r\nab")
-                assert (await _ends(reader)).endswith(b"2")
-
-
 async def test_no_connection_is_turned_into_a_websocket(guarded: Guarded) -> None:
     more = {"connection": "Upgrade", "upgrade": "websocket", "sec_websocket_version": "13"}
     answer = await guarded.gateway.get("/healthz", sec_websocket_key="x" * 24, **more)

@@ -1,24 +1,27 @@
-"""OpenAI's endpoints, asked with the official client; the servers behind them are canned."""
+"""Served models asked with their makers' clients; the servers behind them are canned."""
 
 import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
 import pytest_asyncio
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
+from openai.types.responses import Response
 from tinkermq.broker.client.connection import Broker
+from tinkermq.schemas.infer import ChatRequest
+from tinkermq.schemas.output_format import OutputFormat
 from tinkermq.schemas.wire.errors import BusyError, ConfigError
 
 from tests.actors.gateway.canned import Canned
 from tests.actors.gateway.http import openai_client, serving
 from tests.support.waiting import PATIENCE_S
 
-CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 STATEFUL = {"x-tinkermq-stateful": "1"}
 ASKED: Any = [{"role": "user", "content": "hi"}]
 
@@ -75,30 +78,6 @@ async def test_a_stream_comes_in_pieces_and_ends_with_the_usage(client: AsyncOpe
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 2
-
-
-async def test_tool_calls_come_as_such_whole_and_streamed(
-    client: AsyncOpenAI, canned: Canned
-) -> None:
-    canned.words = ["So: ", CALL[:5], CALL[5:30], CALL[30:]]
-    chat = await client.chat.completions.create(model="my-run@4", messages=ASKED, tools=TOOLS)
-    (call,) = chat.choices[0].message.tool_calls or []
-    assert call.type == "function"
-    assert call.function.name == "add"
-    assert json.loads(call.function.arguments) == {"a": 1}
-    assert chat.choices[0].message.content == "So:"
-    assert chat.choices[0].finish_reason == "tool_calls"
-    assert canned.asked[-1].to_map()["tools"] == TOOLS
-
-    stream = await client.chat.completions.create(
-        model="my-run@4", messages=ASKED, tools=TOOLS, stream=True
-    )
-    chunks = [chunk.choices[0] async for chunk in stream]
-    assert "".join(chunk.delta.content or "" for chunk in chunks) == "So:"
-    (streamed,) = [one for chunk in chunks for one in chunk.delta.tool_calls or []]
-    assert streamed.function is not None
-    assert (streamed.index, streamed.function.name) == (0, "add")
-    assert chunks[-1].finish_reason == "tool_calls"
 
 
 async def test_completions_continue_texts_and_token_ids(
@@ -209,3 +188,374 @@ async def test_a_body_that_is_no_json_gets_the_envelope(broker: Broker) -> None:
         answer = await http.post(f"{url}/chat/completions", content=b"{")
     assert answer.status_code == 400
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+# -- A served model asked through Responses and Messages, with their makers' clients ---------------
+
+
+WORDS = [
+    "<think>\nhm",
+    "\n</think>I lo",
+    'ok.<tool_call>{"name": "add", "argu',
+    'ments": {"a": 1}}',
+]
+WORDS += ["</tool_call>"]
+PNG = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJ"
+    "RU5ErkJggg=="
+)
+ASKED_RESPONSE: Any = {"model": "my-run@4", "input": "2+2?"}
+
+
+@pytest_asyncio.fixture
+async def responses(broker: Broker, canned: Canned) -> AsyncIterator[AsyncOpenAI]:
+    """OpenAI's client."""
+    canned.words = WORDS
+    async with openai_client(broker) as client:
+        yield client
+
+
+@pytest_asyncio.fixture
+async def messages(broker: Broker, canned: Canned) -> AsyncIterator[AsyncAnthropic]:
+    """Anthropic's client."""
+    canned.words = WORDS
+    async with serving(broker) as url:
+        base = url.removesuffix("/v1")
+        async with AsyncAnthropic(base_url=base, api_key="any", max_retries=0) as client:
+            yield client
+
+
+async def respond(client: AsyncOpenAI, *, stream: bool = False, **more: Any) -> Any:
+    tool: Any = {"type": "function", "name": "add", "parameters": {}, "strict": False}
+    asked = {**ASKED_RESPONSE, "instructions": "be brief", "tools": [tool], **more}
+    if not stream:
+        return await client.responses.create(**asked)
+    async with client.responses.stream(**asked) as events:
+        return await events.get_final_response()
+
+
+async def message(client: AsyncAnthropic, *, stream: bool = False, **more: Any) -> Any:
+    tool: Any = {"name": "add", "input_schema": {"type": "object"}}
+    asked: Any = {"model": "my-run@4", "messages": [{"role": "user", "content": "2+2?"}]}
+    asked |= {"tools": [tool], "system": "be brief", "max_tokens": 9, **more}
+    if not stream:
+        return await client.messages.create(**asked)
+    async with client.messages.stream(**asked) as events:
+        return await events.get_final_message()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_response_has_reasoning_text_call_and_counts(
+    responses: AsyncOpenAI, canned: Canned, stream: bool
+) -> None:
+    made = await respond(
+        responses, stream=stream, temperature=0.5, store=False, max_output_tokens=7
+    )
+    thought, said, call = made.output
+    assert (thought.type, thought.content[0].text) == ("reasoning", "hm")
+    assert (said.type, said.content[0].text) == ("message", "I look.")
+    assert (call.type, call.name, call.arguments) == ("function_call", "add", '{"a": 1}')
+    assert (made.model, made.status) == ("my-run@4", "completed")
+    assert (made.usage.input_tokens, made.usage.output_tokens) == (3, 2)
+    (asked,) = canned.asked
+    assert isinstance(asked, ChatRequest)
+    assert [told["content"] for told in asked.messages] == ["be brief", "2+2?"]
+    assert (asked.decoding.temperature, asked.decoding.max_tokens) == (0.5, 7)
+    assert asked.stream == stream
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_message_has_thinking_text_call_and_counts(
+    messages: AsyncAnthropic, canned: Canned, stream: bool
+) -> None:
+    made = await message(messages, stream=stream, stop_sequences=["!"], metadata={"user_id": "u"})
+    thought, said, call = made.content
+    assert (thought.type, thought.thinking) == ("thinking", "hm")
+    assert (said.type, said.text) == ("text", "I look.")
+    assert (call.type, call.name, call.input) == ("tool_use", "add", {"a": 1})
+    assert (made.model, made.stop_reason) == ("my-run@4", "tool_use")
+    assert made.usage.output_tokens == 2
+    (asked,) = canned.asked
+    assert isinstance(asked, ChatRequest)
+    assert [told["content"] for told in asked.messages] == ["be brief", "2+2?"]
+    assert asked.decoding.stop == ["!"]
+
+
+NOTHING_RESPONSES: dict[str, Any] = {
+    "include": ["reasoning.encrypted_content"],
+    "text": {"format": {"type": "text"}, "verbosity": "medium"},
+    "reasoning": {"effort": None, "summary": "auto"},
+    "parallel_tool_calls": True,
+    "truncation": "disabled",
+    "service_tier": "auto",
+    "presence_penalty": 0,
+    "background": False,
+    "prompt_cache_key": "k",
+    "stream_options": {"include_obfuscation": False},
+    "max_tool_calls": None,
+}
+NOTHING_MESSAGES: dict[str, Any] = {
+    "thinking": {"type": "disabled"},
+    "service_tier": "standard_only",
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": False},
+    "cache_control": {"type": "ephemeral"},
+    "context_management": {},
+    "mcp_servers": [],
+    "output_config": {"effort": "high"},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_tokens_are_told_as_of_episodes(
+    responses: AsyncOpenAI, messages: AsyncAnthropic, stream: bool
+) -> None:
+    body = {"return_token_ids": True}
+    made = await respond(responses, stream=stream, extra_body=body)
+    told = {"prompt_token_ids": [5, 6, 7], "answers": [{"token_ids": [0, 1, 2, 3, 4]}]}
+    assert made.to_dict()["tinkermq"] == told
+    if not stream:  # this client's last message has no room for it
+        other = await message(messages, extra_body=body)
+        assert other.to_dict()["tinkermq"] == told
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"extra_body": {"stateful": True}}, {"extra_headers": {"x-tinkermq-stateful": "true"}}],
+    ids=["body", "header"],
+)
+async def test_a_stateful_conversation_is_refused_as_removed(
+    responses: AsyncOpenAI, messages: AsyncAnthropic, canned: Canned, how: dict[str, Any]
+) -> None:
+    with pytest.raises(openai.BadRequestError, match="stateful' was removed"):
+        await respond(responses, **how)
+    with pytest.raises(anthropic.BadRequestError, match="stateful' was removed"):
+        await message(messages, **how)
+    assert not canned.asked
+
+
+async def test_values_that_ask_for_nothing_are_taken(
+    responses: AsyncOpenAI, messages: AsyncAnthropic, canned: Canned
+) -> None:
+    await respond(responses, extra_body=NOTHING_RESPONSES)
+    await message(messages, extra_body=NOTHING_MESSAGES)
+    assert len(canned.asked) == 2
+
+
+async def test_results_of_tools_and_images_reach_the_server(
+    messages: AsyncAnthropic, canned: Canned
+) -> None:
+    call = {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}}
+    image = {"type": "base64", "media_type": "image/png", "data": PNG}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": "3"}
+    history = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, {"type": "image", "source": image}]},
+    ]
+    await message(messages, messages=history)
+    (asked,) = canned.asked
+    assert isinstance(asked, ChatRequest)
+    _, _, called, answered, shown = asked.messages
+    function = {"name": "add", "arguments": {"a": 1}}
+    assert called["tool_calls"] == [{"type": "function", "id": "c1", "function": function}]
+    assert (answered["role"], answered["content"]) == ("tool", "3")
+    assert answered["tool_call_id"] == "c1"
+    assert shown["content"][0]["image"].startswith(b"\x89PNG")
+
+
+REFUSED_RESPONSES: list[tuple[dict[str, Any], str]] = [
+    ({"store": True}, "answers are not kept"),
+    ({"previous_response_id": "resp_1"}, "send the whole conversation as input"),
+    ({"tool_choice": "required", "tools": []}, "and with tools required"),
+    ({"tool_choice": {"type": "file_search"}}, "'tool_choice' is not supported here"),
+    ({"text": {"verbosity": "low"}}, "'text.verbosity' is not supported here"),
+    (
+        {"text": {"format": {"type": "json_schema", "schema": {"type": "text"}}}},
+        r"text.format.schema.type must be one of array",
+    ),
+    ({"reasoning": {"effort": "high"}}, "set by its chat template"),
+    ({"presence_penalty": 3.0}, "the parameter 'presence_penalty' cannot be used"),
+    ({"temperature": -1}, "the parameter 'temperature' cannot be used"),
+    ({"tools": [{"type": "web_search"}]}, "'tools: web_search' is not supported here"),
+    ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "texts and images"),
+]
+
+
+async def test_what_a_response_cannot_do_is_refused_by_name(
+    responses: AsyncOpenAI, canned: Canned
+) -> None:
+    for more, told in REFUSED_RESPONSES:
+        with pytest.raises(openai.BadRequestError, match=told):
+            await respond(responses, extra_body=more)
+    assert not canned.asked
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_the_stop_text_that_ended_a_message_is_told(
+    messages: AsyncAnthropic, canned: Canned, stream: bool
+) -> None:
+    canned.words = ["ok"]
+    made = await message(messages, stream=stream, stop_sequences=["END"])
+    assert (made.stop_reason, made.stop_sequence) == ("end_turn", None)
+    canned.stop = "END"
+    made = await message(messages, stream=stream, stop_sequences=["END"])
+    assert (made.stop_reason, made.stop_sequence) == ("stop_sequence", "END")
+
+
+GRAMMAR = {"type": "custom", "name": "run", "description": "runs a script"}
+ADD: dict[str, Any] = {
+    "type": "function",
+    "name": "add",
+    "description": "adds",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    "strict": False,
+}
+BARE = {"type": "function", "name": "look"}
+ECHOED: list[dict[str, Any]] = [
+    {},
+    {"tools": [ADD]},
+    {"tools": [ADD, GRAMMAR, BARE], "tool_choice": "auto"},
+    {"tools": [ADD], "tool_choice": "none", "parallel_tool_calls": True},
+    {"temperature": 0.25, "top_p": 0.5, "max_output_tokens": 17},
+    {"temperature": 0.0},
+    {"instructions": "be brief", "metadata": {"run": "7"}, "user": "u1"},
+    {"text": {"format": {"type": "text"}, "verbosity": "medium"}, "truncation": "disabled"},
+    {"reasoning": {"summary": "auto"}, "service_tier": "auto", "background": False},
+    {"prompt_cache_key": "k", "safety_identifier": "s", "top_logprobs": 0},
+    {"tools": None, "temperature": None, "instructions": None, "metadata": None},
+]
+DEFAULTS: dict[str, Any] = {
+    "background": False,
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "service_tier": "default",
+    "temperature": 1.0,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "top_p": 1.0,
+    "truncation": "disabled",
+    "user": None,
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_response_tells_what_was_asked(
+    broker: Broker, canned: Canned, stream: bool
+) -> None:
+    canned.words = ["ok"]
+    async with serving(broker) as url, httpx.AsyncClient() as http:
+        for asked in ECHOED:
+            await _tells(http, f"{url}/responses", asked, stream=stream)
+
+
+async def _tells(http: httpx.AsyncClient, url: str, asked: dict[str, Any], *, stream: bool) -> None:
+    """Ask, and compare what is told with what was asked."""
+    body = {**ASKED_RESPONSE, **asked, "stream": stream}
+    answer = await http.post(url, json=body)
+    assert answer.status_code == 200, answer.text
+    if not stream:
+        told = [answer.json()]
+    else:
+        lines = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+        events = [json.loads(line.removeprefix("data: ")) for line in lines]
+        told = [event["response"] for event in events if "response" in event]
+        assert len(told) == 3  # created, in progress, completed
+    given = {name: value for name, value in asked.items() if value is not None}
+    if "reasoning" in given:
+        given["reasoning"] = {"effort": None, **given["reasoning"]}
+    if given.get("service_tier") == "auto":
+        given["service_tier"] = "default"
+    for response in told:
+        assert {**response, **DEFAULTS, **given} == response
+        Response.model_validate(response)
+
+
+REFUSED_MESSAGES: list[tuple[dict[str, Any], str]] = [
+    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "set by its chat template"),
+    (
+        {"tool_choice": {"type": "any"}, "tools": []},
+        "and with tools required",
+    ),
+    ({"tool_choice": {"type": "tool", "name": "x"}}, "'x', which is not among the tools"),
+    (
+        {
+            "tools": [{"name": "x", "input_schema": {"type": "object"}}],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        },
+        "how many tools",
+    ),
+    (
+        {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+        r"output_config.format.schema.not: the keyword 'not' is not supported",
+    ),
+    ({"output_config": {"effort": "low"}}, "set by its chat template"),
+    ({"messages": [{"role": "assistant", "content": "so"}]}, "is not continued here"),
+    ({"top_k": "many"}, "the parameter 'top_k' cannot be used"),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "is not supported here"),
+]
+
+
+async def test_what_a_message_cannot_do_is_refused_by_name(
+    messages: AsyncAnthropic, canned: Canned
+) -> None:
+    for more, told in REFUSED_MESSAGES:
+        with pytest.raises(anthropic.BadRequestError, match=told):
+            await message(messages, extra_body=more)
+    assert not canned.asked
+
+
+PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 1.0}
+
+
+async def test_forms_and_penalties_reach_the_server(
+    responses: AsyncOpenAI, messages: AsyncAnthropic, canned: Canned
+) -> None:
+    await respond(responses, tool_choice="required", extra_body=PENALTIES)
+    await message(messages, tool_choice={"type": "any"})
+    formed = OutputFormat(functions=["add"])
+    assert [asked.decoding.format for asked in canned.asked] == [formed, formed]
+    told = canned.asked[0].decoding
+    assert (told.presence_penalty, told.frequency_penalty) == (0.5, 1.0)
+
+
+async def test_errors_come_in_the_words_of_each_api(
+    responses: AsyncOpenAI, messages: AsyncAnthropic, canned: Canned
+) -> None:
+    canned.error = BusyError("too much to do", hint="ask again")
+    with pytest.raises(openai.RateLimitError, match="too much to do"):
+        await respond(responses)
+    with pytest.raises(anthropic.RateLimitError, match="too much to do") as raised:
+        await message(messages)
+    assert raised.value.body == {
+        "type": "error",
+        "error": {"type": "rate_limit_error", "message": "too much to do. ask again"},
+    }
+    with pytest.raises(anthropic.NotFoundError, match="my-run@4"):
+        await message(messages, model="nothing")
+
+
+async def test_a_body_that_is_no_json_is_told_in_the_words_of_messages(broker: Broker) -> None:
+    async with serving(broker) as url, httpx.AsyncClient() as http:
+        answer = await http.post(f"{url}/messages", content=b"{no")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert "not valid JSON" in answer.json()["error"]["message"]
+
+
+async def test_a_stream_that_breaks_says_so(
+    responses: AsyncOpenAI, messages: AsyncAnthropic, canned: Canned
+) -> None:
+    canned.fails_late = BusyError("the engine is gone")
+    *_, last = [
+        event async for event in await responses.responses.create(**ASKED_RESPONSE, stream=True)
+    ]
+    assert last.type == "response.failed"
+    assert last.response.error is not None
+    assert last.response.error.message == "the engine is gone"
+    with pytest.raises(anthropic.APIError, match="the engine is gone"):
+        await message(messages, stream=True)

@@ -70,9 +70,10 @@ class Actor:
 async def test_a_forked_actor_is_one_like_any_other(server: ForkServer) -> None:
     actor = await Actor.start(server)
     other = await Actor.start(server)
-    async with asyncio.timeout(PATIENCE_S):
-        while "tinkermq.actors.learner --user u" not in actor.read("cmdline"):
-            await asyncio.sleep(0.01)
+    await until(
+        lambda: "tinkermq.actors.learner --user u" in actor.read("cmdline"),
+        "the name of the process",
+    )
     assert os.getpgid(actor.child.pid) == os.getsid(actor.child.pid) == actor.child.pid
     assert "libtorch" in actor.read("maps")
     os.kill(other.child.pid, signal.SIGKILL)
@@ -96,9 +97,7 @@ async def test_actors_die_with_the_server_and_the_next_one_comes_with_another(
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)
     assert await asyncio.wait_for(actor.child.wait(), PATIENCE_S) == -signal.SIGKILL
-    async with asyncio.timeout(PATIENCE_S):
-        while alive(actor.child.pid):
-            await asyncio.sleep(0.01)
+    await until(lambda: not alive(actor.child.pid), "the actor to end")
     again = await Actor.start(server)
     os.kill(again.child.pid, signal.SIGKILL)
     await asyncio.wait_for(again.child.wait(), PATIENCE_S)
@@ -111,7 +110,5 @@ async def test_a_server_without_actors_ends_after_a_while(server: ForkServer) ->
     await asyncio.sleep(1.5 * IDLE_S)
     assert alive(pid), "an actor of it runs"
     os.kill(actor.child.pid, signal.SIGKILL)
-    async with asyncio.timeout(PATIENCE_S):
-        while alive(pid):
-            await asyncio.sleep(0.02)
+    await until(lambda: not alive(pid), "the server to end")
     assert server.pid is None

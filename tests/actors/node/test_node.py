@@ -1,16 +1,31 @@
-"""A node does what the last sync wants, and nothing else. Real server, real processes."""
+"""A node does what the last sync wants, and says what is there: files, games, models."""
 
 import asyncio
+import contextlib
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
-from tinkermq.actors.node.children import programs
+from tinkermq.actors.node.children import ActorStarter, programs
 from tinkermq.actors.node.machine import check_slots, default_name, default_slots, lock_name
 from tinkermq.actors.node.node import Node
+from tinkermq.actors.node.preflight import (
+    MAX_CONFIG_BYTES,
+    EnvCheckRunner,
+    ModelChecks,
+    check_files,
+    check_files_now,
+)
+from tinkermq.actors.policy.model_folder import check_model_is_here
+from tinkermq.actors.scheduler.submission.submission import Reader
+from tinkermq.actors.storage.access import MODELS_VARIABLE
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service, call
 from tinkermq.broker.feed import follow
@@ -18,11 +33,27 @@ from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import create_shared
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.metric import LogLines
-from tinkermq.schemas.node import NodeStatus, NodeSync, RemoveRun, WantedActor
-from tinkermq.schemas.wire.errors import ConfigError, FencedError, MessageError, StateError
+from tinkermq.schemas.node import (
+    LookAnswer,
+    LookQuestion,
+    ModelQuestion,
+    NodeStatus,
+    NodeSync,
+    PlayQuestion,
+    RemoveRun,
+    WantedActor,
+)
+from tinkermq.schemas.wire.errors import (
+    ConfigError,
+    FencedError,
+    MessageError,
+    ModelError,
+    StateError,
+)
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import BUCKET_NODES, JobScope, node, token
 
+from tests.support.hollow_model import hollow_model
 from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
@@ -314,3 +345,259 @@ async def test_a_node_tells_that_the_broker_came_back_empty(tmp_path: Path) -> N
                 await until(lambda: box.status().store_lost is not None, "the loss to be told")
                 side.stopping.set()
                 await asyncio.wait_for(run, PATIENCE_S)
+
+
+# A node says whether files and a game are there, which runs nothing of the game, and plays it.
+
+
+async def test_files_that_are_missing_are_named(tmp_path: Path) -> None:
+    there, gone = tmp_path / "rows.jsonl", tmp_path / "gone.jsonl"
+    there.write_text("{}\n")
+    question = LookQuestion(files=[str(there), str(gone), str(tmp_path)])
+    assert await check_files(question) == LookAnswer(missing=[str(gone), str(tmp_path)])
+
+
+def test_a_game_is_found_by_its_name_or_its_package() -> None:
+    assert (
+        check_files_now(LookQuestion(game="bandit")).game == "tinkermq.envs.games.bandit:BanditGame"
+    )
+    unknown = check_files_now(LookQuestion(game="bandti"))
+    assert "did you mean bandit?" in unknown.hint
+    missing = check_files_now(LookQuestion(game="no_such_package.games:Game"))
+    assert missing.lacks_game.startswith("there is no module 'no_such_package'")
+
+
+def test_no_code_of_a_game_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "harmful_game").mkdir()
+    for name in ("__init__", "game"):
+        (tmp_path / "harmful_game" / f"{name}.py").write_text("raise SystemExit('it ran')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    target = "harmful_game.game:Game"
+    assert check_files_now(LookQuestion(game=target)).game == target
+
+
+def question(game: str, folder: Path, **kwargs: object) -> PlayQuestion:
+    """Return a question for a game of a job that would have its run below `folder`."""
+    wanted = {"user": "ada", "job": "tried", "name": "environment-0", "role": "environment"}
+    return PlayQuestion(
+        wanted=WantedActor.model_validate({**wanted, "run_dir": str(folder / "run")}),
+        env={"game": f"tests.support.games:{game}", "kwargs": kwargs},
+    )
+
+
+def told_of(folder: Path) -> list[Path]:
+    """Return the processes that were given a question with this folder."""
+    found: list[Path] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if str(folder).encode() in (process / "environ").read_bytes():
+                found.append(process)
+    return found
+
+
+@pytest.fixture
+def games() -> EnvCheckRunner:
+    return EnvCheckRunner(ActorStarter())
+
+
+async def test_a_game_that_takes_too_long_is_ended_with_all_that_it_started(
+    tmp_path: Path,
+) -> None:
+    games = EnvCheckRunner(ActorStarter(), play_s=3.0)
+    playing = asyncio.create_task(
+        games.play(question("SlowBandit", tmp_path, delay_s=60, until=str(tmp_path / "never")))
+    )
+    await until(lambda: bool(told_of(tmp_path)), "the game to be played")
+    answer = await playing
+    assert "was not played within 3 s" in answer.trouble
+    assert not told_of(tmp_path)
+
+
+async def test_a_node_plays_one_game_at_a_time(games: EnvCheckRunner, tmp_path: Path) -> None:
+    one = question("SlowBandit", tmp_path, delay_s=0.001)
+    first, second = await asyncio.gather(games.play(one), games.play(one))
+    assert first.checks
+    assert all(check.ok for check in first.checks)
+    assert not second.known
+    assert (await games.play(one)).known
+
+
+async def test_a_configuration_that_no_process_can_be_given_is_refused(
+    games: EnvCheckRunner, tmp_path: Path
+) -> None:
+    answer = await games.play(question("SlowBandit", tmp_path, text="x" * MAX_CONFIG_BYTES))
+    assert "nodes try games of 98,304 at most" in answer.trouble
+
+
+async def test_environment_hosts_alone_play(games: EnvCheckRunner, tmp_path: Path) -> None:
+    asked = question("SlowBandit", tmp_path)
+    as_learner = asked.wanted.model_copy(update={"role": "learner"})
+    answer = await games.play(asked.model_copy(update={"wanted": as_learner}))
+    assert answer.trouble == "environment hosts play games"
+
+
+# -- Whether a node can have a model: folders, names of the hub, a hub that does not answer --------
+
+
+_ASK = """
+import sys
+from tinkermq.actors.policy.model_folder import check_model_is_here
+from tinkermq.schemas.wire.errors import ModelError
+try:
+    check_model_is_here(sys.argv[1])
+    print("there")
+except ModelError as error:
+    print(error.message, "|", error.hint)
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Knows one model, one that is gated, and no other."""
+
+    def do_HEAD(self) -> None:
+        name = "/".join(self.path.split("/")[1:3])
+        status, code = {
+            "lab/here": (200, ""),
+            "lab/gated": (403, "GatedRepo"),
+        }.get(name, (404, "RepoNotFound"))
+        self.send_response(status)
+        if code:
+            self.send_header("X-Error-Code", code)
+        self.send_header("ETag", '"abc"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        del format, args
+
+
+def ask(model: str, tmp_path: Path, **environment: str) -> str:
+    """Ask in a process of its own, since the hub's settings are read once."""
+    done = subprocess.run(
+        [sys.executable, "-c", _ASK, model],
+        env={**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), **environment},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_hub_offline_mode_and_folders_are_told_apart(tmp_path: Path) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=server.serve_forever, daemon=True).start()
+    hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+    assert ask("lab/here", tmp_path, **hub) == "there\n"
+    assert "the hub has no such model" in ask("nowhere/model", tmp_path, **hub)
+    assert "gated on the hub" in ask("lab/gated", tmp_path, **hub)
+    assert "offline mode" in ask("lab/here", tmp_path, **hub, HF_HUB_OFFLINE="1")
+    server.shutdown()
+    server.server_close()
+    assert "the hub cannot be reached" in ask("lab/here", tmp_path, **hub)
+    assert "there is no model folder" in ask(str(tmp_path / "gone"), tmp_path, **hub)
+
+
+async def test_a_node_answers_with_what_is_missing_and_what_to_do(tmp_path: Path) -> None:
+    lookout = ModelChecks()
+    there = await lookout.answer(ModelQuestion(model=hollow_model()))
+    assert (there.known, there.missing) == (True, "")
+    (tmp_path / "config.json").write_text("{}")
+    answer = await lookout.answer(ModelQuestion(model=str(tmp_path)))
+    assert "model.safetensors is missing" in answer.missing
+    assert "safetensors" in answer.hint
+
+
+async def test_more_questions_than_a_node_looks_into_are_left_open(tmp_path: Path) -> None:
+    lookout = ModelChecks()
+    asked = [ModelQuestion(model=str(tmp_path / str(number))) for number in range(40)]
+    answers = await asyncio.gather(*map(lookout.answer, asked))
+    assert {one.known for one in answers} == {True, False}
+    assert (await lookout.answer(asked[0])).known
+
+
+def test_an_adapter_is_here_if_its_base_is(tmp_path: Path) -> None:
+    base = '{"base_model_name_or_path": "%s", "peft_type": "LORA", "r": 8}'
+    (tmp_path / "adapter_config.json").write_text(base % (tmp_path / "gone"))
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(ModelError, match="there is no model folder"):
+        check_model_is_here(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text(base % hollow_model())
+    check_model_is_here(str(tmp_path))
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Path:
+    """A folder with whatever may lie where somebody looks for a model."""
+    for name in ("empty", "half", "adapter", "locked", "broken"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "file").write_text("secret")
+    (tmp_path / "half/config.json").write_text("{}")
+    (tmp_path / "adapter/adapter_config.json").write_text('{"base_model_name_or_path": "/secret"}')
+    (tmp_path / "broken/adapter_config.json").write_text("{")
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "odd\udcff").mkdir()
+    (tmp_path / "locked").chmod(0)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "nothing",
+            "empty",
+            "half",
+            "file",
+            "adapter",
+            "broken",
+            "locked",
+            "locked/inner",
+            "link",
+        ),
+        *("dangling", "loop", "file/inner", "empty/../file", "x" * 300, "y/" * 2200, "a\0b"),
+    ],
+)
+async def test_whoever_may_not_know_is_told_the_same_of_everything_but_models(
+    places: Path, name: str
+) -> None:
+    path = f"{places}/{name}"[:4096]
+    answer = await ModelChecks().answer(ModelQuestion(model=path, alike=True))
+    nowhere = f"{places}/nowhere"
+    other = await ModelChecks().answer(ModelQuestion(model=nowhere, alike=True))
+    assert (answer.known, answer.hint) == (other.known, other.hint) == (True, other.hint)
+    assert answer.missing.replace(path, "PATH") == other.missing.replace(nowhere, "PATH")
+
+
+async def test_whoever_may_not_know_is_still_told_of_models() -> None:
+    answer = await ModelChecks().answer(ModelQuestion(model=hollow_model(), alike=True))
+    assert (answer.known, answer.missing) == (True, "")
+
+
+def test_users_may_know_of_their_runs_and_of_the_operators_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MODELS_VARIABLE, str(tmp_path / "models"))
+    (tmp_path / "runs/ada").mkdir(parents=True)
+    (tmp_path / "runs/ada/link").symlink_to(tmp_path / "secrets")
+    ada = Reader("ada", [tmp_path / "runs"])
+    known = {name: ada.may_know(f"{tmp_path}/{name}") for name in _PLACES}
+    assert known == _PLACES
+    assert Reader("root", []).may_know(f"{tmp_path}/secrets")
+
+
+_PLACES = {
+    "models/m": True,
+    "runs/ada/r/checkpoints/step_000001": True,
+    "runs/ada/link": False,
+    "runs/bob/r": False,
+    "runs": False,
+    "secrets": False,
+    "models/../secrets": False,
+    "": False,
+}

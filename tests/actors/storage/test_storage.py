@@ -1,11 +1,12 @@
-"""Folders in a store, through a network that fails: nothing torn is seen, nothing wrong is kept."""
+"""Folders in a store, through a network that fails, or in the broker."""
 
+import asyncio
 import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,15 +20,18 @@ from tinkermq.actors.storage.checkpoints import (
     own_folder,
 )
 from tinkermq.actors.storage.digests import check_digests, write_digests
-from tinkermq.actors.storage.stores import UrlStore
+from tinkermq.actors.storage.stores import BrokerStore, UrlStore
 from tinkermq.actors.storage.trees import fetch_tree, upload_tree
-from tinkermq.schemas.config.job import JobConfig
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams
+from tinkermq.schemas.config.job import JobConfig, LimitsConfig
 from tinkermq.schemas.wire.errors import (
     ConfigError,
     ModelError,
     StorageError,
     StoreAwayError,
 )
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.s3 import S3, environment, s3_server
 from tests.support.waiting import PATIENCE_S
@@ -317,3 +321,54 @@ def test_users_reach_models_and_their_own_runs_in_the_operators_stores_only(
     config = JobConfig.model_validate(tree)
     with contextlib.nullcontext() if allowed else pytest.raises(ConfigError, match="outside of"):
         refuse_other_stores(config, "ann", ["s3://lab/pool"])
+
+
+# -- Checkpoints in the broker: what was stored comes back, within its bound, and full is told -----
+
+
+SMALL = os.urandom(3 << 20)
+
+
+@pytest.fixture
+async def mirror(broker: Broker) -> AsyncIterator[CheckpointMirror]:
+    scope = JobScope("local", "checkpointed")
+    limits = LimitsConfig(checkpoint_bytes=16 << 20)
+    await create_job_streams(broker, scope, limits, weights_bytes=1 << 20, checkpoints=True)
+    yield CheckpointMirror(BrokerStore(broker, scope), keep_last=2, keep_every=4)
+    await delete_job_streams(broker, scope)
+
+
+async def test_what_was_uploaded_to_the_broker_comes_back_and_the_newest_are_kept(
+    mirror: CheckpointMirror, tmp_path: Path
+) -> None:
+    def use() -> None:
+        mirror.check()
+        for step in range(2, 8):
+            mirror.upload(step, make_checkpoint(tmp_path / f"made{step}", SMALL))
+        assert [one.step for one in mirror.whole()] == [4, 6, 7]
+        assert mirror.fetch_newest(tmp_path / "run") == []
+
+    await asyncio.to_thread(use)
+    check_digests(tmp_path / "run" / "step_000007", required=True)
+    assert (tmp_path / "run" / "step_000007" / "model.safetensors").read_bytes() == SMALL
+    assert (tmp_path / "run" / "step_000007" / "empty").read_bytes() == b""
+
+
+async def test_a_bound_that_is_too_small_is_told_and_the_checkpoint_before_stays(
+    mirror: CheckpointMirror, tmp_path: Path
+) -> None:
+    await asyncio.to_thread(mirror.upload, 1, make_checkpoint(tmp_path / "one", SMALL))
+    two = make_checkpoint(tmp_path / "two", os.urandom(15 << 20))
+    with pytest.raises(StoreAwayError, match=r"broker: could not write step_000002") as full:
+        await asyncio.to_thread(mirror.upload, 2, two)
+    assert full.value.may_pass
+    assert "limits.checkpoint_bytes must have room" in full.value.hint
+    assert [one.step for one in await asyncio.to_thread(mirror.whole)] == [1]
+
+
+async def test_a_store_whose_actor_ends_starts_nothing_any_more(
+    mirror: CheckpointMirror,
+) -> None:
+    mirror.store.close()
+    with pytest.raises(StorageError, match="was closed"):
+        await asyncio.to_thread(mirror.whole)

@@ -1,45 +1,56 @@
-"""The trainer's service: what was answered takes effect once and in order, whatever ends it."""
+"""The trainer's service and its samplers: order, shares, turns, places, snapshots."""
 
 import asyncio
+import contextlib
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from tinkermq.actors.scheduler.jobs.states import with_usage
+from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders
+from tinkermq.actors.tinker import models
+from tinkermq.actors.tinker.models import Models
+from tinkermq.actors.tinker.sampling.engines import FairSlots, Snapshots
+from tinkermq.actors.tinker.user_records import FILES, SnapshotEndpoints, mark_of
 from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.feed import read_events
 from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.operations import OperationLog
 from tinkermq.schemas.config.job import LimitsConfig
-from tinkermq.schemas.tinker.names import OperationName
-from tinkermq.schemas.tinker.operation import ModelOperation, OperationTaken
+from tinkermq.schemas.job import JobRecord
+from tinkermq.schemas.tinker.checkpoints import (
+    ChangeCheckpoint,
+    SessionState,
+    TellSession,
+    TinkerCheckpoint,
+)
+from tinkermq.schemas.tinker.names import CheckpointName, ModelName, OperationName
+from tinkermq.schemas.tinker.operation import MAX_BODY_BYTES, ModelOperation, OperationTaken
+from tinkermq.schemas.tinker.sampling import SamplerName
+from tinkermq.schemas.tinker.usage import TenantShare, TenantShares, TrainerUsage
 from tinkermq.schemas.wire.errors import (
+    BusyError,
+    ExhaustedError,
     FencedError,
     MessageError,
+    NobodyAnswersError,
     NotFoundError,
+    QuotaError,
+    SessionOverError,
     StateError,
 )
+from tinkermq.schemas.wire.subjects import JobScope, rpc
 
-from tests.support.models import make_tiny_model
 from tests.support.tinker import BASE
 from tests.support.tinker_service import END, MODEL, SCOPE, Trainer, create, loss, step_body
 from tests.support.waiting import PATIENCE_S
 
 torch.set_num_threads(1)
 _BEFORE = f"tinker://{MODEL}/weights/before"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("service") / "base")
-
-
-@pytest.fixture
-async def trainer(
-    own_server: NatsServer, own_broker: Broker, base: Path, tmp_path: Path
-) -> Trainer:
-    await create_job_streams(own_broker, SCOPE, LimitsConfig(), operations=True)
-    return Trainer(own_server.url, own_broker, base, tmp_path / "states")
 
 
 async def test_a_trainer_that_ends_anywhere_goes_on_to_the_same_bits(trainer: Trainer) -> None:
@@ -212,3 +223,447 @@ async def test_a_trainer_that_another_has_replaced_neither_applies_nor_writes(
         other = ModelOperation(kind="optim_step", model=MODEL, seq=6, body=b"{}")
         await trainer.log.append("ada", other)  # as a trainer does that is not yet fenced off
         assert (await trainer.result(6)).category == "user"
+
+
+# -- What users have used is told to the scheduler; who has used up a quota waits, and goes on -----
+
+
+torch.set_num_threads(1)
+
+
+class Scheduler:
+    """Knows quotas of tokens, as the scheduler does."""
+
+    def __init__(self) -> None:
+        self.quota = 50
+        self.told: dict[str, int] = {}
+
+    async def answer(self, usage: TrainerUsage) -> TenantShares:
+        assert usage.job == SCOPE.job
+        self.told |= usage.tokens
+        users = {
+            user: TenantShare(weight=2.0, tokens_left=max(self.quota - used, 0))
+            for user, used in usage.tokens.items()
+        }
+        return TenantShares(users=users)
+
+
+async def test_a_used_up_quota_holds_up_losses_until_it_is_raised(
+    own_server: NatsServer, own_broker: Broker, base: Path, tmp_path: Path
+) -> None:
+    await create_job_streams(own_broker, SCOPE, LimitsConfig(), operations=True)
+    trainer, scheduler = Trainer(own_server.url, own_broker, base, tmp_path / "s"), Scheduler()
+    subject = rpc(SCOPE.user, "scheduler", "tinker-usage")
+    async with await Service.start(own_broker, name="scheduler", description="") as service:
+        await service.endpoint("tinker-usage", subject, TrainerUsage, scheduler.answer)
+        async with trainer.running() as running:
+            await trainer.send("create_model", 0, create())
+            await trainer.result(0)
+            await running.shares.ask()
+            assert running.models.turns.weights == {"ada": 2.0}
+            await trainer.train(1, 2)  # 36 tokens each
+            await trainer.result(4)
+            await running.shares.ask()
+            assert scheduler.told == {"ada": 72}
+            with pytest.raises(ExhaustedError, match="used all tokens of the quota"):
+                await trainer.send("forward_backward", 5, loss(5))
+            await trainer.send("optim_step", 6, step_body(6))  # what costs no tokens is taken
+            scheduler.quota = 1000
+            await running.shares.ask()
+            await trainer.train(5, 1)
+            assert (await trainer.result(6)).state == "done"
+        async with trainer.running() as running:  # counted once, also behind a state
+            await trainer.result(6)
+            assert running.models.tokens() == {"ada": 108}
+
+
+def test_what_a_sampler_tells_counts_once_whatever_starts_again() -> None:
+    record = JobRecord(
+        job="t", name="t", user="pool", kind="tinker", state="RUNNING", config={}, created=1.0
+    )
+
+    def told(tokens: int, since: float, sampler: str = "sampler-0") -> None:
+        nonlocal record
+        usage = TrainerUsage(job="t", tokens={"ada": tokens}, sampler=sampler, since=since)
+        record = with_usage(record, usage)
+        assert with_usage(record, usage) is record  # asked twice, as after a lost reply
+
+    told(10, 1.0)
+    told(25, 1.0)
+    told(5, 2.0)  # it was killed and started again
+    told(7, 1.5, "sampler-1")
+    told(90, 1.0)  # the one that was replaced still tells
+    assert record.tinker_sampled == {"ada": 25 + 5 + 7}
+    record = with_usage(record, TrainerUsage(job="t", tokens={"ada": 100}))
+    record = with_usage(record, TrainerUsage(job="t", tokens={"ada": 60}))
+    assert record.tinker_tokens == {"ada": 100}
+
+
+# -- Whose operation is done next, and what a user may have waiting --------------------------------
+
+
+def operation(session: str, seq: int, body: bytes = b"") -> ModelOperation:
+    kind = "create_model" if seq == 0 else "optim_step"
+    return ModelOperation(kind=kind, model=f"{session}:train:0", seq=seq, body=body)
+
+
+def done(every: Models, cost: float = 1000.0) -> tuple[str, int] | None:
+    """Do what is next; return whose it was, and its number."""
+    chosen = every.choose()
+    if chosen is None:
+        return None
+    every.charge(chosen[0], cost)
+    every.applied(*chosen)
+    return chosen[0].user, chosen[1].seq
+
+
+def test_operations_wait_for_those_before_them_in_whichever_order_they_come() -> None:
+    every = Models()
+    for seq in (0, 3, 2):
+        every.enqueue("ada", operation("a", seq))
+    assert done(every) == ("ada", 0)
+    model = every.find("ada", ModelName("a", 0))
+    assert model is not None
+    assert model.has_gap
+    assert done(every) is None
+    every.enqueue("ada", operation("a", 1))
+    assert [done(every) for _ in range(4)] == [("ada", 1), ("ada", 2), ("ada", 3), None]
+
+
+def test_what_comes_again_changes_nothing() -> None:
+    every = Models()
+    every.enqueue("ada", operation("a", 0))
+    assert done(every) == ("ada", 0)
+    every.enqueue("ada", operation("a", 0))
+    every.enqueue("ada", operation("a", 1, b"first"))
+    model = every.enqueue("ada", operation("a", 1, b"second"))
+    assert model.waiting[1].body == b"first"
+    assert done(every) == ("ada", 1)
+    assert done(every) is None
+
+
+def filled(**users: int) -> Models:
+    """Return models of users who have so many operations waiting."""
+    every = Models(quantum=2000)
+    for user, count in users.items():
+        for seq in range(count):
+            every.enqueue(user, operation(user[0], seq))
+    return every
+
+
+def test_a_light_user_waits_for_one_piece_of_heavy_ones() -> None:
+    every = filled(heavy=40, large=40)
+    for _ in range(21):
+        done(every)
+    for seq in range(2):
+        every.enqueue("tiny", operation("t", seq))
+    assert [done(every) for _ in range(2)] == [("tiny", 0), ("tiny", 1)]
+
+
+def test_one_who_comes_again_and_again_does_not_keep_others_from_their_turns() -> None:
+    every = filled(heavy=40)
+    users: list[str] = []
+    for seq in range(20):
+        every.enqueue("often", operation("o", seq))
+        users += [one[0] for _ in range(2) if (one := done(every))]
+    assert 18 <= users.count("heavy") <= 22
+
+
+def test_users_have_turns_by_their_weights() -> None:
+    every = filled(half=60, one=60, two=60)
+    every.turns.weights |= {"half": 0.5, "two": 2.0}
+    users = [one[0] for _ in range(70) if (one := done(every))]
+    assert [users.count(name) for name in ("half", "one", "two")] == [10, 20, 40]
+
+
+def test_pieces_of_different_sizes_come_to_the_same_shares() -> None:
+    every = filled(small=400, large=400)
+    had: dict[str, float] = {"small": 0.0, "large": 0.0}
+    for _ in range(200):
+        chosen = every.choose()
+        assert chosen is not None
+        cost = 300.0 if chosen[0].user == "small" else 1900.0
+        every.charge(chosen[0], cost)
+        every.applied(*chosen)
+        had[chosen[0].user] += cost
+    assert abs(had["small"] - had["large"]) < 0.05 * had["large"]
+
+
+def test_who_was_away_has_no_claim_to_the_time_that_was_not_used() -> None:
+    every = filled(first=40)
+    for _ in range(20):
+        done(every)
+    for seq in range(20):
+        every.enqueue("second", operation("s", seq))
+    users = [one[0] for _ in range(20) if (one := done(every))]
+    assert 7 <= users.count("first") <= 13
+
+
+def test_a_user_has_bounds_that_cost_nobody_else() -> None:
+    every = Models()
+    big = b"x" * MAX_BODY_BYTES
+    for seq in range(models.MAX_WAITING_BYTES // MAX_BODY_BYTES):
+        every.check_room("ada", operation("a", seq, big))
+        every.enqueue("ada", operation("a", seq, big))
+    with pytest.raises(BusyError, match="wait for user 'ada'"):
+        every.check_room("ada", operation("a", 99, big))
+    every.check_room("bob", operation("b", 0, big))
+    done(every)
+    every.check_room("ada", operation("a", 99, big))
+
+
+def test_numbers_far_ahead_and_models_without_end_are_refused() -> None:
+    every = Models()
+    with pytest.raises(StateError, match="too far ahead: number 0 is next"):
+        every.check_room("ada", operation("a", models.MAX_AHEAD))
+    for number in range(models.MAX_MODELS):
+        every.enqueue("ada", operation(f"a{number}", 0))
+    with pytest.raises(QuotaError, match="has 256 models"):
+        every.check_room("ada", operation("more", 0))
+
+
+# -- What samplers draw with: found on the trainer's disk or fetched, and newer as it is saved -----
+
+
+torch.set_num_threads(1)
+
+
+async def save(trainer: Trainer, seq: int, kind: str, **more: object) -> SamplerName:
+    """Save weights without a name; return what is sampled from."""
+    body = {"model_id": MODEL, "seq_id": seq, "sampling_session_seq_id": seq, "kind": kind, **more}
+    await trainer.send("save_weights_for_sampler", seq, body)
+    result = await trainer.result(seq)
+    assert result.state == "done", result.error
+    return SamplerName.parse(json.loads(result.body)["sampling_session_id"])
+
+
+async def test_a_sampler_finds_what_is_saved_wherever_the_disk_is(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    states, elsewhere = tmp_path / "states", JobScope("local", "elsewhere")
+    here = Snapshots(trainer.broker, SCOPE, states)
+    away = Snapshots(trainer.broker, elsewhere, tmp_path / "nothing")
+    (tmp_path / "nothing").mkdir()
+    async with (
+        trainer.running(),
+        await Service.start(trainer.broker, name="parts", description="parts") as service,
+    ):
+        await trainer.send("create_model", 0, create())
+        fixed = await save(trainer, 1, "snapshot")
+        moves = await save(trainer, 2, "inflight")
+        await SnapshotEndpoints(states, part_bytes=1000).open(service, elsewhere)
+        assert (fixed.moves, moves.moves) == (False, True)
+        for source, seq in ((fixed, 1), (moves, 2)):
+            local, remote = await here.find("ada", source), await away.find("ada", source)
+            assert (local.name, local.version) == (remote.name, remote.version)
+            assert local.version == seq
+            assert local.folder is not None
+            assert remote.folder is None
+            fetched = await away.fetch(remote)
+            for file in FILES:
+                assert (fetched / file).read_bytes() == (local.folder / file).read_bytes()
+            away.free(remote)
+            assert not fetched.exists()
+        assert (here.is_here, away.is_here) == (True, False)
+        await trainer.send("optim_step", 3, step_body(3))
+        await save(trainer, 4, "inflight")
+        assert await versions(here, away, moves) == (4, 4)
+        assert await versions(here, away, fixed) == (1, 1)
+        for one in (here, away):
+            with pytest.raises(NotFoundError):
+                await one.find("bob", fixed)
+            with pytest.raises(NotFoundError):
+                await one.find("bob", moves)
+        await refused_with_a_name(trainer)
+    away.close()
+
+
+async def versions(here: Snapshots, away: Snapshots, source: SamplerName) -> tuple[int, int]:
+    """Return which operations have saved what is found."""
+    return (await here.find("ada", source)).version, (await away.find("ada", source)).version
+
+
+async def refused_with_a_name(trainer: Trainer) -> None:
+    """Weights with a name stay what they are."""
+    body = {"model_id": MODEL, "seq_id": 5, "path": "named", "kind": "inflight"}
+    await trainer.send("save_weights_for_sampler", 5, body)
+    result = await trainer.result(5)
+    assert (result.state, result.category) == ("failed", "user")
+    assert "kind='inflight' is not offered for weights with a name" in result.error
+
+
+@pytest.mark.long
+async def test_without_a_trainer_nothing_is_guessed(own_broker: Broker, tmp_path: Path) -> None:
+    snapshots = Snapshots(own_broker, SCOPE, tmp_path)
+    source = SamplerName("s1", 0, f"tinker://{MODEL}/sampler_weights/passing-1")
+    with pytest.raises(NobodyAnswersError):
+        await snapshots.find("ada", source)
+    assert mark_of(tmp_path) == ""
+
+
+# -- Places in a sampler's engine: by turns, whoever has asked for how many ------------------------
+
+
+class Engine:
+    """Notes who comes in, and keeps everybody until told."""
+
+    def __init__(self, most: int) -> None:
+        self.places = FairSlots(most, quantum=10)
+        self.order: list[str] = []
+        self.ends = asyncio.Event()
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def one(self, user: str, tokens: int, used: int) -> None:
+        async with self.places.place(user, tokens) as place:
+            self.order.append(user)
+            await self.ends.wait()
+            place.tokens = used
+
+    async def ask(self, user: str, times: int, tokens: int = 10, used: int = 10) -> None:
+        self.tasks += [asyncio.create_task(self.one(user, tokens, used)) for _ in range(times)]
+        await asyncio.sleep(0)
+
+    async def finish(self) -> list[str]:
+        self.ends.set()
+        await asyncio.gather(*self.tasks)
+        return self.order
+
+
+async def test_one_who_comes_late_waits_for_one_place_not_for_all_who_came_first() -> None:
+    engine = Engine(4)
+    await engine.ask("ada", 100)
+    await engine.ask("bob", 2)
+    order = await engine.finish()
+    assert order[:4] == ["ada"] * 4
+    assert order.index("bob") == 4
+    assert order.count("ada") == 100
+    assert [at for at, user in enumerate(order) if user == "bob"][1] <= 7
+
+
+async def test_places_follow_weights_and_what_was_computed() -> None:
+    engine = Engine(1)
+    engine.places.turns.weights["ada"] = 2.0
+    await engine.ask("eve", 1)
+    await engine.ask("ada", 60)
+    await engine.ask("bob", 60)
+    assert 36 <= (await engine.finish())[1:61].count("ada") <= 44
+    engine = Engine(1)
+    await engine.ask("eve", 1)
+    await engine.ask("ada", 60, tokens=100, used=10)  # most of what they ask for is not drawn
+    await engine.ask("bob", 60)
+    assert 25 <= (await engine.finish())[1:61].count("ada") <= 35
+
+
+async def test_who_no_longer_waits_takes_no_place() -> None:
+    engine = Engine(1)
+    await engine.ask("ada", 5)
+    for task in engine.tasks[1:3]:
+        task.cancel()
+    engine.ends.set()
+    await asyncio.wait(engine.tasks)
+    assert engine.order == ["ada"] * 3
+    leaving = asyncio.create_task(engine.one("ada", 10, 10))
+    await engine.ask("ada", 1)
+    leaving.cancel()  # it was let in and has not run since
+    with contextlib.suppress(asyncio.CancelledError):
+        await leaving
+    await engine.ask("bob", 1)
+    await asyncio.gather(*engine.tasks[-2:])
+    assert engine.order[-2:] == ["ada", "bob"]
+
+
+# -- Models that begin with a checkpoint: which may be, and that nothing hangs on it afterwards ----
+
+
+torch.set_num_threads(1)
+OTHER = "s2:train:0"
+
+
+async def save_as(trainer: Trainer, seq: int, name: str, model: str = MODEL) -> str:
+    await trainer.send(
+        "save_weights", seq, {"model_id": model, "seq_id": seq, "path": name}, model=model
+    )
+    assert (await trainer.result(seq, model=model)).state == "done"
+    return f"tinker://{model}/weights/{name}"
+
+
+async def load(trainer: Trainer, path: str, model: str = OTHER, **more: object) -> str:
+    """Let a new model begin with a checkpoint; return why not."""
+    session = model.split(":")[0]
+    body = {"session_id": session, "model_seq_id": 0, "path": path, **more}
+    await trainer.send("load_weights", 0, body, model=model)
+    return (await trainer.result(0, model=model)).error
+
+
+async def test_a_checkpoint_may_go_once_it_was_loaded_whatever_ends_then(trainer: Trainer) -> None:
+    """A trainer that begins anew neither loads it again nor saves again what was deleted."""
+    async with trainer.running(drains=False):
+        await trainer.send("create_model", 0, create())
+        path = await save_as(trainer, 1, "first")
+        assert await load(trainer, path, optimizer=True) == ""
+        before = await save_as(trainer, 1, "copied", OTHER)
+        for one in (path, before):
+            await trainer.ask(
+                "ada", "change", ChangeCheckpoint(path=one, action="delete"), TinkerCheckpoint
+            )
+    async with trainer.running():
+        await save_as(trainer, 2, "again", OTHER)
+        for one in (path, before):
+            with pytest.raises(NotFoundError, match="was deleted"):
+                await trainer.checkpoint(one)
+    kinds = {event.kind for event in await read_events(trainer.broker, SCOPE)}
+    assert "replay_differs" not in kinds
+
+
+async def test_what_cannot_be_loaded_is_told_by_the_result(trainer: Trainer) -> None:
+    async with trainer.running():
+        await trainer.send("create_model", 0, create())
+        path = await save_as(trainer, 1, "first")
+        folders = CheckpointFolders(trainer.states.place_of("ada", _name(path)).parents[4])
+        words = await load(trainer, path, "s3:train:0", base_model="org/other")
+        assert "is an adapter of tiny, not of org/other" in words
+        stored = folders.find("ada", _name(path))
+        folders.commit(replace(stored, info=stored.info.model_copy(update={"base": "org/other"})))
+        assert "is an adapter of org/other, not of tiny" in await load(trainer, path, "s4:train:0")
+        folders.commit(replace(stored, expires=5.0))
+        assert "has expired: its time was over at 1970-01-01" in await load(trainer, path)
+        none = await load(trainer, path.replace("first", "none"), "s5:train:0")
+        assert "there is no checkpoint" in none
+        with pytest.raises(NotFoundError, match="there is no session s1"):
+            await trainer.send("create_model", 0, create("s1"), "bob", "s1:train:1")
+
+
+async def test_models_of_sessions_that_are_over_make_room(trainer: Trainer) -> None:
+    async def tell(session: str, event: str) -> None:
+        told = TellSession.model_validate({"session": session, "event": event})
+        await trainer.ask("ada", "session", told, SessionState)
+
+    async with trainer.running() as service:
+        service.models.most = 2
+        for session in ("s1", "s2"):
+            await tell(session, "begin")
+            await trainer.send("create_model", 0, create(session), model=f"{session}:train:0")
+            assert (await trainer.result(0, model=f"{session}:train:0")).state == "done"
+        path = await save_as(trainer, 1, "kept")
+        with pytest.raises(QuotaError, match="user 'ada' has 2 models here"):
+            await trainer.send("create_model", 0, create("s3"), model="s3:train:0")
+        await tell("s1", "finish")
+        assert not (await trainer.send("create_model", 0, create("s1"))).is_new  # sent once more
+        for model in ("s1:train:0", "s1:train:1"):
+            kind, seq = ("optim_step", 2) if model == "s1:train:0" else ("create_model", 0)
+            with pytest.raises(SessionOverError, match="session s1 is over: finished") as error:
+                await trainer.send(kind, seq, create("s1"), model=model)
+            assert (error.value.status, (await trainer.log.read_all())[1]) == (410, [])
+        await trainer.send("create_model", 0, create("s3"), model="s3:train:0")
+        assert (await trainer.result(0, model="s3:train:0")).state == "done"
+        with pytest.raises(NotFoundError, match="there is no model s1:train:0"):
+            await trainer.info()
+        assert (await trainer.checkpoint(path)).rank == 4
+    async with trainer.running():
+        with pytest.raises(NotFoundError, match="there is no model s1:train:0"):
+            await trainer.info()
+        assert (await trainer.result(0, model="s2:train:0")).state == "done"
+
+
+def _name(path: str) -> CheckpointName:
+    return CheckpointName.parse(path)

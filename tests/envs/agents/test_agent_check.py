@@ -1,4 +1,4 @@
-"""`agent check` runs a program in its sandbox and reports what would be trained, or why nothing."""
+"""`agent check` on programs, and the example agent."""
 
 import json
 from collections.abc import Awaitable, Callable
@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 from tinkermq.broker.client.connection import Broker
 from tinkermq.clients.cli.agents import report_lines
-from tinkermq.envs.agents.agent_check import AgentReport, check_program, example
+from tinkermq.envs.agents.agent_check import AgentReport, check_program
+from tinkermq.envs.agents.agent_check import example as example_of
+from tinkermq.envs.agents.local_run import LocalCall, open_program
+from tinkermq.envs.games.calculator import CalculatorGame
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.wire.errors import ConfigError, DataError
 
 from tests.envs.agents.programs.conftest import LIMITS, PRELUDE
+from tests.support.configs import example
 
 HISTORY = """
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
@@ -155,7 +159,7 @@ async def test_a_program_that_cannot_be_trained_is_told_why(
 
 
 async def test_a_program_that_never_ends_is_ended(tried: Try) -> None:
-    report = await tried("call(); reward(); time.sleep(1000)", limit_s=1.0)
+    report = await tried("call(); reward(); time.sleep(1000)", limit_s=4.0)
     assert not report.ok
     assert report.outcome in ("timeout", "stuck")
     assert any("does not end by itself" in text for text in levels(report, "fail"))
@@ -260,10 +264,10 @@ SCHEMA = {
 
 
 def test_arguments_of_a_scripted_call_fit_their_schema() -> None:
-    assert example(SCHEMA, SCHEMA) == {"ref": 3, "maybe": 7, "list": [True, True], "text": "x"}
+    assert example_of(SCHEMA, SCHEMA) == {"ref": 3, "maybe": 7, "list": [True, True], "text": "x"}
     endless = {"$ref": "#"}
-    assert example(endless, endless) == "x"
-    assert example("no schema", "no schema") == "x"
+    assert example_of(endless, endless) == "x"
+    assert example_of("no schema", "no schema") == "x"
 
 
 async def test_the_script_calls_a_tool_and_ends_as_the_program_wants_it(tried: Try) -> None:
@@ -294,3 +298,43 @@ assert said["tool_calls"][0]["function"]["name"] == "look"
 reward()
 """)
     assert report.ok, report.output
+
+
+# -- The example agent is worth what the game of the same task is, whatever its model says ---------
+
+
+ROOT = Path(__file__).resolve().parents[3]
+ANSWERS = [["=12*34", " 408\n"], ["=12*3", "=12*34"], ["no idea"]]
+
+
+class Reciting:
+    """A model that says one thing after the other."""
+
+    def __init__(self, answers: list[str]) -> None:
+        self._answers = iter(answers)
+
+    async def say(self, call: LocalCall) -> str:
+        """Say the next."""
+        return next(self._answers)
+
+
+def as_game(answers: list[str]) -> float:
+    """What the game gives for the answers."""
+    game = CalculatorGame()
+    game.reset(ground_truth="408", extra_info={"question": "12*34"})
+    return sum(game.step(answer).reward for answer in answers)
+
+
+async def test_the_example_agent_earns_what_the_game_gives(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    data = tmp_path / "train.jsonl"
+    data.write_text(json.dumps({"prompt": "12*34", "answer": "408"}))
+    config = example("agent", f"env.train_data=[{data}]", "env.val_data=[]")
+    async with open_program(broker, JobConfig.model_validate(config)) as program:
+        for answers in ANSWERS:
+            run = await program.run(Reciting(answers).say, row=0)
+            assert run.result is not None, run.error
+            assert run.result.reward == as_game(answers), answers
+            assert len(run.model.calls) == len(answers)

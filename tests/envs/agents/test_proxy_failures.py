@@ -1,13 +1,16 @@
-"""What programs are told when a call fails, in their API's own words; and keys, and limits."""
+"""What programs are told when a call fails; limits; answers that outlive who gives them."""
 
 import asyncio
+import contextlib
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
 import httpx
 import openai
 import pytest
+import structlog
 from tinkermq.broker.client.connection import Broker
 from tinkermq.envs.agents.episode import (
     ContextTooLong,
@@ -17,7 +20,15 @@ from tinkermq.envs.agents.episode import (
 )
 from tinkermq.envs.agents.proxy.calls import ProxyTimes
 from tinkermq.envs.agents.proxy.proxy import ModelProxy
-from tinkermq.schemas.wire.errors import BusyError, DataError, EngineError, TinkermqError
+from tinkermq.envs.agents.proxy.routes import MAX_REQUESTS
+from tinkermq.envs.http_server import ConnectionBounds, Connections, Deadlines, HttpServer
+from tinkermq.schemas.wire.errors import (
+    BusyError,
+    DataError,
+    EngineError,
+    StateError,
+    TinkermqError,
+)
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.program_clients import (
@@ -28,7 +39,7 @@ from tests.support.program_clients import (
     openai_client,
     response_body,
 )
-from tests.support.scripted_generator import Script
+from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.waiting import PATIENCE_S, until
 
 PATHS = {
@@ -288,3 +299,411 @@ async def test_what_is_not_there_is_not_found(proxy: ModelProxy, episode: Progra
         packed = await http.post("/v1/messages", content=b"x", headers={"content-encoding": "gzip"})
     assert [answer.status_code for answer in answers] == [404] * 6
     assert packed.status_code == 415
+
+
+# ConnectionBounds of what one program may take of a proxy: bytes, requests, connections, time.
+
+
+@pytest.mark.usefixtures("generator")
+async def test_a_body_over_the_limit_is_refused_while_it_is_read(
+    proxy: ModelProxy, episode: ProgramEpisode, script: Script
+) -> None:
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for _ in range(100):
+            sent += 1 << 20
+            yield b"x" * (1 << 20)
+
+    async with http_client(proxy, episode) as http:
+        declared = await http.post("/v1/responses", content=b"x" * (33 << 20))
+        chunked = await http.post("/v1/messages", content=endless())
+        after = await http.post("/v1/chat/completions", json=chat_body())
+    assert declared.status_code == chunked.status_code == 413
+    assert "over the limit of 33,554,432 bytes" in words(declared)
+    assert chunked.json()["error"]["type"] == "request_too_large"
+    assert after.status_code == 200
+    assert len(script.asked) == 1
+
+
+@pytest.mark.usefixtures("generator")
+async def test_a_call_that_no_message_holds_is_refused(
+    proxy: ModelProxy, episode: ProgramEpisode, script: Script
+) -> None:
+    async with http_client(proxy, episode) as http:
+        answer = await http.post("/v1/chat/completions", json=chat_body("x" * (9 << 20)))
+        posted = await http.post("/v1/episode/reward", content=b" " * (2 << 20))
+    assert answer.status_code == 413
+    assert "and the broker takes" in words(answer)
+    assert answer.headers["x-should-retry"] == NO_RETRY
+    assert posted.status_code == 413
+    assert not script.asked
+
+
+@pytest.mark.usefixtures("generator")
+async def test_an_episode_has_so_many_requests_at_once(
+    proxy: ModelProxy, episode: ProgramEpisode, script: Script
+) -> None:
+    script.stops_at = 0
+    async with http_client(proxy, episode) as http:
+        waiting = [
+            asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(str(number))))
+            for number in range(MAX_REQUESTS)
+        ]
+        await until(lambda: episode.num_open == MAX_REQUESTS, "all to be open")
+        one_more = await http.post("/v1/messages", json=messages_body())
+        script.go_on.set()
+        answers = [await each for each in waiting]
+    assert one_more.status_code == 429
+    assert one_more.headers["x-should-retry"] == RETRY
+    assert {answer.status_code for answer in answers} == {200}
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\nhost: x\r\nx-slow: ",
+        b"POST /v1/messages HTTP/1.1\r\nhost: x\r\nx-api-key: KEY\r\ncontent-length: 9\r\n\r\n{",
+        b"GET / HTTP/1.1\r\n" + b"x: " * 200_000,
+    ],
+    ids=["nothing", "half a head", "half a body", "an endless head"],
+)
+async def test_whoever_sends_no_whole_request_is_dropped(
+    broker: Broker, scope: JobScope, episode: ProgramEpisode, sent: bytes
+) -> None:
+    deadlines = Deadlines(head_s=0.2, idle_s=0.2, body_s=0.2)
+    async with ModelProxy(broker, scope, deadlines=deadlines) as proxy:
+        proxy.open(episode)
+        port = int(proxy.base_url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent.replace(b"KEY", episode.key.encode()))
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(PATIENCE_S):
+                await reader.read()
+        writer.close()
+        assert episode.num_open == 0
+
+
+async def test_a_program_that_reads_nothing_is_dropped(
+    broker: Broker, scope: JobScope, episode: ProgramEpisode, script: Script
+) -> None:
+    script.say, script.token_chars = (lambda request, choice: "x" * (24 << 20)), 1 << 20
+    deadlines = Deadlines(stalled_s=0.2)
+    body = json.dumps(chat_body(stream=True)).encode()
+    async with (
+        ScriptedGenerator(broker, scope, script).playing(episode.episode),
+        ModelProxy(broker, scope, deadlines=deadlines) as proxy,
+    ):
+        proxy.open(episode)
+        port = int(proxy.base_url.rpartition(":")[2])
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        head = f"POST /e/{episode.key}/v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        await until(lambda: bool(script.delivered), "it to be given up")
+        writer.close()
+    assert not script.delivered[0].whole
+
+
+@pytest.mark.usefixtures("generator")
+async def test_the_oldest_answers_make_room(
+    broker: Broker, scope: JobScope, episode: ProgramEpisode
+) -> None:
+    async with ModelProxy(broker, scope, kept_bytes=12_000) as proxy:
+        proxy.open(episode)
+        async with http_client(proxy, episode) as http:
+            ids = [
+                (await http.post("/v1/responses", json=response_body(str(number)))).json()["id"]
+                for number in range(4)
+            ]
+            found = [(await http.get(f"/v1/responses/{name}")).status_code for name in ids]
+    assert found == [404, 404, 200, 200]
+
+
+async def test_a_connection_too_many_is_told_so_in_json_and_idle_ones_make_room() -> None:
+    release, num_waiting = asyncio.Event(), 0
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal num_waiting
+        if scope["path"] == "/wait":
+            num_waiting += 1
+            await release.wait()
+        head = [(b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    server = HttpServer(application, Connections("proxy", bounds=ConnectionBounds(3, 3, 3)))
+    url = f"http://127.0.0.1:{await server.listen()}"
+    with structlog.testing.capture_logs() as logged:
+        async with contextlib.AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(httpx.AsyncClient()) for _ in range(4)]
+            assert (await clients[0].get(f"{url}/now")).text == "ok"
+            waiting = [asyncio.create_task(one.get(f"{url}/wait")) for one in clients[1:]]
+            await until(lambda: num_waiting == 3, "the idle connection to make room")
+            for _ in range(3):
+                refused = await clients[0].get(f"{url}/now")
+                assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+                assert "all 3 connections of this proxy are taken" in words(refused)
+            release.set()
+            assert [(await one).text for one in waiting] == ["ok"] * 3
+            assert (await clients[0].get(f"{url}/now")).text == "ok"
+    assert [one["event"] for one in logged] == ["connections_refused"]
+    await server.stop()
+
+
+# -- Answers that outlive who gives them and who waits for them ------------------------------------
+
+
+LONG = "one two three four five six seven eight nine ten"
+
+
+@pytest.fixture
+async def brisk(
+    broker: Broker, scope: JobScope, episode: ProgramEpisode
+) -> AsyncIterator[ModelProxy]:
+    """A proxy that soon takes silence for death."""
+    times = ProxyTimes(silence_s=3.0, pause_s=0.02, adopt_s=0.5)
+    async with ModelProxy(broker, scope, times=times) as proxy:
+        proxy.open(episode)
+        yield proxy
+
+
+def play(broker: Broker, scope: JobScope, script: Script, episode: ProgramEpisode) -> Any:
+    """Play the episode by a script."""
+    return ScriptedGenerator(broker, scope, script).playing(episode.episode)
+
+
+def content_of(answer: httpx.Response) -> str:
+    """Return the first choice's text."""
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+async def text_of(proxy: ModelProxy, episode: ProgramEpisode, heard: asyncio.Event) -> str:
+    """Return what a stream says; `heard` is set at its first text."""
+    text = ""
+    async with openai_client(proxy, episode) as client:
+        stream = await client.chat.completions.create(**chat_body(stream=True))
+        async for chunk in stream:
+            text += chunk.choices[0].delta.content or ""
+            if text:
+                heard.set()
+    return text
+
+
+async def test_a_generator_that_dies_within_a_stream_is_followed_by_another(
+    broker: Broker, scope: JobScope, brisk: ModelProxy, episode: ProgramEpisode, script: Script
+) -> None:
+    script.say, script.stops_at = (lambda request, choice: LONG), 5
+    heard = asyncio.Event()
+    async with ScriptedGenerator(broker, scope, script).playing(episode.episode):
+        reading = asyncio.create_task(text_of(brisk, episode, heard))
+        await asyncio.wait_for(heard.wait(), PATIENCE_S)
+        await until(lambda: bool(script.asked), "the call")
+    script.stops_at = None
+    second = ScriptedGenerator(broker, scope, script, delivery=2)
+    async with second.playing(episode.episode):
+        assert await asyncio.wait_for(reading, PATIENCE_S) == LONG
+        await until(lambda: bool(script.delivered), "the delivery")
+    first, again = script.asked
+    assert again.request == f"{first.request}-{again.request.rpartition('-')[2]}"
+    assert again.is_retry
+    assert again.begun is not None
+    assert again.begun.deltas[0].token_ids == list(range(len(again.begun.deltas[0].token_ids)))
+    assert LONG.startswith(again.begun.deltas[0].text)
+    assert again.begun.deltas[0].versions == [1] * len(again.begun.deltas[0].token_ids)
+    assert again.begun.names == [f"call_{first.request[:12]}00_"]
+    assert episode.num_calls == 1
+
+
+async def test_a_call_waits_for_somebody_who_plays_the_episode(
+    broker: Broker, scope: JobScope, proxy: ModelProxy, episode: ProgramEpisode, script: Script
+) -> None:
+    async with http_client(proxy, episode) as http:
+        waiting = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body()))
+        await until(lambda: episode.num_open == 1, "the call")
+        async with ScriptedGenerator(broker, scope, script).playing(episode.episode):
+            assert content_of(await waiting) == "You said: Hello"
+    assert script.asked[0].begun is None
+
+
+async def test_who_was_overtaken_is_not_heard(
+    broker: Broker, scope: JobScope, brisk: ModelProxy, episode: ProgramEpisode, script: Script
+) -> None:
+    """Both play: the first goes on telling, and whatever he says after the second is dropped."""
+    script.say, script.stops_at = (lambda request, choice: LONG), 5
+    other = Script(say=lambda request, choice: LONG, numbers=script.numbers)
+    heard = asyncio.Event()
+    async with ScriptedGenerator(broker, scope, script).playing(episode.episode):
+        reading = asyncio.create_task(text_of(brisk, episode, heard))
+        await asyncio.wait_for(heard.wait(), PATIENCE_S)
+    # silent for good; the one who follows is heard by the second request, as is another of before
+    script.stops_at = None
+    old = ScriptedGenerator(broker, scope, Script(say=lambda request, choice: "no"), delivery=0)
+    new = ScriptedGenerator(broker, scope, other, delivery=2)
+    async with old.playing(episode.episode), new.playing(episode.episode):
+        assert await asyncio.wait_for(reading, PATIENCE_S) == LONG
+
+
+async def test_a_program_that_hangs_up_and_comes_back_finds_its_call(
+    broker: Broker, scope: JobScope, brisk: ModelProxy, episode: ProgramEpisode, script: Script
+) -> None:
+    script.stops_at = 0
+    async with play(broker, scope, script, episode), http_client(brisk, episode) as http:
+        first = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body()))
+        await until(lambda: bool(script.asked), "the call")
+        first.cancel()
+        await until(lambda: episode.num_open == 0, "the hang-up to be noticed")
+        again = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body()))
+        await until(lambda: episode.num_open == 1, "the second request")
+        script.go_on.set()
+        assert content_of(await again) == "You said: Hello"
+        await until(lambda: bool(script.delivered), "the delivery")
+    assert len(script.asked) == 1
+    assert not script.cancelled
+    assert [told.whole for told in script.delivered] == [True]
+
+
+async def test_a_program_that_hangs_up_for_good_ends_its_call(
+    broker: Broker, scope: JobScope, brisk: ModelProxy, episode: ProgramEpisode, script: Script
+) -> None:
+    script.stops_at = 0
+    async with play(broker, scope, script, episode), http_client(brisk, episode) as http:
+        first = asyncio.create_task(http.post("/v1/messages", json=messages_body()))
+        await until(lambda: bool(script.asked), "the call")
+        first.cancel()
+        await until(lambda: bool(script.cancelled), "the call to be cancelled")
+        assert script.cancelled == [script.asked[0].request]
+        script.stops_at = None
+        answer = await http.post("/v1/messages", json=messages_body())
+    assert answer.status_code == 200
+    assert len(script.asked) == 2
+    assert not script.asked[1].is_retry
+
+
+async def test_an_answer_that_found_nobody_is_told_as_undelivered_and_given_again(
+    broker: Broker, scope: JobScope, brisk: ModelProxy, episode: ProgramEpisode, script: Script
+) -> None:
+    script.stops_at = 0
+    async with play(broker, scope, script, episode), http_client(brisk, episode) as http:
+        first = asyncio.create_task(http.post("/v1/responses", json=response_body()))
+        await until(lambda: bool(script.asked), "the call")
+        first.cancel()
+        await until(lambda: episode.num_open == 0, "the hang-up to be noticed")
+        script.go_on.set()
+        await until(lambda: bool(script.delivered), "it to be told")
+        answer = await http.post("/v1/responses", json=response_body())
+        await until(lambda: len(script.delivered) == 2, "the delivery")
+        fresh = await http.post("/v1/responses", json=response_body())
+    assert answer.json()["output"][0]["content"][0]["text"] == "You said: Hello"
+    assert [told.whole for told in script.delivered[:2]] == [False, True]
+    assert len(script.asked) == 2
+    assert fresh.json()["id"] != answer.json()["id"]
+
+
+async def test_equal_requests_are_samples_of_their_own_unless_they_say_otherwise(
+    broker: Broker, scope: JobScope, proxy: ModelProxy, episode: ProgramEpisode, script: Script
+) -> None:
+    script.stops_at = 0
+    path, body = "/v1/chat/completions", chat_body()
+    async with play(broker, scope, script, episode), http_client(proxy, episode) as http:
+        retry, named = {"x-stainless-retry-count": "1"}, {"idempotency-key": "one"}
+        waiting = [
+            asyncio.create_task(http.post(path, json=body, headers=headers))
+            for headers in ({}, {"x-stainless-retry-count": "0"}, named, named)
+        ]
+        await until(lambda: episode.num_open == 4, "all to be open")
+        waiting.append(asyncio.create_task(http.post(path, json=body, headers=retry)))
+        await until(lambda: episode.num_open == 5, "all to be open")
+        script.go_on.set()
+        ids = [(await each).json()["id"] for each in waiting]
+        late = await http.post(path, json=body, headers=retry)
+    assert len(script.asked) == 4
+    assert len(set(ids)) == 3
+    assert ids[2] == ids[3]
+    assert ids[4] in ids[:2]
+    assert late.status_code == 200
+    assert [request.is_retry for request in script.asked] == [False, False, False, True]
+
+
+async def test_a_response_is_cancelled_by_its_id(
+    broker: Broker, scope: JobScope, proxy: ModelProxy, episode: ProgramEpisode, script: Script
+) -> None:
+    script.stops_at = 2
+    ids: list[str] = []
+    async with (
+        ScriptedGenerator(broker, scope, script).playing(episode.episode),
+        openai_client(proxy, episode) as client,
+    ):
+        stream = await client.responses.create(**response_body(), stream=True)
+        kinds: list[str] = []
+        async for event in stream:
+            kinds.append(event.type)
+            if event.type == "response.created":
+                ids.append(event.response.id)
+                cancelled = await client.responses.cancel(event.response.id)
+                assert cancelled.status == "cancelled"
+        await until(lambda: bool(script.cancelled), "the generator to be told")
+    assert kinds[-1] == "response.failed"
+
+
+async def test_a_proxy_that_stops_ends_what_is_open(
+    broker: Broker, scope: JobScope, episode: ProgramEpisode, script: Script
+) -> None:
+    script.stops_at = 0
+    async with ScriptedGenerator(broker, scope, script).playing(episode.episode):
+        async with ModelProxy(broker, scope) as proxy:
+            proxy.open(episode)
+            url = proxy.base_url
+            http = http_client(proxy, episode)
+            whole = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body("a")))
+            stream = asyncio.create_task(
+                http.post("/v1/chat/completions", json=chat_body("b", stream=True))
+            )
+            await until(lambda: len(script.asked) == 2, "the calls")
+        answers = [await whole, await stream]
+        await http.aclose()
+    assert answers[0].status_code == 410
+    assert "episode_over" in answers[1].text
+    with pytest.raises(StateError, match="does not listen"):
+        _ = proxy.base_url
+    async with httpx.AsyncClient() as http:
+        with pytest.raises(httpx.ConnectError):
+            await http.get(url)
+
+
+async def test_streams_show_that_they_wait_and_the_libraries_bear_it(
+    broker: Broker, scope: JobScope, episode: ProgramEpisode, script: Script
+) -> None:
+    script.stops_at = 3
+    times = ProxyTimes(pause_s=0.02, keepalive_s=0.05)
+
+    async def chat() -> str:
+        async with openai_client(proxy, episode) as client:
+            stream = await client.chat.completions.create(**chat_body(stream=True))
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def response() -> str:
+        async with (
+            openai_client(proxy, episode) as client,
+            client.responses.stream(**response_body()) as stream,
+        ):
+            return (await stream.get_final_response()).output_text
+
+    async def message() -> str:
+        async with (
+            anthropic_client(proxy, episode) as client,
+            client.messages.stream(**messages_body()) as stream,
+        ):
+            return await stream.get_final_text()
+
+    async with ModelProxy(broker, scope, times=times) as proxy:
+        proxy.open(episode)
+        waiting = [asyncio.create_task(each()) for each in (chat, response, message)]
+        await until(lambda: episode.num_open == 3, "the calls")
+        await asyncio.sleep(0.2)  # nobody plays: the streams begin with signs of life
+        async with play(broker, scope, script, episode):
+            await until(lambda: len(script.asked) == 3, "the calls to be heard")
+            await asyncio.sleep(0.2)  # and have some within
+            script.go_on.set()
+            assert await asyncio.gather(*waiting) == ["You said: Hello"] * 3

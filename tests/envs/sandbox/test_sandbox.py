@@ -1,4 +1,4 @@
-"""What well-meant programs find, what is kept between them, and what the start-up test refuses."""
+"""What well-meant programs find in a sandbox, what is kept, and the self-test."""
 
 import contextlib
 import gc
@@ -22,7 +22,7 @@ from tinkermq.envs.sandbox.interpreters import (
     SandboxSettings,
     code_sandbox,
 )
-from tinkermq.envs.sandbox.sandbox import descendants
+from tinkermq.envs.sandbox.sandbox import descendants, filesystem, num_files
 from tinkermq.envs.sandbox.self_test import check_answer, prove
 from tinkermq.envs.sandbox.served import listen_at, shared_sandbox
 from tinkermq.schemas.wire.errors import ConfigError, SandboxError
@@ -314,3 +314,18 @@ def test_where_there_can_be_no_socket_the_remedy_is_told(tmp_path: Path, place: 
     with pytest.raises(OSError, match=r"no socket .* set TMPDIR to a short folder"):
         listen_at(path)
     assert num_open_files() == before
+
+
+# -- What a sandbox is charged with is its own, also while it is still being made ------------------
+
+
+def test_a_process_among_our_own_folders_is_charged_with_none_of_their_files() -> None:
+    assert os.statvfs("/tmp").f_files > os.statvfs("/tmp").f_ffree
+    assert filesystem(os.getpid(), "tmp") is None
+    assert num_files(os.getpid()) == 0
+
+
+def test_the_files_of_a_sandbox_are_counted(sandbox) -> None:
+    with contextlib.closing(sandbox.session()) as session:
+        assert session.run("for n in range(300): open(f'{n}', 'w')").status == "ok"
+        assert max(num_files(one) for one in descendants(os.getpid())) >= 300

@@ -1,0 +1,711 @@
+"""The pages in a real browser: jobs, curves, rollouts, playground, sessions."""
+
+import csv
+import json
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import pytest_asyncio
+import yaml
+from playwright.async_api import Page, expect
+from tinkermq.actors.tinker.models import Models
+from tinkermq.actors.tinker.service import Introspection
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.rpc import Service
+from tinkermq.broker.feed import publish_log, publish_metric
+from tinkermq.broker.jetstream.kv import Bucket
+from tinkermq.broker.jetstream.streams import create_shared
+from tinkermq.broker.jobs import JobStore
+from tinkermq.broker.nats_server import NatsServer
+from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.schemas.infer import ChatRequest
+from tinkermq.schemas.metric import LogLines, Metric
+from tinkermq.schemas.node import Gpu, NodeStatus, NodeSync
+from tinkermq.schemas.rollout import Group
+from tinkermq.schemas.tinker.names import ModelName
+from tinkermq.schemas.tinker.operation import (
+    ModelInfo,
+    ModelOperation,
+    TrainerOffer,
+    TrainerOffers,
+)
+from tinkermq.schemas.wire.errors import ConfigError
+from tinkermq.schemas.wire.message import Empty
+from tinkermq.schemas.wire.subjects import BUCKET_NODES, JobScope, rpc
+from tinkermq.schemas.wire.subjects import node as node_subject
+
+from tests.actors.gateway.canned import Canned, canned_server
+from tests.actors.gateway.test_data import two_turns
+from tests.actors.gateway.test_rest import HOSTILE, finished_job
+from tests.support.browser import PATIENCE_MS, Browser, watched_page
+from tests.support.configs import UNHURRIED, small_job
+from tests.support.gateway import Gateway, run_gateway
+from tests.support.groups import make_group
+from tests.support.stack import Stack
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def last_step(page: Page) -> int:
+    """Return the last step that the curves show."""
+    return int(await page.get_attribute("#charts", "data-last") or -1)
+
+
+async def until_beyond(page: Page, step: int) -> int:
+    """Wait until the curves show more than a step, without loading the page again."""
+    await page.wait_for_function(
+        "step => Number(document.getElementById('charts').dataset.last) > step",
+        arg=step,
+        timeout=2 * PATIENCE_MS,
+    )
+    return await last_step(page)
+
+
+async def test_a_job_is_submitted_watched_looked_into_and_cancelled(
+    stack: Stack, gateway: Gateway, browser: Browser, model: Path
+) -> None:
+    config = small_job(model, training={"num_steps": 5000}, env={**UNHURRIED, "num_val": 4})
+    config["output_dir"] = str(stack.folder / "runs")
+    async with watched_page(browser, gateway.url) as page:
+        await page.goto("/jobs")
+        await page.click("text=New job")
+        await page.fill("textarea[name=config]", yaml.safe_dump(config))
+        await page.fill("textarea[name=overrides]", "learner.lrr=1")
+        async with page.expect_response(lambda reply: reply.status == 400):
+            await page.click("text=Check only")
+    async with watched_page(browser, gateway.url) as page:
+        await page.goto("/submit")
+        await page.fill("textarea[name=config]", yaml.safe_dump(config))
+        await page.fill("textarea[name=overrides]", "learner.lr=1e-4\nname=from-the-browser")
+        await page.click("text=Check only")
+        await expect(page.locator(".good")).to_contain_text("Nothing was submitted")
+        await page.click("button[value=submit]")
+        await page.wait_for_url("**/jobs/*")
+        assert await page.inner_text("h1") == "from-the-browser"
+
+        step = await until_beyond(page, 0)
+        await expect(page.locator("[data-chart=reward] canvas")).to_be_visible()
+        await until_beyond(page, step + 2)
+        await expect(page.locator("[data-part=head]")).to_contain_text("running")
+        await expect(page.locator("[data-part=actors]")).to_contain_text("generator-0")
+
+        await page.click("nav.tabs >> text=Rollouts")
+        await page.locator("td a.chip").first.click()
+        await expect(page.locator(".m-assistant").first).to_be_visible()
+        assert await page.locator(".tokens .tok.made").count() >= 1
+        await expect(page.locator(".turn-reward").first).to_be_visible()
+
+        await page.click("nav.tabs >> text=Logs")
+        await expect(page.locator(".log li").first).to_be_visible()
+        job = page.url.split("/jobs/")[1].split("/")[0]
+        late = LogLines(actor="learner", attempt=1, lines=["said later"], time=time.time())
+        await publish_log(stack.broker, JobScope("local", job), late)
+        await expect(page.locator(".log li", has_text="said later")).to_be_visible()
+        await page.click("nav.tabs >> text=Curves")
+        await page.click("main button:text('Checkpoint')")
+        await page.click("nav.tabs >> text=Checkpoints")
+        await expect(page.locator("a[href*='/checkpoints/']").first).to_be_visible()
+        await page.click("nav.tabs >> text=Curves")
+        await page.click("text=Pause")
+        await expect(page.locator("[data-part=head]")).to_contain_text("paused")
+        await page.click("text=Resume")
+        await page.click("text=Cancel now")
+        await expect(page.locator("[data-part=head]")).to_contain_text(
+            "cancelled", timeout=PATIENCE_MS
+        )
+        await page.goto("/jobs?state=cancelled")
+        await expect(page.locator("a.name", has_text="from-the-browser")).to_be_visible()
+
+
+async def test_the_pool_shows_gpus_at_work_and_lets_waiting_jobs_overtake(
+    stack: Stack, gateway: Gateway, browser: Browser, model: Path
+) -> None:
+    gpu = Gpu(index=3, model="H200", memory_bytes=2**37, used_bytes=2**36, utilization=0.97)
+    status = NodeStatus(node="gpus", host="h", slots=0, gpus=[gpu], time=time.time())
+
+    async def sync(_: NodeSync) -> NodeStatus:
+        return status
+
+    nodes = Bucket(stack.broker, BUCKET_NODES, NodeStatus)
+    async with await Service.start(stack.broker, name="gpus", description="no slots") as service:
+        await service.endpoint("sync", node_subject("gpus", "sync"), NodeSync, sync)
+        await nodes.put("gpus", status)
+        long = {"num_steps": 5000}
+        held = await stack.submit(small_job(model, training=long, generator={"slots": 20}))
+        waits = await stack.submit(small_job(model, generator={"slots": 20}))
+        async with watched_page(browser, gateway.url) as page:
+            await page.goto("/pool")
+            await expect(page.locator(".gpu")).to_have_text(
+                re.compile(r"3 · H200 +97 % · 68.7 GB of 137.4 GB"), timeout=PATIENCE_MS
+            )
+            name = (await waits.read()).name
+            field = page.get_by_label(f"Priority of {name}")
+            await field.fill("7", timeout=PATIENCE_MS)
+            await field.press("Enter")
+            await page.wait_for_url("**/jobs/*")
+        assert (await waits.read()).priority == 7
+        assert (await held.read()).priority == 0
+        await waits.stop(now=True)
+        await held.stop(now=True)
+    await nodes.delete("gpus")
+
+
+async def test_what_jobs_say_is_text_and_never_runs(
+    stack: Stack, gateway: Gateway, browser: Browser
+) -> None:
+    record = await finished_job(stack, gateway, name=HOSTILE, reason=HOSTILE, state="FAILED")
+    async with watched_page(browser, gateway.url) as page:
+        for path in (
+            "/jobs",
+            f"/jobs?search={HOSTILE.split('>')[0]}",
+            *(
+                f"/jobs/{record.job}{tab}"
+                for tab in ("", "/logs", "/events", "/config", "/rollouts", "/rollouts/1/0")
+            ),
+            f"/submit?like={record.job}",
+        ):
+            await page.goto(path)
+            assert await page.evaluate("window.hacked === undefined")
+            assert await page.locator("img[src=x]").count() == 0
+            assert HOSTILE in await page.inner_text("body") or "submit" in path
+        await page.goto(f"/jobs/{record.job}/rollouts/1/0")
+        assert await page.locator(".m-user img").evaluate("image => image.naturalWidth") == 1
+        await page.goto(f"/jobs/{record.job}")
+        await expect(page.locator("[data-chart=reward] canvas")).to_be_visible()
+        assert await last_step(page) == 5
+
+
+async def test_the_tree_of_an_episode_shows_what_calls_and_branches_were_rewarded_with(
+    stack: Stack, gateway: Gateway, browser: Browser
+) -> None:
+    record = await finished_job(stack, gateway)
+    call = {"parent": None, "row": 0, "tokens": 3, "given_tokens": 5, "finish": "stop"}
+    calls = [
+        {**call, "call": 0, "text": "I ask both"},
+        {**call, "call": 1, "reward": 0.25, "branch_reward": -1.5, "name": "reader"},
+        {**call, "call": 2, "parent": 1, "branch": "edited", "reward": 0.0},
+        {**call, "call": 3, "row": None, "untrained": "apart", "branch_reward": 2, "name": HOSTILE},
+    ]
+    group = make_group([two_turns(info={"calls": calls})], 1)
+    await RolloutLog(stack.broker, JobScope("local", record.job)).append(group)
+    async with watched_page(browser, gateway.url) as page:
+        await page.goto(f"/jobs/{record.job}/rollouts/2/0")
+        rows = page.locator(".calls tbody tr")
+        await expect(rows).to_have_count(len(calls))
+        shown = [await row.locator(".turn-reward").all_inner_texts() for row in await rows.all()]
+        assert shown == [[], ["+0.25", "branch -1.5"], ["+0"], ["branch +2"]]
+        await expect(rows.nth(1).locator("td").first).to_have_text(re.compile("1 +reader"))
+        await expect(rows.nth(1).locator(".minus")).to_have_text("branch -1.5")
+        await expect(rows.nth(3)).to_contain_text("no: nothing of it reached the outcome")
+        await expect(rows.nth(3)).to_contain_text(HOSTILE)
+
+
+async def test_the_pages_fit_a_phone_and_follow_the_theme(
+    stack: Stack, gateway: Gateway, browser: Browser
+) -> None:
+    record = await finished_job(stack, gateway)
+    context = await browser.new_context(
+        base_url=gateway.url, viewport={"width": 390, "height": 800}, color_scheme="dark"
+    )
+    page = await context.new_page()
+    colour = "getComputedStyle(document.body).backgroundColor"
+    for path in (
+        "/jobs",
+        "/pool",
+        "/submit",
+        "/api",
+        *(f"/jobs/{record.job}{tab}" for tab in ("", "/logs", "/rollouts", "/rollouts/1/0")),
+    ):
+        await page.goto(path)
+        wide = await page.evaluate("document.documentElement.scrollWidth")
+        assert wide <= 390, f"{path} is {wide} pixels wide"
+    dark = await page.evaluate(colour)
+    await page.click("[data-theme-toggle]")
+    light = await page.evaluate(colour)
+    assert light != dark
+    await page.goto("/jobs")
+    assert await page.evaluate(colour) == light
+    await context.close()
+
+
+# -- Curves in a real browser: found, pinned, moved, smoothed, saved, and several runs compared ----
+
+REWARD = "training_step_reward"
+
+
+async def run_with_metrics(stack: Stack, gateway: Gateway, *, state: str = "COMPLETED") -> str:
+    """Return a job with metrics of several kinds, one of them named to do harm."""
+    record = await finished_job(stack, gateway, state=state)
+    for step in range(6, 9):
+        values = {
+            **{f"custom/number_{n}": float(n * step) for n in range(4)},
+            f"custom/{HOSTILE}": float(step),
+            "custom/a, b*[c]": -float(step),
+            REWARD: step / 10,
+            "perf/total_num_tokens": 100.0,
+        }
+        told = Metric(step=step, values=values, time=1.7e9 + step)
+        await publish_metric(stack.broker, record.scope, told)
+    return record.job
+
+
+def charts(page: Page, group: str) -> str:
+    """Return the selector of the charts of a group that can be seen."""
+    return f"[data-group='{group}'] figure:not([hidden])"
+
+
+async def keys(page: Page, group: str) -> list[str | None]:
+    """Return the keys of the charts of a group, in their order."""
+    return [
+        await one.get_attribute("data-chart")
+        for one in await page.locator(charts(page, group)).all()
+    ]
+
+
+async def test_any_metric_is_found_pinned_and_moved_and_a_link_keeps_the_view(
+    stack: Stack, gateway: Gateway, browser: Browser
+) -> None:
+    job = await run_with_metrics(stack, gateway)
+    async with watched_page(browser, gateway.url) as page:
+        await page.goto(f"/jobs/{job}")
+        await expect(page.locator("[data-group=of-custom] summary")).to_have_text("custom · 6")
+        await page.click("[data-group=of-custom] summary")
+        await expect(page.locator(charts(page, "of-custom"))).to_have_count(6)
+        assert await page.evaluate("window.hacked === undefined")
+        await page.fill("input[name=q]", "custom number_3")
+        await expect(page.locator(charts(page, "found"))).to_have_count(1)
+        await expect(page.locator(f"{charts(page, 'found')} .last b")).to_have_text("24")
+        await page.click(f"{charts(page, 'found')} button[title^=Pin]")
+        await page.fill("input[name=q]", "")
+        await page.locator("[data-group=overview] [data-chart=reward]").hover()
+        await page.click("[data-group=overview] [data-chart=reward] button[title^=Pin]")
+        assert await keys(page, "pinned") == ["custom/number_3", "reward"]
+        await page.locator("[data-group=pinned] [data-chart=reward]").hover()
+        await page.click("[data-group=pinned] [data-chart=reward] button[title$=left]")
+        assert await keys(page, "pinned") == ["reward", "custom/number_3"]
+        await page.select_option("select[name=x]", "tokens")
+        await page.check("input[name=log]")
+        await expect(page.locator("#curves-note")).to_contain_text("logarithmic")
+        link = page.url
+    async with watched_page(browser, gateway.url) as page:
+        await page.goto(link)
+        await expect(page.locator(charts(page, "of-custom"))).to_have_count(6)
+        assert await keys(page, "pinned") == ["reward", "custom/number_3"]
+        assert await page.input_value("select[name=x]") == "tokens"
+        assert await page.is_checked("input[name=log]")
+
+
+async def test_a_chart_is_saved_as_a_table_and_as_a_picture(
+    stack: Stack, gateway: Gateway, browser: Browser, tmp_path: Path
+) -> None:
+    job = await run_with_metrics(stack, gateway)
+    async with watched_page(browser, gateway.url) as page:
+        await page.goto(f"/jobs/{job}?smooth=0.9")
+        reward = page.locator("[data-group=overview] [data-chart=reward]")
+        await expect(reward.locator("canvas")).to_be_visible()
+        await reward.hover()
+        for kind in ("CSV", "PNG"):
+            async with page.expect_download() as saved:
+                await reward.locator(f"button:text('{kind}')").click()
+            await (await saved.value).save_as(tmp_path / kind)
+    rows = list(csv.reader((tmp_path / "CSV").read_text(encoding="utf-8").splitlines()))
+    assert rows[0] == ["step", "mean"]
+    assert [float(row[1]) for row in rows[1:]] == [0.2, 0.4, 0.6, 0.8, 1.0, 0.6, 0.7, 0.8]
+    assert (tmp_path / "PNG").read_bytes().startswith(b"\x89PNG")
+
+
+async def test_runs_that_are_chosen_are_laid_over_each_other(
+    stack: Stack, gateway: Gateway, browser: Browser
+) -> None:
+    jobs = [await run_with_metrics(stack, gateway) for _ in range(2)]
+    async with watched_page(browser, gateway.url) as page:
+        await page.goto("/jobs?state=completed&sort=-age")
+        for job in jobs:
+            await page.check(f"input[name=run][value='{job}']")
+        await page.wait_for_timeout(3500)  # the table is fetched anew; what is chosen stays
+        await page.click("button:text('Compare')")
+        await page.wait_for_url("**/compare?*")
+        first = page.locator(f"[data-group=overview] [data-chart={REWARD}]")
+        await expect(first.locator(".last .line")).to_have_count(2)
+        await page.click("[data-group=of-custom] summary")
+        await expect(page.locator(charts(page, "of-custom"))).to_have_count(6)
+        await page.click("text=leave out >> nth=0")
+        await expect(page.locator("h1 + .sub")).to_contain_text("1 runs")
+    missing = await gateway.get("/compare?run=" + quote("no such run"))
+    assert missing.status == 404
+    assert "no such run" in missing.text
+
+
+async def test_a_live_run_shows_metrics_as_they_are_first_told(
+    stack: Stack, gateway: Gateway, browser: Browser
+) -> None:
+    job = await run_with_metrics(stack, gateway)
+    async with watched_page(browser, gateway.url) as page:
+        await page.goto(f"/jobs/{job}?open=late")
+        await expect(page.locator("[data-group=of-custom] summary")).to_be_visible()
+        scope = JobScope("local", job)
+        for step in (9, 10):
+            told = Metric(step=step, values={"late/one": float(step)}, time=time.time())
+            await publish_metric(stack.broker, scope, told)
+        late = page.locator(charts(page, "of-late"))
+        await expect(late).to_have_count(1)
+        await expect(late.locator(".last b")).to_have_text("10")
+
+
+# -- The table of jobs in a real browser: runs are labelled, chosen, archived and deleted ----------
+
+
+CONFIG = {"env": {"game": "bandit"}, "model": {"path": "tiny"}}
+
+
+async def test_a_run_is_labelled_on_its_page_and_found_by_a_click_on_its_tag(
+    stack: Stack, gateway: Gateway, browser: Browser
+) -> None:
+    record = await finished_job(stack, gateway)
+    async with watched_page(browser, gateway.url) as page:
+        await page.goto(f"/jobs/{record.job}")
+        await page.click("details.labelled summary")
+        await page.fill("input[name=tags]", f"baseline of={record.job}")
+        await page.fill("textarea[name=notes]", HOSTILE)
+        await page.click("details.labelled button")
+        await expect(page.locator("details.labelled .chip")).to_have_count(2)
+        assert await page.evaluate("window.hacked === undefined")
+        await page.click(f"a.chip:text('of={record.job}')")
+        await expect(page.locator("table.jobs tbody tr")).to_have_count(1)
+        await expect(page.locator("table.jobs .why").last).to_have_text(HOSTILE)
+        assert await page.input_value("input[name=search]") == f"tag:of={record.job}"
+
+
+async def test_chosen_runs_are_deleted_after_it_is_told_what_that_frees(
+    stack: Stack, gateway: Gateway, browser: Browser
+) -> None:
+    folder = stack.folder / "runs" / "freed"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(bytes(3_000_000))
+    one = await finished_job(stack, gateway, run_dir=str(folder), stored_bytes=2_000_000)
+    two = await finished_job(stack, gateway, config={**CONFIG, "tags": ["gone"]})
+    live = await finished_job(stack, gateway, state="QUEUED", configured=False)
+    async with watched_page(browser, gateway.url) as page:
+        await page.goto("/jobs?limit=1000")
+        for record in (one, two, live):
+            await page.check(f"input[name=run][value={record.job}]")
+        await page.click("button:text('Delete')")
+        await expect(page.locator("h1")).to_have_text("Delete 3 runs?")
+        await expect(page.locator("tfoot")).to_contain_text("2.0 MB")
+        await expect(page.locator("tfoot")).to_contain_text("3.0 MB")
+        await expect(page.locator("main")).to_contain_text("is live: it will be refused")
+        await page.click("form button.danger")
+        await expect(page.locator("h1")).to_have_text("Delete 1 run?")
+        await expect(page.locator(".note")).to_have_text("2 done.")
+        await expect(page.locator("td .problem")).to_contain_text("only a run that has ended")
+    jobs = JobStore(stack.broker)
+
+    async def gone() -> bool:
+        return all([await jobs.find_by_id("local", r.job) is None for r in (one, two)])
+
+    await eventually(gone, "the runs to be deleted")
+    assert not folder.exists()
+
+
+async def test_nothing_is_removed_by_looking_and_bad_requests_are_refused(
+    stack: Stack, gateway: Gateway
+) -> None:
+    record = await finished_job(stack, gateway)
+    asked = await gateway.get(f"/remove?how=delete&run={record.job}")
+    assert (asked.status, "Delete 1 run?" in asked.text) == (200, True)
+    assert await JobStore(stack.broker).find_by_id("local", record.job) is not None
+    for query, said in (
+        (f"how=burn&run={record.job}", "not &#39;burn&#39;"),
+        ("how=delete", "no runs were chosen"),
+        ("how=delete&" + "&".join(f"run={n}" for n in range(201)), "201 runs were chosen"),
+    ):
+        refused = await gateway.get(f"/remove?{query}")
+        assert (refused.status, said in refused.text) == (400, True), refused.text
+    assert (await gateway.get(f"/remove?how=delete&run={quote('no/such')}")).status in (400, 404)
+
+
+async def test_all_runs_of_a_group_are_compared_by_one_address(
+    stack: Stack, gateway: Gateway, browser: Browser
+) -> None:
+    first = await finished_job(stack, gateway, config={**CONFIG, "group": "of-two", "seed": 1})
+    await finished_job(stack, gateway, config={**CONFIG, "group": "of-two", "seed": 2})
+    await finished_job(stack, gateway, kind="infer", config={**CONFIG, "group": "of-two"})
+    async with watched_page(browser, gateway.url) as page:
+        await page.goto(f"/jobs/{first.job}")
+        await page.click("a.chip.group")
+        await page.click("a:text('Compare all that were found')")
+        await expect(page.locator(".title .sub")).to_contain_text("the newest 2 of 2 runs that")
+        await expect(page.locator("table code:text-is('seed')")).to_have_count(1)
+        await page.locator("a:text('leave out')").first.click()
+        await expect(page.locator(".title .sub")).to_contain_text("1 runs")
+
+
+# -- The playground in a real browser, over a served model whose words the test chooses ------------
+
+ANSWER = "article.m-assistant"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def own(nats_server: NatsServer) -> AsyncIterator[Broker]:
+    """A broker without a scheduler, which would look for the nodes of what is served."""
+    async with await connect(nats_server.url, name="test") as connection:
+        await create_shared(connection)
+        yield connection
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def page_of(own: Broker, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    """A gateway to it."""
+    async with run_gateway(own.url, tmp_path_factory.mktemp("gateway")) as running:
+        yield running
+
+
+def named() -> tuple[JobScope, str]:
+    """Return a job, and what it serves, that no other test has."""
+    number = uuid.uuid4().hex[:8]
+    return JobScope("local", f"job-{number}"), f"run-{number}@4"
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def served(own: Broker) -> AsyncIterator[Canned]:
+    """A served model."""
+    async with canned_server(own, *named()) as one:
+        yield one
+
+
+async def test_an_answer_is_shown_with_its_tokens_and_the_next_one_knows_of_it(
+    served: Canned, page_of: Gateway, browser: Browser, tmp_path: Path
+) -> None:
+    served.words = ["Hel", HOSTILE]
+    async with watched_page(browser, page_of.url) as page:
+        await page.goto(f"/playground?model={served.model}")
+        await page.fill("textarea[name=text]", "hi")
+        await page.click("button:text('Send')")
+        await expect(page.locator(f"{ANSWER} > pre")).to_have_text(f"Hel{HOSTILE}")
+        await expect(page.locator(f"{ANSWER} .tok")).to_have_text(["Hel", HOSTILE])
+        await expect(page.locator(f"{ANSWER} .tok").nth(1)).to_have_class("tok made l2")
+        await expect(page.locator(f"{ANSWER} header")).to_contain_text("2 tokens")
+        assert await page.evaluate("window.hacked === undefined")
+        await page.fill("input[name=temperature]", "0.5")
+        await page.fill("textarea[name=text]", "and?")
+        await page.press("textarea[name=text]", "Control+Enter")
+        await expect(page.locator(ANSWER)).to_have_count(2)
+        await expect(page.locator("[data-again]")).to_be_visible()
+        async with page.expect_download() as download:
+            await page.click("button:text('JSON')")
+        await (await download.value).save_as(tmp_path / "said.json")
+    asked = served.asked[-1]
+    assert isinstance(asked, ChatRequest)
+    assert [one["role"] for one in asked.messages] == ["user", "assistant", "user"]
+    assert (asked.decoding.temperature, served.asked[-2].decoding.temperature) == (0.5, 1.0)
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert [one["content"] for one in said["messages"]][:2] == ["hi", f"Hel{HOSTILE}"]
+
+
+async def test_an_answer_is_stopped_and_an_error_is_told_once(
+    served: Canned, page_of: Gateway, browser: Browser
+) -> None:
+    served.hang = True
+    async with watched_page(browser, page_of.url) as page:
+        await page.goto(f"/playground?model={served.model}")
+        await page.fill("textarea[name=text]", "hi")
+        await page.click("button:text('Send')")
+        await expect(page.locator(f"{ANSWER} .tok")).to_have_count(2)
+        await page.click("button:text('Stop')")
+        await served.cancelled.wait()
+        await expect(page.locator("[data-stop]")).to_be_hidden()
+        served.error, served.hang = ConfigError("the prompt is too long"), False
+        await page.fill("textarea[name=text]", "more")
+        await page.click("button:text('Send')")
+        await expect(page.locator(f"{ANSWER} .problem")).to_contain_text("the prompt is too long")
+        await expect(page.locator(".problem")).to_have_count(1)
+
+
+async def test_a_model_that_does_not_answer_yet_is_waited_for(
+    own: Broker, page_of: Gateway, browser: Browser
+) -> None:
+    scope, model = named()
+    async with watched_page(browser, page_of.url) as page:
+        await page.goto(f"/playground?model={model}&job=job-1")
+        await expect(page.locator("[data-note]")).to_contain_text(f"{model} does not answer yet")
+        await expect(page.locator("button:text('Send')")).to_be_disabled()
+        async with canned_server(own, scope, model):
+            await expect(page.locator("button:text('Send')")).to_be_enabled()
+
+
+# Episodes are found by their words, reward, version, length and row; read by key, side by side.
+
+
+def told(number: int, words: str, sample: int, reward: float = 1.0) -> Group:
+    """Return a group of one episode that was asked and answered with some words."""
+    episode = two_turns()
+    episode.messages[0]["content"] = f"asked {words}"
+    group = make_group([episode], number)
+    group.trajectories[0].rewards[:] = 0.0
+    group.trajectories[0].rewards[-1] = reward
+    return group.model_copy(update={"task": group.task.model_copy(update={"sample": sample})})
+
+
+async def run_with_groups(stack: Stack, gateway: Gateway, groups: int = 3) -> str:
+    """Return a job whose log has more groups; the first of it is `finished_job`'s."""
+    record = await finished_job(stack, gateway)
+    log = RolloutLog(stack.broker, record.scope)
+    for number in range(1, groups + 1):
+        words = "for a RARE thing" if number == 1 else f"number {number}"
+        await log.append(told(number, words, number % 2, float(number)))
+    return record.job
+
+
+async def found(gateway: Gateway, job: str, query: str) -> dict[str, Any]:
+    answer = await gateway.get(f"/api/v1/jobs/{job}/rollouts?{query}")
+    assert answer.status == 200, answer.text
+    return answer.json
+
+
+async def test_groups_are_found_by_what_their_episodes_say_and_were_worth(
+    stack: Stack, gateway: Gateway
+) -> None:
+    job = await run_with_groups(stack, gateway)
+
+    async def tasks(query: str) -> list[int]:
+        return [one["task"] for one in (await found(gateway, job, query))["groups"]]
+
+    assert await tasks("q=rare+ASKED") == [1]
+    assert await tasks("q=asked") == [3, 2, 1]
+    assert await tasks("q=nowhere") == []
+    assert await tasks("reward_from=2&reward_to=2.5") == [2]
+    assert await tasks("sample=1") == [3, 1]
+    assert await tasks("tokens_from=100000") == []
+    (first,) = (await found(gateway, job, "q=rare"))["groups"]
+    assert first["prompt"] == "asked for a RARE thing"
+    assert first["answer"]
+    assert [one["found"] for one in first["episodes"]] == [True]
+    wrong = await gateway.get(f"/api/v1/jobs/{job}/rollouts?reward_from=much")
+    assert wrong.status == 400
+    assert "reward_from='much'" in wrong.json["error"]["message"]
+
+
+async def test_what_is_rare_is_sought_through_the_log_from_page_to_page(
+    stack: Stack, gateway: Gateway
+) -> None:
+    job = await run_with_groups(stack, gateway, groups=60)
+    page = await found(gateway, job, "q=rare")
+    assert [one["task"] for one in page["groups"]] == [1]
+    assert page["older"] is None
+    first = await found(gateway, job, "q=asked")
+    assert len(first["groups"]) >= 24
+    more = await found(gateway, job, f"q=asked&before={first['older']}")
+    seen = [one["task"] for page in (first, more) for one in page["groups"]]
+    assert seen == sorted(set(seen), reverse=True)
+
+
+async def test_episodes_are_read_one_after_the_other_and_side_by_side(
+    stack: Stack, gateway: Gateway, browser: Browser
+) -> None:
+    job = await run_with_groups(stack, gateway)
+    async with watched_page(browser, gateway.url) as page:
+        await page.goto(f"/jobs/{job}/rollouts")
+        await page.fill("input[name=q]", "rare")
+        await page.keyboard.press("Enter")
+        await expect(page.locator(".preview")).to_contain_text("RARE")
+        await page.locator("td a.chip").first.click()
+        await page.wait_for_url("**/rollouts/2/0")
+        await page.keyboard.press("ArrowRight")
+        await page.wait_for_url("**/rollouts/3/0")
+        await page.keyboard.press("ArrowLeft")
+        await page.wait_for_url("**/rollouts/2/0")
+        await page.click("text=Lay another beside it")
+        await page.locator("td a.chip").first.click()
+        await page.wait_for_url(re.compile("/rollouts/4/0.beside=2"))
+        await expect(page.locator(".beside .m-user").first).to_contain_text("RARE")
+    last = await gateway.get(f"/jobs/{job}/rollouts/4/0")
+    assert 'rel="next"' not in last.text
+    odd = await gateway.get(f"/jobs/{job}/rollouts/4/0?beside=x")
+    assert odd.status == 400
+
+
+# -- The pages of sessions under the Tinker API, in a real browser, and what REST tells of them ----
+
+MODEL, BASE = "s1:train:0", "org/tiny"
+
+
+def trained() -> Models:
+    """Return what a trainer knows of a user's model after 300 steps, and of another user's."""
+    models = Models()
+    for user, session, steps in (("local", "s1", 300), ("bob", "s2", 1)):
+        model = models.add(user, ModelName(session, 0))
+        model.applied = 2 * steps
+        model.info = ModelInfo(model=f"{session}:train:0", base=BASE, folder="f", arch="a", rank=4)
+        for step in range(steps):
+            for _ in range(2):  # two passes before each step
+                model.history.passed({"loss:sum": 1000.0 - step}, forward_only=False)
+            passed = model.history.take_passed()
+            model.history.stepped({**passed, "grad_norm": 0.5})
+    behind_gap = ModelOperation(kind="optim_step", model=MODEL, seq=602, body=b"x" * 2000)
+    models.enqueue("local", behind_gap)
+    return models
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def service(
+    nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Gateway]:
+    """A gateway, with one base model whose trainer answers and one whose trainer is away."""
+
+    async def offers(_: Empty) -> TrainerOffers:
+        return TrainerOffers(
+            offers=[
+                TrainerOffer(job=job, base=base, max_context=64, max_rank=8)
+                for job, base in (("here", BASE), ("away", "org/away"))
+            ]
+        )
+
+    folder = tmp_path_factory.mktemp("pages")
+    async with (
+        await connect(nats_server.url, name="trainer") as broker,
+        await Service.start(broker, name="pool", description="Offers") as answering,
+        run_gateway(nats_server.url, folder) as gateway,
+    ):
+        await answering.endpoint("trainers", rpc("*", "scheduler", "trainers"), Empty, offers)
+        await Introspection(trained(), BASE).open(answering, "tinker-here")
+        yield gateway
+
+
+async def test_ones_models_their_curves_and_who_waits_are_shown(
+    service: Gateway, browser: Browser
+) -> None:
+    async with watched_page(browser, service.url) as page:
+        await page.goto("/tinker")
+        row = page.locator("tr", has_text=MODEL)
+        await expect(row).to_contain_text("for operation 601, which has not come")
+        await expect(row).to_contain_text("2.0 kB")
+        await expect(row).to_contain_text("grad_norm 0.500")
+        await expect(page.locator("main")).to_contain_text("bob")
+        await expect(page.locator("main")).not_to_contain_text("s2:train:0")
+        await expect(page.locator("main")).to_contain_text("does not answer at the moment")
+        await page.click(f"text={MODEL}")
+        await expect(page.locator("h1")).to_have_text(MODEL)
+        await expect(page.locator("[data-chart='loss:sum'] canvas")).to_be_visible()
+        await expect(page.locator("#curves-note")).to_contain_text("Each point stands for 2 steps")
+        await expect(page.locator("#charts")).to_have_attribute("data-last", "298")
+
+
+async def test_rest_tells_of_ones_own_models_only(service: Gateway) -> None:
+    told = (await service.get("/api/v1/tinker")).json["services"]
+    assert [one["job"] for one in told] == ["here", "away"]
+    assert [one["info"]["model"] for one in told[0]["models"]] == [MODEL]
+    assert told[1]["models"] is None
+    series = (await service.get(f"/api/v1/tinker/here/{MODEL}/metrics")).json["series"]
+    assert series["loss:sum"]["high"][0] == 2000.0
+    assert series["loss:sum"]["low"][-1] == 2 * 701.0
+    for path in ("here/s2:train:0", "none/s1:train:0"):
+        missing = await service.get(f"/api/v1/tinker/{path}/metrics")
+        assert missing.status == 404
+        assert "there is no" in missing.json["error"]["message"]

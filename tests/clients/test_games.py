@@ -1,0 +1,401 @@
+"""`env new`, `env play` and `env eval`: a game by hand, as a package, and against a model."""
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from tinkermq.clients.cli.new_package import AgentKind as AgentKind
+from tinkermq.clients.cli.new_package import Kind
+from tinkermq.clients.inference.play import EpisodeResult, ResultFile
+from tinkermq.schemas.config.load_config import load_config
+from tinkermq.schemas.wire.errors import ConfigError, StorageError
+
+from tests.clients.command import tinkermq
+from tests.clients.conftest import Cli
+from tests.support.pages import environment, succeed
+
+# -- env play --------------------------------------------------------------------------------------
+
+
+def test_a_script_from_a_pipe_plays() -> None:
+    done = tinkermq("env", "play", "guess", "highest=9", "--seed", "1", stdin=b"1\nx\\\ny\n2\n")
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == [
+        "[user]",
+        "guess 0-9",
+        "> 1",
+        "higher",
+        "[reward 0]  {'guess': 1, 'tries': 1}",
+        "> x",
+        "y",
+        "digits only",
+        "[reward 0]  {'guess': None}",
+        "> 2",
+        "[reward 1, the game is over]  {'guess': 2, 'tries': 3}",
+        "return 1 after 3 turns",
+    ]
+
+
+def test_input_that_ends_before_the_game_ends_with_1() -> None:
+    done = tinkermq("env", "play", "calculator", "--seed", "3", "--json", stdin=b"=1+1\n")
+    assert done.code == 1
+    prompt, turn, end = map(json.loads, done.out.splitlines())
+    assert re.fullmatch(r"\d\d\*\d\d", prompt["messages"][0]["content"])
+    assert (turn["action"], turn["observation"], turn["info"]) == ("=1+1", "2", {"tool": True})
+    assert end == {"return": 0.0, "turns": 1, "done": False}
+
+
+def test_gold_answers_play_by_themselves(cli: Cli) -> None:
+    done = cli("env", "play", "calculator", "--gold", "--seed", "3")
+    assert (done.code, done.out.splitlines()[-1]) == (0, "return 1 after 2 turns")
+
+
+# -- env new ---------------------------------------------------------------------------------------
+
+
+def test_a_new_package_has_game_data_configuration_and_test(cli: Cli, tmp_path: Path) -> None:
+    done = cli("env", "new", "word-chain", "--into", str(tmp_path))
+    assert done.code == 0
+    assert "pip install -e '.[test]'" in done.out
+    folder = tmp_path / "word-chain"
+    assert sorted(str(file.relative_to(folder)) for file in folder.rglob("*.*")) == [
+        "README.md",
+        "data/train.jsonl",
+        "data/val.jsonl",
+        "pyproject.toml",
+        "tests/test_game.py",
+        "tests/test_rules.py",
+        "tiny/sft.yaml",
+        "tiny/train.yaml",
+        "train.yaml",
+        "word_chain/__init__.py",
+        "word_chain/demonstrations.py",
+        "word_chain/game.py",
+    ]
+    assert (folder / "Makefile").is_file()
+    again = cli("env", "new", "word-chain", "--into", str(tmp_path))
+    assert (again.code, again.err.splitlines()[0]) == (2, f"error: {folder} already exists")
+
+
+@pytest.mark.parametrize(
+    "name", ["Word", "1st", "word chain", "../up", "class", "json", "tinkermq"]
+)
+def test_a_name_that_cannot_be_a_package_is_refused(cli: Cli, tmp_path: Path, name: str) -> None:
+    done = cli("env", "new", name, "--into", str(tmp_path))
+    assert done.code == 2
+    assert list(tmp_path.iterdir()) == [] or not (tmp_path / name).exists()
+
+
+# -- env eval --------------------------------------------------------------------------------------
+
+Reply = Callable[[list[dict[str, str]]], str]
+
+
+class Server(ThreadingHTTPServer):
+    """An OpenAI-compatible endpoint whose model is a function; busy at its first question."""
+
+    models = ("arithmetic",)
+    reply: Reply
+    asked: list[dict[str, Any]]
+    refusal: int | None = 503
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers what an evaluation asks."""
+
+    server: Server
+
+    def do_GET(self) -> None:
+        self.answer(200, {"data": [{"id": name} for name in self.server.models]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        refusal, self.server.refusal = self.server.refusal, None
+        if refusal is not None:
+            self.answer(refusal, {"error": {"message": "not now"}})
+            return
+        self.server.asked.append({**body, "key": self.headers["Authorization"]})
+        message = {"role": "assistant", "content": self.server.reply(body["messages"])}
+        usage = {"completion_tokens": 3}
+        self.answer(
+            200, {"model": body["model"], "choices": [{"message": message}], "usage": usage}
+        )
+
+    def answer(self, code: int, value: Any) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-test")
+    server = Server(("127.0.0.1", 0), Handler)
+    server.asked = []
+    serving = threading.Thread(target=server.serve_forever, args=(0.01,))
+    serving.start()
+    yield server
+    server.shutdown()
+    serving.join()
+    server.server_close()
+
+
+def url(server: Server) -> str:
+    return f"http://127.0.0.1:{server.server_port}/v1"
+
+
+def use_the_tool(messages: list[dict[str, str]]) -> str:
+    """Call the calculator, then say what it said; give up on odd first numbers."""
+    question = messages[0]["content"]
+    if int(question[:2]) % 2:
+        return "?"
+    return messages[-1]["content"] if len(messages) == 3 else f"={question}"
+
+
+def test_a_model_at_a_url_plays_many_turns_and_is_scored(
+    cli: Cli, server: Server, tmp_path: Path
+) -> None:
+    server.reply = use_the_tool
+    results = tmp_path / "results.jsonl"
+    words = ("env", "eval", "calculator", "--model", url(server), "-o", str(results), "--json")
+    done = cli(*words)
+    assert done.code == 0, done.err
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert len(lines) == 16
+    for line in lines:
+        solved = int(line["messages"][0]["content"][:2]) % 2 == 0
+        assert (line["success"], line["reward"]) == (solved, float(solved))
+        assert (line["num_turns"], line["num_tokens"]) == ((2, 6) if solved else (1, 3))
+        assert [m["role"] for m in line["messages"]] == ["user", "assistant"] * line["num_turns"]
+    summary = json.loads(done.out.splitlines()[-1])["summary"]
+    assert summary["mean_reward"] == sum(line["reward"] for line in lines) / 16
+    assert 0 < summary["mean_reward"] < 1
+    assert {one["key"] for one in server.asked} == {"Bearer sk-test"}
+    assert {(one["model"], one["temperature"]) for one in server.asked} == {("arithmetic", 0.0)}
+
+
+def test_an_evaluation_goes_on_with_its_file(cli: Cli, server: Server, tmp_path: Path) -> None:
+    server.reply = lambda _: "3"
+    words = ("env", "eval", "guess", "--model", url(server), "-o", str(tmp_path / "r.jsonl"))
+    assert cli(*words, "--max-samples", "3", "--max-turns", "1").code == 0
+    assert len(server.asked) == 3
+    done = cli(*words, "--max-samples", "5", "--max-turns", "1")
+    assert len(server.asked) == 5
+    assert "episodes     5" in done.out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"models": ("a", "b")}, "serves 2 models: a, b"),
+        ({"refusal": 401}, "refuses the key"),
+        ({"refusal": 404}, "answered 404"),
+    ],
+)
+def test_what_the_endpoint_refuses_is_told(
+    cli: Cli, server: Server, change: dict[str, Any], said: str
+) -> None:
+    server.reply = lambda _: "3"
+    vars(server).update(change)
+    done = cli("env", "eval", "guess", "--model", url(server), "--max-samples", "2")
+    assert done.code != 0
+    assert said in " ".join(done.err.split())
+
+
+def test_a_game_that_fails_is_told_and_no_score(cli: Cli, server: Server) -> None:
+    server.reply = lambda _: "?"
+    game = "tests.support.games:RaisesInStep"
+    done = cli("env", "eval", game, "--model", url(server), "--max-samples", "2", "--json")
+    assert done.code == 1
+    assert json.loads(done.out.splitlines()[-1])["summary"]["failed_episodes"] == 2
+    assert "ValueError: no rule for 1 letters" in done.out
+
+
+@pytest.mark.parametrize(
+    ("game", "said"), [("tictactoe", "has roles"), ("tests.support.games:WithTool", "has tools")]
+)
+def test_a_game_that_only_a_pool_can_play_is_refused(
+    cli: Cli, server: Server, game: str, said: str
+) -> None:
+    done = cli("env", "eval", game, "--model", url(server), "--max-samples", "2")
+    assert done.code == 2
+    assert said in done.err
+    assert server.asked == []
+
+
+def test_an_evaluation_without_a_model_says_what_to_give(cli: Cli) -> None:
+    done = cli("env", "eval", "guess")
+    assert (done.code, done.err.splitlines()[0]) == (
+        2,
+        "error: no model was given",
+    )
+
+
+# -- Each kind of `env new` is a sound game, and a tiny model learns it with `make train` ----------
+
+
+KINDS = [kind for kind in get_args(Kind) if kind != "agent"]
+FAST = ("dataset", "generated")
+
+
+class Made:
+    """A new package, and what its user has in the environment."""
+
+    def __init__(self, cli: Cli, into: Path, kind: str) -> None:
+        """Make it."""
+        done = cli("env", "new", "my-game", "--kind", kind, "--into", str(into))
+        assert done.code == 0, done.err
+        self.folder = into / "my-game"
+        site = str(into / "site")
+        self.env = {**environment(into), "PIP_TARGET": site, "PYTHONPATH": site}
+        self.say("pip install -q --no-deps --no-index --no-build-isolation .")
+        if (self.folder / "my_game" / "make_data.py").exists():
+            self.say("python -m my_game.make_data")
+
+    def say(self, line: str, timeout_s: float = 140) -> str:
+        """Run a line that must succeed in the package's folder."""
+        return succeed(line, self.folder, timeout_s, self.env)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
+)
+def test_a_new_game_of_each_kind_is_sound(cli: Cli, tmp_path: Path, kind: str) -> None:
+    made = Made(cli, tmp_path, kind)
+    told = made.say("python -m pytest -q -p no:cacheprovider")
+    assert re.search(r"^\d+ passed", told, re.MULTILINE), told
+    assert "failed" not in told
+    assert "gold answers score full marks" in made.say("tinkermq env check train.yaml")
+
+
+def test_an_agent_is_a_kind_of_its_own(cli: Cli, tmp_path: Path) -> None:
+    done = cli("env", "new", "my-agent", "--kind", "agent", "--into", str(tmp_path))
+    assert done.code == 0, done.err
+    assert (tmp_path / "my-agent" / "agent.yaml").is_file()
+
+
+def raised(told: str) -> tuple[float, float]:
+    """Return the validation before and after that `make train` tells."""
+    found = re.search(r"^validation ([\d.]+) at step 0, ([\d.]+) at step \d+$", told, re.MULTILINE)
+    assert found, told
+    return float(found[1]), float(found[2])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tiny_model_learns_a_new_game_of_each_kind(cli: Cli, tmp_path: Path, kind: str) -> None:
+    told = Made(cli, tmp_path, kind).say("make train", timeout_s=280)
+    before, after = raised(told)
+    print(kind, before, after)
+    assert after > before + 0.1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", get_args(AgentKind))
+def test_a_tiny_model_learns_to_use_the_tool_of_a_new_agent(
+    cli: Cli, tmp_path: Path, kind: str
+) -> None:
+    done = cli("agent", "new", "my-agent", "--kind", kind, "--into", str(tmp_path))
+    assert done.code == 0, done.err
+    told = succeed("make train", tmp_path / "my-agent", 560, environment(tmp_path))
+    before, after = raised(told)
+    print(kind, before, after)
+    assert after > before + 0.1
+
+
+@pytest.mark.parametrize("kind", get_args(AgentKind))
+def test_the_demonstrations_of_a_new_agent_are_conversations_of_its_program(
+    cli: Cli, tmp_path: Path, kind: str
+) -> None:
+    cli("agent", "new", "my-agent", "--kind", kind, "--into", str(tmp_path))
+    folder = tmp_path / "my-agent"
+    told = succeed("python tiny/demonstrations.py .", folder, env=environment(tmp_path))
+    assert told.splitlines() == ["tasks.jsonl", "chats.jsonl"]
+    chats = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
+    called = next(chat["messages"] for chat in chats if len(chat["messages"]) == 5)
+    assert [message["role"] for message in called[2:]] == ["assistant", "tool", "assistant"]
+    assert called[3]["content"] == called[4]["content"]
+    for name in ("sft", "agent"):
+        load_config(folder / "tiny" / f"{name}.yaml")
+    compile((folder / "tiny" / "play.py").read_text(), "play.py", "exec")
+
+
+# -- Files of results: one line each, gone on with where they ended, never mixed -------------------
+
+
+SETTINGS = {"model": "my-run@4", "temperature": 1.0}
+
+
+def result(task: int, **fields: object) -> EpisodeResult:
+    return EpisodeResult(task, 0, 1.0, True, **fields)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_line_is_on_disk_as_soon_as_it_is_added(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "results.jsonl"
+    with ResultFile(path, SETTINGS) as file:
+        file.add(result(3, info={"board": np.zeros(2)}))
+        line = json.loads(path.read_text())
+    assert (line["task"], line["reward"], line["info"]) == (3, 1.0, {"board": [0.0, 0.0]})
+
+
+def test_a_file_goes_on_without_its_half_written_line(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    with ResultFile(path, SETTINGS) as file:
+        file.add(result(1))
+        file.add(result(2))
+    path.write_bytes(path.read_bytes() + b'{"task": 3, "sam')
+    with ResultFile(path, SETTINGS) as file:
+        assert set(file.done) == {(1, 0), (2, 0)}
+        file.add(result(3))
+    assert [json.loads(line)["task"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_failed_episodes_are_kept_on_file_and_played_again(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    with ResultFile(path, SETTINGS) as file:
+        file.add(EpisodeResult(1, 0, 0.0, False, error="the game raised"))
+    assert "the game raised" in path.read_text()
+    assert "reward" not in json.loads(path.read_text())
+    assert not ResultFile(path, SETTINGS).done
+
+
+def test_results_of_other_settings_are_never_mixed(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    with ResultFile(path, SETTINGS) as file:
+        file.add(result(1))
+    with pytest.raises(ConfigError, match=r"line 1 of .* was made with other settings"):
+        ResultFile(path, {**SETTINGS, "temperature": 0.5})
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.jsonl"
+    path.write_text('{"hello": 1}\n')
+    with pytest.raises(ConfigError, match="is no result of an inference"):
+        ResultFile(path, SETTINGS)
+    assert path.read_text() == '{"hello": 1}\n'
+
+
+def test_a_path_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(StorageError, match="cannot be written"),
+        ResultFile(tmp_path / "file" / "results.jsonl", SETTINGS),
+    ):
+        pass
+
+
+def test_without_a_path_results_stay_in_memory() -> None:
+    with ResultFile(None, SETTINGS) as file:
+        file.add(result(1))
+    assert set(file.done) == {(1, 0)}
