@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.actors.generator.conftest import MAX_SLOTS, EngineKind, StartEngine
 from tinkermq.actors.engine.engine import Drawn, Engine, Sampling
 from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
 from transformers import PreTrainedModel
 
+from tests.actors.engine.conftest import MAX_SLOTS, EngineKind, StartEngine
 from tests.support.models import changed, loaded, plain_logprobs, random_prompt, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")

@@ -9,7 +9,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from tests.actors.generator.playing import Playing, playing
 from tinkermq.actors.engine.engine import Engine
 from tinkermq.actors.engine.weight_updates import WeightFollower
 from tinkermq.actors.policy.chat import ChatTokenizer
@@ -45,6 +44,7 @@ from tinkermq.schemas.wire.errors import (
 )
 from tinkermq.schemas.wire.subjects import JobScope
 
+from tests.actors.rollout.playing import Playing, playing
 from tests.support.contexts import job_context
 from tests.support.groups import make_trajectory
 from tests.support.models import make_tiny_model
