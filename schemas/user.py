@@ -116,7 +116,9 @@ class AddUser(Request):
     """Made by the client; for two minutes a repeated id returns the same key."""
 
     user: str
+    """Name."""
     role: UserRole = "user"
+    """Role."""
     days: float = Field(default=365.0, ge=0)
     """Lifetime of the key in days; 0: for ever."""
     max_slots: int | None = Field(default=None, ge=0)
@@ -129,6 +131,7 @@ class NameUser(Request):
     """Name one user: `revoke`."""
 
     user: str
+    """Name."""
 
 
 class RotateKey(Request):
@@ -138,6 +141,7 @@ class RotateKey(Request):
     """Made by the client; for two minutes a repeated id returns the same key."""
 
     user: str
+    """Name."""
     days: float = Field(default=365.0, ge=0)
     """Lifetime of the key in days; 0: for ever."""
 
@@ -147,21 +151,37 @@ class SetQuota(Request):
     -1 removes the bound."""
 
     user: str
+    """Name."""
     weight: float | None = Field(default=None, gt=0)
+    """Share of the pool."""
     max_priority: Priority | None = None
+    """Highest priority that the user's jobs may have."""
     max_slots: Wish = None
+    """See Quota, as all below; -1: no bound."""
     max_jobs: Wish = None
+    """Jobs that are kept."""
     max_live_jobs: Wish = None
+    """Jobs that have not ended."""
     max_actors: Wish = None
+    """Processes of jobs."""
     max_stored_bytes: Wish = None
+    """Bytes of streams."""
     max_record_bytes: Wish = None
+    """Bytes of records."""
     max_evaluations: Wish = None
+    """Evaluations."""
     max_tinker_tokens: Wish = None
+    """Tokens of programs that speak the Tinker API."""
     max_requests: Wish = None
+    """Requests at once."""
     max_connections: Wish = None
+    """Connections."""
     max_subscriptions: Wish = None
+    """Subscriptions."""
     max_messages_s: Wish = None
+    """Messages a second."""
     max_bytes_s: Wish = None
+    """Bytes a second."""
 
 
 class Invite(Request):

@@ -107,7 +107,7 @@ async def test_a_service_that_has_died_is_found_out(broker: Broker, scope: JobSc
 
 
 async def test_nobody_there_is_told_at_once(broker: Broker, scope: JobScope) -> None:
-    with pytest.raises(NotFoundError, match="the counter is not there"):
+    with pytest.raises(NotFoundError, match="the counter does not answer"):
         await last_part(asking(broker, scope, silence_s=AFTER_PATIENCE_S))
 
 
@@ -211,7 +211,7 @@ async def test_a_subject_is_listened_to_without_sharing_and_only_for_a_while(
         again.cancel()
         for each in (listening, also):
             await each.stop()
-        with pytest.raises(NobodyAnswersError, match="the counter is not there"):
+        with pytest.raises(NobodyAnswersError, match="the counter does not answer"):
             await last_part(asking(broker, scope, name="four"))
         some.go_on.set()
         assert (await last_part(first)).model == "done"

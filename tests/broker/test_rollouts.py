@@ -452,7 +452,7 @@ async def test_what_does_not_fit_is_said_and_the_room_comes_back(
     assert not await other.append(make_segment(0, 2500, writer=other.writer))
     await purge_segments(broker, recorded, 0)
     assert await other.append(make_segment(0, 2500, writer=other.writer))
-    with pytest.raises(Fenced, match="somebody else has finished the task"):
+    with pytest.raises(Fenced, match="another generator finished the task"):
         await writer.append(make_segment(2500, 1, writer=writer.writer))
     assert [one.end for one in await stored(broker, recorded, 1)] == [2500]
 

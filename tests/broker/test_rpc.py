@@ -180,7 +180,7 @@ async def test_nobody_there_is_said_at_once(broker: Broker) -> None:
         timeout_s=AFTER_PATIENCE_S,
         waiting_for="the scheduler",
     )
-    with pytest.raises(NotFoundError, match="the scheduler is not there"):
+    with pytest.raises(NotFoundError, match="the scheduler does not answer"):
         await asyncio.wait_for(asking, PATIENCE_S)
 
 

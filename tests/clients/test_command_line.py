@@ -214,7 +214,7 @@ def test_a_dry_run_reads_every_conversation(cli: Cli, tmp_path: Path) -> None:
     chats.write_text("".join(f"{json.dumps({'messages': row})}\n" for row in rows))
     silent = cli("sft", str(file), "--dry-run")
     assert silent.code == 2
-    assert "the assistant says nothing in row 1 of" in silent.err
+    assert "no assistant message has text in row 1 of" in silent.err
 
 
 def test_an_sft_job_needs_conversations(cli: Cli, config: Path) -> None:

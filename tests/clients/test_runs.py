@@ -366,7 +366,7 @@ def test_uploading_a_reward_is_refused_with_the_remedy() -> None:
 async def test_game_stats_come_with_the_metrics_and_a_client_of_them_is_left_out(url: str) -> None:
     async with AsyncServiceClient(url, config={"any": "thing"}) as client:
         with (
-            pytest.warns(NeedlessWarning, match=r"game_stats_client: .* as game/\*"),
+            pytest.warns(NeedlessWarning, match=r"game_stats_client: .* metrics game/\*"),
             pytest.raises(NotFoundError),  # there is no such job, which comes after
         ):
             await client.fit(game_stats_client=object(), game_stats_log_freq=5)

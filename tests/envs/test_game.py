@@ -571,7 +571,7 @@ async def test_a_process_that_is_ended_fails_its_episodes_and_is_replaced(broker
         error = await error_of(client.step("bad", 0, "exit"))
         assert "broken_games:CountingGame ended with exit code 7 in step" in error.message
         error = await error_of(client.step("beside", 0))
-        assert "the process that held this episode is gone, because of another" in error.message
+        assert "the process of this episode was ended because of another" in error.message
         assert await client.play_to_the_end("elsewhere") == 3
         await client.reset("next")
         assert await client.play_to_the_end("next") == 3

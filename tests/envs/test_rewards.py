@@ -231,7 +231,7 @@ async def test_an_endpoint_is_asked_again_while_it_is_busy(broker, scope, monkey
     ("answer", "words", "num_asked"),
     [
         ((400, b"no such rubric"), "refused: status 400: no such rubric", 1),
-        ((200, b"<html>"), "answered what is no JSON", 1),
+        ((200, b"<html>"), "answered no valid JSON", 1),
         ((200, {"points": 3}), "which is no finite reward", 1),
         ((500, b"broken"), "gave no reward in 2 tries", 2),
     ],

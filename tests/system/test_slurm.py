@@ -64,7 +64,7 @@ async def test_a_machine_that_the_cluster_may_not_give_is_refused_with_what_to_m
     config = MachinesConfig.model_validate({"kind": "slurm", "partition": "p", **changes})
     with pytest.raises(PlacementError, match=told) as refused:
         await SlurmSource(config, "nats://login:4222").request_machine("tmq-12345678-1")
-    assert "mend `sbatch:` or `partition:`" in refused.value.hint
+    assert "correct `sbatch:` or `partition:`" in refused.value.hint
     assert slurm.jobs() == []
 
 

@@ -346,7 +346,7 @@ async def test_what_is_published_is_read_by_all_and_changed_by_its_owner_alone(
     for path in (weights, sampled):
         status, answer = await pool.ask("bob", "POST", "weights_info", {"tinker_path": path})
         assert status == 404
-        assert "has not published" in answer["detail"]
+        assert "is not published" in answer["detail"]
     assert (await pool.ask("bob", "POST", "asample", {**sample(sampler), "seq_id": 1}))[0] == 404
     assert (await pool.ask("", "GET", urls["adapter_config.json"]))[0] == 404
 

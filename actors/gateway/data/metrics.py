@@ -95,7 +95,7 @@ CHARTS: tuple[Chart, ...] = (
 
 TIME, TOKENS = "time", "tokens"
 """Beside the steps, what curves may be drawn over: seconds and tokens since the run began."""
-_TOLD_AT = "written at"
+_WRITTEN_AT = "written at"
 """Name among the curves for the time of a metric: no metric's name has a space."""
 _TRAINED = "perf/total_num_tokens"
 MAX_NAMES = 512
@@ -110,13 +110,13 @@ def add_point(curves: Curves, metrics: Sequence[Metric]) -> None:
     """Enter the metrics of a job."""
     curves.add(
         [item.step for item in metrics],
-        [{_TOLD_AT: item.time or math.nan, **finite_values(item)} for item in metrics],
+        [{_WRITTEN_AT: item.time or math.nan, **finite_values(item)} for item in metrics],
     )
 
 
 def names_of(curves: Curves) -> list[str]:
     """Return the names of a job's metrics."""
-    return [name for name in curves.names if name != _TOLD_AT]
+    return [name for name in curves.names if name != _WRITTEN_AT]
 
 
 def is_wanted(name: str, wanted: Sequence[str]) -> bool:
@@ -137,7 +137,7 @@ def chart_points(
     shown = {name for name in names if is_wanted(name, wanted)}
     points = curves.points(shown, first=first, last=last)
     at = np.array(points["x"], dtype=np.int64) // curves.width
-    times, tokens = curves.means(_TOLD_AT), np.nan_to_num(curves.means(_TRAINED)) * curves.width
+    times, tokens = curves.means(_WRITTEN_AT), np.nan_to_num(curves.means(_TRAINED)) * curves.width
     begun = times[np.isfinite(times)][:1].sum()
     axes = {TIME: times[at] - begun, TOKENS: np.cumsum(tokens)[at]}
     fields = {name: np.round(values, 1).tolist() for name, values in axes.items()}

@@ -197,7 +197,7 @@ def test_the_bonus_rises_below_the_target_falls_above_and_goes_on_where_it_was(
         ({"algorithm": {"turn_gamma": 0.9}}, "turn_gamma has no effect while advantage is 'grpo'"),
         (
             {"algorithm": {"advantage": "gae", "sample": "turn", "turn_lambda": 0.9}},
-            "algorithm.turn_lambda tells turns of an episode apart",
+            "algorithm.turn_lambda compares turns of an episode",
         ),
         (
             {"algorithm": {"advantage": "gae", "gae_lambda_length": 0.1, "turn_lambda": 0.9}},

@@ -198,7 +198,7 @@ def test_a_gap_in_what_the_engine_told_is_an_error() -> None:
     one = np.ones(2, np.int32)
     told = draw(np.random.default_rng(0), 2)
     made = Generation(one, -one.astype(np.float32), one, "stop", told)
-    with pytest.raises(EngineError, match="no experts of the tokens 0 to 2"):
+    with pytest.raises(EngineError, match="no experts for the tokens 0 to 2"):
         transcript.end_turn([], made)
 
 

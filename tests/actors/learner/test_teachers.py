@@ -306,7 +306,7 @@ def test_groups_without_what_a_teacher_needs_are_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        ({"teacher": "self"}, "teacher=self says of each token what the policy says itself"),
+        ({"teacher": "self"}, "teacher=self scores each token as the policy does"),
         ({"teacher": "job:"}, "job: names no job"),
         ({"teacher": "https://host/v1"}, "names no model: write https://HOST/v1"),
         ({"teacher": "https://me:secret@host/v1?model=m"}, "without a password"),
