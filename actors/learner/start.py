@@ -46,7 +46,8 @@ from .saving import open_mirror
 async def run_learner(context: JobContext) -> int:
     """Run the learner of a job to its end; return the exit code."""
     await context.serve_control()
-    context.config = with_chosen_settings(context.config, own_card())
+    shared = context.record.is_colocated
+    context.config = with_chosen_settings(context.config, own_card(), shared=shared)
     alone = context.config.learner.ranks == 1
     ranks = Ranks(context.config) if alone else PlacedRanks(context)
     try:
