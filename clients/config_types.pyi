@@ -18,8 +18,8 @@ class ModelConfigDict(TypedDict, total=False):
     """Hugging Face folder, or the name of a model on the hub."""
     tokenizer: str | None
     """Folder of the tokenizer; default: the model's own."""
-    attn_implementation: Literal['sdpa', 'flash_attention_2']
-    """Attention kernel of the learner. flash_attention_2 needs a GPU, the extra `flash-attn` and `learner.dtype=bfloat16`, and computes shared prompts once per episode and shared parts of agent episodes once per row."""
+    attn_implementation: Literal['auto', 'sdpa', 'varlen', 'flash_attention_2']
+    """Attention kernel of the learner. varlen: torch's for packed rows without masks (FlashAttention 2, or 3 and 4 where installed; one sequence after the other on CPUs); flash_attention_2: that of the extra `flash-attn`, on GPUs; sdpa: with a mask, in any dtype; auto: varlen on a GPU in bfloat16 where it can compute the model, else sdpa."""
     trust_remote_code: bool
     """Run code that comes with the model."""
     template_kwargs: dict[str, Any]
@@ -191,8 +191,8 @@ class GeneratorConfigDict(TypedDict, total=False):
     """Tokens per forward pass, those of prompts included; default: vLLM's for the GPU."""
     compile: bool
     """Compile the model and record CUDA graphs: slower start, faster generation."""
-    dtype: Literal['float32', 'bfloat16']
-    """Compute dtype of the engine."""
+    dtype: Literal['auto', 'float32', 'bfloat16']
+    """Compute dtype of the engine. auto: bfloat16 on a GPU, float32 on CPUs."""
     max_episodes: int
     """Concurrent episodes per generator."""
     max_requests: int | None
@@ -390,18 +390,20 @@ class LearnerConfigDict(TypedDict, total=False):
     """Optimiser updates per batch and version, each on a part of it."""
     ppo_epochs: int
     """Times that a batch is gone through, with `num_minibatches` updates each; ratios and clips are those to the policy before the first."""
-    dtype: Literal['float32', 'bfloat16']
-    """Compute dtype; master weights and optimiser state are float32."""
-    publish_dtype: Literal['float32', 'bfloat16']
-    """Dtype of the weights that generators get."""
+    dtype: Literal['auto', 'float32', 'bfloat16']
+    """Compute dtype; master weights, gradients and optimiser state are float32. auto: bfloat16 on a GPU, float32 on CPUs."""
+    publish_dtype: Literal['auto', 'float32', 'bfloat16']
+    """Dtype of the weights that generators get. auto: the learner's compute dtype."""
+    deterministic: bool
+    """Use deterministic CUDA kernels only, so that `tinkermq replay` comes to the same bits on a GPU: slower. On CPUs results are the same bits anyway."""
     max_row_tokens: int
     """Sequences are packed into rows of up to this many tokens."""
-    microbatch_tokens: int
-    """Tokens per forward and backward pass; gradients are accumulated."""
+    microbatch_tokens: int | Literal['auto']
+    """Tokens per forward and backward pass; gradients are accumulated. auto: as many as the GPU is estimated to hold (`tinkermq plan`); on a CPU 16384, or `max_row_tokens` if that is more."""
     share_prompts: bool
-    """Compute a group's prompt, and common beginnings of an agent episode's rows, once, if they fit into a row of `max_row_tokens`, a multiple of the longest episode (same result; sdpa only)."""
-    gradient_checkpointing: bool
-    """Recompute activations in the backward pass to save memory."""
+    """Compute a group's prompt, and common beginnings of an agent episode's rows, once, if they fit into a row of `max_row_tokens`, a multiple of the longest episode (same result)."""
+    gradient_checkpointing: bool | Literal['auto']
+    """Recompute activations in the backward pass to save memory. auto: where the GPU is estimated to hold few tokens otherwise; not on a CPU."""
     compile: bool
     """Use torch.compile for the model's layers: a minute or more at first use, equal results up to rounding. Needs a C++ compiler."""
     cpu_offload: bool
