@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ..config.job import JobConfig
-from ..config.sections import resolve_dtype
+from ..config.sections import Dtype, resolve_dtype
 from ..wire.errors import ConfigError, ModelError, PlacementError
 from .cards import Card, CardSet, find_card
 from .memory import (
@@ -290,7 +290,7 @@ def _refuse_missing_kernels(job: JobConfig, models: JobModels, card: Card) -> No
                 f"generator.{key}=fp8, for which {card.name} has no kernels",
                 hint=f"remove generator.{key}, or take cards of Hopper, Ada or later (H100, L40S)",
             )
-    sections = {"learner": job.learner.dtype, "generator": job.generator.dtype}
+    sections: dict[str, Dtype] = {"learner": job.learner.dtype, "generator": job.generator.dtype}
     for section, dtype in sections.items():
         in_half = resolve_dtype(dtype, on_gpu=True) == "bfloat16"
         if in_half and not card.has_bfloat16:
