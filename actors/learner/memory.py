@@ -32,7 +32,8 @@ def with_chosen_settings(
 ) -> JobConfig:
     """Return a configuration whose `auto` keys of the learner are settled for a card.
 
-    `shared`: an engine has the same card. Without a card, or for a model that is not known, it stays as it is: the defaults of a CPU.
+    `shared`: an engine has the same card. Without a card, or for a model that is not known, it
+    stays as it is: the defaults of a CPU.
     """
     learner = config.learner
     chosen = "auto" in (learner.microbatch_tokens, learner.gradient_checkpointing)
