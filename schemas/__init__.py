@@ -1,7 +1,8 @@
 """Messages, subjects and the configuration of jobs. This room imports none of the others.
 
 The modules hold messages by noun; `wire/` holds their base, encoding, bounds and subjects,
-`config/` the configuration of a job, `tinker/` the messages of the Tinker API.
+`config/` the configuration of a job, `plan/` estimates of its memory and time, `tinker/` the
+messages of the Tinker API.
 """
 
 if __name__ != "tinkermq.schemas":

@@ -27,17 +27,20 @@ _FILE = "smaller_passes.json"
 _log = structlog.get_logger()
 
 
-def with_chosen_settings(config: JobConfig, card: Card | None) -> JobConfig:
+def with_chosen_settings(
+    config: JobConfig, card: Card | None, *, shared: bool = False
+) -> JobConfig:
     """Return a configuration whose `auto` keys of the learner are settled for a card.
 
-    Without a card, or for a model that is not known, it stays as it is: the defaults of a CPU.
+    `shared`: an engine has the same card. Without a card, or for a model that is not known, it
+    stays as it is: the defaults of a CPU.
     """
     learner = config.learner
     chosen = "auto" in (learner.microbatch_tokens, learner.gradient_checkpointing)
     models = find_models(config) if chosen and card is not None else None
     if card is None or models is None:
         return config
-    settings = choose_learner_settings(config, models, card)
+    settings = choose_learner_settings(config, models, card, shared=shared)
     _log.info("learner_settings_chosen", gpu=card.name, **settings._asdict())
     return config.model_copy(update={"learner": learner.model_copy(update=settings._asdict())})
 

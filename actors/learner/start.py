@@ -18,6 +18,7 @@ from ...broker.tracking import TrackedRun, Tracker, make_trackers
 from ...envs.data import ChatData
 from ...envs.host_client import Environments
 from ...schemas.config.job import JobConfig
+from ...schemas.config.sections import given_section
 from ...schemas.task import BatchRecord
 from ...schemas.wire.errors import OutOfMemoryError, StorageError, TinkermqError, root_cause
 from ..policy.devices import own_card, own_device
@@ -46,7 +47,8 @@ from .saving import open_mirror
 async def run_learner(context: JobContext) -> int:
     """Run the learner of a job to its end; return the exit code."""
     await context.serve_control()
-    context.config = with_chosen_settings(context.config, own_card())
+    shared = context.record.is_colocated
+    context.config = with_chosen_settings(context.config, own_card(), shared=shared)
     alone = context.config.learner.ranks == 1
     ranks = Ranks(context.config) if alone else PlacedRanks(context)
     try:
@@ -119,7 +121,7 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
 
 def _is_chosen(context: JobContext) -> bool:
     """Whether the tokens of a pass are not the user's choice."""
-    learner: dict[str, Any] = context.record.config.get("learner") or {}
+    learner = given_section(context.record.config, "learner")
     return learner.get("microbatch_tokens", "auto") == "auto"
 
 

@@ -143,6 +143,8 @@ def adapter_weights(job: JobConfig, shape: ModelShape) -> int:
 
 STORED = ("weights", "optimiser states", "critic and other policies", "reference and teachers")
 """Terms of a learner that stay from step to step."""
+PASSING = ("activations", "logits")
+"""Terms of a learner that are those of a pass."""
 
 
 def learner_terms(load: LearnerLoad) -> list[Term]:

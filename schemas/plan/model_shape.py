@@ -118,7 +118,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
             "estimated",
             hint="give a decoder as transformers saves it",
         ) from error
-    quantization = config.get("quantization_config") or {}
+    quantization = cast("Mapping[str, Any]", config.get("quantization_config") or {})
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     vision = config.get("vision_config")
     return replace(

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ..config.job import JobConfig
-from ..config.sections import resolve_dtype
+from ..config.sections import Dtype, resolve_dtype
 from ..wire.errors import ConfigError, ModelError, PlacementError
 from .cards import Card, CardSet, find_card
 from .memory import (
     GIB,
+    PASSING,
     VLLM_SHARE,
     EngineLoad,
     Term,
@@ -35,6 +36,8 @@ _WITHOUT_CHECKPOINTING = 8192
 """Fewer tokens a pass are slower than computing activations again."""
 _CHOSEN_SHARE = 0.9
 """Of what a card can hold, for settings that are chosen: estimates err."""
+_SHARED_PASSES = 0.25
+"""Of a card that learner and engine share, for activations and logits."""
 _LARGE_CARD = 60 * GIB
 _LARGE_REQUESTS, _SMALL_REQUESTS = 1024, 256
 _LARGE_BATCHED, _SMALL_BATCHED = 8192, 2048
@@ -99,11 +102,14 @@ class EngineSettings:
     """Tokens of one prefill of vLLM."""
 
 
-def choose_learner_settings(job: JobConfig, models: JobModels, card: Card) -> LearnerSettings:
+def choose_learner_settings(
+    job: JobConfig, models: JobModels, card: Card, *, shared: bool = False
+) -> LearnerSettings:
     """Return the settings of a learner on cards of this kind; `auto` keys are chosen.
 
     As many tokens a pass as fit; activations are computed again only where few would. If nothing
-    fits, the settings that take least.
+    fits, the settings that take least. On a card that is `shared` with an engine activations and
+    logits take a quarter at most.
     """
     learner = job.learner
     given, recompute = learner.microbatch_tokens, learner.gradient_checkpointing
@@ -117,7 +123,11 @@ def choose_learner_settings(job: JobConfig, models: JobModels, card: Card) -> Le
             if is_slow and not checkpointing and len(ways) > 1:
                 break
             settings = LearnerSettings(tokens, checkpointing)
-            if sum(term.num_bytes for term in _terms(job, models, settings)) <= usable:
+            terms = _terms(job, models, settings)
+            passing = sum(term.num_bytes for term in terms if term.name in PASSING)
+            if shared and passing > _SHARED_PASSES * card.memory_bytes:
+                continue
+            if sum(term.num_bytes for term in terms) <= usable:
                 return settings
     return LearnerSettings(sizes[-1], ways[-1])
 
@@ -241,7 +251,7 @@ def refuse_too_large(
     the keys that shrink it.
     """
     _refuse_missing_kernels(job, models, card)
-    learner = choose_learner_settings(job, models, card)
+    learner = choose_learner_settings(job, models, card, shared=shared)
     engine = choose_engine_settings(job, models, card)
     actors = estimate_memory(job, models, card, learner, engine, shared=shared)
     for actor in actors:
@@ -280,7 +290,7 @@ def _refuse_missing_kernels(job: JobConfig, models: JobModels, card: Card) -> No
                 f"generator.{key}=fp8, for which {card.name} has no kernels",
                 hint=f"remove generator.{key}, or take cards of Hopper, Ada or later (H100, L40S)",
             )
-    sections = {"learner": job.learner.dtype, "generator": job.generator.dtype}
+    sections: dict[str, Dtype] = {"learner": job.learner.dtype, "generator": job.generator.dtype}
     for section, dtype in sections.items():
         in_half = resolve_dtype(dtype, on_gpu=True) == "bfloat16"
         if in_half and not card.has_bfloat16:
@@ -533,7 +543,7 @@ def make_plan(
     """Return what a job takes on some cards, and why it cannot run there, if it cannot."""
     reached = reached or Efficiencies()
     shared = shares_card(job, cards.num)
-    learner = choose_learner_settings(job, models, cards.card)
+    learner = choose_learner_settings(job, models, cards.card, shared=shared)
     engine = choose_engine_settings(job, models, cards.card)
     refusal = None
     try:

@@ -1,6 +1,7 @@
 """What torch allocates on a CPU, to the byte: the most that was held at once."""
 
 from collections.abc import Callable
+from typing import Any, cast
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -9,8 +10,8 @@ def largest_allocation(work: Callable[[], object]) -> int:
     """Run some work; return the most bytes that it held at once beyond those from before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
-    results = profiler.profiler.kineto_results  # pyright: ignore
-    events = [event for event in results.events() if event.name() == "[memory]"]  # pyright: ignore
+    results: Any = cast(Any, profiler).profiler.kineto_results
+    events = [event for event in results.events() if event.name() == "[memory]"]
     held = largest = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()

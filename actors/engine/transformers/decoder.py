@@ -33,7 +33,7 @@ from ...policy.vision import (
 )
 from ..engine import ExpertRecord
 from .adapters import EngineAdapter, RowAdapters, RowsOfAdapters
-from .kv_cache import ATTENTION, CacheShape, SlotCache
+from .kv_cache import ATTENTION, PREFIX_CACHE_BYTES, CacheShape, SlotCache, cache_cells
 
 _PREFILL_TOKENS = 4096
 """Tokens of one prefill pass, padding included, which bounds its memory; one row may have more."""
@@ -122,7 +122,8 @@ class SlotDecoder:
         self.vocab_size = int(embedding.shape[0])
         probes = _probes(model, reader)
         plain = [_plain(model, probe) for probe in probes]
-        self.cache = SlotCache(_cache_shape(path, plain[0][1]), max_slots, max_tokens)
+        shape = _cache_shape(path, plain[0][1])
+        self.cache = SlotCache(shape, max_slots, max_tokens, _free_cells(model, shape))
         self._use_slots()
         for probe, (plain_NV, _) in zip(probes, plain, strict=True):
             self._check(path, probe, plain_NV)
@@ -289,6 +290,21 @@ class SlotDecoder:
                     f"forward pass (off by {worst:.1%})",
                     hint="its attention needs more than a causal mask: use another model or engine",
                 )
+
+
+def _free_cells(model: PreTrainedModel, shape: CacheShape) -> int | None:
+    """Return the tokens for whose keys and values a GPU has memory; None on a CPU.
+
+    The weights of the next version lie beside those of now.
+    """
+    if shape.device.type != "cuda":
+        return None
+    cuda: Any = torch.cuda
+    free_bytes, all_bytes = cuda.mem_get_info(shape.device)
+    own_bytes = int(all_bytes * cuda.get_per_process_memory_fraction(shape.device))
+    free_bytes = min(free_bytes, own_bytes - cuda.memory_allocated(shape.device))
+    weights = sum(weight.nbytes for weight in model.parameters())
+    return cache_cells(free_bytes, weights + PREFIX_CACHE_BYTES, shape.token_bytes)
 
 
 def _check_layers(path: str, config: Any) -> None:

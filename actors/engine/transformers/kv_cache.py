@@ -1,4 +1,9 @@
-"""The KV cache of the running rows: one tensor, one slot per row, grown in blocks.
+"""The KV cache of the running rows: one slot per row, a tensor per layer, grown in blocks.
+
+Slots are equally long. Where memory is bounded (`max_cells`, on a GPU), the number of slots times
+their length is: rows are admitted by the length that they may reach, and slots that no row uses
+give way to longer ones. Layers grow one after the other, so that old and new of one layer coexist,
+not of all.
 
 `begin_*` says where the next forward pass writes and what its queries see; the model then calls
 `update` once per layer. A slot's first tokens are valid up to a length that the caller keeps; what
@@ -26,6 +31,8 @@ from transformers import AttentionInterface, Cache
 
 from ....schemas.wire.array import IntVector
 
+PREFIX_CACHE_BYTES = 1 << 30
+"""For the caches of conversations between two turns."""
 _SLOT_BLOCK = 16
 _TOKEN_BLOCK = 64
 
@@ -61,22 +68,35 @@ class _Pass:
 class SlotCache(Cache):
     """Keys and values by slot, for the continuous batching of full-attention models."""
 
-    def __init__(self, shape: CacheShape, max_slots: int, max_tokens: int) -> None:
+    def __init__(
+        self, shape: CacheShape, max_slots: int, max_tokens: int, max_cells: int | None = None
+    ) -> None:
+        """`max_cells` bounds the tokens of all slots together; None: memory is not bounded."""
         super().__init__(layers=[])
         self.shape = shape
         self.max_slots = max_slots
         self.max_tokens = max_tokens
+        self.max_cells = max_cells
+        self._num_rows = self._longest = 0
         self._store = self._allocate(0, 0)
         self._pass: _Pass | None = None
 
     @property
     def num_bytes(self) -> int:
         """Memory of the slots."""
-        return self._store.numel() * self._store.element_size()
+        return sum(states_SKTD.nbytes for states_SKTD in self._store)
+
+    def admits(self, num_rows: int, longest: int) -> bool:
+        """Whether there is memory for so many rows that may become so long; for one there is."""
+        return self.max_cells is None or num_rows <= 1 or num_rows * longest <= self.max_cells
+
+    def note_rows(self, num_rows: int, longest: int) -> None:
+        """Keep the first so many slots up to a length, whatever grows: rows use them."""
+        self._num_rows, self._longest = num_rows, longest
 
     def reserve(self, num_slots: int, num_tokens: int) -> None:
-        """Grow to at least so many slots and tokens; what is stored stays."""
-        _, slots, _, tokens, _ = self._store.shape
+        """Grow to at least so many slots and tokens; what rows have stored stays."""
+        slots, _, tokens, _ = self._store[0].shape
         if num_slots <= slots and num_tokens <= tokens:
             return
         if num_slots > slots:
@@ -84,9 +104,16 @@ class SlotCache(Cache):
         if num_tokens > tokens:
             wanted = max(num_tokens, tokens + tokens // 2)
             tokens = min(self.max_tokens, _round_up(wanted, _TOKEN_BLOCK))
-        old = self._store
-        self._store = self._allocate(slots, tokens)
-        self._store[:, : old.shape[1], :, : old.shape[3]] = old
+        if self.max_cells is not None:
+            used = max(num_slots, self._num_rows)
+            tokens = min(tokens, max(num_tokens, self._longest, self.max_cells // used))
+            slots = max(used, min(slots, self.max_cells // tokens))
+        for layer in range(len(self._store)):
+            old = self._store[layer]
+            grown = self._allocate_layer(slots, tokens)
+            kept = min(slots, old.shape[0]), min(tokens, old.shape[2])
+            grown[: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]
+            self._store[layer] = grown
 
     def free(self) -> None:
         """Forget all slots, and free their memory."""
@@ -142,24 +169,27 @@ class SlotCache(Cache):
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
         """Copy the first tokens of some slots to others; no slot is both."""
-        self._store[:, target, :, :length] = self._store[:, source, :, :length]
+        for states_SKTD in self._store:
+            states_SKTD[target, :, :length] = states_SKTD[source, :, :length]
 
     def spread(self, slot: int, last: int, length: int) -> None:
         """Copy a slot's first tokens to the slots behind it, up to and including `last`."""
-        prompt = self._store[:, slot : slot + 1, :, :length]
-        self._store[:, slot + 1 : last + 1, :, :length] = prompt
+        for states_SKTD in self._store:
+            states_SKTD[slot + 1 : last + 1, :, :length] = states_SKTD[slot : slot + 1, :, :length]
 
     def scrub(self, slots: list[int]) -> None:
         """Zero slots that hold NaN: masked or not, it would spoil whoever gets them next."""
-        self._store[:, slots] = 0
+        for states_SKTD in self._store:
+            states_SKTD[slots] = 0
 
     def read(self, slot: int, length: int) -> torch.Tensor:
         """Return a copy of a slot's first tokens, [L2, K, length, D]."""
-        return self._store[:, slot, :, :length].clone()
+        return torch.stack([states_SKTD[slot, :, :length] for states_SKTD in self._store])
 
     def put(self, slot: int, states: torch.Tensor) -> None:
         """Fill a slot's first tokens with what `read` returned."""
-        self._store[:, slot, :, : states.shape[2]] = states
+        for states_SKTD, own_KTD in zip(self._store, states, strict=True):
+            states_SKTD[slot, :, : states.shape[2]] = own_KTD
 
     def _exchange(self, index: int, states_BKND: torch.Tensor, now: _Pass) -> torch.Tensor:
         if now.write_index is None:
@@ -180,16 +210,31 @@ class SlotCache(Cache):
 
     def _flat(self, slots_X: torch.Tensor, positions_X: torch.Tensor) -> torch.Tensor:
         """Return the row of each (token, head) in the store seen as a list of head vectors."""
-        _, _, kv_heads, capacity, _ = self._store.shape
+        _, kv_heads, capacity, _ = self._store[0].shape
         heads_K = torch.arange(kv_heads, device=slots_X.device)
         head_rows_XK = (slots_X[:, None] * kv_heads + heads_K) * capacity
         return (head_rows_XK + positions_X[:, None]).flatten()
 
-    def _allocate(self, slots: int, tokens: int) -> torch.Tensor:
+    def _allocate(self, slots: int, tokens: int) -> list[torch.Tensor]:
+        return [self._allocate_layer(slots, tokens) for _ in range(2 * self.shape.num_layers)]
+
+    def _allocate_layer(self, slots: int, tokens: int) -> torch.Tensor:
         shape = self.shape
-        size = (2 * shape.num_layers, slots, shape.kv_heads, tokens, shape.head_size)
+        size = (slots, shape.kv_heads, tokens, shape.head_size)
         # Zeros, not garbage: a masked key has weight 0, and 0 times NaN would be NaN.
         return torch.zeros(size, dtype=shape.dtype, device=shape.device)
+
+
+_LEFT_SHARE = 0.85
+"""Of the memory that is free, for the cache: the rest is for passes and fragments."""
+
+
+def cache_cells(free_bytes: int, reserved_bytes: int, token_bytes: int) -> int:
+    """Return the tokens that the slots may hold together in the memory that is free.
+
+    `reserved_bytes` are for the weights of the next version and for earlier turns.
+    """
+    return max(1, int(_LEFT_SHARE * (free_bytes - reserved_bytes)) // token_bytes)
 
 
 def _round_up(number: int, block: int) -> int:

@@ -106,6 +106,11 @@ class RowTable:
         self.cache_version_R[first : self.num] = cache_version
         return np.arange(first, self.num)
 
+    @property
+    def longest(self) -> int:
+        """Tokens that the longest row may reach; 0 without rows."""
+        return int(self._limit_R[: self.num].max(initial=0))
+
     def parameters(self, rows_B: IndexVector) -> RowParameters:
         """Return how the next token of these rows is sampled."""
         return RowParameters(

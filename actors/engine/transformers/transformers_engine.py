@@ -43,11 +43,11 @@ from ..engine import (
 )
 from .adapters import DoubleBuffer, EngineAdapter, LowRankTensors
 from .decoder import SlotDecoder, load_decoder
+from .kv_cache import PREFIX_CACHE_BYTES
 from .rows import RowRequest
 from .worker import EngineWorker, Outcome, ScoreRequest
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_PREFIX_CACHE_BYTES = 1 << 30
 _CLOSE_DEADLINE_S = 30.0
 R = TypeVar("R", Generation, PromptScores)
 
@@ -61,7 +61,7 @@ class TransformersEngine:
         *,
         version: int = 0,
         max_waiting: int = 4096,
-        prefix_cache_bytes: int = _PREFIX_CACHE_BYTES,
+        prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     ) -> None:
         """Start the engine's thread; `start` loads the model as well.
 
@@ -107,7 +107,7 @@ class TransformersEngine:
         base: PreTrainedModel | None = None,
         version: int = 0,
         max_waiting: int = 4096,
-        prefix_cache_bytes: int = _PREFIX_CACHE_BYTES,
+        prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
         record_experts: bool = False,
     ) -> "TransformersEngine":
         """Load the model in `path` and start; ModelError for one that cannot run here.

@@ -316,8 +316,8 @@ class EngineWorker:
     @torch.inference_mode()
     def _tick(self) -> None:
         started = time.perf_counter()
-        while self._waiting and self._rows.num < self._decoder.cache.max_slots:
-            self._admit()
+        while taken := self._take_waiting():
+            self._admit(taken)
         if self._rows.num:
             self._decode()
         if self._scored:
@@ -347,12 +347,23 @@ class EngineWorker:
             return ()
         return [request.adapter for request in self._rows.requests]
 
-    def _admit(self) -> None:
-        """Give free rows to the requests that waited longest, and draw their first tokens."""
-        free = self._decoder.cache.max_slots - self._rows.num
-        taken = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+    def _take_waiting(self) -> list[RowRequest]:
+        """Take the requests that waited longest, as many as there are rows and memory for."""
+        cache, longest = self._decoder.cache, self._rows.longest
+        taken: list[RowRequest] = []
+        while self._waiting and self._rows.num + len(taken) < cache.max_slots:
+            first = self._waiting[0]
+            longest = max(longest, len(first.prompt) + first.sampling.max_new_tokens)
+            if not cache.admits(self._rows.num + len(taken) + 1, longest):
+                break
+            taken.append(self._waiting.popleft())
+        return taken
+
+    def _admit(self, taken: Sequence[RowRequest]) -> None:
+        """Give requests rows, and draw their first tokens."""
         groups = self._group(taken)
         self._rows.add([request for group, _ in groups for request in group], self.version)
+        self._decoder.cache.note_rows(self._rows.num, self._rows.longest)
         self._decoder.cache.reserve(self._rows.num, 1)
         row = self._rows.num - len(taken)
         spans: list[FedTokens] = []
@@ -522,6 +533,7 @@ class EngineWorker:
 
     def _remove(self, gone: NDArray[np.bool_]) -> None:
         source, target = self._rows.remove(gone)
+        self._decoder.cache.note_rows(self._rows.num, self._rows.longest)
         if len(source) and self._asleep is None:
             self._decoder.cache.copy(
                 torch.as_tensor(source, device=self._decoder.device),

@@ -12,14 +12,9 @@ from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.plan.memory import layer_bytes_per_token, learner_load, learner_terms
 from tinkermq.schemas.plan.model_shape import find_shape
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
 from benchmarks.learner_step import StepSequences
 from tests.support.allocations import largest_allocation
@@ -61,7 +56,7 @@ KINDS = {
 }
 
 
-def _saved(config: PretrainedConfig, folder: Path) -> Path:
+def _saved(config: PreTrainedConfig, folder: Path) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
@@ -174,7 +169,7 @@ def _measured_with_reference(config: JobConfig) -> int:
 
 @pytest.mark.parametrize("config", [*SIZES.values(), *KINDS.values()], ids=[*SIZES, *KINDS])
 def test_weights_are_counted_from_the_config_as_from_the_files(
-    tmp_path: Path, config: PretrainedConfig
+    tmp_path: Path, config: PreTrainedConfig
 ) -> None:
     model = AutoModelForCausalLM.from_config(config)
     counted = sum(weight.numel() for weight in model.parameters())

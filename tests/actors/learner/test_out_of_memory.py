@@ -3,18 +3,20 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tinkermq.actors.learner.memory import PassTokens, smaller_passes_after
+from tinkermq.actors.learner.memory import PassTokens, smaller_passes_after, with_chosen_settings
 from tinkermq.actors.training.batch import TrainingBatch, assemble
 from tinkermq.actors.training.model import load_model
 from tinkermq.actors.training.state import LearnerState
 from tinkermq.actors.training.step import StepReport, Trainer
 from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.plan.cards import find_card
 from tinkermq.schemas.task import BatchRecord
 from tinkermq.schemas.wire.errors import OutOfMemoryError
 from torch import nn
@@ -211,3 +213,33 @@ def test_the_tokens_of_a_pass_are_those_of_the_record_else_of_the_checkpoint(
     assert PassTokens(config, tmp_path, state.model_copy(), auto=False).now == 96
     passes.note(48)
     assert state.microbatch_tokens == 48
+
+
+# -- settings that are chosen ----------------------------------------------------------------------
+
+
+def test_auto_keys_are_settled_for_a_card_and_stay_for_a_cpu(folder: Path) -> None:
+    auto = {"microbatch_tokens": "auto", "gradient_checkpointing": "auto", "max_row_tokens": 96}
+    config = config_of(folder, 1, learner=auto)
+    assert (config.learner.pass_tokens, config.learner.recomputes) == (16384, False)
+    assert with_chosen_settings(config, None) is config
+    card = find_card("H100")
+    settled = with_chosen_settings(config, card).learner
+    assert settled.settings == {"microbatch_tokens": 32768, "gradient_checkpointing": False}
+    small = replace(card, memory_bytes=3 << 29)
+    few = with_chosen_settings(config, small).learner.pass_tokens
+    assert 96 <= few < 32768
+    assert with_chosen_settings(config, card, shared=True).learner.pass_tokens == 32768
+    given = config_of(folder, 1)
+    assert with_chosen_settings(given, card).learner.settings["microbatch_tokens"] == 96
+
+
+def test_ranks_are_told_the_settings_of_the_learner(folder: Path) -> None:
+    auto = {"microbatch_tokens": "auto", "max_row_tokens": 96}
+    config = with_chosen_settings(config_of(folder, 2, learner=auto), find_card("H100"))
+    made = Trained(config)
+    try:
+        made.train(range(1, 2))
+        assert made.policies.microbatch_tokens == 32768
+    finally:
+        made.ranks.close()

@@ -1,0 +1,96 @@
+"""The slots of a KV cache stay within a bound of tokens, and what rows have stored stays."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tinkermq.actors.engine.engine import Generation, Sampling
+from tinkermq.actors.engine.transformers.decoder import load_decoder
+from tinkermq.actors.engine.transformers.kv_cache import CacheShape, SlotCache, cache_cells
+from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
+
+from tests.support.models import make_tiny_model
+
+torch.set_num_threads(1)
+
+SHAPE = CacheShape(2, 2, 4, torch.float32, torch.device("cpu"))
+
+
+def _cells(cache: SlotCache) -> int:
+    return cache.num_bytes // SHAPE.token_bytes
+
+
+def test_slots_that_no_row_uses_give_way_to_longer_ones() -> None:
+    cache = SlotCache(SHAPE, max_slots=256, max_tokens=8192, max_cells=16384)
+    cache.note_rows(128, 128)
+    cache.reserve(128, 100)
+    assert _cells(cache) <= 16384
+    cache.note_rows(2, 8192)
+    cache.reserve(2, 8000)
+    assert 2 * 8000 <= _cells(cache) <= 16384
+
+
+def test_what_rows_have_stored_stays_when_their_cache_grows() -> None:
+    cache = SlotCache(SHAPE, max_slots=64, max_tokens=1024, max_cells=4096)
+    cache.note_rows(4, 1024)
+    cache.reserve(4, 60)
+    states = torch.randn(4, 4, 2, 50, 4)
+    for slot in range(4):
+        cache.put(slot, states[slot])
+    cache.reserve(4, 1000)
+    assert all(torch.equal(cache.read(slot, 50), states[slot]) for slot in range(4))
+    assert _cells(cache) <= 4096
+
+
+def test_a_single_row_is_admitted_whatever_it_takes() -> None:
+    cache = SlotCache(SHAPE, max_slots=64, max_tokens=1024, max_cells=100)
+    assert cache.admits(1, 1024)
+    assert not cache.admits(2, 51)
+    assert SlotCache(SHAPE, 64, 1024).admits(64, 1024)
+    cache.note_rows(1, 1024)
+    cache.reserve(1, 1024)
+    assert _cells(cache) == 1024
+
+
+def test_the_bound_is_what_is_left_beside_the_next_weights() -> None:
+    assert cache_cells(10 << 30, 2 << 30, 1 << 20) == int(0.85 * 8 * 1024)
+    assert cache_cells(1 << 30, 2 << 30, 1 << 20) == 1
+
+
+async def _generated(folder: Path, max_cells: int | None) -> tuple[list[Generation], int]:
+    decoder = load_decoder(
+        str(folder), dtype=torch.float32, device="cpu", max_slots=16, max_tokens=256
+    )
+    decoder.cache.max_cells = max_cells
+    engine = TransformersEngine(decoder)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(8, 264, int(length)) for length in rng.integers(5, 120, 24)]
+    most: list[int] = []
+    try:
+        answers = await asyncio.gather(
+            *(
+                engine.generate(
+                    prompt.astype(np.int32),
+                    Sampling(max_new_tokens=int(20 + 4 * at), temperature=1.0, seed=at),
+                    request_id=str(at),
+                    on_token=lambda _: most.append(decoder.cache.num_bytes),
+                )
+                for at, prompt in enumerate(prompts)
+            )
+        )
+    finally:
+        await engine.close()
+    return answers, max(most) // decoder.cache.shape.token_bytes
+
+
+@pytest.mark.timeout(120)
+async def test_requests_wait_for_memory_and_get_the_same_answers(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    free, _ = await _generated(folder, None)
+    bounded, cells = await _generated(folder, 1024)
+    assert cells <= 1024
+    for one, other in zip(free, bounded, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
