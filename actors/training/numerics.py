@@ -41,9 +41,8 @@ def settle_numerics(learner: LearnerConfig, *, on_gpu: bool) -> None:
         os.environ[_CUBLAS_WORKSPACE] = _DETERMINISTIC_WORKSPACES[0]
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    cast(
-        Any, deterministic
-    ).fill_uninitialized_memory = False  # nothing here reads what it has not written
+    # Nothing here reads memory that it has not written.
+    cast(Any, deterministic).fill_uninitialized_memory = False
 
 
 def numerics_of(
