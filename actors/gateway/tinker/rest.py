@@ -283,7 +283,6 @@ def _checkpoint(one: TinkerCheckpoint) -> dict[str, Any]:
 # -- downloads -------------------------------------------------------------------------------------
 
 FILES = "/tinker/api/v1/files"
-_GATEWAY = "gateway"
 _ARCHIVE = "checkpoint.tar"
 _ARCHIVED = ("adapter_config.json", "adapter_model.safetensors")
 _COMPLETE = "checkpoint_complete"
@@ -338,8 +337,7 @@ class Downloads:
                 message = FetchFile(ticket=ticket, file=file, offset=offset)
             except ValidationError:
                 raise errors.NotFoundError("this is no URL of a checkpoint's file") from None
-            user = _GATEWAY if gateway_of(request).sessions.with_keys else "local"
-            return await self._trainers.ask(user, broker, job, "fetch", message, FilePart)
+            return await self._trainers.ask(broker, job, "fetch", message, FilePart)
 
         if name != _ARCHIVE:
             first = await part(name, 0)
@@ -440,7 +438,7 @@ async def services_of(request: Request, visitor: Visitor) -> list[ServiceView]:
 
     async def one(offer: TrainerOffer) -> ServiceView:
         try:
-            seen = await trainers.sessions(visitor.user, visitor.broker, offer.job)
+            seen = await trainers.sessions(visitor.broker, offer.job)
         except (errors.NobodyAnswersError, errors.DeadlineError):
             seen = None
         return ServiceView(offer, seen)
@@ -457,7 +455,7 @@ async def curves_of(request: Request, visitor: Visitor) -> ModelCurves:
             f"there is no base model of job {job[:80]!r}", hint="see `/tinker`"
         )
     model = request.path_params["model"][:80]
-    return await trainers.curves(visitor.user, visitor.broker, job, model)
+    return await trainers.curves(visitor.broker, job, model)
 
 
 async def get_sessions(request: Request) -> Response:
