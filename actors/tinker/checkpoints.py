@@ -84,9 +84,6 @@ def metadata_of(given: Any) -> Metadata | None:
     return texts
 
 
-# A ticket, signed by this trainer, stands for one checkpoint and the user who may read it until it
-# expires, so that a URL with it needs no key. It opens nothing that this user could not read then.
-
 # Adapters for other programs: as PEFT reads them, or encrypted for an age key (the format
 # age-encryption.org/v1 with X25519 recipients).
 
@@ -134,6 +131,9 @@ def _read_recipient(text: str) -> x25519.Recipient:
             hint="take a native key: age1 and 58 characters",
         ) from error
 
+
+# A ticket, signed by this trainer, stands for one checkpoint and the user who may read it until it
+# expires, so that a URL with it needs no key. It opens nothing that this user could not read then.
 
 TICKET_S = 1800.0
 _SECRET = ".tickets"  # noqa: S105  the name of a file

@@ -51,8 +51,6 @@ from .checkpoints import (
 )
 from .models import Models
 
-# -- sessions: their owner, what was reported, whether they go on ----------------------------------
-
 # -- training runs: models that were made, in memory or not ----------------------------------------
 
 MAX_RUNS = 10_000
@@ -168,6 +166,8 @@ def _run_in(value: dict[str, Any]) -> StoredRun | None:
     except (KeyError, TypeError, ValueError, MessageError):
         return None
 
+
+# -- sessions: their owner, what was reported, whether they go on ----------------------------------
 
 MAX_SESSIONS = 10_000
 """Of one user: the oldest is forgotten."""
