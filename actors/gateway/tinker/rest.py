@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
 from ....broker.client.connection import Broker
+from ....schemas.config.sections import ADAPTER_FILES
 from ....schemas.tinker.checkpoints import (
     ChangeCheckpoint,
     CheckpointExport,
@@ -284,7 +285,6 @@ def _checkpoint(one: TinkerCheckpoint) -> dict[str, Any]:
 
 FILES = "/tinker/api/v1/files"
 _ARCHIVE = "checkpoint.tar"
-_ARCHIVED = ("adapter_config.json", "adapter_model.safetensors")
 _COMPLETE = "checkpoint_complete"
 """A file by which the SDK knows that an archive is whole."""
 _FILE = "training_runs/{run}/checkpoints/{kind}/{name}"
@@ -316,7 +316,7 @@ class Downloads:
     async def archive(self, request: Request) -> Response:
         """Lead to the archive of a checkpoint, as SDKs before the URLs of files ask for it."""
         job, export = await self._exported(request)
-        if {file.name for file in export.files} != set(_ARCHIVED):
+        if {file.name for file in export.files} != set(ADAPTER_FILES):
             raise errors.NotFoundError(
                 "an encrypted checkpoint is not given as an archive",
                 hint="take the URLs of its files",
@@ -342,7 +342,7 @@ class Downloads:
         if name != _ARCHIVE:
             first = await part(name, 0)
             return _streamed(_contents(part, name, first), first.size_bytes, name)
-        firsts = [await part(item, 0) for item in _ARCHIVED]
+        firsts = [await part(item, 0) for item in ADAPTER_FILES]
         sizes = [tarfile.BLOCKSIZE + _padded(item.size_bytes) for item in firsts]
         size = sum(sizes) + 3 * tarfile.BLOCKSIZE
         return _streamed(_archived(part, firsts), size, name)
@@ -382,7 +382,7 @@ async def _contents(fetch: Fetch, name: str, first: FilePart) -> AsyncIterator[b
 
 async def _archived(fetch: Fetch, firsts: list[FilePart]) -> AsyncIterator[bytes]:
     """Yield a tar archive of a checkpoint."""
-    for name, first in zip(_ARCHIVED, firsts, strict=True):
+    for name, first in zip(ADAPTER_FILES, firsts, strict=True):
         yield _header(name, first.size_bytes)
         async for some in _contents(fetch, name, first):
             yield some

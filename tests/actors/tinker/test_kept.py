@@ -10,11 +10,11 @@ import torch
 from pyrage import decrypt, x25519  # pyright: ignore[reportMissingModuleSource]
 from safetensors.torch import load_file
 from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders, StoredCheckpoint
-from tinkermq.actors.tinker import checkpoints as external
 from tinkermq.actors.tinker.checkpoints import Exports
 from tinkermq.actors.tinker.models import TrainedModel
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
 from tinkermq.actors.tinker.user_records import UserRecords
+from tinkermq.schemas.config.sections import ADAPTER_FILES
 from tinkermq.schemas.tinker.checkpoints import (
     ChangeCheckpoint,
     FetchFile,
@@ -186,11 +186,11 @@ def test_an_export_can_be_encrypted_for_an_age_key(kept: Kept) -> None:
     recipient = str(identity.to_public())
     plain = kept.save("plain", 1, "external_weights")
     stored = kept.save("out", 2, "external_weights", age_encryption_recipients=[recipient])
-    assert sorted(one.name for one in plain.folder.iterdir()) == list(external.FILES)
+    assert sorted(one.name for one in plain.folder.iterdir()) == list(ADAPTER_FILES)
     assert sorted(one.name for one in stored.folder.iterdir()) == [
-        f"{name}.age" for name in external.FILES
+        f"{name}.age" for name in ADAPTER_FILES
     ]
-    for name in external.FILES:
+    for name in ADAPTER_FILES:
         sealed = (stored.folder / f"{name}.age").read_bytes()
         assert decrypt(sealed, [identity]) == (plain.folder / name).read_bytes()
     for wrong in (recipient[:-1] + "q", "ssh-ed25519 AAAA", recipient[:-1], "age1"):

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from tinkermq.actors.tinker.sampling.engines import Snapshots
-from tinkermq.actors.tinker.user_records import FILES, SnapshotEndpoints, mark_of
+from tinkermq.actors.tinker.user_records import SnapshotEndpoints, mark_of
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
+from tinkermq.schemas.config.sections import ADAPTER_FILES
 from tinkermq.schemas.tinker.sampling import SamplerName
 from tinkermq.schemas.wire.errors import NobodyAnswersError, NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
@@ -61,7 +62,7 @@ async def test_a_sampler_finds_what_is_saved_wherever_the_disk_is(
             assert local.folder is not None
             assert remote.folder is None
             fetched = await away.fetch(remote)
-            for file in FILES:
+            for file in ADAPTER_FILES:
                 assert (fetched / file).read_bytes() == (local.folder / file).read_bytes()
             away.free(remote)
             assert not fetched.exists()
