@@ -5,47 +5,78 @@ same memory domain of the host are.
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..schemas.node import Gpu
 from ..schemas.wire.errors import ConfigError
 
+_NONE = frozenset({"", "-1", "none", "void", "nodevfiles"})
+"""How Slurm and container runtimes say, in lower case, that a process has no GPU."""
+
+
+@dataclass(frozen=True)
+class _Device:
+    """A GPU, or a MIG instance of one."""
+
+    index: int
+    """Of the whole GPU at the driver."""
+    handle: Any
+    uuid: str
+    card: Any
+    """Handle of the whole GPU."""
+
+    @property
+    def is_instance(self) -> bool:
+        return self.uuid.startswith("MIG-")
+
 
 class Gpus:
     """The GPUs that a node gives away; slot i of the node is the i-th of them."""
 
-    def __init__(self, nvml: Any, indices: Sequence[int]) -> None:
+    def __init__(self, nvml: Any, devices: Sequence[_Device]) -> None:
         """`nvml` is the initialised module pynvml."""
         self._nvml = nvml
-        self._handles = {index: nvml.nvmlDeviceGetHandleByIndex(index) for index in indices}
+        self._devices = list(devices)
         self.groups = self._find_groups()
         """Slots that are linked closely."""
 
     def __len__(self) -> int:
-        return len(self._handles)
+        return len(self._devices)
 
-    def numbers(self, slots: Sequence[int]) -> list[int]:
-        """Return the numbers at the driver of some slots."""
-        order = list(self._handles)
-        return [order[slot] for slot in slots]
+    def uuids(self, slots: Sequence[int]) -> list[str]:
+        """Return the UUIDs of some slots, for CUDA_VISIBLE_DEVICES.
+
+        Numbers would depend on the order in which CUDA counts, which is not the driver's.
+        """
+        return [self._devices[slot].uuid for slot in slots]
+
+    def capability(self, slot: int) -> tuple[int, int]:
+        """Return the compute capability of a slot."""
+        card = self._devices[slot].card
+        major, minor = self._nvml.nvmlDeviceGetCudaComputeCapability(card)
+        return int(major), int(minor)
 
     def read(self) -> list[Gpu]:
         """Return the GPUs with their use as of now."""
-        return [self._read(index, handle) for index, handle in self._handles.items()]
+        return [self._read(device) for device in self._devices]
 
-    def _read(self, index: int, handle: Any) -> Gpu:
-        memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+    def _read(self, device: _Device) -> Gpu:
+        memory = self._nvml.nvmlDeviceGetMemoryInfo(device.handle)
         percent = 0
         with contextlib.suppress(self._nvml.NVMLError):  # a shared or partitioned GPU has none
-            percent = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu
+            percent = self._nvml.nvmlDeviceGetUtilizationRates(device.handle).gpu
         return Gpu(
-            index=index,
-            model=_text(self._nvml.nvmlDeviceGetName(handle)),
+            index=device.index,
+            uuid=device.uuid,
+            is_instance=device.is_instance,
+            model=_text(self._nvml.nvmlDeviceGetName(device.handle)),
             memory_bytes=memory.total,
             used_bytes=memory.used,
             utilization=percent / 100,
-            numa=self._numa(handle),
+            numa=self._numa(device.card),
         )
 
     def _numa(self, handle: Any) -> int:
@@ -54,7 +85,7 @@ class Gpus:
         return 0
 
     def _find_groups(self) -> list[list[int]]:
-        handles = list(self._handles.values())
+        handles = [device.card for device in self._devices]
         slot_of = {self._bus(handle): slot for slot, handle in enumerate(handles)}
         group_of = list(range(len(handles)))
         for slot, handle in enumerate(handles):
@@ -62,7 +93,9 @@ class Gpus:
                 if peer in slot_of:
                     old, new = group_of[slot_of[peer]], group_of[slot]
                     group_of = [new if group == old else group for group in group_of]
-        if len(set(group_of)) == len(handles):
+        if any(device.is_instance for device in self._devices):
+            group_of = list(range(len(handles)))  # instances cannot work together
+        elif len(set(group_of)) == len(handles):
             group_of = [self._numa(handle) for handle in handles]
         return [
             [slot for slot, group in enumerate(group_of) if group == linked]
@@ -81,7 +114,7 @@ class Gpus:
     def _peer(self, handle: Any, link: int) -> str:
         kind = self._nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
         if kind == self._nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
-            return self._bus(next(iter(self._handles.values())))  # all that reach it are one group
+            return self._bus(self._devices[0].card)  # all that reach it are one group
         return _text(self._nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)
 
     def _bus(self, handle: Any) -> str:
@@ -103,27 +136,121 @@ def load_nvml() -> Any | None:
 
 
 def find_gpus(wanted: str | None, load: Callable[[], Any | None] = load_nvml) -> Gpus | None:
-    """Return the GPUs to give away: those that `wanted` lists, or all; None if there are none.
+    """Return the GPUs to give away; None if there are none.
 
-    Raises ConfigError when a wanted one is not there.
+    `wanted` lists them: by number, by UUID (`GPU-…`, `MIG-…`, or its unique beginning), or as an
+    instance of a GPU (`0:1`); `all` is all. None: those of CUDA_VISIBLE_DEVICES, or all. A GPU in
+    MIG mode stands for its instances. Raises ConfigError when a wanted one is not there.
     """
     nvml = load()
-    count = nvml.nvmlDeviceGetCount() if nvml else 0
-    indices = list(range(count)) if wanted is None else _parse(wanted)
-    missing = [index for index in indices if index >= count]
-    if missing:
+    there = _devices(nvml) if nvml else []
+    source = "--gpus"
+    if wanted is None:
+        source, wanted = "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+        if nvml is None or wanted.strip().lower() in _NONE:
+            return None
+    if wanted.strip().lower() == "all":
+        return Gpus(nvml, there) if there else None
+    chosen: list[_Device] = []
+    for part in wanted.split(","):
+        chosen += _select(part.strip(), there, f"{source} {wanted!r}")
+    if len({device.uuid for device in chosen}) < len(chosen):
         raise ConfigError(
-            f"--gpus names GPU {missing[0]}, the driver of this machine knows {count}",
+            f"{source} {wanted!r} names a GPU twice", hint="a GPU is one slot: name each once"
+        )
+    return Gpus(nvml, chosen)
+
+
+def _devices(nvml: Any) -> list[_Device]:
+    """List all GPUs; one in MIG mode by its instances."""
+    devices: list[_Device] = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        card = nvml.nvmlDeviceGetHandleByIndex(index)
+        instances = _instances(nvml, card)
+        if instances is None:
+            devices.append(_Device(index, card, _text(nvml.nvmlDeviceGetUUID(card)), card))
+            continue
+        devices += [
+            _Device(index, handle, _text(nvml.nvmlDeviceGetUUID(handle)), card)
+            for handle in instances
+        ]
+    return devices
+
+
+def _instances(nvml: Any, card: Any) -> list[Any] | None:
+    """Return the MIG instances of a GPU that this process may see; None outside of MIG mode."""
+    try:
+        current, _ = nvml.nvmlDeviceGetMigMode(card)
+    except nvml.NVMLError:  # a GPU without MIG
+        return None
+    if current != nvml.NVML_DEVICE_MIG_ENABLE:
+        return None
+    handles: list[Any] = []
+    for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(card)):
+        with contextlib.suppress(nvml.NVMLError):  # a free place, or another container's
+            handles.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(card, place))
+    return handles
+
+
+def _select(name: str, there: Sequence[_Device], given: str) -> list[_Device]:
+    """Return the devices of one name of a list."""
+    number, _, instance = name.partition(":")
+    if number.isdigit() and (not instance or instance.isdigit()):
+        found = [device for device in there if device.index == int(number)]
+        if instance:
+            of_card = [device for device in found if device.is_instance]
+            found = of_card[int(instance) : int(instance) + 1]
+        what = f"instance {instance} of GPU {number}" if instance else f"GPU {number}"
+    elif name.startswith(("GPU-", "MIG-")):
+        found = [device for device in there if device.uuid.startswith(name)]
+        what = name
+    else:
+        raise ConfigError(
+            f"{given} is no list of GPUs",
+            hint="write numbers (0,2,3), UUIDs (GPU-…, MIG-…) or instances (0:1), or `all`",
+        )
+    if not found:
+        known = ", ".join(device.uuid for device in there) or "none"
+        raise ConfigError(
+            f"{given} names {what}, and the driver shows this process: {known}",
             hint="see `nvidia-smi -L`; without GPUs give CPU shares away: --slots N",
         )
-    return Gpus(nvml, indices) if indices else None
+    if len(found) > 1 and not number.isdigit():
+        raise ConfigError(
+            f"{given}: {name} is the beginning of {len(found)} UUIDs", hint="write it to its end"
+        )
+    return found
 
 
-def _parse(wanted: str) -> list[int]:
-    parts = wanted.split(",")
-    if not all(part.strip().isdigit() for part in parts) or len(set(parts)) < len(parts):
-        raise ConfigError(f"--gpus {wanted!r} is no list of GPUs", hint="write it as 0,2,3")
-    return [int(part) for part in parts]
+def unseen_gpu(
+    gpus: str, torch: str, torch_cuda: str | None, load: Callable[[], Any | None] = load_nvml
+) -> ConfigError:
+    """Return why a torch, built for a CUDA or for the CPU, sees none of a process's GPUs."""
+    if torch_cuda is None:
+        return ConfigError(
+            f"the node gave this process {gpus}, and torch {torch} is built for the CPU",
+            hint="install the torch that PyPI has for GPUs: pip install --force-reinstall torch",
+        )
+    nvml = load()
+    if nvml is None:
+        return ConfigError(
+            f"the node gave this process {gpus}, and the NVIDIA driver cannot be reached from it",
+            hint="see `nvidia-smi`; containers need `--gpus all`",
+        )
+    driver = _text(nvml.nvmlSystemGetDriverVersion())
+    number = int(nvml.nvmlSystemGetCudaDriverVersion())
+    highest = (number // 1000, number % 1000 // 10)
+    if highest[0] < int(torch_cuda.partition(".")[0]):
+        return ConfigError(
+            f"torch {torch} is built for CUDA {torch_cuda}, and driver {driver} of this machine is "
+            f"too old for it: it supports CUDA up to {highest[0]}.{highest[1]}",
+            hint="install a newer driver, or the torch of an older CUDA (https://pytorch.org)",
+        )
+    return ConfigError(
+        f"the node gave this process {gpus}, and torch {torch} (CUDA {torch_cuda}, driver "
+        f"{driver}) sees no GPU",
+        hint="`tinkermq doctor --gpu` on that machine says more",
+    )
 
 
 def _text(value: str | bytes) -> str:

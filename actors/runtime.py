@@ -32,7 +32,7 @@ from ..broker.feed import publish_event
 from ..broker.jetstream.kv import Bucket
 from ..broker.jetstream.streams import create_shared, wait_for_shared
 from ..broker.presence import PresenceBeat
-from ..broker.service_process import told_to_systemd
+from ..broker.service_process import notifying_systemd
 from ..schemas.config.job import JobConfig
 from ..schemas.config.load_config import parse_config
 from ..schemas.control import ControlReply, ControlRequest
@@ -48,6 +48,8 @@ EXIT_DONE = 0
 EXIT_CRASHED = 1
 EXIT_FAILED = 2
 EXIT_DRAINED = 3
+EXIT_OUT_OF_MEMORY = 4
+"""Of a rank's process."""
 """Told to stop before the work was done: to be gone on with elsewhere."""
 SLOW_CALLBACK_S = 0.05
 WAITERS = frozenset({"node", "gateway"})
@@ -101,6 +103,11 @@ class ActorContext:
         """Name a wait for what only somebody outside can bring, `since` when (default: now)."""
         with self._named((what, time.time() if since is None else since)):
             yield
+
+    @property
+    def misses(self) -> bool:
+        """Whether it waits for what only somebody outside can bring."""
+        return any(since is not None for _, since in self._waits)
 
     @contextlib.contextmanager
     def _named(self, wait: tuple[str, float | None]) -> Iterator[None]:
@@ -305,7 +312,7 @@ def run_service_actor(
             service=service,
             presence=_presence(role, name),
         )
-        async with PresenceBeat(broker, f"pool.{name}", context.beat), told_to_systemd():
+        async with PresenceBeat(broker, f"pool.{name}", context.beat), notifying_systemd():
             await main(context)
         await service.stop()
 

@@ -80,7 +80,7 @@ def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> fl
     reader = load_image_reader(str(folder))
     chat = ChatTokenizer(load_tokenizer(str(folder)), image_reader=reader)
     model: Any = load_causal_lm(str(folder), dtype=torch.float32)
-    scorer = Scorer(model, temperature=1.0, dtype="float32")
+    scorer = Scorer(model, temperature=1.0)
     optimizer: Any = torch.optim.AdamW(
         model.parameters(), lr=recipe.lr, betas=(0.9, 0.99), fused=True
     )

@@ -166,7 +166,7 @@ def _train(folder: Path, steps: int, scattered: float, seed: int) -> float:
     rng = random.Random(seed)
     chat = ChatTokenizer(load_tokenizer(str(folder)))
     model: Any = load_causal_lm(str(folder), dtype=torch.float32)
-    scorer = Scorer(model, temperature=1.0, dtype="float32")
+    scorer = Scorer(model, temperature=1.0)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.99), fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     known = [

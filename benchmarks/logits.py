@@ -93,7 +93,7 @@ def one_side(way: str, tokens: int, vocab: int) -> dict[str, float]:
     """Measure one side in this process."""
     model = make_model(vocab)
     packed = make_rows(tokens, vocab)
-    scorer = Scorer(model, temperature=1.0, dtype="float32")
+    scorer = Scorer(model, temperature=1.0)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)  # not what is compared
     before, started = set_mark(), time.perf_counter()

@@ -163,7 +163,7 @@ async def measure(arguments: argparse.Namespace, folder: Path, report: Report) -
     """Play all episodes on both sides, and compare."""
     chat = ChatTokenizer(load_tokenizer(str(folder)))
     model: Any = load_causal_lm(str(folder), dtype=torch.float32)
-    scorer = Scorer(model, temperature=1.0, dtype="float32")
+    scorer = Scorer(model, temperature=1.0)
     rng = Random(1)
     questions = [
         f"{rng.randrange(10, 100)}*{rng.randrange(10, 100)}" for _ in range(arguments.episodes)

@@ -26,6 +26,7 @@ from tinkermq.actors.training.batch import assemble
 from tinkermq.actors.training.micro_batch import TokenSequence
 from tinkermq.actors.training.model import Scorer, load_model
 from tinkermq.actors.training.packing import pack
+from tinkermq.actors.training.parallel import Parallel
 from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group, Trajectory
@@ -135,7 +136,8 @@ def trained(config: JobConfig, groups: list[Group]) -> list[dict[str, float]]:
 def flipped(config: JobConfig, groups: list[Group]) -> tuple[float, float]:
     """Return the shares of choices, and of tokens, in which the learner's routers differ."""
     model = cast(Any, load_model(config.model, config.learner))
-    scorer = Scorer(model, temperature=1.0, dtype=config.learner.dtype)
+    inside = Parallel().place(model, config.learner)
+    scorer = Scorer(model, temperature=1.0, inside=inside)
     recorder = RouterRecorder(model)
     differs: list[np.ndarray] = []
     for item in (item for group in groups for item in group.trajectories):

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from ..schemas.user import QuotaReply
 
 
-# A request that is sent again until it is answered, for a flood of somebody else may cost it.
+# A request that is repeated until it is answered, because another user's flood may drop it.
 #
 # It is dropped with the connection that a flood has filled (`request_connection`), or waits
-# behind it. So whoever asks such a service sends a request that may be sent twice. While nobody
+# behind it. So a request to such a service may be sent twice. While no service
 # answers, another service may be about to take over.
 
 R = TypeVar("R", bound=Message)
@@ -62,7 +62,7 @@ async def call_service(
     absent: errors.BrokerError,
     waiting_for: str,
 ) -> R:
-    """Ask a service of the pool; raises `absent` when nobody answers for `absent_s`."""
+    """Call a service of the pool; raises `absent` without an answer for `absent_s`."""
     patience, deadline = (time.monotonic() + seconds for seconds in (absent_s, timeout_s))
     while True:
         try:
@@ -132,10 +132,10 @@ class SchedulerCalls:
         """Return one job, by its id or the name of its run; raises NotFoundError."""
         return await self._change("get", JobRequest(job=job))
 
-    async def told_jobs(self, *, widest: bool = False, archived: bool = False) -> list[JobRecord]:
+    async def all_jobs(self, *, widest: bool = False, archived: bool = False) -> list[JobRecord]:
         """Return all jobs, newest first, those that wait with their place in the queue.
 
-        With `widest` an admin is told of everybody's; with `archived` of those that were, too.
+        `widest`: all users' jobs, for admins; `archived`: archived jobs, too.
         """
         records: list[JobRecord] = []
         after = ""

@@ -180,8 +180,8 @@ class Seal:
     def open(self, sealed: bytes, user: str) -> JobSecrets:
         """Return what a user has sealed.
 
-        Raises AuthError, without telling what is in it, for what nobody has sealed to this key
-        or somebody else has sealed.
+        Raises AuthError, without the content, for text that was not sealed to this key
+        or that another user has sealed.
         """
         try:
             secrets = JobSecrets.from_bytes(SealedBox(self._key).decrypt(sealed))

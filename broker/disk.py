@@ -42,7 +42,7 @@ def is_full(error: BaseException | None) -> bool:
 def remedy(error: BaseException, place: Path) -> str:
     """Say what to do after `error` met a write at a file or folder `place`.
 
-    Libraries do not tell why they failed: then a small write there tells.
+    Libraries do not report why they failed; a small write there does.
     """
     number = _errno(error) or _errno_of_writing(place)
     if number in _FORBIDDEN:
@@ -93,7 +93,7 @@ async def with_room(
     """Write `what` as soon as there is room for it.
 
     `write` is called again while the disk is full, so it must leave nothing of a failed attempt.
-    `first_word` is told once that there is no room.
+    `first_word` is called once there is no room.
     """
     try:
         return await write()

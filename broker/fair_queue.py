@@ -1,4 +1,4 @@
-"""Runs the requests of many users in turn, and refuses a user who has too many.
+"""Runs the requests of many users in turn, and refuses a user's excess requests.
 
 Each user has a bounded number that run and a bounded number that wait; of those that wait the users
 take turns. So a flood of one user costs the others a turn each, never a place, and what a service
@@ -46,7 +46,8 @@ class FairQueue:
             await asyncio.sleep(0)
 
     def submit(self, user: str, work: Work, num_bytes: int = 0) -> bool:
-        """Run a request of a user when it is its turn; False: he has too many, it is not taken.
+        """Run a request of a user when it is its turn; False: the user has too many, it is not
+        taken.
 
         `num_bytes` is what it keeps in memory until it has ended.
         """

@@ -1,4 +1,4 @@
-"""Metrics, events and log lines: from the actors of a job to whoever wants to follow it.
+"""Metrics, events and log lines, from the actors of a job to its followers.
 
 They are stored in two bounded streams whose oldest entries go first, so that a client that comes
 late, or comes back, sees what happened without it.
@@ -172,7 +172,7 @@ async def follow(
 async def _next(
     queue: "asyncio.Queue[FeedMessage]", tasks: "set[asyncio.Task[object]]"
 ) -> FeedMessage | None:
-    """Return the next message, or None when it was told to stop; raise what a reader raised."""
+    """Return the next message, or None after a stop; raise what a reader raised."""
     if not queue.empty():
         return queue.get_nowait()
     getting = asyncio.create_task(queue.get())
@@ -244,7 +244,7 @@ async def read_scores(broker: Broker, scope: JobScope) -> dict[int, float]:
     """
     entries = await Bucket(broker, BUCKET_EVALS, EvalRecord).items(scope.key)
     records = [entry.value for entry in entries]
-    return {one.version: one.values[SCORE] for one in records if SCORE in one.values}
+    return {record.version: record.values[SCORE] for record in records if SCORE in record.values}
 
 
 def best_of(scores: Mapping[int, float], versions: Iterable[int]) -> int | None:
@@ -277,7 +277,7 @@ async def recent_values(broker: Broker, scope: JobScope) -> dict[str, float]:
 
 
 def run_row(record: JobRecord, values: Mapping[str, float]) -> dict[str, Any]:
-    """Return what every list of runs tells of one, from its record and its newest values."""
+    """Return the columns of a run for lists, from its record and its newest values."""
     live = record.state not in FINAL_STATES
     return {
         "job": record.job,
@@ -288,9 +288,11 @@ def run_row(record: JobRecord, values: Mapping[str, float]) -> dict[str, Any]:
         "step": int(values.get("step", record.version)),
         "reward": values.get("training_step_reward"),
         "validation": values.get("val/mean_score"),
-        "slots": sum(one.slots for one in record.actors if one.node is not None) if live else 0,
+        "slots": sum(actor.slots for actor in record.actors if actor.node is not None)
+        if live
+        else 0,
         "age_s": (record.finished or time.time()) - record.created,
-        "restarts": sum(one.restarts for one in record.actors),
+        "restarts": sum(actor.restarts for actor in record.actors),
         "attempt": record.attempt,
         "tags": record.tags,
         "group": record.group,

@@ -1,12 +1,12 @@
 """Job records: kept in a KV bucket, changed by compare-and-set, every change of state an event.
 
-The record is the truth about a job: a scheduler that starts anew reads it and goes on. Only moves
-that `MAY_FOLLOW` names are made. The event of a move is written into the record with the move, and
-taken out once it was told, so that nobody who is killed in between loses it.
+The record holds the whole state of a job: a restarted scheduler reads it and continues. Only moves
+of `MAY_FOLLOW` are made. A move's event is written into the record with the move and removed once
+published, so that a kill in between does not lose it.
 
-The record of a job that was archived is in a bucket of its own, which nobody watches and only those
-read who ask for it: what lives costs the same however much has ended. Who moves it writes first and
-deletes then; where both buckets have it, that of the jobs counts.
+Records of archived jobs are in a separate bucket without watchers, so that their number costs live
+jobs nothing. A move writes first and then deletes; if both buckets have a record, the one in the
+bucket of jobs counts.
 """
 
 import time
@@ -130,7 +130,7 @@ class JobStore:
     async def transition(
         self, record: JobRecord, state: JobState, reason: str, who: str, **changes: Any
     ) -> JobRecord:
-        """Move a job from the state that `record` shows to another; the event of it is to be told.
+        """Move a job from the state of `record` to another, with an event to be published.
 
         `changes` are further fields to set. Raises StateError for a move that is not allowed, and
         ConflictError if the job is no longer in the state of `record`.
@@ -151,8 +151,8 @@ class JobStore:
 
         return await self.update(record, move)
 
-    async def tell(self, record: JobRecord) -> None:
-        """Publish the events that a record holds; one that is told again is stored once.
+    async def publish_events(self, record: JobRecord) -> None:
+        """Publish the events in a record; a repeated one is stored once.
 
         Raises BrokerError, DeadlineError.
         """
@@ -163,10 +163,10 @@ class JobStore:
             except NotFoundError as error:  # its streams were deleted: the record still counts
                 _log.warning("event_lost", job=record.job, kind=event.kind, error=error.message)
 
-    async def told(
+    async def mark_published(
         self, record: JobRecord, version: int = 0, stored_bytes: int | None = None
     ) -> JobRecord:
-        """Take the events that `record` holds out of the job's record, for they were told.
+        """Remove the published events of `record` from the job's record.
 
         The version is entered with it, if it is higher than that of the record, and
         `stored_bytes`, what its streams hold, of a job that has ended.
@@ -193,7 +193,7 @@ class JobStore:
 
         def changed(current: JobRecord | None) -> JobRecord:
             if current is None:
-                raise NotFoundError(f"the record of job {key} is gone", hint="submit it again")
+                raise NotFoundError(f"the record of job {key} was deleted", hint="submit it again")
             wanted = change(current)
             return current if wanted == current else metered(current, wanted, time.time())
 
@@ -201,11 +201,11 @@ class JobStore:
         self._wrote(entry)
         return entry.value
 
-    async def put_away(self, record: JobRecord) -> JobRecord | None:
+    async def move_to_archive(self, record: JobRecord) -> JobRecord | None:
         """Move the record of a job that was archived out of the bucket of jobs.
 
-        Returns it as it is kept now, None when it is gone from there. Raises ConflictError if
-        somebody else wrote it meanwhile, or wants something else to be done to it by now.
+        Returns the archived record, None if it was deleted. Raises ConflictError if another writer
+        changed it or requested something else meanwhile.
         """
         entry = await self._jobs.get(record.scope.key)
         if entry is None:
@@ -253,7 +253,7 @@ async def _newest_first(bucket: Bucket[JobRecord], user: str) -> list[JobRecord]
 
 
 def _event(record: JobRecord, before: JobState | None, who: str) -> Event:
-    """Return what is told of a job that has come to its state."""
+    """Return the event of a job that has reached its state."""
     return Event(
         kind=f"job_{record.state.lower()}",
         source=who,
@@ -264,7 +264,7 @@ def _event(record: JobRecord, before: JobState | None, who: str) -> Event:
 
 
 def _short(reason: str) -> str:
-    """Return a reason that a record holds: an error may tell as much as a game likes."""
+    """Return a reason, cut to what a record holds: an error's text may be of any length."""
     return reason if len(reason) <= _MAX_REASON_CHARS else f"{reason[:_MAX_REASON_CHARS]}…"
 
 

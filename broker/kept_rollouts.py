@@ -228,7 +228,7 @@ class RunRollouts:
 
     @property
     def steps(self) -> dict[int, int]:
-        """The step that trained each entry of the folder; the batch log knows of the others."""
+        """The step that trained each entry of the folder; the batch log has the others."""
         return {seq: one.step for seq, one in self._kept.items() if one.step is not None}
 
     async def get(self, seq: int) -> LogEntry | None:

@@ -179,7 +179,7 @@ class NatsServer:
                 status = json.loads(error.read())
                 return f"nats-server does not store: {status.get('error', status)}"
         except OSError:
-            pass  # it is being started, or busy: the next look tells
+            pass  # it is starting, or busy: look again
         return ""
 
     def has_room(self) -> bool:
@@ -221,7 +221,7 @@ class NatsServer:
         return "\n".join([*lines, self._extra_config, ""])
 
     def _lock(self) -> IO[str]:
-        """Lock the folder; the server inherits the lock and holds it for as long as it lives."""
+        """Lock the folder; the server inherits the lock and holds it until it ends."""
         path = self.store_dir / "server.lock"
         lock = path.open("a+")
         try:

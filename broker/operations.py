@@ -1,10 +1,10 @@
 """The operation log: what users' programs have asked a trainer to do, each under its own number.
 
-The first of a number wins: whoever sends it again finds it there. So an operation that was answered
-for takes effect once, whoever dies meanwhile. Results stand under the same numbers.
+The first append of a number wins; a repeated one finds it there. So a confirmed operation takes
+effect once, whatever dies meanwhile. Results stand under the same numbers.
 
 One trainer at a time writes results: it claims them when it starts, and each append names the last
-sequence that it knows, so that a trainer before it is fenced off and must end.
+last sequence, so that an earlier trainer is fenced off and must end.
 """
 
 from collections.abc import Awaitable, Callable
@@ -137,7 +137,7 @@ class OperationLog:
                     deadline_s=_READ_DEADLINE_S,
                     waiting_for=f"the result of operation {name} to be stored",
                 )
-            except Overtaken:  # by a trainer that has claimed, or by what nobody of us has written
+            except Overtaken:  # by a trainer that has claimed, or by a foreign entry
                 await self.check_claim()
                 self._last = await self._last_of_results()
                 continue
@@ -192,7 +192,7 @@ class OperationLog:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """An entry under an operation's subject that is none: nobody of us has written it so."""
+    """An entry under an operation's subject that is no operation of tinkermq's."""
 
     user: str
     name: OperationName | None
@@ -213,7 +213,7 @@ class Unreadable:
 def _read(message: StoredMessage) -> tuple[str, ModelOperation]:
     """Return who sent an operation, by its subject, and the operation; raises MessageError."""
     place = f"entry {message.seq} of the operation log, {message.subject}"
-    hint = "nobody of us writes such; in a pool with users nobody else can"
+    hint = "it was not written by tinkermq, which only a pool without users permits"
     try:
         operation = ModelOperation.from_bytes(message.payload)
         name = operation.name

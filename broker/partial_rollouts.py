@@ -1,7 +1,7 @@
 """Running episodes, recorded piece by piece, so that another generator can continue them.
 
 Each episode has a subject of its own. Who holds the task appends there with the last sequence that
-it has seen on the subject as the expected one, so the server itself refuses whoever was overtaken.
+it has seen on the subject as the expected one, so the server refuses a predecessor.
 The next holder of the task first appends a segment without tokens, the takeover: from then on what
 its predecessor has in hand is refused, however late it wakes. The number of the task's delivery
 keeps a predecessor from taking the episode back. (A queue that was made anew counts from 1: its
@@ -31,7 +31,7 @@ _log = structlog.get_logger()
 
 
 class Fenced(TinkermqError):
-    """The task was given to somebody else, who has taken the episode over."""
+    """Another holder of the task has taken the episode over."""
 
     code = "fenced"
 
@@ -91,8 +91,8 @@ class SegmentWriter:
     async def append(self, segment: Segment) -> bool:
         """Append a segment; False when there is no room for it, or it is larger than a message.
 
-        Raises Fenced when somebody else has appended or the task is over, DeadlineError while the
-        broker is away.
+        Raises Fenced when another generator has appended or the task is over, DeadlineError while
+        the broker is away.
         """
         payload = segment.to_bytes()
         if len(payload) > (most := most_bytes(self._broker.max_payload_bytes)):
@@ -118,7 +118,7 @@ class SegmentWriter:
                     raise
             newest = await self._last()
             if newest is None:
-                raise Fenced(f"{self._subject} was removed: somebody else has finished the task")
+                raise Fenced(f"{self._subject} was removed: another generator finished the task")
             self._check_own(newest)
             self._last_seq = newest.seq  # an earlier append of ours, whose answer was lost
             if newest.payload == payload:
@@ -132,13 +132,13 @@ class SegmentWriter:
         )
 
     def _check_own(self, found: StoredMessage) -> None:
-        """Raise Fenced for a segment that somebody else has written."""
+        """Raise Fenced for another generator's segment."""
         by = next(iter(_parsed([found])), None)
         if by is None or by.writer != self.writer:
-            whom = f"{by.writer} (delivery {by.delivery})" if by else "somebody else"
+            whom = f"{by.writer} (delivery {by.delivery})" if by else "another generator"
             raise Fenced(
                 f"{self._subject} was taken over by {whom}; this was delivery {self.delivery}",
-                hint="nothing is to be done: its group is that of whoever is first",
+                hint="nothing to do: the first group of the task counts",
             )
 
     async def _read(self) -> list[StoredMessage]:

@@ -2,13 +2,13 @@
 
 Four circles. *Services* (scheduler, auth, node, gateway) are the pool itself. *Job processes* read
 and write the streams of their one job, by their role. *Guests* are users and the environment hosts
-of jobs, which run code of users: they have no access to JetStream at all, because whoever may ask
-the server for something also names the subject of its answer, and the server checks no rights
+of jobs, which run code of users: they have no access to JetStream at all, because a client that may
+ask the server for something also names the subject of its answer, and the server checks no rights
 there. What guests read and store goes through the store proxy (`actors/auth/store_proxy.py`), which
 asks `may_read` and `may_store`. *Programs* whose episodes run elsewhere have the key of one
-episode: they reach who plays it and who hosts it, and nothing that is stored.
+episode: they reach its generator and its host, and nothing stored.
 
-Nobody is given `allow_responses`: who may send a request to a subject and listen on it as well
+`allow_responses` is never given: a client that may send a request to a subject and listen on it
 could give himself the right to any reply subject. Whoever answers requests may publish to the
 inboxes of those who ask him, and every service refuses to answer to what is not an inbox.
 """
@@ -30,6 +30,7 @@ from ..schemas.wire.subjects import (
     STREAM_AUDIT,
     STREAM_REFUSALS,
     TASK_CONSUMER,
+    VALIDATION_CONSUMER,
     JobScope,
     acting,
     inbox,
@@ -41,7 +42,10 @@ from .client.keys import EpisodeIdentity, JobIdentity
 
 # What guests may read and store of what is stored: the table of the store proxy.
 
-STREAMS = ("task", "rollout", "segment", "batch", "dead", "feed", "trace", "log", "op", "result")
+STREAMS = (
+    *("task", "validation", "rollout", "segment", "batch"),
+    *("dead", "feed", "trace", "log", "op", "result"),
+)
 """Kinds of streams that a job has."""
 _JOB_KINDS = frozenset({*STREAMS, "weights", "checkpoints"})
 SHARED = (BUCKET_JOBS, BUCKET_ARCHIVE, BUCKET_ACTORS, BUCKET_EVALS)
@@ -50,7 +54,7 @@ _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 class Guest(NamedTuple):
-    """Who asks the store proxy, as the subject of the request tells."""
+    """The sender of a request to the store proxy, from its subject."""
 
     user: str
     job: str = ""
@@ -106,7 +110,7 @@ def _keys(guest: Guest, bucket: str) -> tuple[str, ...]:
             "learner": (BUCKET_JOBS, BUCKET_ACTORS, BUCKET_EVALS),
             "rank": (BUCKET_JOBS,),
             "generator": (BUCKET_JOBS,),
-            "evaluator": (BUCKET_JOBS, BUCKET_EVALS),
+            "evaluator": (BUCKET_JOBS,),
             "server": (BUCKET_JOBS,),
             "trainer": (BUCKET_JOBS,),
             "sampler": (BUCKET_JOBS,),
@@ -193,7 +197,7 @@ def admin_permissions(user: str) -> Permissions:
 
 
 def invited_permissions() -> Permissions:
-    """Return what somebody with an invitation may do: register."""
+    """Return the permissions of an invitation: register."""
     return Permissions(
         publish=(rpc("invited", "users", "register"),), subscribe=(f"{inbox('invited')}.>",)
     )
@@ -234,14 +238,17 @@ def job_permissions(
     }[identity.role](scope, actor)
     evaluations = f"$KV.{BUCKET_EVALS}.{scope.key}.>"
     hears = {
-        "learner": (scope.appended, scope.weights, scope.weights_join, evaluations),
+        "learner": (
+            *(scope.appended, scope.validated, scope.weights, scope.weights_join),
+            evaluations,
+        ),
         "rank": (scope.rank(actor, "*"),),
         "environment": (
             f"{PREFIX}.job.{scope.user}.{scope.job}.env.>",
             scope.episode_posts,
         ),
         "generator": (scope.weights, scope.episodes),
-        "evaluator": (scope.weights, scope.episodes, evaluations),
+        "evaluator": (scope.weights, scope.episodes),
         "server": (scope.infer(">"),),
         "trainer": (rpc("*", f"tinker-{scope.job}", "*"), scope.snapshot("*")),
         "sampler": tuple(
@@ -286,6 +293,7 @@ def _learner(scope: JobScope, actor: str) -> tuple[str, ...]:
         *_common(scope, actor),
         scope.rank("*", "*"),
         scope.task("*"),
+        scope.validation_task("*", "*"),
         scope.rollout("*"),
         scope.batch,
         scope.metric,
@@ -296,6 +304,7 @@ def _learner(scope: JobScope, actor: str) -> tuple[str, ...]:
         f"$O.{weights}.>",
         f"$JS.API.STREAM.PURGE.{scope.stream_rollout}",
         f"$JS.API.STREAM.PURGE.{scope.stream_task}",
+        f"$JS.API.STREAM.PURGE.{scope.stream_validation}",
         f"$JS.API.STREAM.PURGE.KV_{weights}",
         f"$JS.API.STREAM.PURGE.OBJ_{weights}",
         f"$O.{checkpoints}.>",
@@ -315,10 +324,12 @@ def _generator(scope: JobScope, actor: str) -> tuple[str, ...]:
         *_common(scope, actor),
         scope.rollout("*"),
         scope.weights_join,
+        scope.gpu_turn("learner"),
         scope.segment("*"),
         scope.dead,
         f"$JS.API.CONSUMER.MSG.NEXT.{scope.stream_task}.{TASK_CONSUMER}",
         f"$JS.ACK.{scope.stream_task}.{TASK_CONSUMER}.>",
+        *_validates(scope),
         f"$JS.API.STREAM.PURGE.{scope.stream_segment}",
         _there(scope.stream_dead),
         *_readable(scope.stream_task, scope.stream_rollout, scope.stream_segment),
@@ -331,8 +342,19 @@ def _evaluator(scope: JobScope, actor: str) -> tuple[str, ...]:
         *_common(scope, actor),
         scope.weights_join,
         scope.metric,
-        f"$KV.{BUCKET_EVALS}.{scope.key}.*",
+        *_validates(scope),
         _env(scope),
+    )
+
+
+def _validates(scope: JobScope) -> tuple[str, ...]:
+    """Return the right to take validation tasks and to store their results."""
+    stream = scope.stream_validation
+    return (
+        scope.validation_result("*", "*"),
+        f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{VALIDATION_CONSUMER}",
+        f"$JS.ACK.{stream}.{VALIDATION_CONSUMER}.>",
+        *_readable(stream),
     )
 
 
@@ -347,7 +369,7 @@ def _sampler(scope: JobScope, actor: str) -> tuple[str, ...]:
 
 
 def _trainer(scope: JobScope, actor: str) -> tuple[str, ...]:
-    """Return the right to its logs: of operations, whoever sent them, and of their results."""
+    """Return the right to its logs: of all operations, and of their results."""
     streams = (scope.stream_operation, scope.stream_result)
     return (
         *_common(scope, actor),
@@ -364,7 +386,7 @@ def _trainer(scope: JobScope, actor: str) -> tuple[str, ...]:
 def _environment(scope: JobScope, actor: str) -> tuple[str, ...]:
     """Return nothing of JetStream: a guest, like the users whose code it runs.
 
-    It passes on the calls of programs, to whoever plays their episodes.
+    It passes calls of programs on to the generators of their episodes.
     """
     return (scope.episodes,)
 
@@ -393,7 +415,7 @@ def _readable(*streams: str) -> tuple[str, ...]:
 
 
 def _there(stream: str) -> str:
-    """Return what tells who writes a stream whether it is there."""
+    """Return the right to see whether a stream exists."""
     return f"$JS.API.STREAM.INFO.{stream}"
 
 

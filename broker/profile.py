@@ -153,9 +153,9 @@ def _typical(traces: Sequence[StepTrace]) -> TypicalStep | None:
     )
 
 
-def _by_actor(told: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, Shares]:
-    names = sorted({name for step in told for name in step})
-    sums = {name: _sum(step.get(name, {}) for step in told) for name in names}
+def _by_actor(steps: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, Shares]:
+    names = sorted({name for step in steps for name in step})
+    sums = {name: _sum(step.get(name, {}) for step in steps) for name in names}
     return {name: _shares(spent, sum(spent.values())) for name, spent in sums.items()}
 
 
@@ -234,6 +234,11 @@ def advise(
     if swapping >= _NOTABLE:
         text = f"generators stood still {swapping:.0%} of the time to swap weights in"
         advice.append(Advice(text, ("generator.kv_on_swap=keep", "lora.rank")))
+    validating = mean_share(profile.generators.values(), "validation")
+    if validating >= _NOTABLE:
+        text = f"generators did nothing but validate versions {validating:.0%} of the time"
+        keys = ("training.test_freq", "env.num_val", "evaluation.slots=1")
+        advice.append(Advice(text, keys))
     return advice
 
 
@@ -282,7 +287,7 @@ def _learner_waits(profile: Profile, run: str, bound: str) -> Advice:
     says = f"the learner waited {waited:.0%} of the time for rollouts"
     held_back = profile.held_back
     if not profile.generators:
-        return Advice(f"{says}; whoever makes them tells nothing of its own time", (bound,))
+        return Advice(f"{says}; their external agent records no times", (bound,))
     if mostly == "weights" or (held_back >= _HELD_BACK and mostly != "environment"):
         return Advice(
             f"{says}, while generators were held back {held_back:.0%} of the time by the staleness "
@@ -385,7 +390,7 @@ def _of_step(step: StepTrace) -> Iterator[Span]:
     yield from _of_weights(step, attributes)
 
 
-def _of_weights(step: StepTrace, told: Mapping[str, int]) -> Iterator[Span]:
+def _of_weights(step: StepTrace, attributes: Mapping[str, int]) -> Iterator[Span]:
     """Yield what sending and swapping in new weights took, beside the learner's work."""
     trace, root = trace_of(step.traceparent), span_of(step.traceparent)
     lengths = [("send", "learner", step.send_s)]
@@ -394,7 +399,7 @@ def _of_weights(step: StepTrace, told: Mapping[str, int]) -> Iterator[Span]:
     for kind, actor, length in lengths:
         if length > 0:
             child = _child(root, f"{kind}.{actor}")
-            yield Span(kind, actor, trace, child, root, start, start + length, told)
+            yield Span(kind, actor, trace, child, root, start, start + length, attributes)
 
 
 def _begin(step: StepTrace) -> float:

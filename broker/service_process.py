@@ -47,14 +47,14 @@ def erase_variable(name: str) -> str:
     return value
 
 
-# What a service tells systemd: that it is ready, that its loop still turns, that it stops.
+# A service notifies systemd: it is ready, its loop runs, it stops.
 #
 # The protocol is that of sd_notify(3): a datagram to the socket that `NOTIFY_SOCKET` names.
-# Without that variable nothing is told.
+# Without that variable nothing is sent.
 
 
 @contextlib.asynccontextmanager
-async def told_to_systemd() -> AsyncGenerator[None, None]:
+async def notifying_systemd() -> AsyncGenerator[None, None]:
     """Tell systemd READY now and STOPPING at the end, and WATCHDOG twice in each interval.
 
     A loop that is blocked for longer than the unit's WatchdogSec ends as a restart.

@@ -1,4 +1,4 @@
-"""The queue of a job's tasks.
+"""The queues of a job's tasks: those to be trained, and those that validate a version.
 
 A work-queue stream with one message per subject: a number that is queued or held is not queued
 twice. Generators hold tasks on a lease; a lease that is not renewed within `ack_wait_s` goes to
@@ -15,7 +15,7 @@ import structlog
 
 from ..schemas.task import Task
 from ..schemas.wire.errors import MessageError
-from ..schemas.wire.subjects import TASK_CONSUMER, JobScope
+from ..schemas.wire.subjects import TASK_CONSUMER, VALIDATION_CONSUMER, JobScope
 from ..schemas.wire.trace import TRACEPARENT
 from .client.availability import RETRY_PAUSE_S
 from .client.connection import Broker, Msg
@@ -54,7 +54,7 @@ class Lease:
     def replace(self, newer: "Lease") -> None:
         """Go on with a later delivery of the same task to the same holder.
 
-        The lease ran out, as while the broker was away, and whoever is at work on the task got it
+        The lease ran out, as while the broker was away, and the task's present holder got it
         again.
         """
         self.num_delivered, self._message = newer.num_delivered, newer._message
@@ -75,7 +75,7 @@ class Lease:
             _log.info("ack_lost", task=self.task.task, reason=str(error))
 
     async def give_back(self, delay_s: float = 0.0) -> None:
-        """Let somebody else have the task, after `delay_s`."""
+        """Give the task back for others, after `delay_s`."""
         await self._say(b'-NAK {"delay": %d}' % int(delay_s * streams.NS))
 
     async def _say(self, what: bytes) -> None:
@@ -83,7 +83,7 @@ class Lease:
 
 
 class TaskQueue:
-    """Publishes and pulls the tasks of one job."""
+    """Publishes and pulls the tasks of one job: those to be trained, or those of validations."""
 
     def __init__(
         self,
@@ -93,14 +93,18 @@ class TaskQueue:
         *,
         max_leases: int = streams.MAX_LEASES,
         pull_expires_s: float = _PULL_EXPIRES_S,
+        validation: bool = False,
     ) -> None:
         """`max_leases` bounds the tasks that all generators together hold.
 
-        A pull that finds nothing is sent anew every `pull_expires_s`.
+        A pull that finds nothing is sent anew every `pull_expires_s`. With `validation` the tasks
+        are those that name a version.
         """
         self._broker = broker
         self._scope = scope
-        self._stream = scope.stream_task
+        self._validation = validation
+        self._stream = scope.stream_validation if validation else scope.stream_task
+        self._consumer = VALIDATION_CONSUMER if validation else TASK_CONSUMER
         self._ack_wait_s = ack_wait_s
         self._max_leases = max_leases
         self._pull_expires_s = pull_expires_s
@@ -117,7 +121,7 @@ class TaskQueue:
         """
         return await append_once(
             self._broker,
-            self._scope.task(task.task),
+            self._subject(task),
             task.to_bytes(),
             traceparent=traceparent,
             deadline_s=deadline_s,
@@ -150,8 +154,13 @@ class TaskQueue:
                 return []
             await asyncio.sleep(RETRY_PAUSE_S)
 
+    def _subject(self, task: Task) -> str:
+        if task.version is None:
+            return self._scope.task(task.task)
+        return self._scope.validation_task(task.version, task.task)
+
     async def find(self, number: int) -> Task | None:
-        """Return the task that is queued or held under a number; raises MessageError, as below."""
+        """Return the training task that is queued or held under a number; raises MessageError."""
         message = await self._broker.retry(
             lambda: get_last(self._broker, self._stream, self._scope.task(number)),
             deadline_s=_API_DEADLINE_S,
@@ -173,7 +182,7 @@ class TaskQueue:
         )
 
     async def pending_numbers(self) -> set[int]:
-        """Return the numbers of all tasks that are queued or held."""
+        """Return the numbers of all training tasks that are queued or held."""
         return streams.numbers_of(
             await streams.stream_subjects(self._broker, self._stream, self._scope.task("*"))
         )
@@ -205,7 +214,7 @@ class TaskQueue:
 
     async def _request(self, request: dict[str, Any], num: int, wait_s: float) -> list[Msg]:
         """Send one pull request and return what it brings; a later straggler is pulled next."""
-        await self._inbox.pull(self._stream, TASK_CONSUMER, request)
+        await self._inbox.pull(self._stream, self._consumer, request)
         messages: list[Msg] = []
         try:
             while len(messages) < num:
@@ -224,6 +233,8 @@ class TaskQueue:
         num_delivered = int(message.reply.split(".")[-5])
         try:
             task = Task.from_bytes(message.data, at=message.subject)
+            if (task.version is not None) != self._validation:
+                raise MessageError(f"task {task.task} names version {task.version}")
         except MessageError as error:
             _log.error("task_malformed", subject=message.subject, error=str(error))
             delay = b'-NAK {"delay": %d}' % (_MALFORMED_DELAY_S * streams.NS)
@@ -237,6 +248,10 @@ class TaskQueue:
             await streams.stream_info(self._broker, self._stream)
         else:
             await streams.ensure_task_consumer(
-                self._broker, self._scope, self._ack_wait_s, self._max_leases
+                self._broker,
+                self._scope,
+                self._ack_wait_s,
+                self._max_leases,
+                validation=self._validation,
             )
         self._has_consumer = True

@@ -41,7 +41,7 @@ _UPLOADS: frozenset[str] = frozenset({"checkpoint", "finish"})
 _UPLOAD_AT_THE_END_S = 600.0
 _HUNG: set[str] = set()
 _BY_THEMSELVES: frozenset[str] = frozenset({"config", "episodes", "checkpoint"})
-"""What a tracker may lack, and be told numbers nevertheless."""
+"""What a tracker may lack and still get numbers."""
 _PAUSES_S = (1.0, 5.0, 25.0, 125.0)
 """Before each further try of a call that failed."""
 _MAX_REOPENED = 12
@@ -142,7 +142,7 @@ def hung_trackers() -> frozenset[str]:
 
 @dataclass(frozen=True)
 class TrackerNews:
-    """What is to be told of a tracker that failed."""
+    """What to report of a tracker that failed."""
 
     kind: _NewsKind
     """An event of the job."""
@@ -163,7 +163,7 @@ class _Call:
 
 
 class GuardedTracker(Tracker):
-    """A tracker of a library, in a thread of its own: what it does wrong costs nobody else.
+    """A library's tracker in its own thread, so that its failures affect nothing else.
 
     Calls return at once. One that fails is tried again, by a tracker that is opened anew; where
     that does not help, or a call hangs, the tracker is left out from then on. Both are news, once.
@@ -260,7 +260,7 @@ class GuardedTracker(Tracker):
             _HUNG.add(self.name)
 
     def take_news(self) -> list[TrackerNews]:
-        """Return what is to be told and was not yet."""
+        """Return what was not reported yet."""
         self._look()
         with self._lock:
             taken, self._news = self._news, []
@@ -291,8 +291,6 @@ class GuardedTracker(Tracker):
         if time.monotonic() - began > most_s:
             _HUNG.add(self.name)
             self._lose(f"it hangs: nothing came back for {most_s:g} s", call)
-
-    # -- in the tracker's thread -----------------------------------------------------------------
 
     def _work(self) -> None:
         while not self._is_lost:
@@ -353,7 +351,7 @@ class GuardedTracker(Tracker):
                 self._refusal = error
                 raise
             self._tracker = tracker
-            if self._config is not None:  # the one before was told
+            if self._config is not None:  # the previous one was reported
                 tracker.log_config(self._config)
         self._could_open = True
         return self._tracker
@@ -367,10 +365,8 @@ class GuardedTracker(Tracker):
         except BaseException as raised:  # noqa: BLE001  a library may raise what Python can
             _log.warning("tracker_not_closed", tracker=self.name, error=_shown(raised))
 
-    # -- what is told ------------------------------------------------------------------------------
-
     def _lose(self, why: str, call: _Call | None) -> None:
-        """Leave the tracker out from now on, and tell what it lacks."""
+        """Leave the tracker out from now on, and report what it lacks."""
         with self._lock:
             if self._is_lost:
                 return
@@ -380,8 +376,8 @@ class GuardedTracker(Tracker):
             while True:
                 lacks.append(self._calls.get_nowait())
                 self._calls.task_done()
-        steps = [one.step for one in lacks if one.what == "metrics" and one.step is not None]
-        points = sum(one.num_points for one in lacks)
+        steps = [lack.step for lack in lacks if lack.what == "metrics" and lack.step is not None]
+        points = sum(lack.num_points for lack in lacks)
         at = f" at step {call.step}" if call is not None and call.step is not None else ""
         lost = f"{len(steps)} steps ({points} points)"
         since = f"{lost}, from step {min(steps)} on" if steps else "what was not sent yet"
@@ -519,14 +515,14 @@ class TensorboardTracker(Tracker):
         self._writer.add_event(
             self._events.Event(wall_time=time.time(), step=step, summary=summary)
         )
-        self._writer.flush()  # else what goes wrong is told minutes later, of numbers long gone
+        self._writer.flush()  # else failures are reported minutes later
 
 
 class WandbTracker(Tracker):
     """A run at Weights & Biases, or, offline, its files in the folder: `wandb sync` sends them.
 
-    Charts are drawn over `step`: what is told late (a validation), or again (after a crash), comes
-    to its own place instead of being left out.
+    Charts are drawn over `step`: what is logged late (a validation), or again (after a crash),
+    comes to its own place instead of being left out.
     """
 
     def __init__(self, folder: Path, run: TrackedRun, *, offline: bool = False) -> None:

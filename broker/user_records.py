@@ -92,9 +92,7 @@ class UserStore:
 async def _change(bucket: Bucket[M], key: str, what: str, change: Callable[[M], M]) -> M:
     def changed(current: M | None) -> M:
         if current is None:
-            raise NotFoundError(
-                f"there is no {what}", hint="see who is there: `tinkermq user list`"
-            )
+            raise NotFoundError(f"there is no {what}", hint="list the users: `tinkermq user list`")
         return change(current)
 
     return (await bucket.change(key, changed)).value
@@ -122,7 +120,7 @@ def audit_configs() -> list[StreamConfig]:
     protection = {"deny_delete": True, "deny_purge": True}
     done, refused = (
         "What was done to users, and by admins to others",
-        "What was refused, and to whom",
+        "Refused requests, with their senders",
     )
     return [
         stream_config(STREAM_AUDIT, done, [AUDIT], AUDIT_BYTES, **protection),
@@ -131,7 +129,7 @@ def audit_configs() -> list[StreamConfig]:
 
 
 class Audit:
-    """The audit; what is refused is bounded, so that nobody can fill it."""
+    """The audit; entries of refusals are bounded, so that no user can fill it."""
 
     def __init__(self, broker: Broker) -> None:
         """Write with this connection."""

@@ -2,7 +2,7 @@
 
 The async client does the work. Its twin runs it on an event loop in a thread, which all twins of
 the process share; so a twin also works inside a program that has a loop of its own (a notebook),
-and returns futures where the caller does not want to wait.
+and returns futures where the caller does not wait.
 """
 
 import asyncio
@@ -241,7 +241,7 @@ class LoopThread:
         asyncio.set_event_loop(self._loop)
         while not self._closing:
             # a task of a user's function may stop the loop, or end it by SystemExit, which also
-            # reaches whoever awaits that task
+            # is raised in the task's awaiter
             with contextlib.suppress(BaseException):
                 self._loop.run_forever()
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())

@@ -90,7 +90,7 @@ class _Follower:
 
     def _tell(self, kind: str, message: str) -> None:
         event = Event(kind=kind, source="client", message=message, time=time.time())
-        with contextlib.suppress(asyncio.QueueFull):  # whoever reads is far behind anyway
+        with contextlib.suppress(asyncio.QueueFull):  # the reader is far behind anyway
             self.updates.put_nowait(event)
 
     async def guard(self, part: Coroutine[Any, Any, None]) -> None:
@@ -107,7 +107,7 @@ class _Follower:
                 await self._read_feed()
             except NotFoundError:
                 if self._record.state in FINAL_STATES:
-                    return  # its streams are gone; the record tells the rest
+                    return  # its streams were deleted; the record has the rest
                 await asyncio.sleep(POLL_S)
 
     async def _read_feed(self) -> None:

@@ -101,8 +101,8 @@ def _needless(why: str) -> Translation:
     return Translation(needless=why)
 
 
-_CONNECTION = "clients are told where the pool is, not jobs"
-_HOSTED = "games are reached through the broker, whoever hosts them"
+_CONNECTION = "clients take the pool's address, jobs do not"
+_HOSTED = "games are reached through the broker, wherever they run"
 _TRACED = "each run's episodes are in `tinkermq rollouts` and the dashboard"
 _AGENT_LOOP = "every job runs the agent loop"
 _WORKERS = "generator.max_episodes and env.workers say how many play at once"
@@ -231,7 +231,7 @@ def _all_of(refused: Sequence[ConfigError]) -> ConfigError:
     lines = "".join(f"\n  {error.message}: {error.hint}" for error in refused)
     return ConfigError(
         f"{len(refused)} configuration keys cannot be used as they are{lines}",
-        hint="docs/opentinker.md says what each key becomes",
+        hint="docs/opentinker.md lists what each key becomes",
     )
 
 
@@ -334,8 +334,6 @@ def _fit_lengths(tree: dict[str, Any]) -> None:
     learner = tree.setdefault("learner", {})
     if "max_row_tokens" not in learner and longest > LearnerConfig().max_row_tokens:
         learner["max_row_tokens"] = longest
-    if "microbatch_tokens" not in learner and longest > LearnerConfig().microbatch_tokens:
-        learner["microbatch_tokens"] = longest
     if not learner:
         del tree["learner"]
 
@@ -461,7 +459,7 @@ def _plain(value: Any) -> Any:
 
 # The arguments of OpenTinker's `run_inference`, translated to ours.
 
-_SERVED = "the model that is served says it"
+_SERVED = "the served model determines it"
 _NEEDLESS = {
     "env_endpoint": "the game is hosted in this process, or by the pool",
     "tokenizer_path": _SERVED,

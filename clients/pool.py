@@ -232,14 +232,14 @@ class Pool(SchedulerCalls):
             if time.monotonic() > deadline:
                 raise errors.DeadlineError(
                     f"the {what} of run {record.name} is not done after {deadline_s:g} s",
-                    hint="the scheduler goes on with it; its log says what it waits for",
+                    hint="the scheduler continues with it; its log names what it waits for",
                 )
             await asyncio.sleep(_LOOK_S)
         return now
 
     async def list_all_users_jobs(self, *, all: bool = False) -> list[JobRecord]:
         """Return the jobs of all users, newest first, as the scheduler lists them to an admin."""
-        records = await self.told_jobs(widest=True, archived=all)
+        records = await self.all_jobs(widest=True, archived=all)
         return [record for record in records if all or record.state not in FINAL_STATES]
 
     async def list_jobs(self, *, all: bool = False) -> list[JobRecord]:

@@ -64,7 +64,7 @@ class Evaluated(NamedTuple):
     values: dict[str, float]
     """Its figures."""
     episodes: list[Scored]
-    """Its episodes; empty for a live run, whose evaluator keeps the figures only."""
+    """Its episodes; empty for a live run, which keeps the figures only."""
     record: JobRecord | None = None
     """The job that evaluated; None for a live run."""
 
@@ -150,7 +150,7 @@ def _needed(like: str | None) -> str:
 
 
 async def _evaluate_live(pool: Pool, record: JobRecord) -> tuple[str, dict[str, float]]:
-    """Have a live run's evaluator evaluate the newest version, and wait for the result."""
+    """Have a live run evaluate its newest version, and wait for the result."""
     version = await _newest_version(pool, record)
     bucket = Bucket(pool.broker, BUCKET_EVALS, EvalRecord)
     key = f"{record.scope.key}.{version}"
@@ -169,7 +169,7 @@ async def _evaluate_live(pool: Pool, record: JobRecord) -> tuple[str, dict[str, 
     raise DeadlineError(
         f"version {version} of {record.name} was not evaluated within "
         f"{EVALUATION_DEADLINE_S:.0f} s",
-        hint=f"see whether its evaluator runs: `tinkermq logs {record.name} --actor evaluator-0`",
+        hint=f"see what its generators, or its evaluator, do: `tinkermq watch {record.name}`",
     )
 
 

@@ -48,7 +48,7 @@ class AsyncServiceClient(PoolClient):
         config: Any = None,
     ) -> None:
         """Name the job by the `server_url` that `submit_job` returned."""
-        del config  # trackers are told the job's own
+        del config  # trackers get the job's own
         self._address = parse_server_url(server_url)
         super().__init__(self._address.broker_url, api_key)
         self._project_name = project_name
@@ -99,7 +99,7 @@ class AsyncServiceClient(PoolClient):
     ) -> dict[str, float]:
         """Train to the end and return the last training metrics.
 
-        The run validates at step 0 (unless told not to), every `test_freq` and after the last
+        The run validates at step 0 (unless disabled), every `test_freq` and after the last
         step, and writes a checkpoint every `save_freq` and after the last step. `num_steps` wins
         over `num_epochs`; without either it is one pass over the data. What the configuration
         says is only overridden by an argument that differs from its default. A job that runs
@@ -112,7 +112,7 @@ class AsyncServiceClient(PoolClient):
         """
         del game_stats_log_freq  # the metrics of each step have them
         if game_stats_client is not None:
-            warn_needless({"game_stats_client": "what the game says in info comes as game/*"})
+            warn_needless({"game_stats_client": "numbers in the game's info are metrics game/*"})
         pool = await self._connected()
         if env is not None:
             await asyncio.to_thread(env.setup, self)

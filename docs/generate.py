@@ -34,6 +34,12 @@ from docs.topics import STORES, TOPICS
 _WRITTEN = "<!-- Written by `make docs` from {source}: change that, not this page. -->"
 _COMMON = 3
 """Messages that must declare a key alike before it is explained once for all."""
+_EMPTY = {"`null`", "`false`", "`0`", "`0.0`", '`""`', "`b''`", "`[]`", "`{}`", ""}
+"""Defaults of messages' keys that are not shown."""
+_NOTATION = """\
+`text[]` is a list of texts, `map[int]` a map from texts to integers; bounds of texts, lists and \
+maps are those of their length."""
+"""How both pages show types."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,13 +78,23 @@ def messages_page() -> str:
         "Each job has its own stores with `<u>` and `<j>` in the name. All jobs share the others.",
         _table(("name", "kind", "subjects or keys", "entry", "kept"), _store_rows()),
         "## Common keys",
-        "These keys mean the same in every message that lists them.",
+        "These keys mean the same in every message that lists their names without a type.",
         "\n".join(common.values()),
     ]
     for title, models in modules:
         parts.append(f"## {title}")
         parts += [_message(model, common) for model in models]
-    return "\n\n".join([*parts, "## Error codes", _error_codes()]) + "\n"
+    return (
+        "\n\n".join(
+            [
+                *parts,
+                "## Error codes",
+                "With the class that is raised at the caller:",
+                _error_codes(),
+            ]
+        )
+        + "\n"
+    )
 
 
 def message_modules() -> Iterator[tuple[str, list[type[Message]]]]:
@@ -108,9 +124,13 @@ def _encoding() -> str:
     longest = f"{codec.MAX_CONTAINER_LENGTH:,}"
     return f"""\
 Every payload is a msgpack map with the keys below and `v`, the schema version (now
-{SCHEMA_VERSION}). A key's type and default stand in parentheses; without a default it is required.
-Unknown keys are ignored, an unknown `v` is refused. `tinkermq decode` prints a payload:
-`nats sub --translate "tinkermq decode" '{PREFIX}.job.>'`.
+{SCHEMA_VERSION}). Unknown keys are ignored, an unknown `v` is refused. `tinkermq decode` prints
+a payload: `nats sub --translate "tinkermq decode" '{PREFIX}.job.>'`.
+
+Parentheses hold a key's type and bounds. {_NOTATION} A key with `?` may be left out: then it has
+the default in the parentheses, else null if its type allows it, else the empty value of its type
+(`0`, `false`, `""`, `[]`, `{{}}`). Null and empty values mean none, unless the text says otherwise.
+Times are floats, in seconds since the epoch.
 
 A numeric array is msgpack extension type {array_codec.ARRAY_EXT}, little endian throughout:
 
@@ -155,18 +175,16 @@ def _link(model: type[Message] | None) -> str:
 
 def _message(model: type[Message], common: dict[str, str]) -> str:
     """Return the section of one message: its own keys; those that need no text share a line."""
-    lines = {name: _key(model, name) for name in _own_keys(model)}
+    lines = {name: _message_key(model, name) for name in _own_keys(model)}
     plain = [line.removeprefix("- ") for line in lines.values() if "): " not in line]
     shared = [f"`{name}`" for name, line in lines.items() if common.get(name) == line]
     parts = [line for name, line in lines.items() if "): " in line and common.get(name) != line]
-    if plain:
-        parts.append(f"- {', '.join(plain)}")
-    if shared:
-        parts.append(f"- {', '.join(shared)}: [common](#common-keys)")
+    if plain or shared:
+        parts.append(f"- {', '.join(plain + shared)}")
     about = _unwrap(inspect.getdoc(model) or "")
     base = model.__base__
     if base is not None and base not in (Message, Request):
-        about += f" Has the keys of [{base.__name__}](#{base.__name__.lower()}), too."
+        about += f" Extends [{base.__name__}](#{base.__name__.lower()})."
     return "\n\n".join([f"### {model.__name__}", about, *(["\n".join(parts)] if parts else [])])
 
 
@@ -177,7 +195,9 @@ def _own_keys(model: type[BaseModel]) -> list[str]:
 
 def _common_keys(models: Sequence[type[Message]]) -> dict[str, str]:
     """Return the keys that at least `_COMMON` messages declare alike, with their lines."""
-    counts = Counter((name, _key(model, name)) for model in models for name in _own_keys(model))
+    counts = Counter(
+        (name, _message_key(model, name)) for model in models for name in _own_keys(model)
+    )
     often: dict[str, str] = {}
     for (name, line), count in counts.most_common():
         if count >= _COMMON and "): " in line:
@@ -188,11 +208,10 @@ def _common_keys(models: Sequence[type[Message]]) -> dict[str, str]:
 def _error_codes() -> str:
     about = {found: _unwrap(inspect.getdoc(found) or "") for found in _errors()}
     del about[TinkermqError]
-    rows = [
-        (f"`{found.code}`", f"`{found.__name__}`", about[found])
+    return "\n".join(
+        f"- `{found.code}` (`{found.__name__}`): {about[found]}"
         for found in sorted(about, key=lambda found: found.code)
-    ]
-    return _table(("code", "raised at the caller as", "meaning"), rows)
+    )
 
 
 def _errors() -> list[type[TinkermqError]]:
@@ -224,15 +243,16 @@ def configuration_page() -> str:
         "value mean null. Maps of your own, such as `env.kwargs`, follow YAML 1.2's core schema: "
         "`1e-3` is a number, `007` is 7, `true` a boolean, and `yes`, `on`, `1_000` and "
         "`2024-11-25` are texts. Duplicate keys and YAML aliases are errors.",
-        "A key's type, bounds and default stand in parentheses; without a default it is required. "
-        f"Unless a key says otherwise, a text has at most {bounds.MAX_CHARS:,} characters, a "
+        "Parentheses hold a key's type, bounds and default; without a default it is required. A "
+        f"key with `?` may be null, and is by default. {_NOTATION} Unless a key says otherwise, "
+        f"a text has at most {bounds.MAX_CHARS:,} characters, a "
         f"list or map {bounds.MAX_ITEMS:,} entries, an integer lies within "
         f"±{bounds.MAX_NUMBER:,}, and a map of your own holds {bounds.MAX_TREE_VALUES:,} "
         f"values and {bounds.MAX_TREE_CHARS:,} characters in {bounds.MAX_TREE_DEPTH} levels.",
     ]
     for title, model in _sections(JobConfig, ""):
         heading = f"## {title}" if title else "## Top level"
-        parts += [heading, _unwrap(inspect.getdoc(model) or ""), _keys(model)]
+        parts += [heading, _unwrap(inspect.getdoc(model) or ""), *_keys(model)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -244,9 +264,16 @@ def _sections(model: type[Section], name: str) -> Iterator[tuple[str, type[Secti
             yield from _sections(inner, f"{name}.{key}".lstrip("."))
 
 
-def _keys(model: type[Section]) -> str:
-    fields = model.model_fields.items()
-    return "\n".join(_key(model, name) for name, field in fields if not is_section(field))
+def _keys(model: type[Section]) -> Iterator[str]:
+    """Yield the lines of the keys of a section, grouped by the value that they depend on."""
+    groups: dict[str, list[str]] = {"": []}
+    for name, field in model.model_fields.items():
+        if not is_section(field):
+            condition = only_while(field).strip().removesuffix(".")
+            groups.setdefault(condition, []).append(_config_key(model, name))
+    for condition, lines in groups.items():
+        keys = "\n".join(lines)
+        yield f"{condition}:\n\n{keys}" if condition else keys
 
 
 def is_section(field: FieldInfo) -> bool:
@@ -258,13 +285,42 @@ def is_section(field: FieldInfo) -> bool:
 # -- fields --------------------------------------------------------------------------------------
 
 
-def _key(model: type[BaseModel], name: str) -> str:
-    """Return the line of one key: name, type, default if it has one, and text."""
+def _message_key(model: type[BaseModel], name: str) -> str:
+    """Return the line of a message's key: `?` if optional, type, default unless empty, text."""
     field = model.model_fields[name]
-    kind = type_text(field).replace(f" that matches `{OWN_FUNCTION}`", "")
+    kind, text = _kind_and_text(model, name)
+    kind = kind.replace(" or null", "|null")
+    default = default_text(field)
+    if field.is_required():
+        return _line(name, kind, text)
+    return _line(f"{name}?", kind if default in _EMPTY else f"{kind}, {default}", text)
+
+
+def _config_key(model: type[BaseModel], name: str) -> str:
+    """Return the line of a configuration's key: name, type, default, and text."""
+    field = model.model_fields[name]
+    kind, text = _kind_and_text(model, name)
     default = "" if field.is_required() else f", {default_text(field)}"
-    text = text_of(model, name) + only_while(field)
-    return f"- `{name}` ({kind}{default}){f': {text}' if text else ''}"
+    if default == ", `null`":
+        return _line(f"{name}?", kind.removesuffix(" or null"), text)
+    return _line(name, f"{kind}{default}", text)
+
+
+def _line(name: str, kind: str, text: str) -> str:
+    mark = "?" if name.endswith("?") else ""
+    return f"- `{name.removesuffix('?')}`{mark} ({kind}){f': {text}' if text else ''}"
+
+
+def _kind_and_text(model: type[BaseModel], name: str) -> tuple[str, str]:
+    """Return type and text of a field; the text of an array begins with its type."""
+    field = model.model_fields[name]
+    kind = type_text(field).replace(f" matching `{OWN_FUNCTION}`", "")
+    text = text_of(model, name)
+    array = re.match(r"(\w+\[[^]]+\]): ", text)
+    if array:
+        null = " or null" if kind.endswith(" or null") else ""
+        kind, text = array[1] + null, text[array.end() :]
+    return kind, text
 
 
 def text_of(model: type[BaseModel], name: str) -> str:
@@ -273,8 +329,8 @@ def text_of(model: type[BaseModel], name: str) -> str:
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+    lines = ["| " + " | ".join(map(_cell, line)) + " |" for line in (head, *rows)]
+    return "\n".join([lines[0], f"|{'---|' * len(head)}", *lines[1:]])
 
 
 def _cell(text: str) -> str:

@@ -20,6 +20,8 @@ from tinkermq.schemas.agent import (
 from tinkermq.schemas.control import (
     ControlReply,
     ControlRequest,
+    GpuTurn,
+    GpuTurnRequest,
     PublishTasksReply,
     PublishTasksRequest,
     RankOrder,
@@ -66,7 +68,14 @@ from tinkermq.schemas.job import (
     SubmitRequest,
 )
 from tinkermq.schemas.machines import MachineList, MachineSpending
-from tinkermq.schemas.metric import EvalRecord, Event, LogLines, Metric, Presence
+from tinkermq.schemas.metric import (
+    EvalRecord,
+    Event,
+    LogLines,
+    Metric,
+    Presence,
+    ValidationResult,
+)
 from tinkermq.schemas.node import (
     DamagedRecords,
     GameCheckReply,
@@ -278,6 +287,14 @@ TOPICS: tuple[Topic, ...] = (
     ),
     Topic(subjects.node("<node>", "status"), "request", Empty, NodeStatus, "anyone → node"),
     _stored(_SCOPE.task("<n>"), Task, "learner → one generator"),
+    _stored(
+        _SCOPE.validation_task("<version>", "<n>"), Task, "learner → one generator or evaluator"
+    ),
+    _stored(
+        _SCOPE.validation_result("<version>", "<n>"),
+        ValidationResult,
+        "generator, evaluator → learner",
+    ),
     _stored(_SCOPE.rollout("<n>"), Group, "generator, external agent → learner"),
     _stored(_SCOPE.segment("<n>", "<e>"), Segment, "generator → next holder of the task"),
     _tinker("submit", ModelOperation, OperationTaken, "trainer"),
@@ -320,6 +337,13 @@ TOPICS: tuple[Topic, ...] = (
         Empty,
         None,
         "nats-server → learner, clients: headers of a stored group",
+    ),
+    Topic(
+        _shown(_SCOPE.validated),
+        "announcement",
+        Empty,
+        None,
+        "nats-server → learner: headers of a stored validation result",
     ),
     _stored(_SCOPE.batch, BatchRecord, "learner → itself after a restart"),
     _stored(_SCOPE.dead, DeadLetter, "generator → clients"),
@@ -415,6 +439,7 @@ TOPICS: tuple[Topic, ...] = (
     _job(
         _SCOPE.control("learner.tasks"), PublishTasksRequest, PublishTasksReply, "client → learner"
     ),
+    _job(_SCOPE.gpu_turn("learner"), GpuTurnRequest, GpuTurn, "generator on its GPU → learner"),
 )
 """Every subject of the system."""
 
@@ -432,6 +457,14 @@ STORES: tuple[Store, ...] = (
         "`rollout.<n>`, one message each",
         Group,
         "until trimmed behind checkpoints; with `training.keep_rollouts` for good",
+    ),
+    Store(
+        _shown(_SCOPE.stream_validation),
+        "stream",
+        "`validation.task.<version>.<n>`, `validation.result.<version>.<n>`, one message each; "
+        "only of jobs that validate",
+        ValidationResult,
+        "tasks until acknowledged, results until the version's is reported",
     ),
     Store(
         _shown(_SCOPE.stream_segment),

@@ -280,7 +280,7 @@ class _Message:
         if any(self._fields.get(name) for name in _REASONING):
             return ""
         raise self._error(
-            "has the content None, and neither tool_calls nor reasoning: it says nothing",
+            "has the content None, and neither tool_calls nor reasoning either: it is empty",
             path=".content",
             hint="fill its content, or leave the message out",
         )

@@ -30,7 +30,7 @@ MAX_ROWS = 20_000
 MAX_PROMPT_CHARACTERS = 32_000
 SENSELESS = ("", "?", "0")
 """What a policy that has learnt nothing may say."""
-_WORTH_TELLING = 0.1
+_NOTABLE_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def transcribe(game: LocalGame, number: int, actions: Sequence[str] | None) -> P
 
 
 def has_gold(game_class: type[AbstractGame]) -> bool:
-    """Whether a game can tell the right answer to its present state."""
+    """Whether a game gives the right answer to its present state."""
     return hasattr(game_class, "gold_action")
 
 
@@ -85,7 +85,7 @@ def _gold_actions(episode: LocalEpisode) -> Iterator[str]:
 class _Checker:
     def __init__(self, game: LocalGame) -> None:
         self.game = game
-        self.gold_is_told = has_gold(game.game_class)
+        self.has_gold_action = has_gold(game.game_class)
 
     def limits(self) -> str:
         """Reset and step take no longer than they may."""
@@ -95,10 +95,10 @@ class _Checker:
             for call in self._timed(number):
                 num_calls, slowest_s = num_calls + 1, max(slowest_s, call)
         limit_s = min(config.reset_timeout_s, config.step_timeout_s)
-        told = (
-            f"; the slowest took {slowest_s:.1f} s" if slowest_s > _WORTH_TELLING * limit_s else ""
+        slow = (
+            f"; the slowest took {slowest_s:.1f} s" if slowest_s > _NOTABLE_SHARE * limit_s else ""
         )
-        return f"{num_calls} calls, none over {limit_s:g} s{told}"
+        return f"{num_calls} calls, none over {limit_s:g} s{slow}"
 
     def _timed(self, number: int) -> Iterator[float]:
         """Play an episode and yield how long each call took; another question asks for errors."""
@@ -161,7 +161,7 @@ class _Checker:
 
     def rows(self) -> str:
         """Every row can be read, up to a number of them."""
-        data, told = self.game.data, list[str]()
+        data, checked = self.game.data, list[str]()
         counts: list[tuple[Split, int]] = [("train", data.num_train or 0)]
         if self.game.config.val_data:
             counts.append(("val", data.num_val))
@@ -171,14 +171,14 @@ class _Checker:
                 if record is not None:
                     record.messages()
             some = f"the first {MAX_ROWS:,} of " if count > MAX_ROWS else ""
-            told += [f"{some}{count:,} of {split}"] if count else []
-        return ", ".join(told)
+            checked += [f"{some}{count:,} of {split}"] if count else []
+        return ", ".join(checked)
 
     def reward(self) -> str:
         """The reward function gives a finite number for what is played."""
-        actions = None if self.gold_is_told else SENSELESS
+        actions = None if self.has_gold_action else SENSELESS
         played = [transcribe(self.game, number, actions) for number in range(NUM_EPISODES)]
-        with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop of his own
+        with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop
             return thread.submit(lambda: asyncio.run(self._rewarded(played))).result()
 
     async def _rewarded(self, played: Sequence[PlayedEpisode]) -> str:
@@ -190,13 +190,13 @@ class _Checker:
             for number, episode in enumerate(played):
                 row = number % self.game.data.num_train if self.game.data.num_train else None
                 rewards.begin("tried", self.game.data.record("train", row), episode.messages)
-                told = [
+                turns = [
                     await rewards.step("tried", action, _result(result))
                     for action, result in zip(episode.actions, episode.results, strict=True)
                 ]
-                if not told or not told[-1].done:
-                    told.append(await rewards.finish("tried"))
-                returns.append(sum(one.reward for one in told))
+                if not turns or not turns[-1].done:
+                    turns.append(await rewards.finish("tried"))
+                returns.append(sum(turn.reward for turn in turns))
         return f"{len(played)} episodes earn {min(returns):g} to {max(returns):g}"
 
     def judge_prompt(self) -> str:
@@ -283,8 +283,8 @@ def _questions(checker: _Checker) -> Iterator[tuple[str, Callable[[], str]]]:
     if checker.game.config.reward.source == "function":
         yield "the reward function answers", checker.reward
     if checker.game.config.reward.source == "judge":
-        yield "the judge is told how to answer", checker.judge_prompt
-    if checker.gold_is_told:
+        yield "the judge's prompt demands a score", checker.judge_prompt
+    if checker.has_gold_action:
         yield "gold answers score full marks", checker.gold
 
 

@@ -54,8 +54,8 @@ class ChatData:
         row = self.row(number)
         if not any(message["role"] == "assistant" for message in row.messages):
             raise DataError(
-                f"the assistant says nothing in {row.where}",
-                hint="its messages are what is learnt: leave the row out",
+                f"no assistant message has text in {row.where}",
+                hint="only the assistant's text is learnt: leave the row out",
             )
         return row
 
@@ -127,7 +127,7 @@ class HostData:
         try:
             record = self.record(split, sample)
         except DataError:
-            return ""  # the start of the episode tells of it
+            return ""  # the start of the episode reports it
         return record.data_source if record is not None else ""
 
     def _decode(self, split: Split, sample: int) -> Record | None:

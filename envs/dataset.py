@@ -139,7 +139,7 @@ def read_map(value: Any, column: str, where: str) -> dict[str, Any]:
     if _is_absent(parsed):
         return {}
     entries = cast("list[Any]", parsed) if isinstance(parsed, list) else []
-    if all(isinstance(one, list) and len(cast("list[Any]", one)) == 2 for one in entries):
+    if all(isinstance(entry, list) and len(cast("list[Any]", entry)) == 2 for entry in entries):
         if entries:  # parquet's map type
             return {str(key): item for key, item in entries}
         if isinstance(parsed, list):
@@ -334,7 +334,7 @@ def _next_image(images: Iterator[Any], content: str) -> Any:
 # is a file of msgpack maps and a file of the places where they end.
 #
 # A struct of a parquet file has the keys of all rows, null where a row has none: in the columns
-# that hold chat messages and tools those keys are left out. A null that somebody wrote there
+# that hold chat messages and tools those keys are left out. A null in the data there
 # looks the same and goes, too; it stays in a column of maps (`map<string, …>`), and in JSON text.
 
 MESSAGE_COLUMNS = frozenset({"messages", "prompt", "chosen", "rejected", "tools"})
@@ -658,12 +658,12 @@ class _JsonLines(_MappedRows):
                 f"row {number} of {self._path} has half a character (a lone surrogate, "
                 f"{str(error.object)[error.start]!a}) in the column {column!a}",
                 hint="an emoji is one character, or two escapes (\\ud83d\\ude00): a text was cut "
-                "between the two; mend the text, or leave the row out",
+                "between the two; correct the text, or leave the row out",
             ) from error
 
 
 class _Parquet(_MappedRows):
-    """The rows of a parquet file, unpacked to a temporary file that lives as long as its map."""
+    """The rows of a parquet file, unpacked to a temporary file that exists as long as its map."""
 
     def __init__(self, path: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="tinkermq-data-") as folder:

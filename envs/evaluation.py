@@ -1,4 +1,4 @@
-"""What an evaluation is made of: seeds, successes, scores with their uncertainty, comparisons.
+"""What an evaluation is made of: tasks, scores with their uncertainty, metrics, comparisons.
 
 Pure functions over episodes that have been played. Several episodes of one task are no independent
 evidence: means and intervals are over tasks.
@@ -13,6 +13,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..schemas.config.job import JobConfig
+from ..schemas.env import DescribeReply
+from ..schemas.metric import EpisodeScore
+from ..schemas.rollout import Trajectory
+from ..schemas.task import Task
+from ..schemas.wire.errors import ConfigError
 
 _Z95 = 1.959964
 _RESAMPLES = 2000
@@ -71,6 +78,40 @@ def task_seed(seed: int, task: int) -> int:
     return int(np.random.SeedSequence([seed, 1, task]).generate_state(1)[0])
 
 
+def evaluation_tasks(config: JobConfig, described: DescribeReply, version: int) -> list[Task]:
+    """Return the tasks that evaluate a version: rows, or the seeds of a generated game.
+
+    Their number, and with it all that they draw, is the row's, or the place of a generated state;
+    a listed task of a generated game is its seed. Raises ConfigError for rows that are not there.
+    """
+    settings, has_rows = config.evaluation, described.num_train is not None
+    num = described.num_train if settings.data == "train" else described.num_val
+    if settings.tasks is None and num is None:
+        raise ConfigError(
+            "evaluation.data=train needs rows, and the game generates its states",
+            hint="give seeds: evaluation.tasks, or `tinkermq eval --tasks`",
+        )
+    numbers = list(dict.fromkeys(range(num or 0) if settings.tasks is None else settings.tasks))
+    wrong = [number for number in numbers if num is not None and number >= num]
+    if wrong and has_rows:
+        raise ConfigError(
+            f"row {wrong[0]} of evaluation.tasks does not exist: there are {num}",
+            hint="rows are counted from 0",
+        )
+    are_seeds = settings.tasks is not None and not has_rows
+    return [
+        Task(
+            task=number,
+            sample=None if are_seeds else number,
+            seed=number if are_seeds else task_seed(config.seed, number),
+            version=version,
+            group_size=settings.samples,
+            reset_kwargs=settings.reset_kwargs,
+        )
+        for number in numbers
+    ]
+
+
 def is_success(reward: float, info: Mapping[str, Any], above: float) -> bool:
     """Whether an episode is solved: what the game says in `info["success"]`, else its return."""
     success = info.get("success")
@@ -88,7 +129,9 @@ def kind_of(info: Mapping[str, Any], data_source: str) -> str:
 def outcome_shares(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the share of programs' episodes by how they ended (`info["outcome"]`)."""
     outcomes = [info.get("outcome") for info in infos]
-    counts = Counter(one for one in outcomes if isinstance(one, str) and _OUTCOME.fullmatch(one))
+    counts = Counter(
+        outcome for outcome in outcomes if isinstance(outcome, str) and _OUTCOME.fullmatch(outcome)
+    )
     return {f"outcome_{name}": count / len(infos) for name, count in sorted(counts.items())}
 
 
@@ -105,6 +148,80 @@ def mean_info(infos: Iterable[Mapping[str, Any]]) -> dict[str, float]:
             if key in by_key or len(by_key) < _MAX_NAMES:
                 by_key.setdefault(key, []).append(float(value))
     return {key: float(np.mean(values)) for key, values in by_key.items()}
+
+
+def score_of(item: Trajectory, success_reward: float) -> EpisodeScore:
+    """Return what counts of an episode that was played.
+
+    A program's episode that failed has no generated token. In a game with roles the type is the
+    role, unless the game says another.
+    """
+    outcome = item.info.get("outcome")
+    return EpisodeScore(
+        reward=item.reward,
+        success=is_success(item.reward, item.info, success_reward),
+        num_tokens=item.num_generated,
+        num_turns=len(item.turn_ends),
+        kind=kind_of(item.info, item.data_source or item.role),
+        is_program=bool(item.kind) or not item.num_generated,
+        outcome=outcome if isinstance(outcome, str) and _OUTCOME.fullmatch(outcome) else "",
+        figures=mean_info([item.info]),
+    )
+
+
+def validation_metrics(
+    tasks: Sequence[Sequence[EpisodeScore | None]], samples: int
+) -> dict[str, float]:
+    """Summarise the episodes of validation tasks; `samples` of each were asked for.
+
+    Episodes that are missing failed: they are counted apart and never as a reward of 0; pass@k is
+    over the tasks whose episodes all ran, and left out for tasks of a game with roles, where each
+    conversation counts by itself. Episodes of programs are missing for a failure of the
+    infrastructure alone; `val_agent/outcome_*` tells how the others ended.
+    """
+    done = [score for task in tasks for score in task if score is not None]
+    values = {"val/failed_episodes": float(sum(len(task) for task in tasks) - len(done))}
+    if not done:
+        return values
+    rewards = np.array([score.reward for score in done])
+    values |= {
+        "val/mean_score": float(rewards.mean()),
+        "val/std_score": float(rewards.std()),
+        "val/max_score": float(rewards.max()),
+        "val/min_score": float(rewards.min()),
+        "val/success_rate": float(np.mean([score.success for score in done])),
+        "val/num_episodes": float(len(done)),
+    }
+    played = [score for score in done if score.num_tokens]  # a failed one says nothing but that
+    if played:
+        values |= {
+            "val/response_length": float(np.mean([score.num_tokens for score in played])),
+            "val/num_turns": float(np.mean([score.num_turns for score in played])),
+        }
+    means = mean_info(score.figures for score in played)
+    values |= {f"val_game/{key}": mean for key, mean in means.items()}
+    of_programs = [{"outcome": score.outcome} for score in done if score.is_program]
+    values |= {f"val_agent/{name}": share for name, share in outcome_shares(of_programs).items()}
+    values |= _metrics_by_kind(done)
+    whole = [[score.success for score in task if score is not None] for task in tasks]
+    counts = [sum(task) for task in whole if len(task) == samples]
+    return values | {f"val/pass@{k}": value for k, value in pass_at_k(counts, samples).items()}
+
+
+def _metrics_by_kind(done: Sequence[EpisodeScore]) -> dict[str, float]:
+    """Return the scores of each type of task, where there are several."""
+    kinds: dict[str, list[EpisodeScore]] = {}
+    for score in done:
+        kinds.setdefault(score.kind or "other", []).append(score)
+    if len(kinds) < 2:
+        return {}
+    values: dict[str, float] = {}
+    for kind, scores in sorted(kinds.items()):
+        name = f"val_type/{kind}"
+        values[f"{name}/mean_score"] = float(np.mean([score.reward for score in scores]))
+        values[f"{name}/success_rate"] = float(np.mean([score.success for score in scores]))
+        values[f"{name}/num_episodes"] = float(len(scores))
+    return values
 
 
 def mean_with_interval(values: Sequence[float] | NDArray[np.float64]) -> Interval:
@@ -172,7 +289,7 @@ def _scores(scored: Sequence[Scored], samples: int) -> dict[str, Any]:
     reward = mean_with_interval([_mean_reward(episodes) for episodes in tasks.values()])
     accuracy = mean_with_interval([_share(episodes) for episodes in tasks.values()])
     whole = [episodes for episodes in tasks.values() if len(episodes) == samples]
-    counts = [sum(one.success for one in episodes) for episodes in whole]
+    counts = [sum(episode.success for episode in episodes) for episodes in whole]
     return {
         "tasks": len(tasks),
         "episodes": len(scored),
@@ -186,17 +303,17 @@ def _scores(scored: Sequence[Scored], samples: int) -> dict[str, Any]:
 
 def _by_task(episodes: Iterable[Scored]) -> dict[int, list[Scored]]:
     tasks: dict[int, list[Scored]] = {}
-    for one in episodes:
-        tasks.setdefault(one.task, []).append(one)
+    for episode in episodes:
+        tasks.setdefault(episode.task, []).append(episode)
     return tasks
 
 
 def _mean_reward(episodes: Sequence[Scored]) -> float:
-    return sum(one.reward for one in episodes) / len(episodes)
+    return sum(episode.reward for episode in episodes) / len(episodes)
 
 
 def _share(episodes: Sequence[Scored]) -> float:
-    return sum(one.success for one in episodes) / len(episodes)
+    return sum(episode.success for episode in episodes) / len(episodes)
 
 
 def _bootstrap(differences: NDArray[np.float64]) -> Interval:

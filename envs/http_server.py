@@ -248,7 +248,8 @@ class Connections:
         return max(1, min(bound, shared // num_holders))
 
     def _longest_idle(self, holder: str) -> "_Connection | None":
-        """Return which connection goes: of the holder, or where that has room of who has most."""
+        """Return which connection to close: the holder's, or if it has room one of the largest
+        holder's."""
         if self._holders[holder] < self._bound(holder):
             ((holder, _),) = self._holders.most_common(1)
         now = time.monotonic()
@@ -329,7 +330,7 @@ class Hangup:
 
 
 class _Connection(_Protocol):
-    """One connection, which knows what it waits for and since when."""
+    """One connection, with what it waits for and since when."""
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ class Score:
 
     value: float
     info: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Whatever else it tells; numbers become metrics."""
+    """Its other values; numbers become metrics."""
 
 
 class SourceUnusableError(errors.ConfigError):
@@ -148,7 +148,7 @@ class RefusedError(errors.RewardError):
 
 
 class HttpSource:
-    """What posts JSON, and tries again while nobody is there or somebody is busy."""
+    """Posts JSON, and retries while the endpoint is unreachable or busy."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
@@ -192,7 +192,7 @@ class HttpSource:
             return reply.json()
         except ValueError as error:
             raise errors.RewardError(
-                f"{url} answered what is no JSON: {reply.text[:200]!r}",
+                f"{url} answered no valid JSON: {reply.text[:200]!r}",
                 hint='answer {"score": …}',
             ) from error
 
@@ -214,7 +214,7 @@ class EndpointSource(HttpSource):
 
 
 class _Busy(Exception):
-    """Somebody answered that he cannot now."""
+    """The endpoint is busy."""
 
 
 async def again(
@@ -312,7 +312,7 @@ class JudgeSource(HttpSource):
         record = await JobStore(self._broker).get(self._user, self._config.judge or "")
         if record.kind != "infer":
             raise errors.ConfigError(
-                f"env.reward.judge={record.name} is a job of kind {record.kind}, it answers nobody",
+                f"env.reward.judge={record.name} is a job of kind {record.kind}, not infer",
                 hint=f"`tinkermq serve {record.name}` makes an inference job of it",
             )
         return JobScope(record.user, record.job)
@@ -486,7 +486,7 @@ def read_judgement(reply: str, scale: float) -> float:
     lines = [line.strip() for line in _without_thinking(reply).splitlines()]
     lines = [line for line in lines if line]
     if not lines:
-        raise ValueError("says nothing behind its thinking")
+        raise ValueError("has no text after its reasoning")
     match = _SCORE.fullmatch(lines[-1])
     if match is None:
         raise ValueError(f"ends with the line {lines[-1][:80]!r}, which is no `Score: N`")

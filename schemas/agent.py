@@ -27,60 +27,56 @@ class CallMessage(Message):
     reasoning: str | None = None
     """The assistant's reasoning; null: not sent."""
     call_id: str = ""
-    """For a tool result: the call that it answers."""
+    """Of a tool result: the call that it answers."""
 
 
 class CallDelta(Message):
     """What one choice of an answer has gained since the previous part."""
 
     choice: int = Field(ge=0, lt=MAX_CHOICES)
-    """Number of the choice."""
     text: str = ""
-    """New text."""
     token_ids: list[int] = Field(default_factory=list[int])
-    """New tokens; text of the newest may come in a later part."""
+    """New tokens; their last text may follow in a later part."""
     logprobs: list[float] = Field(default_factory=list[float])
     """Behaviour log-prob of each new token."""
     versions: list[int] = Field(default_factory=list[int])
-    """Policy version that generated each new token."""
+    """Policy version of each new token."""
     tokens: list[str] = Field(default_factory=list[str])
-    """Text of each new token, if requested."""
+    """Their texts, if requested."""
     top_tokens: list[list[str]] = Field(default_factory=list[list[str]])
     """Texts of the likeliest tokens at each position, best first, if requested; none for tokens of
     an earlier request."""
     top_logprobs: list[list[float]] = Field(default_factory=list[list[float]])
     """Their log-probs."""
     finish: Literal["stop", "length", "cancelled"] | None = None
-    """Why the choice ended; null: it goes on."""
+    """Why the choice ended; null: not yet."""
 
 
 class CallPart(Part):
     """Part of the answer to a call. After the last part all of it is in the log."""
 
     delivery: int = Field(default=0, ge=0)
-    """How often the task had been delivered when the answering generator got it; 0 in parts without
-    content."""
+    """Deliveries of the task when the answering generator got it; 0 in parts without content."""
     names: list[str] = Field(default_factory=list[str])
-    """Prefix of the tool call ids of each choice. This and the next six are set in the first part
-    with content."""
+    """Prefix of each choice's tool call ids. This and the next six are set in the first part with
+    content."""
     has_tools: bool = False
-    """Whether text that looks like a tool call is one."""
+    """Texts that look like tool calls are calls."""
     is_thinking: bool = False
-    """Whether the prompt has opened the answer's reasoning."""
+    """The prompt has opened the reasoning."""
     num_prompt: int = 0
     """Tokens of the prompt."""
     prompt_ids: list[int] = Field(default_factory=list[int])
-    """Token ids of the prompt, if requested."""
+    """The prompt's token ids, if requested."""
     num_reused: int = 0
     """Prompt tokens taken from earlier calls."""
     parent: int | None = None
-    """Number of the call that is continued; null: none."""
+    """Number of the continued call."""
     branch: str = ""
     """Why it is not that call's only continuation (`Branch` of the generator)."""
     deltas: list[CallDelta] = Field(default_factory=list[CallDelta])
-    """New content, by choice."""
     calls: list[int] = Field(default_factory=list[int])
-    """In the last part: number of each choice among the episode's calls."""
+    """In the last part: each choice's number among the episode's calls."""
 
 
 class CallRequest(Message):
@@ -90,51 +86,48 @@ class CallRequest(Message):
     """
 
     request: RequestId
-    """Id made by the program's proxy; cancels the call. A retry after the generator died appends
-    `-1`, `-2` … and is the same call, not a new sample."""
+    """Id made by the program's proxy; cancels the call. A retry after a generator's death appends
+    `-1`, `-2` … and is the same call."""
     messages: list[CallMessage] = Field(min_length=1)
-    """The whole history, or the messages after `previous`."""
+    """The whole history, or what follows `previous`."""
     tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
-    """Tools, as the chat template takes them."""
+    """As the chat template takes them."""
     num_choices: int = Field(default=1, ge=1, le=MAX_CHOICES)
     """Number of answers."""
     max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    """Largest number of tokens in an answer; the job's limits apply as well."""
+    """Of an answer; the job's limits apply too."""
     stop: list[str] = Field(default_factory=list[str], max_length=MAX_STOPS)
     """Texts that end an answer; not part of it."""
     format: OutputFormat | None = None
-    """Required form of the answer; null: any."""
+    """Required form of the answer."""
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    """Return the text of each token and this many of the likeliest at its position; null:
-    neither."""
+    """Return each token's text and so many of the likeliest at its position; null: neither."""
     stream: bool = False
-    """Stream tokens instead of sending all at the end."""
+    """Stream tokens."""
     is_prefill: bool = False
-    """The last message is the beginning of the answer."""
+    """The last message begins the answer."""
     previous: int | None = Field(default=None, ge=0)
-    """Number of the call whose answer the messages follow; null: they are the whole history."""
+    """Number of the call whose answer the messages follow."""
     sampled: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Sampling options of the program; the job's configuration decides whether they count."""
+    """The program's sampling options; the job decides whether they count."""
     without_effect: list[str] = Field(default_factory=list[str], max_length=256)
-    """Fields of the program's request that have no effect; reported once per episode."""
+    """The program's fields without effect; reported once per episode."""
     is_retry: bool = False
-    """The program's client sent this before and got no answer."""
+    """The client sent this before and got no answer."""
     token_ids: bool = False
     """Return the prompt's token ids."""
     count_only: bool = False
     """Only count the prompt's tokens."""
     begun: CallPart | None = None
-    """The part of the answer that the program already has from a previous holder of the episode,
-    merged into one. The new holder continues the same `parent` with these tokens, keeps the names
-    and generates on. Its first part repeats the head; its deltas hold only what is new, none for
-    finished choices. The text of the tokens begins with the text already sent."""
+    """The part of the answer that the program has from a previous holder of the episode, merged
+    into one. The new holder continues the same `parent` with these tokens and names. Its first part
+    repeats the head; its deltas hold only what is new."""
 
 
 class CancelCall(Message):
-    """The program no longer wants the rest of an answer, on `episode.<e>.cancel`."""
+    """Cancel the rest of an answer, on `episode.<e>.cancel`."""
 
     request: RequestId
-    """Id of the call."""
 
 
 class CallDelivered(Message):
@@ -151,16 +144,16 @@ class EpisodeSecret(Message):
     """Secret with which a job's hosts sign episode keys; from the auth service."""
 
     secret: bytes = Field(min_length=32, max_length=32)
-    """Derived from the pool's own secret, valid for this job only."""
+    """Derived from the pool's secret; valid for this job only."""
 
 
 class ReportedCall(Message):
     """One call of a program that a gateway answered."""
 
     names: list[str] = Field(default_factory=list[str], max_length=MAX_CHOICES)
-    """Prefix of the tool call ids of each choice."""
+    """Prefix of each choice's tool call ids."""
     calls: list[int] = Field(min_length=1, max_length=MAX_CHOICES)
-    """Number of each choice among the episode's calls."""
+    """Each choice's number among the episode's calls."""
 
 
 class EpisodePost(Message):
@@ -172,47 +165,42 @@ class EpisodePost(Message):
 
     max_bytes: ClassVar[int] = 4 << 20
     request: RequestId
-    """Id made by the gateway."""
     key: str = Field(max_length=512)
-    """The episode's key, as the program sent it."""
+    """The episode's key, as sent."""
     source: RequestId
     """Id of the gateway."""
     num_open: int = Field(default=0, ge=0, le=MAX_OPEN_CALLS)
-    """Calls of the program that wait for an answer at this gateway."""
+    """The program's open calls at this gateway."""
     answered: list[ReportedCall] = Field(default_factory=list[ReportedCall], max_length=1024)
-    """Calls answered there; repeated reports count once."""
+    """Calls answered there; repeats count once."""
     limit: Literal["", "episode_limit", "context_length_exceeded"] = ""
     """Code of the limit that refused the last call."""
     method: Literal["", "GET", "POST"] = ""
     """HTTP method; empty: no request."""
     path: str = Field(default="", max_length=1024)
-    """Path, without a key."""
     name: str = Field(default="", max_length=256)
     """`Idempotency-Key` header."""
     body: bytes = b""
-    """Body."""
 
 
 class EpisodePosted(Part):
     """The host's answer, and whether the episode goes on."""
 
     status: int = 0
-    """HTTP status; 0: there was no request."""
+    """HTTP status; 0: no request."""
     headers: dict[str, str] = Field(default_factory=dict[str, str])
-    """Headers."""
     body: bytes = b""
-    """Body."""
     over: str = ""
-    """Why the program's calls are no longer answered; empty: they are."""
+    """Why no further call is answered."""
 
 
 class GiveRequest(Message):
     """Request an episode from a host in the pool, on `env.give`; for jobs with `agent.client`."""
 
     name: str = Field(default="", max_length=256)
-    """Name chosen by the caller. The same name gets the same episode while it runs."""
+    """Chosen by the caller; gets the same episode while it runs."""
     wait_s: float = Field(default=5.0, ge=0, le=10)
-    """Longest time that the host may delay its answer."""
+    """Longest delay of the answer."""
 
 
 class GiveReply(Message):
@@ -223,13 +211,13 @@ class GiveReply(Message):
     key: str = ""
     """The episode's key, for any gateway."""
     task: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """The data row without its gold answer."""
+    """The row without its gold answer."""
     prompt: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
     """Chat messages that state the task."""
     seed: int = 0
-    """Seed, equal for all episodes of a task."""
+    """Equal for all episodes of a task."""
     split: Literal["train", "val"] = "train"
-    """Whether it is trained or only evaluated."""
+    """Trained or only evaluated."""
     left_s: float = 0.0
     """Time left for it."""
 
@@ -238,9 +226,9 @@ class RewardedBranch(Message):
     """A branch of a program's calls with its own reward."""
 
     call: int = Field(ge=0)
-    """First call of the branch; all its continuations belong to it."""
+    """First call of the branch, which its continuations belong to."""
     role: str = ""
-    """Branches of equal roles are compared with each other."""
+    """Branches of equal roles are compared."""
     reward: float = 0.0
     """The posted reward."""
 
@@ -253,19 +241,19 @@ class CallPlaces(Message):
     nexts: IntVector
     """int32[K]: number of the next trained call, perhaps in another row; -1: none."""
     depths: IntVector
-    """int32[K]: number of calls before it in its conversation."""
+    """int32[K]: earlier calls of its conversation."""
     observed: IntVector
     """int32[K]: new observation tokens right before it."""
     rewards: FloatVector
-    """float32[K]: reward posted for the call itself."""
+    """float32[K]: the call's own reward."""
     branches: IntVector
-    """int32[K]: innermost rewarded branch that contains it, by its first call; -1: none."""
+    """int32[K]: first call of its innermost rewarded branch; -1: none."""
     roles: list[str]
     """With turns as samples, calls of equal roles and depths are compared."""
     outcome: float = 0.0
     """The episode's own reward, in its main row; part of that row's last reward."""
     rewarded: list[RewardedBranch] = Field(default_factory=list[RewardedBranch])
-    """The episode's branches with a reward, in its main row."""
+    """The episode's rewarded branches, in its main row."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -16,7 +16,6 @@ class ControlRequest(Message):
     """checkpoint: write one now; profile: record torch traces of the next steps; stop: drain and
     exit; hand_over: exit as on SIGTERM, because the job continues elsewhere; status: report."""
     reason: str = ""
-    """Reason, for the event."""
     steps: int = Field(default=1, ge=1, le=MAX_TRACED_STEPS)
     """Number of steps to trace."""
 
@@ -29,14 +28,14 @@ class ControlReply(Message):
     step: int | None = None
     """Its training step."""
     detail: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Further values, such as the paths of a checkpoint or of traces."""
+    """Such as paths of a checkpoint or of traces."""
 
 
 class ReserveRequest(Message):
     """An external agent reserves task numbers, on `ctl.learner.reserve`."""
 
     count: int = Field(ge=1, le=10_000)
-    """Number of groups that it will append."""
+    """Groups that it will append."""
     source: str
     """Name of the agent."""
     deadline_s: float = Field(default=60.0, gt=0, le=3600)
@@ -64,7 +63,7 @@ class TaskSpec(Message):
     sample: int | None = Field(default=None, ge=0)
     """Row of the training data."""
     seed: int | None = Field(default=None, ge=0)
-    """Seed; null: derived from the task number."""
+    """null: derived from the task number."""
     reset_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further arguments for the game's `reset`."""
 
@@ -73,14 +72,39 @@ class PublishTasksRequest(Message):
     """A client's own tasks for a job, on `ctl.learner.tasks`."""
 
     tasks: list[TaskSpec] = Field(min_length=1, max_length=10_000)
-    """Tasks, in the order in which they are issued."""
+    """In the order of issue."""
 
 
 class PublishTasksReply(Message):
     """The tasks are queued."""
 
     queued: int
-    """Number of the client's tasks that wait for the staleness gate."""
+    """The client's tasks that wait for the staleness gate."""
+
+
+class GpuTurnRequest(Message):
+    """A generator that shares the learner's GPU asks whose turn it is, on `ctl.learner.turn`."""
+
+    asleep: bool
+    """Whether its engines have freed the GPU, or are not started yet."""
+    seen: int
+    """Number of the last turn that it was told; -1: none."""
+
+
+class GpuTurn(Message):
+    """Who has the GPU that learner and generator share; the answer comes when it changes, or after
+    two seconds."""
+
+    number: int
+    """Grows with each change."""
+    asleep: bool
+    """Whether the engines are to sleep: the learner trains."""
+    version: int
+    """Version with which they wake."""
+    memory_share: float | None = None
+    """Share of the GPU's memory for the engines; null: there is no GPU."""
+    sleeps: bool = False
+    """Whether the engines ever have to sleep."""
 
 
 class RankOrder(Message):
@@ -91,9 +115,9 @@ class RankOrder(Message):
     """
 
     learner: str
-    """The learner process; a new one starts anew."""
+    """The learner process."""
     number: int = Field(ge=0)
-    """Number of the order, from 0; a repeated one is not executed twice."""
+    """From 0; a repeated one is not executed twice."""
     do: Literal["begin", "step", "gather", "save", "end"]
     """begin: load and connect to the others; step: train a batch; gather: collect the weights;
     save: write a checkpoint; end: stop serving this process."""
@@ -107,19 +131,19 @@ class RankState(Message):
     """State of a rank: reply to each order, and on `rank.<actor>.look-<process>`."""
 
     rank: int = Field(ge=1)
-    """Number of the rank."""
     process: str
-    """Process of the rank's actor."""
     learner: str = ""
-    """Learner process that it serves; empty: none."""
+    """The learner process that it serves."""
     host: str = ""
     """Host name of its machine."""
     works: bool = False
     """Whether the computing process runs."""
     error: str = ""
     """Why it does not run."""
+    out_of_memory: bool = False
+    """Whether it does not run because its GPU did not hold a step."""
     draining: bool = False
-    """Whether it is to exit, which it does after the learner."""
+    """It exits after the learner."""
 
 
 def rank_of(actor: str) -> int:

@@ -19,15 +19,13 @@ class DescribeReply(Message):
     """What the job's environment hosts serve."""
 
     game: str
-    """Name of the game."""
     num_train: int | None
-    """Rows of the training data; null: the game generates its states."""
+    """Rows of the training data; null: generated states."""
     num_val: int
-    """Rows, or seeds, of the validation set."""
+    """Rows or seeds of the validation set."""
     host: str
-    """The host that answered."""
     roles: list[str] = Field(default_factory=list[str])
-    """Roles of a multi-agent game; empty: a single-agent game."""
+    """Empty: a single-agent game."""
 
 
 class ResetRequest(Message):
@@ -42,27 +40,26 @@ class ResetRequest(Message):
     split: Split
     """Data set of the sample."""
     sample: int | None
-    """Data row; null: the game generates its states."""
+    """Data row; null: generated state."""
     seed: int = Field(ge=0)
     """Seed of the episodes' random generators."""
     kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further arguments for the game's `reset`."""
     wait_s: float = Field(default=1.0, ge=0, le=10)
-    """Longest time that the host may delay its answer for episodes that are not ready."""
+    """Longest delay of the answer for episodes that are not ready."""
     only_held: bool = False
     """Start nothing: an episode that this host does not hold is an error."""
     table: EpisodeId | None = None
-    """In a game with roles: the episode at this host in which `role` plays. The reply is ready when
-    its first turn comes."""
+    """In a game with roles: the episode at this host in which `role` plays. The reply is ready at
+    its first turn."""
     role: str = ""
-    """Role to play."""
 
 
 class Opened(Message):
     """Start of one episode; neither field is set while it is pending."""
 
     prompt: int | None = None
-    """Index of the episode's prompt in the reply."""
+    """Index of its prompt in the reply."""
     error: ErrorReply | None = None
     """Why it could not start."""
 
@@ -71,18 +68,18 @@ class ResetReply(Message):
     """First prompts of episodes, and the host that holds them."""
 
     host: str = Field(pattern=NAME_PATTERN)
-    """Host of the episodes, for steps and close."""
+    """For steps and close."""
     prompts: list[list[dict[str, Any]]]
-    """Chat messages of the first prompts, without duplicates; empty for a game with roles, and for
-    a role whose turn never came."""
+    """Chat messages of the different first prompts; empty for a game with roles, and for a role
+    whose turn never came."""
     tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
-    """Function schemas of the tools that the policy may call."""
+    """Function schemas of the policy's tools."""
     episodes: list[Opened]
-    """State of each episode, in request order."""
+    """In request order."""
     data_source: str = ""
-    """`data_source` of the row; scores are reported by it."""
+    """The row's, by which scores are reported."""
     lease_s: float
-    """An episode that is neither stepped nor closed for this long is freed."""
+    """An episode without steps for this long is freed."""
 
 
 class StepRequest(Message):
@@ -90,16 +87,15 @@ class StepRequest(Message):
     those that were not ready."""
 
     episodes: list[EpisodeId] = Field(min_length=1, max_length=4096)
-    """Episode ids."""
     turns: list[Annotated[int, Field(ge=0)]]
-    """Turn numbers; a repeated number returns the same answer."""
+    """A repeated number returns the same answer."""
     actions: list[str]
     """The generated texts."""
     final: list[bool] = Field(default_factory=list[bool], max_length=4096)
-    """Whether the policy plays no further: the action is empty and the episode is only rewarded.
-    Omitted if false for all."""
+    """The policy plays no further: the action is empty, the episode is only rewarded. Omitted if
+    false for all."""
     wait_s: float = Field(default=1.0, ge=0, le=10)
-    """Longest time that the host may delay its answer for games that are not ready."""
+    """Longest delay of the answer for games that are not ready."""
 
     @model_validator(mode="after")
     def _check_columns(self) -> Self:
@@ -119,7 +115,7 @@ class FailedStep(Message):
     """An action that failed in the game or could not be played."""
 
     index: int
-    """Index of the action in the request."""
+    """Of the action in the request."""
     error: ErrorReply
     """What happened."""
 
@@ -128,7 +124,7 @@ class StepReply(Message):
     """Results of the actions, in request order, as columns."""
 
     observations: list[str | None]
-    """Next observation; null: failed, or not ready yet."""
+    """null: failed, or not ready yet."""
     rewards: list[float]
     """Rewards of the turns."""
     done: list[bool]
@@ -136,12 +132,11 @@ class StepReply(Message):
     infos: list[dict[str, Any]]
     """`info` of the games."""
     roles: list[Literal["user", "tool"]] = Field(default_factory=list[Literal["user", "tool"]])
-    """Roles of the observations; empty: `user` for all."""
+    """Of the observations; empty: `user` for all."""
     failed: list[FailedStep] = Field(default_factory=list[FailedStep])
     """Failed actions; their episodes have ended."""
     timed_out: list[int] = Field(default_factory=list[int])
-    """Indices of actions whose step timed out and ended the episode without failing it
-    (`env.on_step_timeout`)."""
+    """Indices of actions whose step timed out and ended the episode (`env.on_step_timeout`)."""
 
     @model_validator(mode="after")
     def _check_columns(self) -> Self:
@@ -161,4 +156,4 @@ class CloseRequest(Message):
     """Free an episode, on `env.<host>.close`."""
 
     episode: EpisodeId
-    """Episode id; an unknown one is accepted."""
+    """An unknown one is accepted."""

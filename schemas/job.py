@@ -24,7 +24,7 @@ class JobSecrets(Message):
     """Content of a sealed box; never sent, stored or logged in the clear."""
 
     user: str
-    """Who sealed it; a copy opens for no other user's job."""
+    """Who sealed it; it opens for this user's jobs only."""
     values: dict[SecretName, Annotated[str, Field(min_length=1, max_length=4096)]]
     """The secrets, by name."""
 
@@ -58,18 +58,16 @@ class OpenRequest(Message):
     user: str
     """Owner of the job."""
     job: str
-    """Job id."""
     actor: str
     """Name of the actor."""
     attempt: int = Field(ge=1)
-    """Attempt of the job."""
 
 
 class OpenedSecrets(Message):
     """Secrets for the process's environment."""
 
     values: dict[SecretName, str]
-    """The secrets, by name; empty: it needs none."""
+    """By name."""
 
 
 JobState = Literal[
@@ -111,15 +109,18 @@ class ActorPlacement(Message):
     """One actor of a job, and its node."""
 
     name: str
-    """Name within the job: `learner`, `generator-0` …"""
+    """`learner`, `generator-0` …"""
     role: Role
-    """What it does."""
     node: str | None = None
-    """Its node; null: it waits for one."""
+    """null: it waits for one."""
     slots: int = Field(default=1, ge=0)
-    """Slots that it holds."""
     devices: list[int] = Field(default_factory=list[int])
-    """Which slots of the node: indices of GPUs or CPU shares."""
+    """The node's slots: indices of GPUs or CPU shares."""
+    shares: str = ""
+    """Actor of the job whose slots it uses too: always if it has none of its own, else in a pool
+    of one GPU."""
+    own_slots: int = Field(default=0, ge=0)
+    """Slots that it holds where it does not share."""
     state: Literal["placed", "running", "exited", "failed"] = "placed"
     """State that the node last reported."""
     restarts: int = 0
@@ -137,78 +138,72 @@ class JobRecord(Message):
     job: str
     """Job id."""
     name: str
-    """Name of the run and of its folder."""
+    """Of the run and its folder."""
     user: str
-    """Owner."""
     kind: Literal["train", "infer", "eval", "sft", "tinker"] = "train"
-    """What it does."""
     state: JobState
-    """Its state."""
     reason: str = ""
     """Why it is in this state."""
     priority: int = 0
-    """Jobs of a higher priority are placed first."""
+    """Higher ones are placed first."""
     config: Annotated[dict[str, Any], AfterValidator(rename_keys)]
     """The effective configuration."""
     configured: bool = True
     """False until a client has completed the configuration (`set_config`, `fit`)."""
     actors: list[ActorPlacement] = Field(default_factory=list[ActorPlacement])
-    """Its actors."""
     attempt: int = Field(default=1, ge=1)
     """1 + number of resumes."""
     losses: int = 0
-    """Node losses since it was submitted or resumed."""
+    """Node losses since submission or resume."""
     run_dir: str = ""
     """Run folder on the pool."""
     output_roots: list[str] = Field(default_factory=list[str])
-    """Folders below which its processes may write; empty: anywhere."""
+    """Folders below which it may write; empty: anywhere."""
     fork_of: str | None = None
-    """`run@step` of the checkpoint that it starts from."""
+    """`run@step` of its first checkpoint."""
     weights_only: bool = False
-    """That checkpoint is the initial model; optimiser, steps and data order start anew."""
+    """Of that checkpoint only the weights are used."""
     fork_dir: str = ""
-    """Folder of that checkpoint; once configured, the job's own copy in `run_dir`."""
+    """That checkpoint's folder; once configured, a copy in `run_dir`."""
     follow: str | None = None
-    """Job id of the live run whose newest version an inference job serves."""
+    """Id of the live run whose newest version it serves."""
     judge: str | None = None
-    """Job id of the inference job that judges its episodes (`env.reward.judge`)."""
+    """Id of the job that judges its episodes (`env.reward.judge`)."""
     teachers: dict[str, str] = Field(default_factory=dict[str, str])
-    """Job ids of its teachers, by their names in the configuration (`job:NAME`)."""
+    """Ids of its teachers, by name in the configuration (`job:NAME`)."""
     serves: str = ""
-    """What an inference job serves: `run@step`, the followed run, or empty for a model."""
+    """`run@step`, the followed run, or empty for a model."""
     adapters: dict[str, str] = Field(default_factory=dict[str, str])
-    """Further LoRA adapters served on the same base: `run@step` to the folder of its copy."""
+    """Further LoRA adapters served: `run@step` to the folder of its copy."""
     stop: Literal["no", "drain", "now"] = "no"
-    """Requested stop: drain writes a checkpoint first, now does not."""
+    """Requested stop: drain writes a checkpoint first."""
     stop_complete: bool = False
-    """Whether that stop ends the job as COMPLETED."""
+    """That stop ends the job as COMPLETED."""
     stopped_by: str = ""
     """Who requested the stop."""
     place: int = 0
-    """Place in the queue, from 1; in replies only."""
+    """In the queue, from 1; in replies only."""
     version: int = 0
-    """Newest policy version known to the scheduler."""
+    """Newest version known to the scheduler."""
     created: float
-    """Seconds since the epoch."""
     started: float | None = None
-    """First start."""
     finished: float | None = None
     """Time of its final state."""
     untold: list[Event] = Field(default_factory=list[Event])
-    """Events not yet in its stream: all until the stream exists, at the first start; later those of
-    the scheduler's current round."""
+    """Events not yet in its stream: all until the stream exists; later those of the scheduler's
+    current round."""
     has_streams: bool = False
     """Whether its streams exist."""
     stored_bytes: int = Field(default=0, ge=0)
-    """Bytes that its streams may hold while it lives, and do hold after its end."""
+    """Allowed to its streams while it lives; held after its end."""
     slot_s: dict[str, float] = Field(default_factory=dict[str, float])
     """Slot-seconds used until `metered`, by role."""
     tinker_tokens: dict[str, int] = Field(default_factory=dict[str, int])
-    """Tokens that a Tinker service has computed for models, by user."""
+    """Tokens computed for models of a Tinker service, by user."""
     tinker_sampled: dict[str, int] = Field(default_factory=dict[str, int])
-    """Tokens that its samplers have computed, prompts included, by user."""
+    """Tokens of its samplers, prompts included, by user."""
     tinker_samplers: dict[str, SamplerTokens] = Field(default_factory=dict[str, SamplerTokens])
-    """Last report of each sampler; included in the sum."""
+    """Last reports, included in the sum."""
     secrets: list[SecretName] = Field(default_factory=list[SecretName])
     """Names of its sealed secrets."""
     metered: float = 0.0
@@ -216,14 +211,13 @@ class JobRecord(Message):
     removal: Removal = "no"
     """Archiving or deletion in progress."""
     archived: float | None = None
-    """When it was archived, in seconds since the epoch; the record is then in the bucket of
-    archived jobs."""
+    """Time; the record is then in the bucket of archived jobs."""
     refused: str = ""
-    """Why the last request to restore it failed."""
+    """Why the last restore failed."""
     archive_digest: str = Field(default="", max_length=64, pattern=r"^[0-9a-f]*$")
-    """BLAKE3 of its complete archive, checked before restoring."""
+    """BLAKE3 of its archive, checked before restoring."""
     brought_back: float | None = None
-    """When it was last restored; it counts as ended then."""
+    """Time of the last restore, which counts as its end."""
 
     def named_at(self, at: str) -> str:
         """Return the key of the job; checks the names of its actors and of other jobs, too."""
@@ -232,6 +226,11 @@ class JobRecord(Message):
         for job in (self.follow, self.judge, *self.teachers.values()):
             token(job or self.job, what="job id")
         return self.scope.key
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether an actor uses the slots of another one."""
+        return any(actor.shares and actor.node and not actor.slots for actor in self.actors)
 
     @property
     def scope(self) -> JobScope:
@@ -282,7 +281,6 @@ class RequestRecord(Message):
     """The job made by a submission, in the KV bucket of requests, for repeated requests."""
 
     job: str
-    """Job id."""
 
 
 class SubmitRequest(Request):
@@ -293,23 +291,22 @@ class SubmitRequest(Request):
     request_id: str = Field(min_length=1, max_length=64)
     """Made by the client; a repeated id returns the same job."""
     kind: Literal["train", "infer", "eval", "sft", "tinker"] = "train"
-    """What the job does."""
     config: dict[str, Any]
     """Configuration (JobConfig)."""
     configured: bool = True
     """False: `configure` completes the configuration later."""
     fork_of: str | None = None
-    """Checkpoint to start from: `run@step`, `run@last` or `run@best`."""
+    """First checkpoint: `run@step`, `run@last` or `run@best`."""
     weights_only: bool = False
-    """Use only the checkpoint's weights, as the initial model of a new run."""
+    """Use only its weights, as the initial model."""
     priority: Priority = 0
-    """Jobs of a higher priority are placed first."""
+    """Higher ones are placed first."""
     sealed: bytes = Field(default=b"", max_length=MAX_SEALED_BYTES)
-    """JobSecrets in a box sealed to the scheduler's key; kept apart from the record."""
+    """JobSecrets, sealed to the scheduler's key."""
     follow: str | None = None
-    """Live run, by id or name, whose newest version an inference job serves."""
+    """Live run whose newest version an inference job serves."""
     adapters: list[str] = Field(default_factory=list[str], max_length=64)
-    """Further LoRA checkpoints (`run@step`, `run@last`) served on one base."""
+    """Further LoRA checkpoints (`run@step`, `run@last`) to serve."""
 
 
 class JobRequest(Request):
@@ -327,7 +324,7 @@ class ResumeRequest(Request):
     job: str
     """Job id or run name."""
     config: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Keys that replace those of an ended job, such as `training.num_steps`."""
+    """Keys to replace, such as `training.num_steps`."""
 
 
 class ConfigureRequest(Request):
@@ -340,7 +337,7 @@ class ConfigureRequest(Request):
     config: dict[str, Any]
     """Keys to merge into the configuration."""
     start: bool = False
-    """True: the configuration is complete; start the actors."""
+    """The configuration is complete: start."""
 
 
 class StopRequest(Request):
@@ -362,7 +359,6 @@ class ScaleRequest(Request):
     role: Literal["generator", "environment", "server"]
     """Which actors."""
     count: int = Field(ge=0, le=1024)
-    """Their number."""
 
 
 class PriorityRequest(Request):
@@ -371,20 +367,17 @@ class PriorityRequest(Request):
     job: str
     """Job id or run name."""
     priority: Priority
-    """The new priority."""
 
 
 class LabelRequest(Request):
-    """Change tags, group and notes of a job: `label`. null leaves a value as it is."""
+    """Change tags, group and notes of a job: `label`. null leaves a value as it is; an empty group
+    is none."""
 
     job: str
     """Job id or run name."""
     tags: Annotated[list[Label], Field(max_length=MAX_TAGS)] | None = None
-    """All its tags."""
     group: Label | Literal[""] | None = None
-    """Its group; empty: none."""
     notes: Annotated[str, Field(max_length=MAX_NOTES)] | None = None
-    """Its notes."""
 
 
 class ListRequest(Request):
@@ -397,21 +390,19 @@ class ListRequest(Request):
     widest: bool = False
     """Include jobs of others, for admins."""
     after: str = Field(default="", max_length=128)
-    """Continue after this place, from the previous reply."""
+    """From the previous reply: continue there."""
 
 
 class JobReply(Message):
     """One job."""
 
     record: JobRecord
-    """Its record."""
 
 
 class SubmissionFinding(Message):
     """Result of one check of a job."""
 
-    what: Literal["job", "model", "data", "game", "slots"]
-    """What was checked."""
+    what: Literal["job", "model", "data", "game", "slots", "memory"]
     ok: bool
     """Whether a submission would pass."""
     text: str
@@ -419,7 +410,7 @@ class SubmissionFinding(Message):
     hint: str = ""
     """What to do about it."""
     by: str
-    """Who checked: the scheduler, or nodes by name."""
+    """The scheduler, or nodes by name."""
 
 
 class SubmissionFindings(Message):
@@ -433,6 +424,5 @@ class JobList(Message):
     """Jobs, newest first."""
 
     records: list[JobRecord]
-    """Their records."""
     after: str = ""
-    """`after` of the next request; empty: these were the last."""
+    """`after` of the next request; empty: the end."""

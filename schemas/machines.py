@@ -116,7 +116,7 @@ def machines_config(text: str, *, credentials: str = "") -> MachinesConfig:
         values = read_yaml(text, MachinesConfig)
     else:
         raise ConfigError(
-            f"{text!r} says nowhere to get machines",
+            f"{text!r} names no source of machines",
             hint="give slurm:PARTITION, ray:ADDRESS or a YAML file (docs/slurm.md, docs/ray.md)",
         )
     if values.get("kind") == "ssh" and isinstance(hosts := values.get("hosts"), list):
@@ -166,23 +166,22 @@ class MachineStatus(Message):
     name: str
     """Name, also that of its node."""
     state: MachineState
-    """asked: requested, not started; coming: started, its node has not joined; here: its node has
-    joined; draining: being returned, or its time is up."""
+    """asked: requested; coming: started, its node has not joined; here: joined; draining: being
+    returned, or its time is up."""
     id: str = ""
-    """Id at the cluster."""
     started: float | None = None
-    """Start, in seconds since the epoch."""
+    """Start."""
     ends: float | None = None
-    """End of its time, in seconds since the epoch."""
+    """End of its time."""
     why: str = ""
-    """Reason why it is waiting, in the cluster's words."""
+    """Why it waits, in the cluster's words."""
 
 
 class MachineList(Message):
     """State of the requested machines: reply of the scheduler's `machines`."""
 
     on: str = ""
-    """Where machines are requested; empty: nowhere, nodes are started by hand."""
+    """Where machines are requested; empty: nodes are started by hand."""
     least: int = Field(default=0, ge=0)
     """Machines that are kept when idle."""
     most: int = Field(default=0, ge=0)
@@ -190,13 +189,12 @@ class MachineList(Message):
     slots: int = Field(default=0, ge=0)
     """Slots per machine."""
     slot_hours: float = Field(default=0.0, ge=0)
-    """Slot-hours used since midnight (UTC), idle or not."""
+    """Used since midnight (UTC), idle or not."""
     slot_hours_per_day: float | None = None
-    """Slot-hours allowed per day; null: no bound."""
+    """null: no bound."""
     machines: list[MachineStatus] = Field(default_factory=list[MachineStatus])
-    """Machines, sorted by name."""
     trouble: str = ""
-    """Why none come, in the cluster's words; empty: no trouble."""
+    """Why none come, in the cluster's words."""
 
 
 class MachineSpending(Message):
@@ -205,4 +203,4 @@ class MachineSpending(Message):
     day: int
     """Days since the epoch (UTC)."""
     seconds: dict[str, float] = Field(default_factory=dict[str, float])
-    """Seconds that each machine ran on that day, by its id at the cluster."""
+    """That each machine ran on that day, by its id at the cluster."""

@@ -4,6 +4,7 @@ from typing import Any, Literal, cast
 
 from pydantic import Field
 
+from .task import Blame
 from .wire.codec import read_json
 from .wire.message import Message, with_last
 
@@ -16,7 +17,7 @@ class Metric(Message):
     step: int = Field(ge=0)
     """Training step; 0 is before training."""
     values: dict[str, float]
-    """Values by name; NaN: could not be computed."""
+    """NaN: could not be computed."""
     time: float
     """Seconds since the epoch."""
 
@@ -25,7 +26,7 @@ class Event(Message):
     """An event of the job, on `event`."""
 
     kind: str
-    """Noun and verb, such as `job_started` or `checkpoint_saved`."""
+    """Such as `job_started` or `checkpoint_saved`."""
     source: str
     """The actor that reports it."""
     message: str = ""
@@ -42,7 +43,7 @@ class LogLines(Message):
     actor: str
     """Name of the actor."""
     attempt: int = Field(ge=1)
-    """Number of the actor's start within the run."""
+    """Number of the actor's start."""
     lines: list[str]
     """Lines without line ends."""
     time: float
@@ -57,11 +58,10 @@ class EvalRecord(Message):
     """One evaluation of one version, in the KV bucket of evaluations."""
 
     version: int = Field(ge=0)
-    """The version."""
     step: int = Field(ge=0)
-    """Training step at which the result is reported."""
+    """At which the result is reported."""
     state: Literal["requested", "running", "done", "failed", "reported", "given_up"] = "requested"
-    """Its state; the learner turns done into reported and failed into given_up."""
+    """The learner turns done into reported, failed into given_up."""
     values: dict[str, float] = Field(default_factory=dict[str, float])
     """Results: `val/mean_score`, `val/pass@k` …"""
     blame: str = ""
@@ -72,6 +72,50 @@ class EvalRecord(Message):
         return with_last(at, self.version)
 
 
+class EpisodeScore(Message):
+    """What a validation counts of one episode; in a game with roles, of one role."""
+
+    reward: float
+    """Its return."""
+    success: bool
+    """Whether it counts as solved."""
+    num_tokens: int = Field(ge=0)
+    """Generated tokens; 0: a program's episode that failed."""
+    num_turns: int = Field(ge=0)
+    """Turns of the policy."""
+    kind: str = ""
+    """Type of its task; in a game with roles, the role."""
+    is_program: bool = False
+    """Whether a program played it."""
+    outcome: str = ""
+    """How a program's episode ended."""
+    figures: dict[str, float] = Field(default_factory=dict[str, float])
+    """Numbers that the game put into `info`."""
+
+
+class ValidationResult(Message):
+    """What a validation task became, on `validation.result.<version>.<n>`."""
+
+    version: int = Field(ge=0)
+    """The version that played."""
+    task: int = Field(ge=0)
+    """Number of the task."""
+    episodes: list[EpisodeScore | None] = Field(default_factory=list[EpisodeScore | None])
+    """Its episodes; null for one whose tries all failed."""
+    blame: Blame | None = None
+    """Why the version cannot be validated; null: it was played."""
+    source: str
+    """The actor that played it."""
+    started: float
+    """When it began, in seconds since the epoch."""
+    finished: float
+    """When it ended."""
+
+    def named_at(self, at: str) -> str:
+        """Return the subject of its version and number."""
+        return f"{with_last(at.rpartition('.')[0], self.version)}.{self.task}"
+
+
 class Presence(Message):
     """An actor's heartbeat, in the KV bucket of actors; expires after 10 s."""
 
@@ -80,22 +124,19 @@ class Presence(Message):
     role: str
     """learner, generator, evaluator, environment, scheduler or node."""
     host: str
-    """Host name."""
     pid: int
-    """Process id."""
     state: str
     """What it does."""
     waits_for: str = ""
-    """Name of its current wait, and whom it waits for."""
+    """Name of its current wait, and the other side."""
     missing_since: float | None = None
-    """Since when (seconds since the epoch) it waits for something that only an outsider can
-    provide: the host of a client's game, or room on a disk."""
+    """Since when it waits for an outsider: the host of a client's game, or room on a disk."""
     version: int | None = None
     """Policy version in use."""
     progress: int = Field(default=0, ge=0)
     """Finished work: steps, groups, evaluations, answers."""
     numbers: dict[str, float] = Field(default_factory=dict[str, float])
-    """Its own figures: tokens/s, running episodes, share of time busy …"""
+    """Its figures: tokens/s, running episodes, share of time busy …"""
     time: float
     """Seconds since the epoch."""
 

@@ -24,37 +24,30 @@ class WantedActor(Message):
     """An actor that a node is to run."""
 
     user: str = Field(pattern=NAME_PATTERN)
-    """Owner of the job."""
     job: str = Field(pattern=NAME_PATTERN)
-    """Job id."""
     name: str = Field(pattern=NAME_PATTERN)
-    """Name within the job."""
     role: Role
-    """What it does."""
     slots: int = Field(default=1, ge=0)
-    """Slots that it holds."""
     devices: list[int] = Field(default_factory=list[int])
-    """Which slots of the node; on a GPU node the visible GPUs."""
+    """The node's slots; on a GPU node the visible GPUs."""
     attempt: int = Field(default=1, ge=1)
-    """Attempt of the job: a higher one starts an exited actor again."""
+    """A higher one starts an exited actor again."""
     run_dir: str
-    """Run folder; logs go to its `logs/attempt_<n>/<name>.log`."""
+    """Logs go to its `logs/attempt_<n>/<name>.log`."""
     output_roots: list[str] = Field(default_factory=list[str])
     """Folders below which its job may write; empty: anywhere."""
     reads: list[str] = Field(default_factory=list[str])
     """Data files of an environment host."""
     programs: list[str] | None = None
-    """Folders that an environment host shows to its agent programs, each in a sandbox; null: it
-    hosts a game."""
+    """Folders shown to a host's agent programs; null: it hosts a game."""
     own_code: list[str] | None = None
     """Models and data that a learner with the owner's functions reads outside of its run folder;
-    null: it has none."""
+    null: it has no such functions."""
     own_network: bool = False
-    """Whether such a learner has the node's network; else it reaches only the broker."""
+    """Such a learner has the node's network, not only the broker."""
     threads: int = Field(default=1, ge=1)
-    """CPU threads."""
     secrets: bool = False
-    """Whether to request secrets at its start."""
+    """Request secrets at its start."""
     max_restarts: int = Field(default=5, ge=0)
     """Failures within ten minutes, or in a row without any work, after which it has failed."""
 
@@ -66,9 +59,8 @@ class NodeSync(Message):
     scheduler: str
     """The scheduler that sends it."""
     epoch: int = 0
-    """Epoch of the scheduler's lease: a node ignores older ones."""
+    """Of the scheduler's lease; a node ignores older ones."""
     actors: list[WantedActor]
-    """The wanted actors."""
     kill: list[str] = Field(default_factory=list[str])
     """Jobs (`<user>.<job>`) whose actors end without draining."""
 
@@ -79,44 +71,42 @@ class ActorStatus(Message):
     user: str
     """Owner of the job."""
     job: str
-    """Job id."""
     name: str
-    """Name within the job."""
     slots: int = 0
-    """Slots that it holds until it ends."""
+    """Held until it ends."""
     devices: list[int] = Field(default_factory=list[int])
     """Which slots of the node."""
     attempt: int
-    """Attempt of the job for which it was started."""
+    """For which it was started."""
     state: Literal["running", "restarting", "exited", "failed"]
-    """exited: done, with code 0; failed: finally; restarting: waits for its next start."""
+    """exited: with code 0; failed: finally; restarting: waits for its next start."""
     exit_code: int | None = None
     """Exit code of the last process."""
     restarts: int = 0
-    """Number of restarts."""
     fruitless: int = Field(default=0, ge=0)
     """Failures in a row without finished work."""
     error: str = ""
     """Last error that it reported."""
     silent_s: float = Field(default=0.0, ge=0)
-    """Time since the last heartbeat of a running process, once that is long."""
+    """Since the last heartbeat, once that is long."""
     pid: int | None = None
-    """Process id."""
 
 
 class Gpu(Message):
     """A GPU of a node."""
 
     index: int = Field(ge=0)
-    """Index at the driver."""
+    """Index at the driver, of a MIG instance that of its GPU."""
+    uuid: str = ""
+    """UUID of the GPU or MIG instance."""
+    is_instance: bool = False
+    """Whether it is a MIG instance, which cannot work together with another one."""
     model: str
-    """Model name."""
     memory_bytes: int = 0
-    """Its memory."""
     used_bytes: int = 0
     """Memory in use by all processes."""
     utilization: float = Field(default=0.0, ge=0, le=1)
-    """Recent share of time in which it computed."""
+    """Recent share of time in use."""
     numa: int = 0
     """NUMA node that it belongs to."""
 
@@ -125,36 +115,31 @@ class NodeStatus(Message):
     """A node's answer to a sync, and its record in the KV bucket of nodes."""
 
     node: str
-    """Name of the node."""
     host: str
-    """Host name."""
     slots: int = Field(ge=0, le=MAX_SLOTS)
-    """Number of slots."""
     slot_kind: Literal["gpu", "cpu"] = "cpu"
     """What a slot is."""
     slot_model: str = ""
     """Model of the GPU or CPU."""
     groups: list[list[int]] = Field(default_factory=list[list[int]])
-    """Groups of closely linked slots (NVLink, else NUMA); empty: all alike."""
+    """Closely linked slots (NVLink, else NUMA); empty: all alike."""
     link: str = ""
     """Fast network shared with nodes that name the same."""
     gpus: list[Gpu] = Field(default_factory=list[Gpu])
-    """Its GPUs; a slot's number is an index of this list."""
+    """A slot's number is an index of this list."""
     actors: list[ActorStatus] = Field(default_factory=list[ActorStatus])
-    """Actors that it runs."""
     draining: bool = False
-    """Whether it is ending: it offers no slots."""
+    """It is ending and offers no slots."""
     packages: dict[str, str] = Field(default_factory=dict[str, str])
-    """Versions of Python and of computing packages, CUDA and NCCL included."""
+    """Versions of Python, computing packages, CUDA and NCCL."""
     time: float
     """Seconds since the epoch."""
     epoch: int = Field(default=0, ge=0)
-    """Highest epoch of a scheduler's lease that it has seen; it obeys that scheduler."""
+    """Highest epoch seen of a scheduler's lease; it obeys that scheduler."""
     store_lost: float | None = None
-    """When it found (seconds since the epoch) that the broker had lost its store while this node
-    ran."""
+    """When it found that the broker had lost its store."""
     clock_ahead_s: float | None = None
-    """Seconds that its clock is ahead of the scheduler's; null: not measured yet."""
+    """Of the scheduler's clock; null: not measured yet."""
 
     def named_at(self, at: str) -> str:
         """Return the node's name, its key; checks the names of its actors, too."""
@@ -191,9 +176,8 @@ class NodeList(Message):
     """The nodes that answer: reply of the scheduler's `nodes`."""
 
     nodes: list[NodeStatus]
-    """Their last status, by name."""
     trouble: str = ""
-    """What keeps the pool from working; empty: nothing."""
+    """What keeps the pool from working."""
 
 
 class RemoveRun(Message):
@@ -202,18 +186,14 @@ class RemoveRun(Message):
     user: str
     """Owner of the job."""
     job: str
-    """Job id."""
     run_dir: str
-    """Run folder."""
 
 
 class DamagedRecord(Message):
     """A record of the pool that is ignored because it is damaged."""
 
     bucket: str
-    """Its KV bucket."""
     key: str
-    """Its key."""
     why: str
     """What is wrong with it."""
 
@@ -222,7 +202,7 @@ class DamagedRecords(Message):
     """Reply of the scheduler's `damaged`: records of the caller's jobs, for admins all."""
 
     records: list[DamagedRecord]
-    """The first of them, by bucket and key."""
+    """The first, by bucket and key."""
     total: int = Field(default=0, ge=0)
     """Number of all."""
 
@@ -233,9 +213,8 @@ class SchedulerLease(Message):
     holder: str
     """Host, process id and a random part; empty: given back."""
     epoch: int
-    """Grows with each holder, independently of clocks."""
+    """Grows with each holder."""
     beat: int = 0
-    """Grows with each renewal."""
 
 
 class LookQuestion(Message):
@@ -244,7 +223,6 @@ class LookQuestion(Message):
     files: list[Annotated[str, Field(max_length=4096)]] = Field(
         default_factory=list[str], max_length=512
     )
-    """Data files."""
     game: str = Field(default="", max_length=512)
     """Registered name, or `package.module:Class`; empty: none."""
 
@@ -255,9 +233,8 @@ class LookAnswer(Message):
     known: bool = True
     """False: not found out in time."""
     missing: list[str] = Field(default_factory=list[str])
-    """Missing files."""
     game: str = ""
-    """Where the game would be imported from; empty: nowhere, or not asked."""
+    """Where it would be imported from; empty: nowhere, or not asked."""
     lacks_game: str = ""
     """Why it cannot be imported."""
     hint: str = ""
@@ -270,7 +247,7 @@ class ModelQuestion(Message):
     model: str = Field(min_length=1, max_length=4096)
     """Folder on the node, or `owner/name` of the hub."""
     alike: bool = False
-    """Whether to give the same answer for every path without a model, existing or not."""
+    """Give the same answer for every path without a model, existing or not."""
 
 
 class ModelAnswer(Message):
@@ -279,7 +256,7 @@ class ModelAnswer(Message):
     known: bool
     """False: not found out in time."""
     missing: str = ""
-    """Why it cannot be loaded; empty: it can."""
+    """Why it cannot be loaded."""
     hint: str = ""
     """What to do about it."""
 
@@ -290,11 +267,11 @@ class GameCheckRequest(Request):
     max_bytes: ClassVar[int] = MAX_CONFIG_BYTES
 
     request_id: str = Field(min_length=1, max_length=64)
-    """Id of the check, equal in repeated requests."""
+    """Equal in repeated requests."""
     config: dict[str, Any]
     """Configuration of the job."""
     look: Literal["game", "model"] = "game"
-    """What to check: play its game, or inspect its model and conversations."""
+    """Play its game, or inspect its model and conversations."""
 
 
 class GameCheck(Message):
@@ -307,7 +284,7 @@ class GameCheck(Message):
     detail: str = Field(default="", max_length=MAX_TEXT_CHARS)
     """What was found."""
     hint: str = Field(default="", max_length=MAX_TEXT_CHARS)
-    """What to do when it is not good."""
+    """What to do if it failed."""
 
 
 class GameCheckReply(Message):
@@ -318,14 +295,13 @@ class GameCheckReply(Message):
     node: str = ""
     """The node that checked."""
     checks: list[GameCheck] = Field(default_factory=list[GameCheck])
-    """Results, in order."""
 
 
 class PlayQuestion(Message):
     """Play a game without a model, on `node.<n>.play`."""
 
     wanted: WantedActor
-    """The job's environment host; the game runs in the same sandbox."""
+    """The job's environment host, whose sandbox is used."""
     env: dict[str, Any]
     """The job's `env` section."""
     seed: int = 0
@@ -343,10 +319,9 @@ class PlayAnswer(Message):
     """Result of the check."""
 
     known: bool = True
-    """False: the node is busy with another, or cannot."""
+    """False: the node is busy with another check, or cannot."""
     trouble: str = ""
-    """Why it did not complete; empty: it did."""
+    """Why it did not complete."""
     hint: str = ""
     """What to do about that."""
     checks: list[GameCheck] = Field(default_factory=list[GameCheck])
-    """Results, in order."""

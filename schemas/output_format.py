@@ -80,9 +80,9 @@ class OutputFormat(Message):
     """
 
     json_schema: dict[str, Any] | bool | None = None
-    """Schema of a JSON answer; null: none."""
+    """Schema of a JSON answer."""
     functions: list[str] = Field(default_factory=list[str], max_length=1024)
-    """Names of the tools, of which at least one is called."""
+    """Tools, of which at least one is called."""
     is_single: bool = False
     """Exactly one tool is called."""
 

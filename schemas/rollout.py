@@ -61,8 +61,8 @@ class Teaching(Message):
         known = [one for one in (self.prompt, self.top_ids) if one is not None]
         if any(((one < 0) | (one >= vocab_size)).any() for one in known):
             return f"a teacher's token ids must be from 0 to {vocab_size - 1}"
-        told = [one for one in (self.logprobs, self.top_logprobs) if one is not None]
-        if not all((np.isfinite(one) & (one <= 1e-3)).all() for one in told):
+        arrays = [array for array in (self.logprobs, self.top_logprobs) if array is not None]
+        if not all((np.isfinite(array) & (array <= 1e-3)).all() for array in arrays):
             return "a teacher's logprobs must be finite and at most 0"
         return ""
 
@@ -88,43 +88,42 @@ class Trajectory(Message):
     """int32[T]: policy version of generated tokens; -1 elsewhere."""
     experts: ExpertArray | None = None
     """uint8[T - 1, L, M]: the M experts that read each token but the last in each of L expert
-    layers, when the engine first computed it; null: not recorded (`algorithm.router_replay`)."""
+    layers; null: not recorded (`algorithm.router_replay`)."""
     teaching: Teaching | None = None
-    """Input for or output of its teacher (`algorithm.teacher`)."""
+    """Its teacher's data (`algorithm.teacher`)."""
     turn_ends: IntVector
     """int32[K]: position of each turn's last generated token, ascending."""
     rewards: FloatVector
     """float32[K]: reward of each turn."""
     finish: Finish = "done"
-    """Why the episode ended: the game, the turn limit, the token limit, or a step timeout
+    """Why it ended: the game, the turn limit, the token limit, or a step timeout
     (`env.on_step_timeout`)."""
     finish_reasons: list[Literal["stop", "length"]] = Field(
         default_factory=list[Literal["stop", "length"]]
     )
-    """Why each turn ended: a stop token, or its token limit; empty: unknown."""
+    """Of each turn; empty: unknown."""
     role: str = ""
     """Role; empty in a single-agent game."""
     episode: int = Field(default=-1, ge=-1)
-    """Episode within the group, if an episode has several rows, which then count as one; -1: a
-    whole episode."""
+    """Episode within the group, if it has several rows, which count as one; -1: a whole episode."""
     kind: str = Field(default="", max_length=32)
-    """Kind of row: main, sub-agent, compacted, edited or sample; empty: all."""
+    """main, sub-agent, compacted, edited or sample."""
     calls: CallPlaces | None = None
-    """Positions of its turns among an agent episode's calls; null: consecutive."""
+    """Places of its turns among an agent episode's calls; null: consecutive."""
     opponents: dict[str, int] = Field(default_factory=dict[str, int])
-    """Roles played by an earlier version, and that version; they have no trajectories."""
+    """Roles played by an earlier version, with that version; they have no trajectories."""
     greedy: bool = False
-    """The greedy baseline of remax, not trained."""
+    """Remax's baseline, not trained."""
     seed: int = Field(default=0, ge=0)
     """Seed of the game's random generator."""
     messages: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
-    """The conversation for people; its images are those of the first prompt."""
+    """For people; images are those of the first prompt."""
     info: dict[str, Any] = Field(default_factory=dict[str, Any])
     """`info` of the game's last step."""
     host: str = ""
     """Environment host of the game."""
     data_source: str = ""
-    """`data_source` of the row; scores are reported by it."""
+    """The row's, by which scores are reported."""
     num_tries: int = Field(default=1, ge=1)
     """1 + number of failed tries."""
     failures: list[Blame] = Field(default_factory=list[Blame])
@@ -205,31 +204,30 @@ class Group(Message):
     """Largest size that a server can be configured for (`max_payload`)."""
 
     task: Task
-    """The issued task."""
     trajectories: list[Trajectory] = Field(default_factory=list[Trajectory], max_length=1 << 16)
     """One per episode, and per role in a game with roles; a greedy baseline comes last. Rows of an
     agent's episode are adjacent, the main one first. A row omits what it shares with the previous
     one: `shared` holds the number of these tokens (none generated in this row) and messages."""
     images: list[bytes] = Field(default_factory=list[bytes])
-    """Encoded images, named in messages by their index here."""
+    """Encoded, named in messages by index."""
     error: Blame | None = None
     """Why the task failed."""
     source: str
-    """The generator or external agent that appended it."""
+    """The generator or external agent."""
     kv_on_swap: Literal["keep", "recompute"] = "keep"
-    """How the engine treats KV caches at a weight swap."""
+    """KV caches at a weight swap."""
     started: float = 0.0
-    """Start of the first episode, in seconds since the epoch."""
+    """Start of the first episode."""
     finished: float = 0.0
-    """End of the last episode, in seconds since the epoch."""
+    """End of the last episode."""
     tokens_wasted: int = Field(default=0, ge=0)
     """Generated tokens of failed tries."""
     tokens_continued: int = Field(default=0, ge=0)
-    """Generated tokens of `trajectories` taken over from another generator's segments."""
+    """Generated tokens of `trajectories` from another generator's segments."""
     tokens_cut: list[int] = Field(default_factory=list[int])
-    """Generated tokens of each oversampled episode that was cut: lower bounds of their lengths."""
+    """Generated tokens of each cut episode (`rollout.oversample`)."""
     weights_s: float = Field(default=0.0, ge=0)
-    """Seconds that its generator waited for new enough weights."""
+    """Wait for new enough weights."""
     time_use: dict[str, float] = Field(default_factory=dict[str, float])
     """Seconds since the generator's last group, by activity (see `StepTrace`)."""
 
@@ -258,8 +256,10 @@ class Group(Message):
         if (self.error is None) == (not self.trajectories):
             raise ValueError("a group has trajectories, or an error and none")
         expected = self.task.group_size
-        told = [(rows[0].role, rows[0].episode) for rows in self.episodes if rows[0].episode >= 0]
-        if len(told) != len(set(told)):
+        numbered = [
+            (rows[0].role, rows[0].episode) for rows in self.episodes if rows[0].episode >= 0
+        ]
+        if len(numbered) != len(set(numbered)):
             raise ValueError(f"the rows of an episode of task {self.task.task} stand apart")
         for role, count in Counter(rows[0].role for rows in self.episodes).items():
             # A game may end before a role's first turn: that role has fewer conversations.
@@ -449,9 +449,9 @@ def check_group(group: Group, *, vocab_size: int, max_tokens: int, version: int)
 def _further_rewards(episodes: Iterable[Trajectory]) -> NDArray[np.float64]:
     """Return the rewards posted for calls, episodes and branches."""
     places = [item.calls for item in episodes if item.calls is not None]
-    found = [one.outcome for one in places]
-    found += [branch.reward for one in places for branch in one.rewarded]
-    found += [float(reward) for one in places for reward in one.rewards]
+    found = [place.outcome for place in places]
+    found += [branch.reward for place in places for branch in place.rewarded]
+    found += [float(reward) for place in places for reward in place.rewards]
     return np.array(found, np.float64)
 
 
@@ -482,35 +482,35 @@ class LoggedCall(Message):
     parent: int | None = Field(default=None, ge=0)
     """Call that it continues; null: none."""
     follows: int | None = Field(default=None, ge=0)
-    """Call whose history it continues after rendering it anew."""
+    """Call whose history it continues, rendered anew."""
     context: bytes
-    """Digest of the tools and of what else shapes the prompt."""
+    """Digest of all that shapes the prompt, such as tools."""
     given: list[CallMessage]
     """Messages since the parent's answer."""
     num_given: int = Field(ge=0)
-    """Tokens of the segment for these messages; the rest is generated."""
+    """The segment's tokens for these messages; the others are generated."""
     name: str
     """Prefix of its tool call ids."""
     has_tools: bool
-    """Whether text that looks like a tool call is one."""
+    """Texts that look like tool calls are calls."""
     is_thinking: bool
-    """Whether the prompt has opened the answer's reasoning."""
+    """The prompt has opened the reasoning."""
     prefill: str = ""
     """Beginning of the answer, written by the program."""
     text: str | None = None
-    """Text sent to the program, if it differs from the tokens (cut at a stop text)."""
+    """Text sent to the program, if not that of the tokens (cut at a stop text)."""
     finish: Literal["stop", "length"]
     """Why it ended."""
     num_seen: int = Field(ge=0)
-    """Number of calls that had ended when it was requested."""
+    """Calls that had ended when it was requested."""
     branch: str = Field(default="", max_length=32)
     """Why it is not its parent's only continuation."""
     masked: float = Field(default=0.0, ge=0)
-    """Sum over its tokens of the probability removed by the answer's format."""
+    """Probability removed by the answer's format, summed over its tokens."""
     request: bytes
     """Digest of the request, prompt and limits; it may answer an equal request."""
     asked: str = Field(default="", max_length=64)
-    """Id of the request from the program's proxy, for retries."""
+    """Id from the program's proxy, for retries."""
 
 
 class Segment(Message):
@@ -522,7 +522,7 @@ class Segment(Message):
     """
 
     delivery: int = Field(ge=1)
-    """How often the task had been delivered when its writer got it; never decreases."""
+    """Deliveries of the task when its writer got it; never decreases."""
     writer: str
     """The generator, its process and its lease of the task."""
     episode: str = ""
@@ -530,26 +530,21 @@ class Segment(Message):
     host: str = Field(default="", pattern=f"^$|{NAME_PATTERN}")
     """Environment host of the episode."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the episode's sampling; turns count up from it."""
+    """Seed of sampling; turns count up from it."""
     start: int = Field(ge=0)
-    """Position of the first token in the conversation. 0: the episode starts anew, and earlier
-    segments are void."""
+    """Position of the first token. 0: the episode starts anew, earlier segments are void."""
     token_ids: IntVector
-    """int32[T]: prompt, generated tokens and observations, in order."""
     mask: MaskVector
-    """uint8[T]: 1 where the policy generated the token, 0 elsewhere."""
     logprobs: FloatVector
-    """float32[T]: behaviour log-prob of generated tokens before top-p/top-k; 0 elsewhere."""
     versions: IntVector
-    """int32[T]: policy version of generated tokens; -1 elsewhere."""
     turn_ends: list[int] = Field(default_factory=list[int])
-    """Positions of the last tokens of turns that ended."""
+    """Last tokens of turns that ended."""
     rewards: list[float] = Field(default_factory=list[float])
     """Rewards of answered turns."""
     observations: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
     """Observations, as chat messages."""
     call: LoggedCall | None = None
-    """For programs: the call whose tokens these are."""
+    """Of programs: the call of these tokens."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

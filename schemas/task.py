@@ -12,31 +12,34 @@ from .wire.message import MAX_CHARS, Message, with_last
 class Task(Message):
     """One prompt to be rolled out, on the work-queue stream `task.<n>`.
 
-    It names a data row or a seed. The environment host, which has the data, makes the prompt.
+    It names a data row or a seed. The environment host, which has the data, makes the prompt. A
+    task of a validation is on `validation.task.<version>.<n>`.
     """
 
     task: int = Field(ge=0)
-    """Number of the task within its job."""
+    """Its number within the job."""
     sample: int | None = None
-    """Row of the training data; null: the game generates its states."""
+    """Row of the training data; null: generated state."""
     seed: int = Field(ge=0)
-    """Seed of the group; episodes derive theirs from it."""
+    """Episodes derive theirs from it."""
     index: int | None = Field(default=None, ge=0)
-    """Position in the job's data order; null: a client's own task."""
+    """Position in the data order; null: a client's own task."""
     item: int | None = Field(default=None, ge=0)
-    """Choice of the curriculum: a row, or a seed."""
+    """The curriculum's choice: a row or seed."""
     chosen_at: int | None = Field(default=None, ge=0)
-    """Version after whose success rates it was chosen."""
+    """Version of the success rates behind that choice."""
     reissue_of: int | None = Field(default=None, ge=0)
-    """Number of the dropped task that it replaces."""
+    """The dropped task that it replaces."""
     tries: int = Field(default=0, ge=0, le=100)
-    """How often it was issued before without a trainable result."""
+    """Earlier issues without a trainable result."""
     min_version: int = Field(default=0, ge=0)
-    """Oldest version with which a generator may start it."""
+    """Oldest version that may generate it."""
+    version: int | None = Field(default=None, ge=0)
+    """Version that it validates; null: a training task."""
     group_size: int = Field(ge=1, le=4096)
     """Number of episodes."""
     issued: float = 0.0
-    """When the learner issued it, in seconds since the epoch; 0: a client made it."""
+    """By the learner; 0: a client made it."""
     greedy_baseline: bool = False
     """Add a greedy episode, for remax."""
     reset_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -48,8 +51,10 @@ class Task(Message):
         return self.index, self.sample, self.item, self.seed
 
     def named_at(self, at: str) -> str:
-        """Return the subject of its number."""
-        return with_last(at, self.task)
+        """Return the subject of its number, and of the version that it validates."""
+        if self.version is None:
+            return with_last(at, self.task)
+        return f"{with_last(at.rpartition('.')[0], self.version)}.{self.task}"
 
 
 class Blame(Message):
@@ -60,7 +65,7 @@ class Blame(Message):
     code: str
     """Stable error code."""
     message: str
-    """What happened, with which value; a game's traceback if there is one."""
+    """What happened, with which value; a game's traceback."""
     hint: str = ""
     """What to do about it."""
 
@@ -75,9 +80,7 @@ class DeadLetter(Message):
     """A task that failed its last try, on `dead`."""
 
     task: Task
-    """The issued task."""
     blame: Blame
-    """The last error."""
     num_attempts: int = Field(ge=1)
     """Number of tries."""
     source: str
@@ -95,9 +98,9 @@ class Dropped(Message):
     """A log entry that the learner did not train, and why."""
 
     seq: int = Field(ge=1)
-    """Sequence of the entry in the rollout log."""
+    """In the rollout log."""
     task: int | None
-    """Task number; null: the entry is malformed."""
+    """null: the entry is malformed."""
     reason: DropReason
     """Why it is not trained."""
 
@@ -110,17 +113,19 @@ class BatchRecord(Message):
     """
 
     step: int = Field(ge=1)
-    """The step, and the version that it makes."""
+    """Also the version that it makes."""
     seqs: list[int] = Field(min_length=1)
-    """Sequences in the rollout log, in training order."""
+    """Of the rollout log, in training order."""
     tasks: list[int]
     """Task numbers of `seqs`."""
     dropped: list[Dropped] = Field(default_factory=list[Dropped])
     """Entries skipped since the last record."""
     oldest: int = Field(default=0, ge=0)
-    """Tokens of earlier versions are context only, not trained."""
+    """Tokens of earlier versions are context only."""
     seed: int = Field(ge=0)
     """Seed of the step's randomness."""
+    microbatch_tokens: int = Field(default=0, ge=0)
+    """Tokens per forward and backward pass of the step; 0: as configured."""
     digest: str
     """SHA-256 over the SHA-256 digests of the groups' payloads, in order."""
     learner: str

@@ -22,7 +22,7 @@ class Quota(Message):
     """
 
     max_slots: Bound = None
-    """Slots of the user's jobs at once."""
+    """Slots at once."""
     weight: float = Field(default=1.0, gt=0)
     """Share of the pool among waiting users."""
     max_priority: Priority = MAX_PRIORITY
@@ -32,8 +32,7 @@ class Quota(Message):
     max_live_jobs: Bound = 64
     """Jobs that have not ended."""
     max_actors: Bound = 256
-    """Processes of the user's jobs at once, also those without slots (environment hosts,
-    evaluators)."""
+    """Processes of jobs at once, also those without slots (environment hosts, evaluators)."""
     max_stored_bytes: Bound = 1 << 40
     """Bytes at the broker: what `limits` allows streams of live jobs, and what those of ended jobs
     hold."""
@@ -65,7 +64,7 @@ class QuotaReply(Quota):
     """A user's quota and its use: reply of the scheduler's `quota`."""
 
     held: dict[str, int] = Field(default_factory=dict[str, int])
-    """Use by name of the bound, where the scheduler knows it."""
+    """Use by name of the bound, as far as the scheduler has it."""
 
 
 class UserInfo(Quota):
@@ -76,9 +75,8 @@ class UserInfo(Quota):
     role: UserRole = "user"
     """An admin manages users and may read and stop all jobs."""
     created: float
-    """Seconds since the epoch."""
     expires: float | None = None
-    """Expiry of the key, in seconds since the epoch; null: never."""
+    """Expiry of the key; null: never."""
     revoked: float | None = None
     """When the user was revoked."""
 
@@ -102,7 +100,6 @@ class Invitation(Message):
     uses_left: int = Field(ge=0)
     """Remaining uses."""
     expires: float
-    """Expiry, in seconds since the epoch."""
     key_days: float
     """Lifetime of the new users' keys in days; 0: for ever."""
     max_slots: int | None = None
@@ -119,9 +116,7 @@ class AddUser(Request):
     """Made by the client; for two minutes a repeated id returns the same key."""
 
     user: str
-    """Name."""
     role: UserRole = "user"
-    """Role."""
     days: float = Field(default=365.0, ge=0)
     """Lifetime of the key in days; 0: for ever."""
     max_slots: int | None = Field(default=None, ge=0)
@@ -134,7 +129,6 @@ class NameUser(Request):
     """Name one user: `revoke`."""
 
     user: str
-    """Name."""
 
 
 class RotateKey(Request):
@@ -144,47 +138,30 @@ class RotateKey(Request):
     """Made by the client; for two minutes a repeated id returns the same key."""
 
     user: str
-    """Name."""
     days: float = Field(default=365.0, ge=0)
     """Lifetime of the key in days; 0: for ever."""
 
 
 class SetQuota(Request):
-    """Change a user's quota: `quota`. null leaves a value as it is, -1 removes the bound. The keys
-    are those of [Quota](#quota)."""
+    """Change a user's quota: `quota`. The keys are those of `Quota`; null leaves a value as it is,
+    -1 removes the bound."""
 
     user: str
-    """Name."""
     weight: float | None = Field(default=None, gt=0)
-    """Share of the pool."""
     max_priority: Priority | None = None
-    """Highest priority that the user's jobs may have."""
     max_slots: Wish = None
-    """See Quota, as all below; -1: no bound."""
     max_jobs: Wish = None
-    """Jobs that are kept."""
     max_live_jobs: Wish = None
-    """Jobs that have not ended."""
     max_actors: Wish = None
-    """Processes of jobs."""
     max_stored_bytes: Wish = None
-    """Bytes of streams."""
     max_record_bytes: Wish = None
-    """Bytes of records."""
     max_evaluations: Wish = None
-    """Evaluations."""
     max_tinker_tokens: Wish = None
-    """Tokens of programs that speak the Tinker API."""
     max_requests: Wish = None
-    """Requests at once."""
     max_connections: Wish = None
-    """Connections."""
     max_subscriptions: Wish = None
-    """Subscriptions."""
     max_messages_s: Wish = None
-    """Messages a second."""
     max_bytes_s: Wish = None
-    """Bytes a second."""
 
 
 class Invite(Request):
@@ -223,21 +200,19 @@ class NewKey(Message):
     user: str = ""
     """Its user."""
     expires: float | None = None
-    """Expiry, in seconds since the epoch; null: never."""
+    """null: never."""
 
 
 class UserReply(Message):
     """One user."""
 
     user: UserInfo
-    """What is known."""
 
 
 class UserList(Message):
     """Users, by name."""
 
     users: list[UserInfo]
-    """Users."""
     more: bool = False
     """There are more: repeat with the last name as `after`."""
 
@@ -255,7 +230,6 @@ class JobKeyRequest(Message):
     user: str
     """Owner of the job."""
     job: str
-    """Job id."""
     actor: str
     """Name of the actor."""
     attempt: int
@@ -283,11 +257,9 @@ class AuditRequest(Request):
     """Read the newest audit records: `audit`."""
 
     limit: int = Field(default=200, ge=1, le=2000)
-    """Largest number of records."""
 
 
 class AuditList(Message):
     """Audit records, newest first."""
 
     records: list[AuditRecord]
-    """The records."""

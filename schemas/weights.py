@@ -23,7 +23,6 @@ class TensorEntry(Message):
     dtype: str
     """`float32`, `bfloat16` or `float16`."""
     shape: list[int]
-    """Shape."""
     offset: int = Field(ge=0)
     """First byte within the payload."""
     num_bytes: int = Field(ge=0)
@@ -38,7 +37,6 @@ class Difference(Message):
     base_digest: str
     """BLAKE3 of the base's payload, which must match."""
     num_bytes: int = Field(ge=0)
-    """Size."""
     digest: str
     """BLAKE3 of the difference itself."""
     location: str
@@ -67,7 +65,6 @@ class Manifest(Message):
     """For a delta: from the previous version, and from its anchor, the newest full one, if that is
     another. For an anchor: from the previous version, if smaller."""
     published: float
-    """Seconds since the epoch."""
     host: str = ""
     """Host name of the learner."""
     files: dict[str, str] = Field(default_factory=dict[str, str])
@@ -83,7 +80,7 @@ class Manifest(Message):
     def stored_bytes(self) -> int:
         """Bytes stored for it."""
         whole = self.num_bytes if self.location else 0
-        return whole + sum(one.num_bytes for one in self.differences)
+        return whole + sum(difference.num_bytes for difference in self.differences)
 
 
 class WeightsAnnouncement(Message):
@@ -99,13 +96,12 @@ class JoinRound(Message):
     receiver: str = Field(max_length=64)
     """Unique name."""
     version: int = Field(ge=0)
-    """The version."""
     location: str = Field(pattern=r"^v\d{1,18}-[0-9a-f]{8}$")
     """The learner's name for the version, from the manifest."""
     num_bytes: int = Field(ge=0)
     """Size of the payload, from the manifest."""
     device: Literal["cpu", "cuda"]
-    """Where the receiver wants it."""
+    """Device of the receiver."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the TCPStore that it is connected to; 0: none."""
     group: str = Field(default="", max_length=64)

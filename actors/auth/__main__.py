@@ -11,7 +11,7 @@ from .service import run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the auth service until it is told to stop; return the exit code."""
+    """Run the auth service until it is stopped; return the exit code."""
     parser = service_parser("auth")
     parser.add_argument("--name", default="auth", help="name (default: auth)")
     arguments = parser.parse_args(argv)

@@ -62,7 +62,7 @@ class Authenticator:
         self._job_secret = job_secret
 
     async def admit(self, user: str, secret: str) -> Admission:
-        """Return what somebody may do; raises AuthError, which tells why not."""
+        """Return a client's permissions; raises AuthError with the reason of a refusal."""
         if user == "job":
             of_program = secret.startswith(EPISODE_KEY)
             return await (self._program(secret) if of_program else self._process(secret))
@@ -102,7 +102,7 @@ class Authenticator:
         )
 
     async def _program(self, key: str) -> Admission:
-        """Let in who has the key of an episode, for as long as its job runs."""
+        """Admit a client with the key of an episode while its job runs."""
         identity = check_episode_key(key, self._job_secret)
         if identity is None:
             raise AuthError("no key of an episode of this pool")
@@ -132,7 +132,7 @@ def check_record(record: UserRecord | None, key: str) -> None:
 
 
 def check_invitation(invitation: Invitation, code: str) -> None:
-    """Raise AuthError unless `code` is that of the invitation, and somebody may still use it."""
+    """Raise AuthError unless `code` is that of the invitation, with uses left."""
     if not is_same(invitation.code_hash, key_hash(code)):
         raise AuthError("no invitation", hint="ask an admin for one")
     if invitation.uses_left < 1 or invitation.expires < time.time():
@@ -147,7 +147,7 @@ _UNLIMITED = {"data": -1, "payload": -1}
 
 
 class LoginRequest(NamedTuple):
-    """What nats-server tells of somebody who wants in."""
+    """A log-in as nats-server reports it."""
 
     server: str
     """Id of the server."""
@@ -274,7 +274,7 @@ class Logins:
         user: Callable[[str], UserRecord | None],
         job_secret: bytes,
     ) -> None:
-        """Let `authenticator` decide; `user` knows the records of users without asking anybody."""
+        """Let `authenticator` decide; `user` returns records of users from memory."""
         self._authenticator = authenticator
         self._issuer = issuer
         self._audit = audit
@@ -287,8 +287,8 @@ class Logins:
         self._program_rates = Rates(PROGRAM_LOGINS_S, PROGRAM_LOGINS_AT_ONCE)
         self._refusals = Rates(_REFUSALS_S, int(_REFUSALS_S))
 
-    def take(self, message: Msg) -> None:
-        """Begin to answer one question, or turn somebody away who asks too often."""
+    def handle_login(self, message: Msg) -> None:
+        """Begin to answer one log-in, or refuse a client with too many."""
         try:
             request = read_request(message.data)
         except MessageError as error:
@@ -307,7 +307,7 @@ class Logins:
         await self._queue.settle(deadline_s)
 
     def _line(self, request: LoginRequest) -> str:
-        """Return in which line somebody waits: in nobody else's, whatever he says of himself."""
+        """Return the queue of a log-in, which depends on nothing that the client claims."""
         if request.user == "job":
             identity = check_job_key(request.password, self._job_secret)
             if identity is not None:
@@ -377,7 +377,7 @@ class Logins:
 
 
 def _named(line: str, request: LoginRequest) -> str:
-    """Return who is named as refused: somebody with a key, or what he called himself."""
+    """Return the name for a refusal: the user of the key, or what the client claims."""
     kind, _, name = line.partition(" ")
     return request.user if kind == "address" else name
 

@@ -50,7 +50,7 @@ class Connection(NamedTuple):
 
     @property
     def key(self) -> tuple[str, int]:
-        """What tells it from all others."""
+        """Its unique key."""
         return self.server, self.number
 
 
@@ -112,7 +112,7 @@ async def _request_page(system: Client, query: dict[str, Any]) -> list[Connectio
         if heard:
             return found
         raise DeadlineError(
-            f"no server told its connections within {_FIRST_S:g} s", hint="it may be overloaded"
+            f"no server listed its connections within {_FIRST_S:g} s", hint="it may be overloaded"
         ) from error
     finally:
         await subscription.unsubscribe()
@@ -156,7 +156,7 @@ class JobConnection(NamedTuple):
 
     @classmethod
     def of(cls, identity: JobIdentity) -> "JobConnection":
-        """Return it for whoever was let in with a job key."""
+        """Return it for a client admitted with a job key."""
         return cls(identity.user, identity.job, identity.attempt)
 
     @classmethod
@@ -238,7 +238,7 @@ class UserConnections:
         *,
         look_s: float = LOOK_S,
     ) -> None:
-        """Ask through the server's `system` account; `quota` knows those of users."""
+        """Ask through the server's `system` account; `quota` returns users' quotas."""
         self._system = system
         self._audit = audit
         self._quota = quota
@@ -276,7 +276,7 @@ class UserConnections:
         return sum(self._count[name] for name in names)
 
     def expect(self, name: str) -> None:
-        """Count one that is let in and not told of yet."""
+        """Count an admitted connection that the server has not listed yet."""
         self._expected.setdefault(name, []).append(time.monotonic())
 
     def shut_out_s(self, name: str) -> float:
@@ -359,7 +359,7 @@ class UserConnections:
         audited = self._audit.refused(name, "flood", f"{why}: shut out for {SHUT_OUT_S:g} s")
         await asyncio.gather(
             audited, disconnect_user(self._system, name)
-        )  # told before log-ins use up his bound
+        )  # before log-ins use up the bound
 
     async def _end_process(self, one: Connection, why: str) -> None:
         await close_connection(self._system, one)
@@ -400,7 +400,7 @@ def _excess_of(process: JobConnection, rate: _Rate) -> str:
 
 
 def _parse_event(message: Msg) -> tuple[_Key, str]:
-    """Return which connection the server tells of, and its user."""
+    """Return the connection in a report of the server, and its user."""
     reply: Any = json.loads(message.data)
     client = reply["client"]
     return (str(reply["server"]["id"]), int(client["id"])), str(client.get("user", ""))

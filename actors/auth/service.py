@@ -39,7 +39,7 @@ from .user_requests import UserRequests
 
 
 class JobKeys:
-    """Signs keys for actors that a live job has."""
+    """Signs keys for actors of live jobs."""
 
     def __init__(self, jobs: JobStore, secret: bytes) -> None:
         """Sign with `secret`."""
@@ -47,7 +47,7 @@ class JobKeys:
         self._secret = secret
 
     async def open(self, service: Service) -> None:
-        """Answer nodes; nobody else may publish there."""
+        """Answer nodes; no one else may publish there."""
         await service.endpoint("job-key", rpc("node", "keys", "job"), JobKeyRequest, self._sign)
 
     async def _sign(self, request: JobKeyRequest) -> NewKey:
@@ -69,14 +69,14 @@ class JobKeys:
 
 
 class EpisodeSecrets:
-    """Tells the hosts of a live job what they sign the keys of its episodes with.
+    """Gives the hosts of a live job the secret with which they sign keys of episodes.
 
-    Who may ask may do what these keys are good for anyway: he is the job's user, or one of its
+    A caller may do what these keys permit anyway: it is the job's user, or one of its
     environment hosts. They ask once, so that episodes begin while no auth service is there, too.
     """
 
     def __init__(self, jobs: JobStore, pool_secret: bytes) -> None:
-        """Derive what is told from `pool_secret`."""
+        """Derive secrets from `pool_secret`."""
         self._jobs = jobs
         self._pool_secret = pool_secret
 
@@ -122,7 +122,7 @@ async def serve(
     """Serve with these secrets until `context.stopping` is set.
 
     Every `look_s` the connections of jobs that ended more than `grace_s` ago are closed; every
-    `load_s` it is looked who sends too much.
+    `load_s` floods are looked for.
     """
     async with request_connection(context.broker, context.stopping) as requests:
         if requests is not None:
@@ -169,7 +169,7 @@ async def _answer(
         await JobKeys(jobs, job_secret).open(context.service)
         await EpisodeSecrets(jobs, job_secret).open(asking)
         await store.open()
-        await listen(callout, CALLOUT, logins.take, queue="auth")
+        await listen(callout, CALLOUT, logins.handle_login, queue="auth")
         context.set_state("working")
         async with asyncio.TaskGroup() as tasks:
             ends = JobEnds(system, jobs, every_s=times.look_s, grace_s=times.grace_s)

@@ -63,7 +63,7 @@ class UserCache:
     """The users as of a moment ago."""
 
     def __init__(self, broker: Broker) -> None:
-        """Know nobody yet; `open` reads all."""
+        """Start without users; `open` reads them."""
         self._mirror = Mirror(broker, BUCKET_USERS, UserRecord, prefix=USER)
         self._changed = asyncio.Event()
 
@@ -191,7 +191,7 @@ class StoreProxy:
     ) -> None:
         """Hear guests and pass on what they ask over `requests`; look things up with `broker`.
 
-        `bounds` knows what guests may add, `bound` how many requests of a user may run at once.
+        `bounds` has what guests may add, `bound` how many requests of a user may run at once.
         """
         self._requests = requests
         self._broker = broker
@@ -221,7 +221,8 @@ class StoreProxy:
         await self.share.settle(_SETTLE_S)
 
     def _take(self, message: Msg) -> None:
-        """Answer when it is the user's turn; beyond his bound it is dropped, and asked again."""
+        """Answer when it is the user's turn; beyond the user's bound it is dropped, and asked
+        again."""
         if message.reply.startswith(INBOXES):
             user = message.subject.split(".")[3]
             self.share.submit(user, lambda: self._answer(message), len(message.data))
@@ -241,7 +242,7 @@ class StoreProxy:
             await self._refuse(message, " — ".join(filter(None, (error.message, error.hint))))
         except ConnectionLost:  # dropped with all that waited: the guest asks again
             return
-        except errors.TinkermqError as error:  # the guest's deadline ends it, and he asks again
+        except errors.TinkermqError as error:  # the guest's deadline ends it; the guest asks again
             _log.warning("store_request_failed", subject=message.subject, error=error.message)
 
     async def _get(self, guest: Guest, rest: str, message: Msg) -> None:
@@ -279,7 +280,7 @@ class StoreProxy:
             )
 
     async def _exists(self, stream: str, message: Msg) -> bool:
-        """Whether a stream is there; if not, says so: nobody else would tell the guest."""
+        """Return whether a stream exists; if not, reply so to the guest."""
         now = asyncio.get_running_loop().time()
         if now - self._known.get(stream, float("-inf")) < _KNOWN_S:
             return True
@@ -303,7 +304,7 @@ class StoreProxy:
 
 
 def read_subject(subject: str) -> tuple[Guest, str, str]:
-    """Return who asks, what for, and of what; raises MessageError."""
+    """Return user, request and stream; raises MessageError."""
     parts = subject.split(".")
     if parts[2] == "rpc":
         guest, rest = Guest(parts[3]), parts[5:]
@@ -312,7 +313,7 @@ def read_subject(subject: str) -> tuple[Guest, str, str]:
     else:
         guest, rest = Guest(parts[3], parts[4], parts[6]), parts[7:]
     if len(rest) < 2:
-        raise errors.MessageError(f"{subject} does not say what is asked for")
+        raise errors.MessageError(f"{subject} names no request")
     return guest, rest[0], ".".join(rest[1:])
 
 

@@ -1,4 +1,4 @@
-"""Requests about users, by admins and by users themselves. The subject names who asks."""
+"""Requests about users, by admins and by users themselves. The sender is that of the subject."""
 
 import asyncio
 import time

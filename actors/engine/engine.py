@@ -64,6 +64,8 @@ class Sampling:
     """Divides positive logits of tokens of the prompt or drawn, and multiplies negative ones."""
     num_top: int = 0
     """Tell so many of the likeliest tokens in the place of each."""
+    stream_every: int = 1
+    """`on_token` may be called with so many tokens at once, and is with fewer at the end."""
 
     @property
     def is_constrained(self) -> bool:
@@ -169,7 +171,7 @@ class EngineStats:
     last_pause_s: float
     """How long decoding stood still at the last weight swap."""
     paused_s: float
-    """How long it stood still at all swaps so far."""
+    """How long it stood still so far, at swaps and asleep."""
     cache_bytes: int
     """Memory of the KV cache, that of cached prefixes included."""
 
@@ -233,6 +235,20 @@ class Engine(Protocol):
         anew (`recompute`). Raises EngineError listing names that are missing, unknown or of the
         wrong shape; the weights then stay as they were.
         """
+        ...
+
+    async def sleep(self) -> None:
+        """Free the memory of the weights and of keys and values, between two decode steps.
+
+        Running requests stand still and new ones wait: after `wake` they go on, with their keys
+        and values computed anew. The weights lie in the machine's memory. All other methods may be
+        called meanwhile; `load_weights` returns when the weights are those of the first step after
+        `wake`. Nothing happens if it sleeps already. Raises EngineError when the engine failed.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory back and go on; nothing happens if it is awake."""
         ...
 
     def cancel(self, request_id: str) -> None:
@@ -320,6 +336,10 @@ class Meter:
         """Count a pause of decoding for new weights."""
         self.last_pause_s = pause_s
         self.paused_s += pause_s
+
+    def slept(self, seconds: float) -> None:
+        """Count a time asleep."""
+        self.paused_s += seconds
 
     def mark(self) -> None:
         """Remember the counters of now, at times; call it after each step."""

@@ -1,19 +1,26 @@
-"""Weight updates of an engine: fetch the newest version, swap it in, notify who waits for it."""
+"""Weight updates of an engine: fetch the newest version, swap it in, notify who waits for it.
+
+A validation pins the engines to its version: newer ones wait until it has ended. For a version
+older than the loaded one the engines go back, once no episode runs that began with a newer one.
+"""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 
 import structlog
 import torch
 
 from ...broker.weights.payloads import TensorBytes
 from ...broker.weights.store import WeightStore
+from ...schemas.weights import Manifest
 from ...schemas.wire.errors import DeadlineError, EngineError, NotFoundError
 from ..weights.job_weights import as_sources
 from ..weights.tensors import TensorSource, as_tensor, shape_of
 from .engine import Engine, KvOnSwap
 
 _POLL_S = 30.0
+_LOOK_S = 2.0
 _GONE_S = 0.1
 _log = structlog.get_logger()
 
@@ -34,14 +41,21 @@ class WeightFollower:
         self._store = store
         self._engines = engines
         self._kv: KvOnSwap = kv
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
+        self._swap = asyncio.Lock()
+        self._pinned: int | None = None
+        self._may_load = asyncio.Event()
+        """Cleared while a learner on the same GPU trains: there is no room for weights."""
+        self._may_load.set()
+        self._num_users = 0
+        self._newest = -1
         self.version = -1
         """Version that is loaded; -1 before the first."""
 
     async def follow_versions(self) -> None:
         """Load every newest version, for ever."""
         while True:
-            manifest = await self._store.wait_newer(self.version, timeout_s=_POLL_S)
+            manifest = await self._newer()
             if manifest is None:
                 continue
             try:
@@ -53,15 +67,131 @@ class WeightFollower:
             except DeadlineError as error:  # whatever serves goes on with what it has
                 _log.warning("weights_late", version=manifest.version, error=error.message)
                 continue
-            await load_policies(self._engines, manifest.version, tensors, self._kv)
-            async with self._changed:
-                self.version = manifest.version
-                self._changed.notify_all()
+            await self._advance(manifest.version, tensors)
 
     async def wait_for(self, version: int) -> None:
         """Wait until the engine is at `version` or newer."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.version >= version)
+        await self._until(lambda: self.version >= version)
+
+    def hold(self) -> None:
+        """Load nothing from now on, until `release`."""
+        self._may_load.clear()
+
+    def release(self) -> None:
+        """Load versions again."""
+        self._may_load.set()
+
+    async def until_room(self) -> None:
+        """Wait until there is room for new weights."""
+        await self._may_load.wait()
+
+    async def may_wake(self, version: int) -> None:
+        """Wait until engines that sleep have what they are to go on with: `version` or a newer one,
+        or the one at which they are kept."""
+        await self._until(lambda: self.version >= version or self._pinned is not None)
+
+    @asynccontextmanager
+    async def using(self, version: int) -> AsyncIterator[None]:
+        """Wait for `version` or a newer one; the engines go back to no older one in the block."""
+        await self._until(lambda: self.version >= version and not self.is_back)
+        self._num_users += 1
+        try:
+            yield
+        finally:
+            self._num_users -= 1
+            self._notify()
+
+    async def pin(self, version: int) -> None:
+        """Load exactly this version, and keep the engines at it until `unpin`; one at a time.
+
+        Waits for a version that is not published yet. Raises NotFoundError for one that was
+        removed, and what `WeightStore.fetch` raises; then nothing is pinned.
+        """
+        assert self._pinned is None, f"version {self._pinned} is pinned already"
+        self._pinned = version
+        self._notify()
+        try:
+            async with self._swap:
+                if self.version != version:
+                    tensors = await self._fetch(version)
+                    if version < self.version:
+                        await self._until(lambda: self._num_users == 0)
+                    await self._load(version, tensors)
+        except BaseException:
+            self.unpin()
+            raise
+
+    def unpin(self) -> None:
+        """Let the engines go on to newer versions."""
+        self._pinned = None
+        self._notify()
+
+    @property
+    def is_back(self) -> bool:
+        """Whether the engines are at an older version than before, or about to be."""
+        return self.version < self._newest or (
+            self._pinned is not None and self._pinned < self._newest
+        )
+
+    async def caught_up(self) -> None:
+        """Wait until the engines are at their newest version again."""
+        await self._until(lambda: not self.is_back)
+
+    async def _newer(self) -> Manifest | None:
+        """Wait for a version newer than the loaded one; None to look again, as after going back."""
+        version = self.version
+        newer = asyncio.ensure_future(self._store.wait_newer(version, timeout_s=_POLL_S))
+        back = asyncio.ensure_future(
+            self._until(lambda: self.version < version and self._pinned is None)
+        )
+        try:
+            await asyncio.wait({newer, back}, return_when=asyncio.FIRST_COMPLETED)
+            return newer.result() if newer.done() else None
+        finally:
+            newer.cancel()
+            back.cancel()
+
+    async def _advance(self, version: int, tensors: Mapping[str, TensorBytes]) -> None:
+        """Load a version that is newer, as soon as none is pinned."""
+        while True:
+            await self._until(lambda: self._pinned is None)
+            async with self._swap:
+                if self._pinned is None:
+                    if version > self.version:
+                        await self._load(version, tensors)
+                    return
+
+    async def _load(self, version: int, tensors: Mapping[str, TensorBytes]) -> None:
+        await self.until_room()
+        kv = "recompute" if version < self.version else self._kv
+        await load_policies(self._engines, version, tensors, kv)
+        self.version = version
+        self._newest = max(self._newest, version)
+        self._notify()
+
+    async def _fetch(self, version: int) -> Mapping[str, TensorBytes]:
+        """Return the weights of a version, as soon as it is published."""
+        manifest = await self._store.manifest(version)
+        while manifest is None:
+            latest = await self._store.latest()
+            if latest is not None and latest.version > version:
+                raise NotFoundError(
+                    f"the weights of version {version} were removed, the newest is "
+                    f"{latest.version}",
+                    hint="ask for the newest version, or evaluate a checkpoint",
+                )
+            await self._store.wait_newer(version - 1, timeout_s=_LOOK_S)
+            manifest = await self._store.manifest(version)
+        return await self._store.fetch(manifest)
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            await self._changed.wait()
+
+    def _notify(self) -> None:
+        """Have all that wait look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 # Which tensors new weights must have: their names, shapes, sizes, and which of them are one.

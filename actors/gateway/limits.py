@@ -157,7 +157,7 @@ class Counters:
             registry=self.registry,
         )
         self.streams = Gauge(
-            "tinkermq_gateway_streams", "Live streams that are open", registry=self.registry
+            "tinkermq_gateway_streams", "Open live streams", registry=self.registry
         )
         self.sessions = Gauge(
             "tinkermq_gateway_sessions", "Browsers logged in", registry=self.registry
@@ -245,7 +245,7 @@ def _nodes(nodes: Sequence[NodeStatus]) -> list[GaugeMetricFamily]:
 def _actors(actors: Sequence[tuple[str, Presence]]) -> list[GaugeMetricFamily]:
     family = GaugeMetricFamily(
         "tinkermq_actor_figure",
-        "What an actor tells of itself in its heartbeat",
+        "An actor's figures in its heartbeat",
         labels=["actor", "role", "figure"],
     )
     up = GaugeMetricFamily(

@@ -108,7 +108,7 @@ class Serving:
         )
 
     def shown(self) -> dict[str, Any]:
-        """Return it as the list of models tells of it."""
+        """Return its entry in the list of models."""
         record = self.record
         return {
             "id": self.model,
@@ -581,13 +581,13 @@ def _refuse_stateful(named: str, param: str) -> None:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await something, but give it up when the client has gone away."""
+    """Await something, but give it up when the client has disconnected away."""
     task = asyncio.ensure_future(work)
     try:
         while not task.done():
             await asyncio.wait({task}, timeout=_GONE_S)
             if not task.done() and await request.is_disconnected():
-                raise HTTPException(_CLIENT_CLOSED, "the client has gone")
+                raise HTTPException(_CLIENT_CLOSED, "the client has disconnected")
         return task.result()
     finally:
         task.cancel()
@@ -652,7 +652,7 @@ class ModelEndpoints:
     """The endpoints."""
 
     def __init__(self, sessions: UserBrokers, models: ServedModels) -> None:
-        """Answer those whom `sessions` knows from `models`."""
+        """Answer visitors of `sessions` from `models`."""
         self._sessions = sessions
         self._models = models
         self._answering = Answering(models)

@@ -95,7 +95,7 @@ class ProgramEpisodes:
             raise
 
     async def sweep(self) -> None:
-        """Close connections that nobody uses, for ever."""
+        """Close unused connections, for ever."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             now = time.monotonic()
@@ -119,7 +119,7 @@ class ProgramEpisodes:
         if identity is None:
             raise KeyRefused(
                 "this is not the key of an episode that a gateway could find",
-                hint="its host gives such keys out if it was told of the gateway: "
+                hint="its host makes such keys if it has the gateway's URL: "
                 "AgentEpisodes(job, gateway=URL)",
             )
         await self._drop(key)
@@ -134,7 +134,8 @@ class ProgramEpisodes:
         return episode
 
     async def _check(self, episode: RemoteEpisode) -> None:
-        """Let an episode in that its host knows; the broker has said by now whose it is."""
+        """Admit an episode that its host confirms; the broker has checked the key's owner
+        before."""
         user = episode.user
         if self._checking[user] >= _CHECKING_OF_USER:
             raise BusyError("keys of many episodes are being checked", hint="call again")
@@ -161,7 +162,7 @@ class ProgramEpisodes:
         return RemoteEpisode(broker, identity, key, self._room)
 
     async def _make_room(self, user: str) -> None:
-        """Drop who has been idle for longest, of the user's own if these are too many."""
+        """Drop the longest idle one, of the user's own if these are too many."""
         own = {key: one for key, one in self._episodes.items() if one.user == user}
         if len(own) >= MAX_OF_USER:
             await self._drop_idle(own, f"{MAX_OF_USER} programs of user {user}")
@@ -195,7 +196,7 @@ class ProgramRequests:
         self._episodes = episodes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a program, or let somebody else be answered."""
+        """Answer a program, or let others be answered."""
         if not is_of_program(scope):
             await self._app(scope, receive, send)
             return

@@ -207,7 +207,7 @@ async def get_metrics(request: Request) -> Response:
 
 
 async def get_exact_metrics(request: Request) -> Response:
-    """Answer with what each step told, a line of JSON for each; see `history.exact_lines`."""
+    """Answer with the metrics of each step, one line of JSON each; see `history.exact_lines`."""
     visitor, record = await rollouts.job_of(request)
     lines = exact_lines(
         visitor.broker,
@@ -282,7 +282,7 @@ async def list_nodes(request: Request) -> Response:
 
 async def list_queue(request: Request) -> Response:
     """Answer with the jobs that wait and the reason of each, an admin's with everybody's."""
-    records = await (await scheduler_of(request)).told_jobs(widest=True)
+    records = await (await scheduler_of(request)).all_jobs(widest=True)
     return Json({"queue": [row(record, {}) for record in rollouts.queue_of(records)]})
 
 
@@ -306,7 +306,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of the interface; `openapi` tells of it."""
+    """One operation of the interface, described by `openapi`."""
 
     method: str
     path: str
@@ -361,7 +361,7 @@ OPERATIONS: tuple[Operation, ...] = (
             ("scale", "Change the number of generators, environment hosts or servers"),
             ("priority", "Change a job's place in the queue"),
             ("label", "Change a job's tags, group and notes"),
-            ("archive", "Put what is stored of a job that has ended into its run folder"),
+            ("archive", "Move an ended job's stored data into its run folder"),
             ("unarchive", "Bring back what an archived job has stored"),
             ("delete", "Remove a job that has ended, with all that is stored of it"),
         )
@@ -372,7 +372,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "GET",
         f"{_JOB}/metrics/exact",
         get_exact_metrics,
-        "What each step told, a line of JSON for each",
+        "The metrics of each step, as lines of JSON",
         _METRICS,
         reply="application/jsonl",
     ),
@@ -389,7 +389,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "GET",
         f"{_JOB}/stream",
         job_stream,
-        "What is new, as server-sent events",
+        "News of the job, as server-sent events",
         (("of", "string", "feed or log"), ("from", "integer", "first sequence; none: from now")),
         reply="text/event-stream",
     ),
@@ -438,7 +438,7 @@ OPERATIONS: tuple[Operation, ...] = (
     *(
         Operation("POST", f"/api/v1/users/{name}", change_user, text, body=REQUESTS[name][0])
         for name, text in (
-            ("add", "Make a user; the key is told once, for admins"),
+            ("add", "Make a user; the key is shown once, for admins"),
             ("rotate", "Replace a key, one's own or as an admin"),
             ("revoke", "Shut a user out for good, for admins"),
             ("quota", "Change a user's share of the pool, for admins"),
@@ -472,7 +472,7 @@ def _unknown(operation: Operation, given: str, known: list[str]) -> MessageError
     if near:
         hint = f"did you mean {near[0]}?"
     else:
-        hint = f"it knows {', '.join(known)}" if known else "it takes none"
+        hint = f"it takes {', '.join(known)}" if known else "it takes none"
     return MessageError(
         f"{operation.method} {operation.path} has no query key {given!r}", hint=hint
     )

@@ -34,7 +34,7 @@ from ...broker.client.rpc import Service
 from ...broker.jetstream.kv import Entry
 from ...broker.jetstream.streams import create_shared, wait_for_shared
 from ...broker.presence import PresenceBeat, list_presences
-from ...broker.service_process import told_to_systemd
+from ...broker.service_process import notifying_systemd
 from ...envs.http_server import MAX_HEAD_BYTES, ConnectionBounds
 from ...schemas.job import FINAL_STATES
 from ...schemas.metric import Presence
@@ -112,7 +112,7 @@ class _Brokers:
     """The visitors' connections, for the endpoints of OpenAI."""
 
     async def broker(self, request: Request) -> Broker:
-        """Return the connection of who asks; a missing key is told as HTTP tells it."""
+        """Return the visitor's connection; a missing key is a 401."""
         try:
             return (await visitor_of(request)).broker
         except LogInError as error:
@@ -199,7 +199,7 @@ async def _our_error(request: Request, error: errors.TinkermqError) -> Response:
 
 
 def _error_response(request: Request, error: errors.TinkermqError, status: int) -> Response:
-    """Answer with an error as who asks reads it."""
+    """Answer with an error in the form of the visitor's API."""
     again = {"retry-after": "1"} if status == _TOO_MANY else None
     if (path := request.url.path).startswith(("/v1/", f"{openai.OF_TINKER}/")):
         fields = openai.worded(error, status, openai.api_of(path))
@@ -273,8 +273,8 @@ async def run(options: Options) -> None:
     with_keys = await _until_broker(options.nats, options.patience_s)
     if not with_keys and options.host not in LOOPBACK:
         raise errors.ConfigError(
-            f"the broker asks for no keys, so the gateway does not listen on {options.host}: "
-            "whoever reaches it could do everything",
+            f"the broker requires no keys, so the gateway does not listen on {options.host}: "
+            "every visitor would have full access",
             hint="listen on 127.0.0.1 (and use an SSH tunnel), or switch on the broker's "
             "authentication",
         )
@@ -411,7 +411,7 @@ async def _announced(options: Options, gateway: Gateway, login: Login) -> AsyncI
     """
     sessions = gateway.sessions
     if sessions.with_keys and login.user not in SERVICES:
-        async with told_to_systemd():
+        async with notifying_systemd():
             yield
         return
     async with await connect(options.nats, name=options.name, login=login) as broker:
@@ -426,7 +426,7 @@ async def _announced(options: Options, gateway: Gateway, login: Login) -> AsyncI
             broker, name="tinkermq-gateway", description=f"tinkermq gateway {options.name}"
         )
         beat = PresenceBeat(broker, f"pool.{options.name}", lambda: _presence(options, sessions))
-        async with service, beat, told_to_systemd():
+        async with service, beat, notifying_systemd():
             yield
 
 

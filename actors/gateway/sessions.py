@@ -1,7 +1,7 @@
 """Sessions of visitors, each with one connection to the broker.
 
 A session is a random id in a cookie; the key it stands for stays in this process's memory. The
-connections are bounded and close when nobody has used them for a while. Where the broker asks for
+connections are bounded and close when unused for a while. Where the broker asks for
 no keys everyone is the user `local`, without a log-in.
 """
 
@@ -20,7 +20,7 @@ import structlog
 from ...broker.client.connection import Broker, connect
 from ...broker.client.faults import server_urls, shown_url
 from ...broker.client.keys import user_of_key
-from ...broker.client.login import nobody
+from ...broker.client.login import anonymous
 from ...schemas.job import JobRecord
 from ...schemas.wire import errors
 from ...schemas.wire.foreign import ends_this_task
@@ -135,7 +135,7 @@ class Sessions:
             await self._drop(ended.key)
 
     async def visitor(self, *, session: str | None, key: str | None) -> Visitor:
-        """Return who asks, by key or session; raises LogInError.
+        """Return the visitor, by key or session; raises LogInError.
 
         A key that was given counts, an empty one too.
         """
@@ -158,7 +158,7 @@ class Sessions:
         return await self._connected(key)
 
     async def _connected(self, key: str) -> Visitor:
-        """Return the visitor of a key, who is connected if need be.
+        """Return the visitor of a key, connected to the broker.
 
         A connection that broke is opened anew: the key may have been revoked.
         """
@@ -181,7 +181,7 @@ class Sessions:
             ) from error
 
     async def sweep(self) -> None:
-        """Close connections that nobody uses, for ever."""
+        """Close unused connections, for ever."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             before = time.monotonic() - self._idle_s
@@ -206,7 +206,7 @@ class Sessions:
             else:
                 user = DEFAULT_USER
                 broker = await connect(
-                    self.url, name="gateway", login=nobody(), deadline_s=_CONNECT_DEADLINE_S
+                    self.url, name="gateway", login=anonymous(), deadline_s=_CONNECT_DEADLINE_S
                 )
         visitor = self._visitors[key] = Visitor(user, broker, share=self._share(user))
         broker.on_error(lambda error: self._refused(key, visitor, error))
@@ -269,15 +269,15 @@ def user_of(key: str) -> str:
 
 
 async def asks_for_keys(url: str) -> bool:
-    """Whether the broker wants its clients to authenticate: it says so before anything else.
+    """Whether the broker requires authentication, from its INFO.
 
-    Raises BrokerError when nobody answers at `url`.
+    Raises BrokerError if no server answers at `url`.
     """
     return bool((await server_info(url)).get("auth_required"))
 
 
 async def server_info(url: str) -> dict[str, Any]:
-    """Return what a NATS server tells whoever connects, the first of several that does.
+    """Return the INFO of a NATS server, the first of several that answers.
 
     Raises BrokerError.
     """

@@ -2,7 +2,7 @@
 
 The job's host in the pool gives them out. What is said of an episode under its user's key goes the
 way of what its program says of it under its own, so it means the same, and any gateway can pass it
-on. This one knows the keys of the episodes that it gave out.
+on. This one has the keys of the episodes that it gave out.
 """
 
 import time
@@ -61,7 +61,7 @@ class UserEpisodes:
     """The endpoints."""
 
     def __init__(self, users: UserBrokers, programs: Callable[[Request], ProgramEpisodes]) -> None:
-        """Serve those whom `users` knows; `programs` finds episodes by their keys."""
+        """Serve visitors of `users`; `programs` finds episodes by their keys."""
         self._users = users
         self._programs = programs
         self._keys: FIFOCache[tuple[str, str], str] = FIFOCache(_MAX_KNOWN)
@@ -126,7 +126,7 @@ async def _request_episode(
     Raises NoEpisodeYet when none comes in time.
     """
     deadline = time.monotonic() + wait_s
-    why = "the next tasks wait for what is trained, or for its generators"
+    why = "the next tasks wait for the learner or its generators"
     while True:
         left_s = max(0.0, deadline - time.monotonic())
         request = GiveRequest(name=name, wait_s=min(_ASK_S, left_s))

@@ -2,15 +2,16 @@
 
 A task is acked only after its group is confirmed in the log, or another generator's is found there.
 Many groups run at once, so that a slow environment never idles the engine: the bound is the number
-of episodes. At a stop it pulls no more tasks, finishes what it can within a grace time, and returns
-the rest to the queue.
+of episodes. Tasks that validate a version go first. At a stop it pulls no more tasks, finishes what
+it can within a grace time, and returns the rest to the queue.
 """
 
 import asyncio
 import random
 import secrets
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import structlog
@@ -37,8 +38,10 @@ from ..rollout.program_loop import ProgramLoop
 from ..rollout.recording import TaskRecorder, TaskSegments
 from ..rollout.self_play import pool
 from ..rollout.teachers import AskedTeachers, TeacherContext
+from ..rollout.validation import TaskEpisodes, Validator
 from ..runtime import JobContext, settle_memory
 from ..weights.job_weights import open_weights
+from .gpu_turns import LearnerTurns, with_share
 
 # Opponents from earlier versions: engines of their own, one per policy. The version changes when
 # the policy has moved on; it is swapped in between two decode steps, and running episodes go on
@@ -91,6 +94,7 @@ class OpponentPoolFollower:
             tensors = await self._store.fetch(manifest)
         except NotFoundError:
             return False
+        await self._policy.until_room()
         await load_policies(self._engines, version, tensors, "recompute")
         self._version = version
         return True
@@ -113,6 +117,12 @@ async def run_generator(context: JobContext) -> None:
     time_use = TimeUse(*kinds, rest=rest)
     reads = TeacherContext.of(config.algorithm, chat)
     for_teacher = None if reads is None else reads.prompt
+    turns = LearnerTurns(context) if context.record.is_colocated else None
+    turn = None if turns is None else await context.unless_stopping(turns.begin(), None)
+    if turn is not None:
+        config = with_share(config, turn)
+    elif turns is not None:
+        return  # told to stop before it had the GPU
     players = await Players.start(config, chat, environments, sampling, time_use, for_teacher)
     teachers = AskedTeachers(context, chat)
     follower = WeightFollower(store, players.engines, config.generator.kv_on_swap)
@@ -123,6 +133,9 @@ async def run_generator(context: JobContext) -> None:
         rng = random.Random(f"{config.seed} {context.name}")  # noqa: S311 - opponents, not secrets
         drawing = OpponentPoolFollower(store, past.engines, follower, config.self_play, rng)
         background.append(drawing.run())
+    if turns is not None and turn is not None and turn.sleeps:
+        engines = [*players.engines.values(), *(past.engines.values() if past else ())]
+        background.append(turns.follow(engines, follower))
     engine = players.engines[MAIN]
     programs: ProgramLoop | None = None
     if config.agent.runs_programs:
@@ -138,10 +151,13 @@ async def run_generator(context: JobContext) -> None:
             context.event,
         )
         await programs.start()
+    validation: TaskEpisodes | None = None
+    if config.validates and not config.has_evaluator:
+        validation = await TaskEpisodes.start(context, players.engines, chat, environments)
     play_alone = None if programs is None else programs.run
     runner = GroupRunner(players, environments, config, context.name, past, play_alone)
     generator = Generator(
-        context, engine, follower, runner, environments, background, time_use, teachers
+        context, engine, follower, runner, environments, background, time_use, teachers, validation
     )
     await context.serve_control()
     try:
@@ -149,6 +165,8 @@ async def run_generator(context: JobContext) -> None:
     finally:
         if programs is not None:
             await programs.close()
+        if validation is not None:
+            await validation.close()
         await teachers.close()
         await players.close()
         if past is not None:
@@ -168,8 +186,10 @@ class Generator:
         background: Sequence[Coroutine[Any, Any, None]],
         time_use: TimeUse,
         teachers: AskedTeachers,
+        validation: TaskEpisodes | None = None,
     ) -> None:
-        """`background` is what runs beside the episodes: following the weights."""
+        """`background` is what runs beside the episodes: following the weights; `validation` plays
+        the tasks that validate a version, in a job whose generators do."""
         self._time_use = time_use
         self._paused_s = 0.0
         self._background = background
@@ -186,16 +206,24 @@ class Generator:
         self._log = RolloutLog(context.broker, context.scope)
         self._fitting = FittingLog(context, self._log)
         rollout, baseline = config.rollout, int(config.algorithm.advantage == "remax")
-        self._max_groups = max(
-            1,
-            config.episodes_at_once // (rollout.group_size + rollout.oversample + baseline),
-        )
+        self._group_episodes = rollout.group_size + rollout.oversample + baseline
+        self._max_groups = max(1, config.episodes_at_once // self._group_episodes)
         self._keep_s = config.generator.ack_wait_s / 3
         self._process = secrets.token_hex(4)
         self._held: dict[int, Lease] = {}
         self._handling: set[asyncio.Task[None]] = set()
         self._freed = asyncio.Event()
         self._num_groups = 0
+        self._validator: Validator | None = None
+        if validation is not None:
+            self._validator = Validator(
+                context,
+                validation,
+                follower,
+                num_sharing=config.generator.count,
+                time_use=time_use,
+                on_room=self._freed.set,
+            )
 
     async def run(self) -> None:
         """Pull and roll out until `stopping` is set."""
@@ -211,6 +239,9 @@ class Generator:
             self._time_use.take()
             context.set_state("working", version=self._follower.version)
             await context.event("generator_ready", version=self._follower.version)
+            if self._validator is not None:
+                validating = self._validator.play_tasks()
+                helpers.append(background.create_task(validating, name="validation"))
             async with asyncio.TaskGroup() as groups:
                 await self._pull_until_stopping(groups)
                 await self._drain()
@@ -221,7 +252,10 @@ class Generator:
     async def _pull_until_stopping(self, groups: asyncio.TaskGroup) -> None:
         context = self._context
         while not context.stopping.is_set():
-            free = self._max_groups - len(self._held)
+            if self._follower.is_back:  # others can start these groups now
+                await context.unless_stopping(self._follower.caught_up(), None)
+                continue
+            free = self._num_free
             if free < 1:
                 self._freed.clear()
                 await context.unless_stopping(self._freed.wait(), None)
@@ -236,6 +270,12 @@ class Generator:
                 self._handling.add(handling)
                 handling.add_done_callback(self._handling.discard)
 
+    @property
+    def _num_free(self) -> int:
+        """Groups that may be pulled: validation takes the places of some."""
+        validating = 0 if self._validator is None else self._validator.num_running
+        return self._max_groups - len(self._held) - -(-validating // self._group_episodes)
+
     async def _handle(self, lease: Lease) -> None:
         """Roll one task out and append its group, renewing the lease meanwhile."""
         number = lease.task.task
@@ -244,7 +284,7 @@ class Generator:
         try:
             with self._time_use.doing("other"):
                 if not await self._log.contains(number):
-                    await self._roll_out(lease, await self._wait_for_weights(lease), recorder)
+                    await self._roll_out(lease, recorder)
                 await recorder.end()
                 await lease.done()
         except Fenced as fenced:  # the lease is somebody else's: neither done nor given back
@@ -258,16 +298,15 @@ class Generator:
                 del self._held[number]
             self._freed.set()
 
-    async def _wait_for_weights(self, lease: Lease) -> float:
-        """Wait until the weights are as new as the task asks; return for how many seconds."""
-        version = lease.task.min_version
-        if self._follower.version >= version:
-            return 0.0
-        started = time.perf_counter()
-        waiting = self._context.waiting(f"the learner to publish version {version}")
-        with waiting, self._time_use.doing("weights"):
-            await self._follower.wait_for(version)
-        return time.perf_counter() - started
+    @asynccontextmanager
+    async def _weights_for(self, lease: Lease) -> AsyncIterator[float]:
+        """Have weights as new as the task asks in the block; say how many seconds that took."""
+        version, started = lease.task.min_version, time.perf_counter()
+        async with AsyncExitStack() as stack:
+            waiting = self._context.waiting(f"the learner to publish version {version}")
+            with waiting, self._time_use.doing("weights"):
+                await stack.enter_async_context(self._follower.using(version))
+            yield time.perf_counter() - started
 
     def _attempt(self, lease: Lease) -> str:
         return f"{self._context.name}-{self._process}-{lease.num_delivered}"
@@ -279,12 +318,14 @@ class Generator:
         of = context.broker, context.scope, self._environments, lease.task, lease.num_delivered
         if config.agent.runs_programs:
             return TaskCalls(*of, attempt)
-        return TaskSegments(*of, attempt, every) if every else TaskRecorder()
+        seeded = config.generator.engine != "vllm"
+        return TaskSegments(*of, attempt, every, seeded) if every else TaskRecorder()
 
-    async def _roll_out(self, lease: Lease, weights_s: float, recorder: TaskRecorder) -> None:
+    async def _roll_out(self, lease: Lease, recorder: TaskRecorder) -> None:
         task, attempt = lease.task, self._attempt(lease)
         try:
-            group = await self._runner.run_group(task, attempt, lease.traceparent, recorder)
+            async with self._weights_for(lease) as weights_s:
+                group = await self._runner.run_group(task, attempt, lease.traceparent, recorder)
             times = {"weights_s": weights_s, "time_use": self._take_time_use()}
             group = await self._teachers.teach(group)
             timed = group.with_shared_images().model_copy(update=times)

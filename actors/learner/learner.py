@@ -23,6 +23,7 @@ import structlog
 from ...broker.batches import BatchLog
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import TaskQueue
+from ...envs.host_client import Environments
 from ...schemas.config.job import JobConfig
 from ...schemas.config.rules import why_no_rows
 from ...schemas.rollout import Group
@@ -48,7 +49,9 @@ from .data_order import TaskOrder
 from .drops import Drops
 from .evaluations import Evaluations
 from .failures import Failures, Untrainable
+from .gpu_turns import GpuTurns, gpu_use_of
 from .intake import CheckedEntry, Intake, batch_digest
+from .memory import PassTokens
 from .recorded_steps import RecordedSteps
 from .reporter import Reporter
 from .saving import Publisher, Saver
@@ -56,7 +59,8 @@ from .step_trace import learner_time_use
 from .tasks import Ledger, TaskIssuer
 
 T = TypeVar("T")
-_EVALUATION_S = 1800.0
+_EVALUATION_S = 600.0
+"""Time for what the last evaluation takes beside playing it: another generator, weights."""
 _LOOK_S = 1.0
 _OWNER_S = 2.0
 _log = structlog.get_logger()
@@ -74,6 +78,7 @@ class Learner:
         order: TaskOrder,
         checkpoints: CheckpointStore,
         reporter: Reporter,
+        passes: PassTokens,
         *,
         vocab_size: int,
     ) -> None:
@@ -106,9 +111,22 @@ class Learner:
             state.bound,
             self._check_owner,
         )
-        self.evaluations = Evaluations(broker, scope, reporter.log_evaluation, config)
+        environments = Environments(broker, scope, config.env, context.missing)
+        self.evaluations = Evaluations(
+            broker,
+            scope,
+            config,
+            environments.describe,
+            reporter.log_evaluation,
+            context.event,
+            heard=lambda: self._failures.heard(),
+        )
         checkpoints.judged = self.evaluations
         self.publisher = Publisher(context, policies.models, policies.snapshot)
+        shared = context.record.is_colocated
+        models, critics = [*policies.models.values()], policies.critics
+        use = gpu_use_of(config, models, critics) if shared else None
+        self._gpu = GpuTurns(context, use)
         self._tracer = TorchTracer(context.run_dir / "traces")
         self.control = LearnerControl(
             context,
@@ -119,6 +137,7 @@ class Learner:
             self._tracer,
         )
         self._order, self._policies, self._reporter = order, policies, reporter
+        self._passes = passes
         self._batches = BatchLog(broker, scope)
         self._recording = asyncio.Lock()
         self._drops = Drops(
@@ -167,6 +186,7 @@ class Learner:
                 background.create_task(self._saver.upload(), name="uploads"),
             ]
             await self.control.serve()
+            await self._gpu.serve()
             await self._publish()
             await self._recover()
             await self._request_evaluation()
@@ -293,6 +313,7 @@ class Learner:
             dropped=self._drops.take_unrecorded(),
             oldest=oldest_trained(self.state.step, self.config.training),
             seed=self.config.seed,
+            microbatch_tokens=self._passes.now,
             digest=batch_digest(entries),
             learner=f"{self.context.name}@{self.context.presence.host}:{self.context.presence.pid}",
             time=time.time(),
@@ -311,16 +332,22 @@ class Learner:
         formed = time.time()
         step, oldest = self.state.step + 1, batch.oldest
         groups = [entry.group for entry in entries if entry.group is not None]
-        train = partial(self._policies.step, groups, step, oldest, batch.seqs)
-        with self._time_use.doing("train"):
-            report = await self._in_torch(self._tracer.traced(train, step))
-        self._tracer.step_done()
-        self._trained(entries, groups, oldest)
-        if record:
-            self.context.progressed()
-        self.intake.note_version(step)
-        with self._time_use.doing("publish"):
-            await self._publish()
+        tokens = self._passes.of(batch)
+        train = partial(
+            self._policies.step, groups, step, oldest, batch.seqs, microbatch_tokens=tokens
+        )
+        async with self._gpu.training():
+            with self._time_use.doing("train"):
+                work = self._gpu.freeing(self._tracer.traced(train, step))
+                report = await self._in_torch(work)
+            await self._note_passes(tokens)
+            self._tracer.step_done()
+            self._trained(entries, groups, oldest)
+            if record:
+                self.context.progressed()
+            self.intake.note_version(step)
+            with self._time_use.doing("publish"):
+                await self._publish()
         if record or await self.publisher.has(step):
             await self._request_evaluation()
         bound = float(self.issuer.staleness.now)
@@ -332,6 +359,14 @@ class Learner:
         await self._reporter.report(step, groups, report, trace, self.intake, oldest)
         if self._saver.is_due:
             await self._save()
+
+    async def _note_passes(self, tokens: int) -> None:
+        """Go on with the passes that the step was trained in, and tell where they are smaller."""
+        now = self._policies.microbatch_tokens
+        self._passes.note(now)
+        if now < tokens:
+            message = f"out of memory at {tokens} tokens a pass; from now on {now}"
+            await self.context.event("microbatch_lowered", message, step=self.state.step + 1)
 
     def _trained(self, entries: list[CheckedEntry], groups: list[Group], oldest: int) -> None:
         self.state.step += 1
@@ -383,7 +418,7 @@ class Learner:
     async def _publish(self) -> None:
         """Snapshot the weights now; sending them goes on while the next batch is trained.
 
-        Nobody waits for those of an SFT job but evaluators and who follows the run.
+        Nobody waits for those of an SFT job but who validates or follows the run.
         """
         step = self.state.step
         wanted = step == 0 or self._saver.is_due or self.evaluations.is_due(step, self.total_steps)
@@ -391,6 +426,7 @@ class Learner:
             past = pool(self.config.self_play, step)
             kept_versions = self.evaluations.open_versions.union(past, [step] if wanted else [])
             await self.publisher.publish(step, self._in_torch, keep=kept_versions)
+            self.evaluations.note_version(step)
 
     async def _request_evaluation(self) -> None:
         """Ask for an evaluation of the present version, where one is due."""
@@ -498,12 +534,13 @@ class Learner:
         if self.state.step < self.total_steps:
             await self.context.event("training_stopped", step=self.state.step)
             return
+        longest_s = self.config.evaluation.deadline_s + _EVALUATION_S
         try:
-            with self.context.waiting("the evaluator's last results"):
-                async with asyncio.timeout(_EVALUATION_S):
+            with self.context.waiting(self.evaluations.named_wait):
+                async with asyncio.timeout(longest_s):
                     await self.context.unless_stopping(self.evaluations.wait_all(), None)
         except TimeoutError:
-            await self.context.event("evaluation_missing", f"no result in {_EVALUATION_S:.0f} s")
+            await self.context.event("evaluation_missing", f"no result in {longest_s:.0f} s")
         await asyncio.to_thread(self._checkpoints.remove_old)
         await self._reporter.finish()
         await self.context.event("training_completed", step=self.state.step)

@@ -19,6 +19,7 @@ from ...broker.rollouts import RolloutLog
 from ...broker.weights.payloads import TensorBytes
 from ...schemas.config.sections import BROKER
 from ...schemas.wire.errors import StorageError
+from ..policy.devices import own_device
 from ..policy.lora import has_adapter
 from ..policy.policies import MAIN
 from ..runtime import JobContext
@@ -269,7 +270,8 @@ class Publisher:
         self._store = open_weights(context, self._sender)
         self._snapshot = snapshot
         self._kind: Literal["full", "lora"] = "lora" if has_adapter(models[MAIN]) else "full"
-        self._dtype: torch.dtype = getattr(torch, config.learner.publish_dtype)
+        on_gpu = own_device().type == "cuda"
+        self._dtype: torch.dtype = getattr(torch, config.learner.published_dtype(on_gpu=on_gpu))
         self._sending: asyncio.Task[None] | None = None
         self._pinned: set[int] = set()
         self.send_s = 0.0

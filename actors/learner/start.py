@@ -19,7 +19,8 @@ from ...envs.data import ChatData
 from ...envs.host_client import Environments
 from ...schemas.config.job import JobConfig
 from ...schemas.task import BatchRecord
-from ...schemas.wire.errors import StorageError, TinkermqError, root_cause
+from ...schemas.wire.errors import OutOfMemoryError, StorageError, TinkermqError, root_cause
+from ..policy.devices import own_card, own_device
 from ..policy.lora import refuse_other_kind
 from ..policy.model_folder import load_generation_config, load_tokenizer
 from ..policy.policies import MAIN
@@ -27,6 +28,7 @@ from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
 from ..storage.checkpoints import CheckpointMirror, own_folder
 from ..training.checkpoint import CheckpointStore, load_state, try_saving
 from ..training.custom import custom_function
+from ..training.numerics import settle_numerics
 from ..training.parallel import once_in_torch
 from ..training.policies import Policies, load_models, vocab_size
 from ..training.rank_commands import Ranks
@@ -35,6 +37,7 @@ from .curriculum import Curriculum, CurriculumConfig, CustomCurriculum
 from .data_order import DataOrder, TaskOrder, total_steps
 from .failures import deserted
 from .learner import Learner
+from .memory import PassTokens, smaller_passes_after, with_chosen_settings
 from .ranks.placed_ranks import PlacedRanks
 from .reporter import Reporter, last_reported_step
 from .saving import open_mirror
@@ -43,6 +46,7 @@ from .saving import open_mirror
 async def run_learner(context: JobContext) -> int:
     """Run the learner of a job to its end; return the exit code."""
     await context.serve_control()
+    context.config = with_chosen_settings(context.config, own_card())
     alone = context.config.learner.ranks == 1
     ranks = Ranks(context.config) if alone else PlacedRanks(context)
     try:
@@ -52,7 +56,11 @@ async def run_learner(context: JobContext) -> int:
             watching.cancel()
         return code
     except BaseExceptionGroup as errors:
-        raise root_cause(errors) from errors
+        cause = root_cause(errors)
+        if isinstance(cause, OutOfMemoryError):
+            lower = partial(smaller_passes_after, context.config, context.run_dir, cause)
+            cause = await asyncio.to_thread(lower)
+        raise cause from errors
     finally:
         await asyncio.to_thread(ranks.close)
 
@@ -67,6 +75,7 @@ async def _run(context: JobContext, ranks: Ranks) -> int:
 async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
     """Load what the job needs, from its newest checkpoint if it has one."""
     config = context.config
+    settle_numerics(config.learner, on_gpu=own_device().type == "cuda")
     torch.set_num_threads(config.learner.threads)
     checkpoints = CheckpointStore(
         context.run_dir,
@@ -94,6 +103,7 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
     if folder is None or str(folder) == context.record.fork_dir:
         await _try_saving(context, policies, tokenizer)
     state.total_steps = steps
+    state.note_numerics(policies.numerics)
     return Learner(
         context,
         policies,
@@ -102,8 +112,15 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
         task_order(config, num_rows, state),
         checkpoints,
         await _make_reporter(context, state),
+        PassTokens(config, context.run_dir, state, auto=_is_chosen(context)),
         vocab_size=vocab_size(models[MAIN]),
     )
+
+
+def _is_chosen(context: JobContext) -> bool:
+    """Whether the tokens of a pass are not the user's choice."""
+    learner: dict[str, Any] = context.record.config.get("learner") or {}
+    return learner.get("microbatch_tokens", "auto") == "auto"
 
 
 async def _try_saving(context: JobContext, policies: Policies, tokenizer: Any) -> None:
@@ -161,13 +178,14 @@ def task_order(config: JobConfig, num_rows: int | None, state: LearnerState) -> 
 _TRIED_WHOLE_BYTES = 1 << 30
 """The weights of smaller models are written, too, when saving is tried: seconds."""
 _FRESH_LOG: dict[str, Any] = {
+    "numerics": [],
     "batch_seq": 0,
     "log_seq": 1,
     "decided_seqs": [],
     "unrecorded": [],
     "judged_seq": 0,
 }
-"""What a fork's state says of its log, which is new."""
+"""What a fork's state says of its log and steps, which are new."""
 
 
 class StartingPoint(NamedTuple):

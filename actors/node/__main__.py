@@ -12,14 +12,18 @@ from .node import Node
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a node until it is told to stop; return the exit code."""
+    """Run a node until it is stopped; return the exit code."""
     parser = service_parser("node")
     parser.add_argument("--name", default=default_name(), help="name (default: the host's)")
     parser.add_argument("--slots", type=int, help="CPU shares to give away instead of GPUs")
     parser.add_argument(
         "--link", default="", help="name of a fast network that it shares with other nodes"
     )
-    parser.add_argument("--gpus", help="GPUs to give away, such as 0,2,3 (default: all there are)")
+    parser.add_argument(
+        "--gpus",
+        help="GPUs to give away, such as 0,2,3 or GPU-…, MIG-…, 0:1 (default: those of "
+        "CUDA_VISIBLE_DEVICES, or all there are)",
+    )
     arguments = parser.parse_args(argv)
 
     async def run(context: ActorContext) -> None:

@@ -271,7 +271,7 @@ class ForkServer:
             return
         child = self._children[fields["pid"]] = ForkedChild(fields["pid"])
         future = self._asked.get(fields["number"])
-        if future is None or future.done():  # nobody waits for it any more
+        if future is None or future.done():  # no longer awaited
             os.kill(child.pid, signal.SIGKILL)
         else:
             future.set_result(child)

@@ -113,7 +113,7 @@ def _noted(*_: object) -> None:
 
 
 def _import_heavy() -> None:
-    """Import what takes long; what is missing here is missed, and told, by the actor itself."""
+    """Import what takes long; the actor itself reports missing modules."""
     _find_title()
     for module in _HEAVY:
         with contextlib.suppress(ImportError):

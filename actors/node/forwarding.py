@@ -5,7 +5,7 @@ there listens on the loopback address and hands the sockets out (`Sandbox.listen
 accepts on them and carries bytes to and from the servers that its own URL names. The learner finds
 them under the names that the node has for them, so certificates are checked as ever: its /etc/hosts
 gives those names the addresses of the sockets. A server
-that the node knows by an address alone is checked against that address.
+that the node has by address only is checked against that address.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ MAX_CONNECTIONS = 32
 _CHUNK_BYTES = 1 << 18
 _CONNECT_S = 5.0
 _LEAST_PORT, _PORT = 1024, 4222
-"""Below the first nobody without rights may listen; there the second is taken."""
+"""Below the first, listening needs rights; there the second is taken."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -36,7 +36,7 @@ class ForwardRoute:
     """How one server is reached from within."""
 
     url: str
-    """What the learner is told."""
+    """What the learner gets."""
     listen: str
     """`host:port` of the loopback interface within."""
     name: str | None
@@ -145,7 +145,7 @@ async def _carried(
 
 
 async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Carry one way; who reads slowly makes the other side wait."""
+    """Forward one way; a slow reader makes the other side wait."""
     with contextlib.suppress(OSError):
         while data := await reader.read(_CHUNK_BYTES):
             writer.write(data)
@@ -153,7 +153,8 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def _ended(writer: asyncio.StreamWriter) -> None:
-    """Close a connection once what was written is sent, but wait for nobody who does not read."""
+    """Close a connection once what was written is sent, but do not wait for a reader that does not
+    read."""
     writer.close()
     try:
         async with asyncio.timeout(_CONNECT_S):

@@ -268,7 +268,7 @@ class Node:
             start=self._start_child,
             nats_url=self._broker.url,
             send=send,
-            gpus=self._gpus.numbers(wanted.devices) if self._gpus else None,
+            gpus=self._gpus.uuids(wanted.devices) if self._gpus else None,
             stop_deadline_s=self._stop_deadline_s,
             changed=self._changed.set,
             last_beat=last_beat,

@@ -60,7 +60,7 @@ class LineSplitter:
 
 
 async def read_lines(pipe: int, take: Callable[[list[str]], Awaitable[None]]) -> None:
-    """Hand on all that is written into a pipe, until nobody holds its other end; closes `pipe`."""
+    """Pass on all that is written into a pipe, until its other end is closed; closes `pipe`."""
     loop = asyncio.get_running_loop()
     stream = asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(
@@ -84,27 +84,27 @@ def _text(line: bytes) -> str:
 
 
 class ErrorMemory:
-    """Remembers why an actor ended: the error it told last, else the end of its output."""
+    """Keeps why an actor ended: its last reported error, else the end of its output."""
 
     def __init__(self) -> None:
-        self._told = ""
+        self._reported = ""
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     def note(self, line: str) -> None:
         """Take one line of output."""
         self._tail.append(line)
         if '"actor_failed"' in line or '"actor_crashed"' in line:
-            self._told = _error_in(line) or self._told
+            self._reported = _error_in(line) or self._reported
 
     def forget(self) -> None:
         """Start afresh, for the next process."""
-        self._told = ""
+        self._reported = ""
         self._tail.clear()
 
     def reason(self, exit_code: int) -> str:
         """Say why the process ended."""
-        if self._told:
-            return self._told[:MAX_REASON_CHARS]
+        if self._reported:
+            return self._reported[:MAX_REASON_CHARS]
         how = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
         tail = "\n".join(self._tail)[-MAX_REASON_CHARS:]
         return f"{how}\n{tail}" if tail else how
@@ -169,7 +169,7 @@ class ActorOutput:
         self._waiting.extend(lines)
 
     async def read(self, pipe: int) -> None:
-        """Take all that one process writes, until nobody holds the other end; closes `pipe`."""
+        """Take all that one process writes, until the other end is closed; closes `pipe`."""
         await read_lines(pipe, self._take)
 
     async def _take(self, lines: list[str]) -> None:

@@ -67,7 +67,7 @@ def check_files_now(question: LookQuestion) -> LookAnswer:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a dataset is there; of other files nobody is told whether they are."""
+    """Whether a dataset exists; of other files this is not revealed."""
     return is_dataset_name(path) and path.is_file()
 
 
@@ -110,7 +110,7 @@ class EnvCheckRunner:
         finally:
             os.close(writing)
         output = _CheckOutput()
-        reader = asyncio.create_task(read_lines(reading, output.take))
+        reader = asyncio.create_task(read_lines(reading, output.add_lines))
         exit_code: int | None = None
         try:
             with contextlib.suppress(TimeoutError):
@@ -135,8 +135,8 @@ class _CheckOutput:
         self._checks: list[GameCheck] = []
         self._has_ended = False
 
-    async def take(self, lines: list[str]) -> None:
-        """Take some lines."""
+    async def add_lines(self, lines: list[str]) -> None:
+        """Read checks and errors from lines of output."""
         for line in lines:
             if line == END:
                 self._has_ended = True
@@ -162,7 +162,7 @@ class _CheckOutput:
         return PlayAnswer(
             checks=self._checks,
             trouble=f"it was not played within {play_s:.0f} s",
-            hint="`tinkermq env check` without --on-node takes its time, and tells how much",
+            hint="`tinkermq env check` without --on-node has no time limit and shows the time used",
         )
 
 
@@ -251,4 +251,4 @@ class ModelChecks:
 
     def _ended(self, looking: "asyncio.Future[None]") -> None:
         self._running.discard(looking)
-        looking.exception()  # seen, also where nobody waits for it any more
+        looking.exception()  # retrieved, also if it is no longer awaited

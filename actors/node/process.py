@@ -53,7 +53,7 @@ class Backoff:
     def after_failure(self, now: float, *, progress: bool | None = False) -> float | None:
         """Return the seconds to wait before the next start, or None if there shall be none.
 
-        `progress` says whether the process had finished a piece of work; None: nobody knows.
+        `progress`: whether the process had finished some work; None: unknown.
         """
         self.num_failures += 1
         if progress is not None:
@@ -67,14 +67,14 @@ class Backoff:
 STOP_DEADLINE_S = 20.0
 PIPE_DEADLINE_S = 1.0
 """A grandchild may hold the pipe of a process that has ended."""
-SILENCE_TOLD_S = 30.0
+SILENCE_REPORTED_S = 30.0
 SILENCE_LOOK_S = 5.0
 SILENCE_S = 120.0
-"""Without a heartbeat for so long, an actor that had told some is ended and started again."""
+"""Without a heartbeat for so long, an actor that had sent some is restarted."""
 _SILENCE_OF_ROLE_S: dict[str, float] = dict.fromkeys(("learner", "rank", "trainer"), 300.0)
 """What holds Python's lock for long, as writing tens of gigabytes may, is no hang."""
 START_SILENCE_S = 600.0
-"""A process that has told no heartbeat yet may take so long to import what it needs."""
+"""A process without a first heartbeat may take so long to import what it needs."""
 SILENCE_VARIABLE = "TINKERMQ_ACTOR_SILENCE_S"
 """Environment variable of a node: the bound of all its actors, whatever their role."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -106,7 +106,7 @@ def silence_bound() -> float | None:
 
 
 class ActorProcess:
-    """Runs one wanted actor; `run` is the owner's task, `status` what the scheduler is told."""
+    """Runs one wanted actor; `run` is the owner's task, `status` the report to the scheduler."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class ActorProcess:
         start: StartChild,
         nats_url: str,
         send: SendLines,
-        gpus: Sequence[int] | None = None,
+        gpus: Sequence[str] | None = None,
         stop_deadline_s: float = STOP_DEADLINE_S,
         changed: Callable[[], None] = lambda: None,
         last_beat: ReadBeat = no_beat,
@@ -123,9 +123,9 @@ class ActorProcess:
         start_silence_s: float = START_SILENCE_S,
         silence_look_s: float = SILENCE_LOOK_S,
     ) -> None:
-        """`changed` is called whenever `status` tells something new; `last_beat` reads the last
-        heartbeat of the actor; `silence_s` is for how long it may tell none, None: by its role,
-        `start_silence_s` until it tells its first.
+        """`changed` is called whenever `status` changes; `last_beat` reads the last heartbeat of
+        the actor; `silence_s` is how long it may send none, None: by its role, `start_silence_s`
+        until it sends its first.
         """
         self._last_beat = last_beat
         self._silence_s = silence_s or _SILENCE_OF_ROLE_S.get(wanted.role, SILENCE_S)
@@ -306,13 +306,13 @@ class ActorProcess:
             self._silent_s = 0.0
 
     async def _until_silent(self) -> None:
-        """Return once a process has told no heartbeat for too long, or none at all.
+        """Return once a process has sent no heartbeat for too long, or none at all.
 
         The time is counted while the broker stores: else no heartbeat can be there. A heartbeat is
         new when it is another one: clocks may be set back.
         """
         last: float | None = None
-        has_told, had_told, since = False, False, time.monotonic()
+        has_beaten, had_beaten, since = False, False, time.monotonic()
         while True:
             looked = time.monotonic()
             await asyncio.sleep(self._silence_look_s)
@@ -324,15 +324,15 @@ class ActorProcess:
                 continue
             beat_time = None if beat is None else beat.time  # it vanishes after ten seconds
             is_new = beat_time is not None and last is not None and beat_time != last
-            has_told = has_told or is_new or (beat_time or 0.0) >= self._started
+            has_beaten = has_beaten or is_new or (beat_time or 0.0) >= self._started
             was_away = now - looked > 3 * self._silence_look_s  # this process itself
-            if is_new or was_away or (has_told and not had_told):
+            if is_new or was_away or (has_beaten and not had_beaten):
                 since = now
             last = last if beat_time is None else beat_time
-            had_told = has_told
-            bound_s = self._silence_s if has_told else self._start_silence_s
-            told_s = min(SILENCE_TOLD_S, bound_s / 2) if has_told else bound_s / 2
-            silent_s = now - since if now - since >= told_s else 0.0
+            had_beaten = has_beaten
+            bound_s = self._silence_s if has_beaten else self._start_silence_s
+            report_s = min(SILENCE_REPORTED_S, bound_s / 2) if has_beaten else bound_s / 2
+            silent_s = now - since if now - since >= report_s else 0.0
             if bool(silent_s) != bool(self._silent_s):
                 _log.warning("actor_silent", child=self.wanted.name, silent_s=round(silent_s))
                 self._changed()
@@ -346,7 +346,7 @@ class ActorProcess:
             "code": "deadline",
             "message": f"no heartbeat came for {self._silent_s:.0f} s: it was stopped, hung, or "
             "did not reach the broker",
-            "hint": "it is started again; py-spy or gdb on a process that hangs says where",
+            "hint": "it is started again; py-spy or gdb show where a process hangs",
         }
         self._output.add([json.dumps(fields)])
 

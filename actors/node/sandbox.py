@@ -7,9 +7,9 @@ It sees no run folder, no file of the node, no other process, and of the node's 
 what `_VARIABLES` and `$TINKERMQ_GAME_VARIABLES` name. It shares the network, over which it reaches
 the broker.
 
-It runs as a user that nobody is: the kernel lets root's number write its settings whatever else was
+It runs under an unused user id: the kernel lets root's id write its settings whatever else was
 taken from it. The filter of system calls refuses namespaces, mounts, tracing and the like, so no
-game makes a sandbox, or a /proc, of its own: code of a model that it wants to run goes through a
+game makes a sandbox, or a /proc, of its own: code of a model goes through a
 socket to interpreters that the node starts.
 
 A host of agent programs runs no code of a job's owner and needs no sandbox; its programs have
@@ -86,14 +86,14 @@ def actor_argv(wanted: WantedActor) -> list[str]:
 
 
 def actor_environment(
-    wanted: WantedActor, nats_url: str, gpus: Sequence[int] | None = None
+    wanted: WantedActor, nats_url: str, gpus: Sequence[str] | None = None
 ) -> dict[str, str]:
     """Return what is laid over the node's environment; threads are set before torch.
 
-    `gpus` are the GPUs that the actor sees, by number at the driver; None for a node without any.
+    `gpus` are the UUIDs of the GPUs that the actor sees; None for a node without any.
     """
     threads = str(wanted.threads)
-    seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus is not None else {}
+    seen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus is not None else {}
     return {
         **seen,
         **ENVIRONMENT,
@@ -336,7 +336,7 @@ def _data_files(wanted: WantedActor) -> dict[Path, Path]:
     """Return where the data files of a job lie, links followed, by the names that it gives them.
 
     Both must be names of datasets: a game must not be shown whatever its owner calls data, nor, by
-    a link, what lies in a run of somebody else.
+    a link, what lies in another user's run.
     """
     roots = [Path(root) for root in wanted.output_roots]
     named = {Path(read).expanduser().absolute() for read in wanted.reads}
@@ -410,7 +410,7 @@ def _read_by_learner(wanted: WantedActor, handles: _Handles) -> dict[Path, Path]
     """Return models and data of a learner, held open, by the names that it has for them.
 
     Each must lie, links followed, where the operator's folders or the user's own let it, and is
-    opened from there without following one: whoever may write a folder may have made it a link
+    opened from there without following one: a writer of a folder may have made it a link
     since the job was accepted. Raises PathRefused.
     """
     roots = [Path(root) for root in wanted.output_roots]
@@ -452,12 +452,12 @@ def _refuse_runs(folders: Iterable[Path], run_dir: Path) -> None:
 
 
 def _refuse_unreadable(paths: Iterable[Path]) -> None:
-    """Raise PathRefused for what only root may read: the game is somebody else."""
+    """Raise PathRefused for what only root may read: the game runs as another user."""
     for path in paths:
         needed = 0o005 if path.is_dir() else 0o004
         if path.exists() and path.stat().st_mode & needed != needed:
             raise PathRefused(
-                f"hosted games may not read {path}: a node that root runs lets them run as nobody",
+                f"hosted games may not read {path}: a node of root starts them as an unused user",
                 hint=f"chmod -R o+rX {path}",
             )
 

@@ -1,9 +1,9 @@
 """The generator of an SFT job: the episodes that it appends are conversations of the data.
 
 A task names a row. Its group is one trajectory whose generated tokens are what the assistant said,
-with log-prob 0 (who wrote the data was certain) and the version that the task asks for. All behind
-the log is as in any job: batches, checkpoints, resuming, replay, looking at rollouts. No model is
-loaded here; a row costs a fraction of a millisecond.
+with log-prob 0 (data are certain) and the version that the task asks for. All behind
+the log is as in any job: batches, checkpoints, resuming, replay, looking at rollouts. A row costs a
+fraction of a millisecond. A model is loaded only where the generators validate.
 """
 
 import asyncio
@@ -15,14 +15,20 @@ import structlog
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import Lease, TaskQueue
 from ...envs.data import ChatData, ChatRow
+from ...envs.host_client import Environments
 from ...schemas.config.job import JobConfig
 from ...schemas.rollout import Group, Trajectory
 from ...schemas.task import Blame, Task
 from ...schemas.wire.errors import DataError, ModelError, TinkermqError
 from ...schemas.wire.foreign import words_of
-from ..policy.chat import ChatTokenizer, Conversation, open_chat
+from ..engine.weight_updates import WeightFollower
+from ..policy.chat import ChatTokenizer, Conversation, make_chat, open_chat
+from ..policy.policies import check_weights
 from ..runtime import JobContext, settle_memory
+from ..weights.job_weights import open_weights
 from .groups import FittingLog, GroupFailed, append_given_up
+from .players import start_engines
+from .validation import TaskEpisodes, Validator
 
 _PULL_TIMEOUT_S = 2.0
 _AT_ONCE = 64
@@ -30,16 +36,40 @@ _log = structlog.get_logger()
 
 
 async def run_demonstrations(context: JobContext) -> None:
-    """Append the rows that the learner asks for, until told to stop."""
+    """Append the rows that the learner requests, until stopped."""
     config = context.config
     chat = (await asyncio.to_thread(open_chat, config.model)).at(context.record.created)
     data = await asyncio.to_thread(ChatData, config.sft.data)
     await context.serve_control()
     demonstrations = Demonstrations(context, data, chat)
     try:
-        await demonstrations.append_until_stopped()
+        if config.validates and not config.has_evaluator:
+            await _append_and_validate(context, demonstrations)
+        else:
+            await demonstrations.append_until_stopped()
     finally:
         data.close()
+
+
+async def _append_and_validate(context: JobContext, demonstrations: "Demonstrations") -> None:
+    """Append rows, and beside it play the tasks that validate versions with an own engine."""
+    config = context.config
+    await asyncio.to_thread(check_weights, context.record, config)
+    chat = make_chat(config).at(context.record.created)
+    environments = Environments(context.broker, context.scope, config.env, context.missing)
+    engines = await start_engines(config)
+    episodes = await TaskEpisodes.start(context, engines, chat, environments)
+    weights = WeightFollower(open_weights(context), engines, "recompute")
+    try:
+        async with asyncio.TaskGroup() as group:
+            validator = Validator(context, episodes, weights)
+            validating = group.create_task(validator.play_tasks(), name="validation")
+            await demonstrations.append_until_stopped()
+            validating.cancel()
+    finally:
+        await episodes.close()
+        for engine in engines.values():
+            await engine.close()
 
 
 class Demonstrations:
@@ -97,7 +127,7 @@ def demonstrate(
     except ModelError as error:
         failure = ModelError(f"row {task.sample} of sft.data: {error.message}", hint=error.hint)
         raise _failed(task, failure, source, now) from error
-    except Exception as error:  # a row that nobody has foreseen: it alone is not learnt from
+    except Exception as error:  # an unforeseen row: it alone is not learned
         _log.exception("row_failed", sample=task.sample)
         failure = DataError(
             f"row {task.sample} of sft.data cannot be learnt from: {words_of(error)}",

@@ -10,9 +10,10 @@ from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import LoraConfig
 from ...schemas.wire.errors import ConfigError
 from ..engine.engine import Engine
+from ..engine.gpu_requirements import check_versions, installed_versions
 from ..engine.transformers.transformers_engine import TransformersEngine
 from ..policy.chat import ChatTokenizer
-from ..policy.devices import own_device
+from ..policy.devices import bound_memory, own_device, own_dtype
 from ..policy.model_folder import load_causal_lm
 from ..policy.policies import MAIN, policy_config, policy_names
 from ..storage.adapters import base_of, is_adapter
@@ -40,12 +41,14 @@ async def start_engine(config: JobConfig, version: int = 0, base: "Base | None" 
 
         in_vllm = cast("VllmModel | None", base)
         return await start_vllm(config, version, in_vllm, max_waiting=max_waiting)
+    device = own_device()
+    bound_memory(device, config.generator.memory_share)
     return await TransformersEngine.start(
         config.model.path,
-        max_slots=config.generator.max_requests,
+        max_slots=config.generator.num_requests,
         max_context=config.generator.max_context or config.rollout.max_tokens,
-        dtype=config.generator.dtype,
-        device=str(own_device()),
+        dtype=own_dtype(config.generator.dtype),
+        device=str(device),
         trust_remote_code=config.model.trust_remote_code,
         lora=config.lora,
         base=cast("PreTrainedModel | None", base),
@@ -53,6 +56,11 @@ async def start_engine(config: JobConfig, version: int = 0, base: "Base | None" 
         max_waiting=max_waiting,
         record_experts=config.algorithm.router_replay,
     )
+
+
+async def start_engines(config: JobConfig) -> dict[str, Engine]:
+    """Start one engine for each policy of a job; see `start_engine`."""
+    return {name: await start_engine(policy_config(config, name)) for name in policy_names(config)}
 
 
 async def load_base(config: JobConfig, adapters: Sequence[LoraConfig]) -> Base:
@@ -71,7 +79,7 @@ def _load_frozen(config: JobConfig) -> "PreTrainedModel":
     path = config.model.path
     model = load_causal_lm(
         base_of(path) if is_adapter(path) else path,
-        dtype=getattr(torch, config.generator.dtype),
+        dtype=getattr(torch, own_dtype(config.generator.dtype)),
         attn_implementation="eager",
         trust_remote_code=config.model.trust_remote_code,
     )
@@ -81,6 +89,7 @@ def _load_frozen(config: JobConfig) -> "PreTrainedModel":
 
 
 def _check_vllm() -> None:
+    check_versions(installed_versions())
     try:
         import vllm.v1.engine.async_llm  # noqa: F401  # pyright: ignore[reportUnusedImport, reportMissingModuleSource]
     except (ImportError, OSError, RuntimeError) as error:  # a library of it does not fit torch
@@ -108,11 +117,30 @@ class Players:
         time_use: TimeUse | None = None,
         prompt_for_teacher: PromptForTeacher | None = None,
     ) -> "Players":
-        """Start the engines; `time_use` is told what the episodes wait for, `prompt_for_teacher`
+        """Start the engines; `time_use` records what the episodes wait for, `prompt_for_teacher`
         makes what teachers read."""
-        engines = {
-            name: await start_engine(policy_config(config, name)) for name in policy_names(config)
-        }
+        return cls.of_engines(
+            await start_engines(config),
+            config,
+            chat,
+            environments,
+            sampling,
+            time_use,
+            prompt_for_teacher,
+        )
+
+    @classmethod
+    def of_engines(
+        cls,
+        engines: dict[str, Engine],
+        config: JobConfig,
+        chat: ChatTokenizer,
+        environments: Environments,
+        sampling: EpisodeSampling,
+        time_use: TimeUse | None = None,
+        prompt_for_teacher: PromptForTeacher | None = None,
+    ) -> "Players":
+        """Play with engines that have started; see `start`."""
         loops = {
             name: AgentLoop(
                 engine, chat, environments, config.rollout, sampling, time_use, prompt_for_teacher
@@ -127,7 +155,7 @@ class Players:
         return self._loops[MAIN]
 
     def of(self, roles: Iterable[str]) -> dict[str, AgentLoop]:
-        """Say who plays each role: its own policy, or the main one."""
+        """Return the player of each role: its own policy, or the main one."""
         return {role: self._loops.get(role, self.main) for role in roles}
 
     def check_engines(self) -> None:

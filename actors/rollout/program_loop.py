@@ -187,9 +187,9 @@ def _describe_call(call: ModelCall, tree_rows: TreeRows, posted: PostedRewards) 
 
 
 Tell: TypeAlias = Callable[..., Awaitable[None]]
-"""`await tell(kind, message, **data)`: an event of the job."""
+"""`await tell(kind, message, **data)` publishes an event of the job."""
 _MAX_TOLD = 100
-"""Names of fields that are told."""
+"""Names of fields in the event."""
 _MAX_STARTS = 100
 """Hosts that one episode may outlive."""
 
@@ -209,8 +209,8 @@ class ProgramLoop:
         time_use: TimeUse | None = None,
         tell: Tell | None = None,
     ) -> None:
-        """`time_use` is told when episodes wait for the engine and for their programs, `tell` of
-        events."""
+        """`time_use` records when episodes wait for the engine and for their programs, `tell`
+        publishes events."""
         self._broker = broker
         self._scope = scope
         self._engine = engine
@@ -228,7 +228,7 @@ class ProgramLoop:
         self._service: Service | None = None
 
     async def start(self) -> None:
-        """Get ready to answer, and tell what the model's template cannot do."""
+        """Get ready to answer, and report what the model's template cannot do."""
         if (lacks := "; ".join(self._facts.limitations())) and self._tell is not None:
             await self._tell("agent_template", f"of the model's chat template: {lacks}")
         name, description = "tinkermq-calls", f"calls of programs, job {self._scope.job}"
@@ -248,9 +248,9 @@ class ProgramLoop:
     ) -> list[Trajectory]:
         """Run one episode to its end; return its rows, the main one first.
 
-        What `recorder`, a `CallLog`, knows of the episode is gone on with. Raises EpisodeFailed,
-        naming the boundary to blame, when there is nothing to train; Fenced when somebody else has
-        taken the episode over.
+        Continues from what `recorder`, a `CallLog`, has of the episode. Raises EpisodeFailed,
+        naming the boundary to blame, when there is nothing to train; Fenced when another generator
+        has taken the episode over.
         """
         del transcript
         log = recorder if isinstance(recorder, CallLog) else CallLog(plan.episode)
@@ -315,7 +315,7 @@ class ProgramLoop:
                 "the program ended without an answer of the model that could be trained: it had "
                 f"{len(calls.tree.calls)}, of which agent.train={self._config.agent.train} takes "
                 "those that arrived",
-                hint="run `tinkermq agent check`: it says of each call whether it is trained",
+                hint="run `tinkermq agent check`: it shows for each call whether it is trained",
             )
         return rows
 
@@ -389,7 +389,7 @@ class _Playing:
                     raise
 
     async def end(self) -> None:
-        """Leave the episode: nobody's calls are answered, and its host is told."""
+        """Leave the episode: answer no further calls, and notify its host."""
         await self._stop_listening()
         if self.log.episode and not self.ended:
             self.loop.environments.close(self.log.host, self.log.episode)

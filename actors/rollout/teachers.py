@@ -4,7 +4,7 @@ So a run is a function of its log although its teachers are elsewhere, and one t
 waited for by the generator that holds the task, which reports it, while its other tasks go on.
 
 A teacher is an inference job, or a model behind an OpenAI-compatible API. Both score the policy's
-own token ids by one prefill, at temperature 1. What is passing (nobody is there, busy, slow) is
+own token ids by one prefill, at temperature 1. Passing failures (unreachable, busy, slow) are
 raised as TeacherAway and asked again; what is not ends the run with its reason. A teacher may read
 a text in the first prompt that the game gives and the policy does not see.
 """
@@ -59,7 +59,7 @@ _MOST_BYTES = 512 << 20
 _PASSING = frozenset({404, 408, 409, 425, 429})
 """Statuses of an API that may be another one later: its model is being loaded, it is busy."""
 _COMPARED = 64
-"""Tokens whose texts are compared with those that an API tells."""
+"""Tokens whose texts are compared with those of an API."""
 
 
 class TeacherAway(TinkermqError):
@@ -129,7 +129,7 @@ class JobTeacher:
 
 
 class EndpointTeacher:
-    """A model behind an API that tells `prompt_logprobs`, as vLLM's and ours do."""
+    """A model behind an API that returns `prompt_logprobs`, as vLLM's and ours do."""
 
     def __init__(self, base: str, model: str, chat: ChatTokenizer) -> None:
         """`base` is the URL up to `/v1`."""
@@ -179,7 +179,7 @@ class EndpointTeacher:
             raise TeacherAway(failure)
         raise ConfigError(
             f"the teacher cannot be asked: {failure}",
-            hint=f"see model and key: ${TEACHER_KEY} of who submits travels with the job, sealed",
+            hint=f"check model and key: ${TEACHER_KEY} of the submitter goes with the job, sealed",
         )
 
     def _read(self, answer: bytes, ids: IntVector, top_k: int) -> PromptScores:
@@ -195,7 +195,7 @@ class EndpointTeacher:
             raise
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
-                f"{self._url} told no prompt_logprobs: {answer[:200].decode(errors='replace')}",
+                f"{self._url} returned no prompt_logprobs: {answer[:200].decode(errors='replace')}",
                 hint="a teacher's API must have them, as vLLM's server does",
             ) from error
 
@@ -215,7 +215,7 @@ def other_tokenizer(name: str) -> ConfigError:
 def _whole(pieces: list[PromptScore], num: int, name: str) -> PromptScores:
     rows = sorted(pieces, key=lambda piece: piece.start)
     if sum(len(piece.logprobs) for piece in rows) != num:
-        raise TeacherAway(f"the teacher {name} told not all of the {num} tokens")
+        raise TeacherAway(f"the teacher {name} scored only some of the {num} tokens")
     columns = ("logprobs", "top_ids", "top_logprobs")
     return PromptScores(*(np.concatenate([getattr(row, key) for row in rows]) for key in columns))
 
@@ -244,14 +244,14 @@ def _read_rows(
             pairs = [(float(entry["logprob"]), int(token)) for token, entry in row.items()]
             best = sorted(pairs, key=lambda pair: (-pair[0], pair[1]))[:top_k]
             if len(best) < top_k:
-                raise ValueError(f"{len(best)} tokens are told in the place of one")
+                raise ValueError(f"{len(best)} tokens were returned for one position")
             scores.top_logprobs[place] = [logprob for logprob, _ in best]
             scores.top_ids[place] = [token for _, token in best]
     return scores
 
 
 def _is_same(text: Any, token: int, chat: ChatTokenizer) -> bool:
-    """Whether a token has the text that the policy's tokenizer has for it, as far as texts tell.
+    """Whether a token has the text that the policy's tokenizer has for it, as far as texts show.
 
     Only plain words are compared: servers write blanks and halves of characters in several ways.
     """
@@ -396,16 +396,16 @@ class TeacherContext:
         info: Mapping[str, Any],
         seconds: float | None = None,
     ) -> IntVector:
-        """Return int32[P]: the first prompt with the text that the game has told at the end.
+        """Return int32[P]: the first prompt with the text in the game's last `info`.
 
         `num_prompt` is the length of the policy's, `seconds` its time. Raises DataError where the
-        game has told none, or one that is too long.
+        game has none, or one that is too long.
         """
         text = info.get(self._key)
         if not isinstance(text, str) or not text:
             raise DataError(
-                f"algorithm.teacher_context={self._key}: the game told {text!r:.40} under this "
-                "name in `info` at the episode's end",
+                f"algorithm.teacher_context={self._key}: the game's `info` has "
+                f"{text!r:.40} under this name at the episode's end",
                 hint=f"it must be a text; there are {', '.join(sorted(map(str, info)))[:200]}",
             )
         chat = self._chat if seconds is None else self._chat.at(seconds)
@@ -415,7 +415,7 @@ class TeacherContext:
             raise DataError(
                 f"what the teacher reads is {more} tokens longer than the prompt, "
                 f"algorithm.teacher_context_tokens is {self._max_tokens}",
-                hint=f"raise it to {more}, with learner.max_row_tokens, or let the game tell less",
+                hint=f"raise it to {more}, with learner.max_row_tokens, or shorten the game's text",
             )
         return prompt
 

@@ -18,7 +18,7 @@ class Transcript:
     """What an episode has so far; `begin` gives it its prompt.
 
     The four lists hold one entry per token of the conversation, but for those of the turn that is
-    being generated: where its tokens are told one by one, they are in `open` until it ends.
+    being generated: if its tokens are reported one by one, they are in `open` until it ends.
     """
 
     token_ids: list[int] = field(default_factory=list[int])
@@ -162,7 +162,7 @@ class Transcript:
         computed_from = len(self.token_ids) - 1 - len(experts)
         if computed_from > known:
             raise EngineError(
-                f"the engine told no experts of the tokens {known} to {computed_from - 1}",
+                f"the engine recorded no experts for the tokens {known} to {computed_from - 1}",
                 hint="set algorithm.router_replay=false, and report this",
             )
         self.experts.append(experts[known - computed_from :])

@@ -11,7 +11,7 @@ from .scheduler import run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a scheduler until it is told to stop; return the exit code."""
+    """Run a scheduler until it is stopped; return the exit code."""
     parser = service_parser("scheduler")
     parser.add_argument("--name", default="scheduler", help="name (default: scheduler)")
     keeping = RetentionLimits()

@@ -64,7 +64,7 @@ class DecisionTimes:
         self._seconds.append(seconds)
 
     def numbers(self) -> dict[str, float]:
-        """Return what the heartbeat tells: milliseconds, median and 99th percentile."""
+        """Return figures for the heartbeat: milliseconds, median and 99th percentile."""
         times = sorted(self._seconds)
         if not times:
             return {}
@@ -93,7 +93,7 @@ class LeaderLease:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether nobody else can have taken the lease yet."""
+        """Whether no other scheduler can have taken the lease yet."""
         return time.monotonic() - self._renewed < self._timing.stale_s
 
     async def acquire(self, stopping: asyncio.Event) -> bool:
@@ -142,7 +142,7 @@ class LeaderLease:
         return True
 
     async def hold(self) -> None:
-        """Renew the lease for ever; raises FencedError once somebody else has it."""
+        """Renew the lease for ever; raises FencedError once another scheduler has it."""
         beat = 0
         while True:
             await asyncio.sleep(self._timing.renew_s)

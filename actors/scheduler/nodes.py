@@ -1,8 +1,8 @@
-"""The scheduler's view of the nodes: who is there, what they say, and who fell silent.
+"""The scheduler's view of the nodes: which are there, their reports, and which fell silent.
 
 Nodes are found by their records in the KV bucket and asked by sync. A node is heard when its
 record was written anew or it answered a sync. Silence is counted in the time that the scheduler
-itself could have heard something: while the broker is away nobody falls silent.
+itself could have received something: while the broker is away no node falls silent.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ RECENT_S = 60.0
 
 @dataclass(frozen=True)
 class ClockReading:
-    """What one answer told of a clock."""
+    """What one answer shows of a clock."""
 
     ahead_s: float
     """How far it is ahead of one's own, seconds."""
@@ -44,7 +44,7 @@ class ClockReading:
 
     @property
     def surely_ahead_s(self) -> float:
-        """How far it is ahead at least; negative where it is behind, 0 where one cannot tell."""
+        """How far it is ahead at least; negative if behind, 0 if unknown."""
         least = max(abs(self.ahead_s) - self.within_s, 0.0)
         return least if self.ahead_s > 0 else -least
 
@@ -131,7 +131,7 @@ class Nodes:
         return frozenset(name for name in names if name is not None and self._is_silent(name))
 
     def has_drained(self, name: str | None) -> bool:
-        """Whether a node said that it ends before it did: what ran there was told to stop."""
+        """Whether a node announced its end: its actors were asked to stop."""
         return name in self._left
 
     def _is_silent(self, name: str) -> bool:
@@ -251,7 +251,7 @@ class Nodes:
             _log.warning("node_refuses", node=name, error=error.message)
 
     def _note_clock(self, member: _Member, new: ClockReading, name: str) -> None:
-        """Note what a node's clock showed; tell once that it is off, and once that it is not."""
+        """Record a node's clock; report once that it is off, and once that it is not."""
         member.clock = better(member.clock, new)
         ahead_s = member.clock.surely_ahead_s
         is_off = abs(ahead_s) > CLOCK_BOUND_S
@@ -263,7 +263,8 @@ class Nodes:
 
 def _shape(status: NodeStatus) -> tuple[object, ...]:
     """Return what decides which actors a node can hold."""
-    return status.slots, status.groups, status.link, status.packages
+    instances = [gpu.is_instance for gpu in status.gpus]
+    return status.slots, status.slot_kind, instances, status.groups, status.link, status.packages
 
 
 def _newer(status: NodeStatus | None, record: NodeStatus) -> NodeStatus:

@@ -1,6 +1,6 @@
 """Notify users of the end of their jobs, and of a plateau, and record the jobs' changes of state.
 
-The scheduler sends them, so that it works while the laptop sleeps. apprise knows the services
+The scheduler sends them, so that it works while the laptop sleeps. apprise supports the services
 behind the URLs; it runs in a thread, and neither a URL nor an answer is logged.
 """
 
@@ -41,7 +41,7 @@ class Plateau:
     measure: str = ""
     best: float = float("-inf")
     best_step: int = 0
-    told: bool = False
+    is_reported: bool = False
 
     def observe(self, values: Mapping[str, float]) -> bool:
         """Take the newest numbers; True once for each plateau.
@@ -55,15 +55,15 @@ class Plateau:
         if measure != self.measure:
             self.measure, self.best = measure, float("-inf")
         if values[measure] > self.best:
-            self.best, self.best_step, self.told = values[measure], step, False
-        if self.told or step - self.best_step < self.patience:
+            self.best, self.best_step, self.is_reported = values[measure], step, False
+        if self.is_reported or step - self.best_step < self.patience:
             return False
-        self.told = True
+        self.is_reported = True
         return True
 
 
 class Notifier:
-    """Sends what there is to tell, one after the other."""
+    """Sends notifications, one after the other."""
 
     def __init__(self, broker: Broker, secrets: SecretStore, send: Send | None = None) -> None:
         """Tell by `send(url, title, text)`, by default with apprise."""
@@ -81,7 +81,7 @@ class Notifier:
             self._queue.put_nowait((record, _TOLD[record.state]))
 
     async def check_jobs(self, active: list[JobRecord]) -> None:
-        """Look for plateaus among the jobs that run and whose owners want to know."""
+        """Look for plateaus among running jobs with notifications."""
         if time.monotonic() - self._looked < _LOOK_S:
             return
         self._looked = time.monotonic()
@@ -101,7 +101,7 @@ class Notifier:
             self._queue.put_nowait((record, f"{text} ({plateau.best:.4g})"))
 
     async def run(self) -> None:
-        """Tell what a scheduler before this one has not told any more, and then what comes."""
+        """Send what a previous scheduler did not send any more, then new notifications."""
         for left in await self._secrets.left_behind():
             if isinstance(left, JobRecord):
                 self.ended(left)
@@ -158,7 +158,7 @@ _LATER = (TinkermqError, TimeoutError)
 
 
 class MoveEvents:
-    """Empties the records of what was not told."""
+    """Publishes the events that records hold."""
 
     def __init__(self, broker: Broker, jobs: JobStore) -> None:
         """Be telling nothing."""
@@ -177,7 +177,7 @@ class MoveEvents:
 
     @property
     def num_closing(self) -> int:
-        """How many jobs that have ended are being told of just now."""
+        """Number of ended jobs whose events are being published."""
         return sum(map(is_final, self._telling.values()))
 
     def closes(self, key: str) -> bool:
@@ -189,12 +189,12 @@ class MoveEvents:
         try:
             version = record.version
             async with asyncio.timeout(_TELL_S):
-                await self._jobs.tell(record)
+                await self._jobs.publish_events(record)
                 stored = None
                 if is_final(record):
                     stored = await settle_job_streams(self._broker, record.scope)
                     version = await last_version(self._broker, record)
-                await self._jobs.told(record, version, stored)
+                await self._jobs.mark_published(record, version, stored)
         except NotFoundError as error:
             await self._give_up(record, error)
         except _LATER as error:  # next turn
@@ -203,10 +203,10 @@ class MoveEvents:
             del self._telling[key]
 
     async def _give_up(self, record: JobRecord, error: NotFoundError) -> None:
-        """Forget events whose stream somebody has deleted; they would wait for ever."""
+        """Drop events whose stream was deleted; they would wait for ever."""
         _log.warning("events_wait", job=record.job, error=error.message, hint=error.hint)
         with contextlib.suppress(*_LATER):
             try:
                 await stream_info(self._broker, record.scope.stream_feed)
             except NotFoundError:
-                await self._jobs.told(record)
+                await self._jobs.mark_published(record)

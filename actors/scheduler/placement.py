@@ -10,6 +10,9 @@ A queued job starts whole or not at all, so two jobs never hold half of the pool
 that has to wait reserves slots: the free ones that would serve it, and more as they become free.
 Jobs behind it are placed on the rest (backfill), so they never delay it.
 
+Learner and generator of one slot each share it where the configuration says so, or where the pool
+is a single GPU.
+
 A job is packed onto one node if one can hold it, learner and generators together, within one
 group of linked slots if possible. An actor of several slots gets them on one node, and within one
 group wherever the pool has a group of that size; so do the ranks of a learner, as if they were one
@@ -155,11 +158,15 @@ class NodeSlots:
     name: str
     total: int
     free: frozenset[int]
-    """Numbers of the slots that nobody holds, from 0 to `total` - 1."""
+    """Numbers of the free slots, from 0 to `total` - 1."""
     groups: tuple[frozenset[int], ...] = ()
     """Slots that are linked closely; empty: all alike."""
     link: str = ""
     """What it shares a fast network with: nodes of the same name."""
+    are_gpus: bool = False
+    """Whether a slot is a GPU, or an instance of one."""
+    alone: frozenset[int] = frozenset()
+    """Slots that cannot work together with others: MIG instances."""
     packages: tuple[tuple[str, str], ...] = ()
     """What the ranks of a learner must have in common, names and versions; empty: not known."""
 
@@ -177,7 +184,9 @@ class Assignment:
     actor: str
     node: str
     devices: tuple[int, ...] = ()
-    """Numbers of the slots that it holds there."""
+    """Numbers of the slots that it uses there."""
+    shares: bool = False
+    """They are held by another actor of its job."""
 
 
 @dataclass
@@ -208,27 +217,32 @@ def place(
     free: _Slots = {node.name: set(node.free) for node in nodes}
     num_free = sum(map(len, free.values()))
     head: PlacementRequest | None = None
-    for request in in_order(queue, shares, now):
+    for waiting in in_order(queue, shares, now):
         if most <= 0:
             break
+        request = pool.settle(waiting)
         why = _refusal(request, nodes, shares, pool)
         given: list[Assignment] = []
         if not why and (request.need <= num_free or not request.whole):
-            given = pool.give(request, free)
+            given = pool.assign(request, free)
             num_free = sum(map(len, free.values())) if given else num_free
             if request.whole:  # what a running job lacks counts as held already
-                shares.add(request.user, sum(len(item.devices) for item in given), len(given))
+                shares.add(request.user, _num_held(given), len(given))
             result.assignments += given
             most -= bool(given)
         if len(given) == len(request.actors):
             continue
         if not why and head is None:
             head = request
-            pool.keep(request, given, free)
+            pool.reserve(request, given, free)
             num_free = sum(map(len, free.values()))
             why = f"is next: slots are kept for it until it has {request.need}"
         result.waits[request.job] = why or f"waits for {request.need} slots behind jobs before it"
     return result
+
+
+def _num_held(given: Iterable[Assignment]) -> int:
+    return sum(len(item.devices) for item in given if not item.shares)
 
 
 _COUNTED = ("generator", "sampler")
@@ -248,6 +262,7 @@ def refuse_impossible(actors: Sequence[ActorPlacement], nodes: Sequence[NodeSlot
         return
     need = sum(actor.slots for actor in actors)
     total = sum(node.total for node in nodes)
+    _refuse_instances(actors, nodes)
     largest = max(nodes, key=lambda node: node.total)
     widest = max(actors, key=lambda actor: actor.slots)
     if gang := _ranks_of(actors):
@@ -272,6 +287,20 @@ def refuse_impossible(actors: Sequence[ActorPlacement], nodes: Sequence[NodeSlot
     raise PlacementError(text, hint=f"{hint} (`tinkermq node --slots N`)")
 
 
+def _refuse_instances(actors: Sequence[ActorPlacement], nodes: Sequence[NodeSlots]) -> None:
+    """Raise PlacementError for actors that would fit if MIG instances could work together."""
+    whole = [replace(node, alone=frozenset()) for node in nodes]
+    if whole == list(nodes) or not place([PlacementRequest("", tuple(actors))], whole).assignments:
+        return
+    widest = max(actors, key=lambda actor: actor.slots)
+    raise PlacementError(
+        f"{widest.name} needs {widest.slots} GPUs that work together, and the pool has MIG "
+        "instances, of which a process sees one",
+        hint="set generator.slots, generator.tensor_parallel, learner.slots and learner.ranks to "
+        "1, or add a node with whole GPUs",
+    )
+
+
 def _as_if_alike(nodes: Sequence[NodeSlots]) -> list[NodeSlots]:
     """Return the nodes as they would be with the same packages."""
     return [replace(node, packages=()) for node in nodes]
@@ -281,8 +310,8 @@ def _unlike(gang: Sequence[ActorPlacement], nodes: Sequence[NodeSlots]) -> Place
     return PlacementError(
         f"the learner's {len(gang)} ranks fit on no nodes with the same packages: "
         + _differences(nodes),
-        hint="install the same versions on all nodes and restart those that had others, or lower "
-        "learner.ranks and learner.slots until nodes that are alike can hold them",
+        hint="install the same versions on all nodes and restart the changed ones, or lower "
+        "learner.ranks and learner.slots until equal nodes can hold them",
     )
 
 
@@ -334,6 +363,17 @@ class _Pool:
         self._largest_group = max((len(g) for node in nodes for g in node.linked), default=0)
         self._holds: dict[tuple[tuple[int, ...], ...], bool] = {}
 
+    def settle(self, request: PlacementRequest) -> PlacementRequest:
+        """Return a request as this pool can meet it: in one of a single GPU, actors that may
+        share a slot do."""
+        if self.total != 1 or not all(node.are_gpus for node in self._nodes.values()):
+            return request
+        actors = tuple(
+            actor.model_copy(update={"slots": 0}) if actor.shares and request.whole else actor
+            for actor in request.actors
+        )
+        return replace(request, actors=actors)
+
     def could_hold(self, request: PlacementRequest) -> bool:
         """Whether the idle pool could hold a request."""
         if not request.whole:
@@ -341,10 +381,10 @@ class _Pool:
         holds = self._holds.get(request.shape)
         if holds is None:
             idle = {name: set(range(node.total)) for name, node in self._nodes.items()}
-            holds = self._holds[request.shape] = bool(self.give(request, idle))
+            holds = self._holds[request.shape] = bool(self.assign(request, idle))
         return holds
 
-    def give(self, request: PlacementRequest, free: _Slots) -> list[Assignment]:
+    def assign(self, request: PlacementRequest, free: _Slots) -> list[Assignment]:
         """Place a request, taking its slots out of `free`: all of it, or what fits if not whole."""
         given, left = self._fit(request, free, lambda name: (len(free[name]), name))
         if request.whole and len(given) < len(request.actors):
@@ -352,7 +392,7 @@ class _Pool:
         free.update(left)
         return given
 
-    def keep(self, request: PlacementRequest, given: Sequence[Assignment], free: _Slots) -> None:
+    def reserve(self, request: PlacementRequest, given: Sequence[Assignment], free: _Slots) -> None:
         """Take out of `free` what serves a request that waits.
 
         All that is free and fits it by now, wherever it lies; the rest on the nodes that serve it
@@ -482,6 +522,8 @@ class _Pool:
         """
         if count == 0:
             return ()
+        if count > 1:
+            slots = slots - self._nodes[node].alone
         fitting = [
             (slots & group, group)
             for group in self._nodes[node].linked
@@ -507,11 +549,15 @@ class _Pool:
 def _units_of(actors: Sequence[ActorPlacement]) -> Iterator[list[_Unit]]:
     """Yield ways to lay actors on nodes, best first: ranks in one part, or in several equal ones.
 
-    Each other actor is a unit by itself; so are ranks that are not all there.
+    Each other actor is a unit with those that use its slots; so are ranks that are not all there.
     """
     ranks = _ranks_of(actors)
     spread = ranks[0].spread if ranks else []
-    rest: list[_Unit] = [(actor,) for actor in actors if not spread or actor not in ranks]
+    rest: list[_Unit] = [
+        (actor, *(other for other in actors if _uses_slots_of(other, actor)))
+        for actor in actors
+        if not (spread and actor in ranks) and not _is_guest(actor, actors)
+    ]
     for parts in spread or [1]:
         size = len(ranks) // parts
         cut = [tuple(ranks[at : at + size]) for at in range(0, len(ranks), size)] if spread else []
@@ -523,6 +569,14 @@ def _ranks_of(actors: Iterable[ActorPlacement]) -> list[ActorPlacement]:
     return [actor for actor in actors if actor.spread or actor.role == "rank"]
 
 
+def _uses_slots_of(actor: ActorPlacement, other: ActorPlacement) -> bool:
+    return not actor.slots and actor.shares == other.name
+
+
+def _is_guest(actor: ActorPlacement, actors: Sequence[ActorPlacement]) -> bool:
+    return any(_uses_slots_of(actor, other) for other in actors)
+
+
 def _slots_of(unit: _Unit) -> int:
     return sum(actor.slots for actor in unit)
 
@@ -532,8 +586,12 @@ def _assignments(
 ) -> Iterator[Assignment]:
     """Give each actor of a unit its share of the slots, neighbours to neighbours."""
     left = iter(devices)
+    held: dict[str, tuple[int, ...]] = {}
     for actor in unit:
-        yield Assignment(job, actor.name, node, tuple(islice(left, actor.slots)))
+        shares = not actor.slots and actor.shares in held
+        mine = held[actor.shares] if shares else tuple(islice(left, actor.slots))
+        held[actor.name] = mine
+        yield Assignment(job, actor.name, node, mine, shares)
 
 
 # -- requests and free slots, from the records of jobs and nodes -----------------------------------
@@ -570,7 +628,10 @@ def with_nodes(record: JobRecord, by_actor: Mapping[str, Assignment]) -> JobReco
 def _on_its_node(actor: ActorPlacement, given: Assignment | None) -> ActorPlacement:
     if given is None or actor.node is not None:
         return actor
-    return actor.model_copy(update={"node": given.node, "devices": list(given.devices)})
+    slots = 0 if given.shares else actor.slots
+    return actor.model_copy(
+        update={"node": given.node, "devices": list(given.devices), "slots": slots}
+    )
 
 
 def is_queued(record: JobRecord) -> bool:
@@ -586,7 +647,7 @@ def free_slots(
     A node that drains, or is `closed` because it is about to be given back, has none.
     """
     held = {slot for actor in wanted for slot in actor.devices}
-    leaving = [] if idle else [status for status in unwanted(node, wanted) if status.slots]
+    leaving = [] if idle else unwanted(node, wanted)
     held |= {slot for status in leaving for slot in status.devices}
     return NodeSlots(
         node.node,
@@ -594,6 +655,8 @@ def free_slots(
         frozenset() if closed or node.draining else frozenset(range(node.slots)) - held,
         tuple(frozenset(group) for group in node.groups),
         node.link,
+        node.slot_kind == "gpu",
+        frozenset(slot for slot, gpu in enumerate(node.gpus) if gpu.is_instance),
         tuple((name, node.packages.get(name, "none")) for name in MUST_MATCH)
         if node.packages
         else (),

@@ -2,7 +2,7 @@
 
 It is level-triggered: every turn looks at all live jobs and does the next thing, so it does not
 matter which message was lost or which process died. A turn: read the changed records of jobs and
-nodes, place waiting jobs on free slots, tell the nodes what to run, move the jobs by the nodes'
+nodes, place waiting jobs on free slots, send the nodes their actors, move the jobs by the nodes'
 answers, pass stops and pauses on to learners, and publish the events of all moves. What has not
 changed costs no message.
 """
@@ -77,9 +77,9 @@ class LearnerCommands:
     """Tells each start of a learner once."""
 
     def __init__(self, broker: Broker) -> None:
-        """Have told nobody."""
+        """Start without sent orders."""
         self._broker = broker
-        self._told: dict[str, tuple[str, int | None]] = {}
+        self._ordered: dict[str, tuple[str, int | None]] = {}
         self._telling: set[str] = set()
 
     def send_pending(
@@ -89,14 +89,14 @@ class LearnerCommands:
         learner: ActorStatus | None,
         group: asyncio.TaskGroup,
     ) -> None:
-        """Tell the learner to stop or pause, in a task of `group`, unless it knows."""
+        """Order the learner to stop or pause, in a task of `group`, unless it was ordered."""
         verb = _verb_for(record)
         if verb is None:
-            self._told.pop(key, None)
+            self._ordered.pop(key, None)
             return
         if learner is None or learner.state != "running" or key in self._telling:
             return
-        if self._told.get(key) != (verb, learner.pid):
+        if self._ordered.get(key) != (verb, learner.pid):
             self._telling.add(key)
             group.create_task(self._tell(key, record, verb, learner.pid), name=f"{verb} {key}")
 
@@ -114,20 +114,20 @@ class LearnerCommands:
             await tell_learner(self._broker, record, "hand_over")
             _log.info("learner_told_to_end", job=record.job)
         except TinkermqError as error:
-            _log.debug("learner_not_told", job=record.job, verb="hand_over", error=error.message)
+            _log.debug("learner_not_ordered", job=record.job, verb="hand_over", error=error.message)
 
     def forget(self, key: str) -> None:
         """Drop what is known of a job that has ended."""
-        self._told.pop(key, None)
+        self._ordered.pop(key, None)
 
     async def _tell(
         self, key: str, record: JobRecord, verb: Literal["stop", "pause"], pid: int | None
     ) -> None:
         try:
             await tell_learner(self._broker, record, verb)
-            self._told[key] = (verb, pid)
+            self._ordered[key] = (verb, pid)
         except TinkermqError as error:  # it may not listen yet: again next turn
-            _log.debug("learner_not_told", job=record.job, verb=verb, error=error.message)
+            _log.debug("learner_not_ordered", job=record.job, verb=verb, error=error.message)
         finally:
             self._telling.discard(key)
 
@@ -187,7 +187,7 @@ class Reconciler:
         remover: Remover,
         could_come: Callable[[], list[NodeSlots]] = list,
     ) -> None:
-        """Work on what `view` and `pool` know; ends of jobs are told by `notifier`.
+        """Work on `view` and `pool`; `notifier` publishes the ends of jobs.
 
         A job waits for nodes that `could_come`.
         """
@@ -204,7 +204,7 @@ class Reconciler:
         self._remover = remover
         self._could_come = could_come
         self.decisions = DecisionTimes()
-        """How long it takes to decide who is placed where."""
+        """How long placement takes."""
         self._hurry = asyncio.Event()
         self._derivations: dict[str, _Derived] = {}
         self._fitting: set[tuple[tuple[int, ...], ...]] = set()
@@ -228,6 +228,11 @@ class Reconciler:
             idle = [free_slots(node, [], idle=True) for node in self._pool.nodes()]
             refuse_impossible(actors, [*idle, *self._could_come()])
             self._fitting.add(wanted)
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether machines can come that no node stands for now."""
+        return bool(self._could_come())
 
     def _slots(self) -> list[NodeSlots]:
         """Return what each node has to give, as of now."""
@@ -296,8 +301,6 @@ class Reconciler:
                 with contextlib.suppress(*_MEANWHILE):
                     await self._move(record, Transition("FAILED", str(error)))
 
-    # -- placing ------------------------------------------------------------------------------
-
     async def _place(self) -> None:
         started = time.thread_time()
         queue = self._waiting()
@@ -356,6 +359,7 @@ class Reconciler:
                 segments=config.keeps_segments,
                 operations=record.kind == "tinker",
                 checkpoints=config.storage.url == BROKER,
+                validation=config.validates and record.kind in ("train", "sft"),
             )
         except BrokerError as error:
             await self._move(record, Transition("FAILED", str(error)))
@@ -376,8 +380,6 @@ class Reconciler:
                 self._view.live[key],
                 lambda now: now.model_copy(update={"reason": why}) if is_queued(now) else now,
             )
-
-    # -- telling nodes ------------------------------------------------------------------------
 
     def _wanted(self) -> Wanted:
         """Return the actors that each node shall run, by node."""
@@ -423,8 +425,6 @@ class Reconciler:
             if record is None or record.stop == "now"
         )
 
-    # -- moving jobs --------------------------------------------------------------------------
-
     async def _advance(self, record: JobRecord, group: asyncio.TaskGroup) -> None:
         silent = self._pool.silent(actor.node for actor in record.actors)
         statuses = self._statuses(record)
@@ -432,12 +432,12 @@ class Reconciler:
             self._view.config(record).limits.max_node_failures if record.configured else 0
         )
 
-        def told(now: JobRecord) -> JobRecord:
+        def updated(now: JobRecord) -> JobRecord:
             return now.model_copy(update={"actors": with_statuses(now, statuses, silent)})
 
         try:
-            if told(record) != record:
-                record = await self._jobs.update(record, told)
+            if updated(record) != record:
+                record = await self._jobs.update(record, updated)
             step = next_state(record, statuses, silent, max_node_failures)
             if step is not None:
                 record = await self._move(record, step)

@@ -1,4 +1,4 @@
-"""Requests of clients to the scheduler. The subject names who asks, never the payload."""
+"""Requests of clients to the scheduler. The sender is that of the subject, never of the payload."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -57,7 +57,7 @@ _CHANGES = frozenset(
     | {"label", "archive", "unarchive", "delete"}
 )
 MAX_ERROR_CHARS = 300
-"""Of why an actor ended, in the list of nodes; its job's events tell all of it."""
+"""Of why an actor ended, in the list of nodes; its job's events have the whole text."""
 
 
 class SchedulerRequests:
@@ -75,7 +75,7 @@ class SchedulerRequests:
     ) -> None:
         """Answer from `view` and `pool`, change `jobs`; `reconciler` carries out.
 
-        What must not be told stays in `secrets`; `keeper` knows of a cluster's machines.
+        `secrets` are not shown; `keeper` has a cluster's machines.
         """
         self._broker = broker
         self._jobs = jobs
@@ -222,7 +222,7 @@ class SchedulerRequests:
         """Keep secrets of a job until it has ended."""
         record = await self._view.get(context.user, request.job)
         refuse_removed(record)
-        names = await self._secrets.keep(record.scope, request.sealed)
+        names = await self._secrets.add_sealed(record.scope, request.sealed)
 
         def name(current: JobRecord) -> JobRecord:
             return current.model_copy(update={"secrets": names})
@@ -297,6 +297,12 @@ class SchedulerRequests:
         config = self._view.config(record)
         slots = 0 if request.role == "environment" else config.generator_slots
         wanted = scaled(record.actors, request.role, request.count, slots)
+        if request.role == "generator" and record.is_colocated and wanted != record.actors:
+            raise StateError(
+                f"the generator of job {record.name} shares the learner's GPU, on which there is "
+                "room for one",
+                hint="set placement=separate and resume the run on several GPUs",
+            )
         if len(wanted) > len(record.actors):
             self._reconciler.refuse_impossible(wanted)
             added, held = wanted[len(record.actors) :], self._view.held(record.user)
@@ -352,7 +358,7 @@ class SchedulerRequests:
         self, request: JobRequest, context: RequestContext, *, removal: Removal
     ) -> JobReply:
         """Write into the record what shall be done; the reconciler does it."""
-        # not while the job, or one that lives on it, is being started
+        # not while the job, or one that depends on it, is being started
         async with self._submission.lock(context.user):
             record = await self._view.steered(context.user, request.job)
             if record.removal == removal or (removal == "archive" and record.archived is not None):

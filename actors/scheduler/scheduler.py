@@ -1,7 +1,7 @@
 """The scheduler: wait for the lease, schedule while it lasts, wait again.
 
 Any number of schedulers may run; the one with the lease answers clients and reconciles. All that
-it knows is in the job records and on the nodes, so the next one goes on where it was.
+state is in the job records and on the nodes, so the next one continues from there.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ async def _lead(
     keeping: RetentionLimits,
     machines: MachinesConfig,
 ) -> None:
-    """Answer clients and reconcile, until told to stop or another scheduler takes over."""
+    """Answer clients and reconcile, until stopped or another scheduler takes over."""
     broker = context.broker
     view, pool = JobsView(broker), Nodes(broker, timing)
     jobs = JobStore(broker, wrote=view.enter)
@@ -121,7 +121,7 @@ async def _lead(
 
 
 async def _tell(context: ActorContext, reconciler: Reconciler, view: JobsView) -> None:
-    """Say in the heartbeat how long decisions take, and of how many jobs the scheduler knows."""
+    """Put into the heartbeat how long decisions take and the number of jobs."""
     while True:
         context.numbers.update({**reconciler.decisions.numbers(), **view.numbers()})
         await asyncio.sleep(INTERVAL_S)

@@ -158,7 +158,7 @@ async def run_server(context: JobContext) -> None:
             chat,
             partial(_name, context.record, adapter, its_engine),
             max_context=config.generator.max_context or config.rollout.max_tokens,
-            max_open=_QUEUED_PER_ROW * config.generator.max_requests,
+            max_open=_QUEUED_PER_ROW * config.generator.num_requests,
         )
         for adapter, its_engine in engines.items()
     }

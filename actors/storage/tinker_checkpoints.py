@@ -58,7 +58,7 @@ class StoredCheckpoint:
         return not self.gone and not 0 < self.expires <= now
 
     def describe(self) -> TinkerCheckpoint:
-        """Return it as users are told of it."""
+        """Return it as shown to users."""
         return TinkerCheckpoint(
             path=str(self.name),
             time=self.time,
@@ -181,7 +181,7 @@ def missing(name: CheckpointName, known: StoredCheckpoint | None = None) -> erro
         return errors.CheckpointGoneError(f"the checkpoint {name} was deleted", hint="save it anew")
     return errors.NotFoundError(
         f"there is no checkpoint {name}",
-        hint="it was never saved, is gone, or belongs to somebody who has not published it",
+        hint="it was never saved, was deleted, or belongs to another user and is not published",
     )
 
 

@@ -44,7 +44,7 @@ class OperationApplier:
     def __init__(
         self, adapters: Adapters, states: AdapterStates, records: UserRecords, offer: ModelInfo
     ) -> None:
-        """Make models on the base that `offer` tells of."""
+        """Make models on the base of `offer`."""
         self._records = records
         self._adapters = adapters
         self._states = states
@@ -65,7 +65,7 @@ class OperationApplier:
         operation: ModelOperation,
         companies: Sequence[Company] | None = None,
     ) -> RunningPieces:
-        """Do an operation piece by piece, at last tell the result.
+        """Do an operation piece by piece, then return the result.
 
         Nothing is done before the first is asked for. Whoever asks computes the micro-batches of
         losses, and throws what that raises in here: an error of the client's or ours is a result.
@@ -127,7 +127,7 @@ class OperationApplier:
             raise errors.ModelError(
                 f"{source} is an adapter of {info.base}, not of "
                 f"{body.base_model or self._offer.base}",
-                hint="load it into a model of its own base",
+                hint="load it into a model of the same base",
             )
         if source.kind != "weights" and body.optimizer:
             raise errors.ConfigError(

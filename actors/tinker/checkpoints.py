@@ -69,7 +69,7 @@ def metadata_of(given: Any) -> Metadata | None:
         return None
     if not isinstance(given, dict):
         raise errors.ConfigError(
-            "user_metadata must be a JSON object", hint="leave it out, or mend it"
+            "user_metadata must be a JSON object", hint="leave it out, or correct it"
         )
     pairs = cast("dict[Any, Any]", given).items()
     texts = {
@@ -129,7 +129,7 @@ def _read_recipient(text: str) -> x25519.Recipient:
         ) from error
 
 
-# A ticket, signed by this trainer, stands for one checkpoint and the user who may read it until it
+# A ticket, signed by this trainer, stands for one checkpoint and its reader until it
 # expires, so that a URL with it needs no key. It opens nothing that this user could not read then.
 
 TICKET_S = 1800.0
@@ -327,7 +327,7 @@ class CheckpointCatalog:
     ) -> StoredCheckpoint:
         """Change an own checkpoint; `wanted` says whether an operation that waits needs it.
 
-        Raises NotFoundError, also for the published one of somebody else; ConflictError.
+        Raises NotFoundError, also for another user's published one; ConflictError.
         """
         name = CheckpointName.parse(request.path)
         with self._lock:
@@ -380,7 +380,7 @@ class CheckpointCatalog:
             raise errors.QuotaError(over, hint="delete some, or save them with a TTL")
 
     def _over(self, new: StoredCheckpoint) -> str:
-        """Say by how much a user would have too much; empty: he has not."""
+        """Return by how much a user would have too much; empty: not too much."""
         with self._lock:
             others = [
                 item for item in self._users.get(new.user, {}).values() if item.name != new.name

@@ -191,7 +191,7 @@ def _check_whole(name: ModelName, archived: Sequence[ArchivedOperation]) -> None
         if one.operation.seq != seq:
             raise NotFoundError(
                 f"operation {seq} of {name} was not kept",
-                hint="tinker.history_mb says how much is kept; models that rest longest go first",
+                hint="tinker.history_mb bounds what is kept; the least recently used go first",
             )
 
 
@@ -236,7 +236,7 @@ def _models_of(stored: Path, session: str) -> list[tuple[str, ModelName]]:
     if not matches:
         raise NotFoundError(
             f"no operations of {session!r} were kept",
-            hint="see the sessions on the dashboard; tinker.history_mb says how much is kept",
+            hint="see the sessions on the dashboard; tinker.history_mb bounds what is kept",
         )
     return matches
 

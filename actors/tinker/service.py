@@ -36,6 +36,7 @@ from ...schemas.wire.subjects import rpc
 from ..policy.devices import own_device
 from ..runtime import JobContext, settle_memory
 from ..storage.tinker_checkpoints import TINKER_FOLDER
+from ..training.numerics import settle_numerics
 from ..training.parallel import once_in_torch
 from .adapter_cache import AdapterStates
 from .apply import OperationApplier
@@ -201,8 +202,6 @@ class TrainerService:
         await self._records.calls.open(service, name, self.models)
         await self._records.snapshots.open(service, self._context.scope)
 
-    # -- what is asked -----------------------------------------------------------------------------
-
     async def _submit(self, operation: ModelOperation, context: RequestContext) -> OperationTaken:
         """Take an operation into the log; one that is there already is as good."""
         name = operation.name
@@ -211,7 +210,7 @@ class TrainerService:
         if (operation.seq == 0) != (model is None) and model is None:
             raise NotFoundError(
                 f"there is no model {operation.model}",
-                hint="create_model makes one; models of sessions that are over are gone",
+                hint="create_model makes one; models of ended sessions are removed",
             )
         _check_kind(operation)
         if model is None:
@@ -260,10 +259,10 @@ class TrainerService:
         """Return a result as soon as there is one, or what the operation waits for."""
         name = OperationName(ModelName.parse(request.model), request.seq)
         model = self.models.find(context.user, name.model)
-        if model is None or not model.knows(request.seq):
+        if model is None or not model.has_received(request.seq):
             model = await self._look_in_log(context.user, name, model) or model
         if model is None:
-            raise NotFoundError(f"there is no request {name}", hint="its model is gone")
+            raise NotFoundError(f"there is no request {name}", hint="its model was removed")
         try:
             async with asyncio.timeout(request.wait_s):
                 await self.worker.until_applied(model, request.seq)
@@ -340,9 +339,10 @@ def _check_kind(operation: ModelOperation) -> None:
 
 
 async def run_trainer(context: JobContext) -> None:
-    """Serve until told to stop."""
+    """Serve until stopped."""
     await context.serve_control()
     config = context.config
+    settle_numerics(config.learner, on_gpu=own_device().type == "cuda")
     base = await asyncio.to_thread(base_info, config)
     adapters = await once_in_torch(config.learner.threads, partial(open_trainer, config))
     name = base.base
@@ -362,7 +362,7 @@ def _about(model: ModelConfig) -> Any:
 
 
 def base_info(config: JobConfig) -> ModelInfo:
-    """Return what is told of each model of a service, as of its base."""
+    """Return the information of each model of a service, with its base."""
     arch, folder = str(_about(config.model).model_type), config.model.path
     return ModelInfo(model="-", base=config.tinker.base, folder=folder, arch=arch, rank=1)
 
@@ -373,8 +373,9 @@ def open_trainer(config: JobConfig) -> AdapterTrainer:
         config.model.path,
         base_model=config.tinker.base,
         trust_remote_code=config.model.trust_remote_code,
-        attn_implementation=config.model.attn_implementation,
-        gradient_checkpointing=config.learner.gradient_checkpointing,
+        attention=config.model.attn_implementation,
+        dtype=config.learner.dtype,
+        gradient_checkpointing=config.learner.recomputes,
         device=own_device(),
         microbatch_tokens=config.tinker.micro_batch_tokens,
         max_rank=config.tinker.max_rank,

@@ -1,18 +1,14 @@
-"""Attention beside transformers' own: over divided columns, and flash attention without padding.
+"""Attention over sequences whose columns are divided over processes (Ulysses, arXiv 2309.14509).
 
-Sequences whose columns are divided over processes (Ulysses, arXiv 2309.14509): each process has a
-part of the columns of all heads. Before the attention they exchange: each then has all columns of a
-part of the heads, and any kernel and any mask do; behind it they change back.
-
-The kernel of flash attention takes sequences of any lengths in one row, told apart by their
-cumulative lengths ("varlen"), and reads no mask: padding is left out, and prompts cannot be shared.
+Each process has a part of the columns of all heads. Before the attention they exchange: each then
+has all columns of a part of the heads, and any kernel and any mask do; behind it they change back.
 """
 
 # torch and transformers leave some of their methods untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -21,8 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...schemas.wire.errors import ConfigError
-from .micro_batch import MicroBatch
-from .packed_images import PackedImages
 
 Attention = Callable[..., tuple[Tensor, Any]]
 """transformers' attention interface: (module, query, key, value, mask, **) to [B, T, H, D], …"""
@@ -59,7 +53,7 @@ def divide_attention(model: nn.Module, share: SequenceGroup) -> None:
             f"learner.context_parallel={share.size} cannot divide a model of "
             f"{config.num_attention_heads} heads, {min(heads)} of them for keys and values, with "
             f"model.attn_implementation={kernel}",
-            hint="choose a divisor of both, and sdpa or flash_attention_2",
+            hint="choose a divisor of both",
         )
     name = f"divided_{kernel}_over_{share.size}"
     inner = partial(_attend, kernels[kernel], share)
@@ -90,8 +84,7 @@ def _attend(
 def _length(mask: Tensor | None, options: dict[str, Any], own: int) -> int:
     if mask is not None:
         return mask.shape[-1]
-    ends_S: Tensor | None = options.get("cu_seq_lens_q")
-    return own if ends_S is None else int(ends_S[-1])
+    return options.get("num_columns") or own
 
 
 class _Exchange(torch.autograd.Function):
@@ -118,66 +111,3 @@ def _exchanged(states: Tensor, share: SequenceGroup) -> Tensor:
     parts_P = torch.stack(list(states.chunk(share.size, dim=1)))
     taken_P = cast(Tensor, _Exchange.apply(parts_P, share.group))
     return torch.cat(list(taken_P.unbind(0)), dim=2)
-
-
-# -- rows for flash attention ----------------------------------------------------------------------
-
-
-def flatten(packed: MicroBatch) -> MicroBatch:
-    """Lay the tokens of all rows in one row without padding, in their order.
-
-    Raises ValueError for rows in which prompts are shared.
-    """
-    if _begins_late(packed).any():
-        raise ValueError("flash attention cannot read rows in which sequences share a prompt")
-    real_C = packed.segment_ids_BT.flatten() > 0  # C: columns of all rows, one after the other
-    place_C = real_C.cumsum(0) - 1
-
-    def row(values_BT: Tensor) -> Tensor:
-        return values_BT.flatten()[real_C][None]
-
-    images = packed.images
-    if images is not None:
-        rope_31T = images.rope_3BT.flatten(1)[:, None, real_C]
-        images = PackedImages(images.images, place_C[images.column_Q], rope_31T)
-    experts = packed.experts_BTLK
-    row_B1 = torch.arange(len(packed.input_ids_BT), device=place_C.device)[:, None]
-    last_BT = row_B1 * packed.input_ids_BT.shape[1] + packed.seen_until_BT - 1
-    column_N = packed.row_N * packed.input_ids_BT.shape[1] + packed.source_col_N
-    return replace(
-        packed,
-        input_ids_BT=row(packed.input_ids_BT),
-        position_ids_BT=row(packed.position_ids_BT),
-        segment_ids_BT=row(packed.segment_ids_BT),
-        seen_until_BT=row(place_C[last_BT] + 1),
-        row_N=torch.zeros_like(packed.row_N),
-        source_col_N=place_C[column_N],
-        images=images,
-        experts_BTLK=None if experts is None else experts.flatten(0, 1)[real_C][None],
-    )
-
-
-def _begins_late(packed: MicroBatch) -> Tensor:
-    """Mark the columns where a segment goes on from another: bool[B, T - 1]."""
-    segments_BT = packed.segment_ids_BT
-    begins = (segments_BT[:, 1:] != segments_BT[:, :-1]) & (segments_BT[:, 1:] > 0)
-    return begins & (packed.position_ids_BT[:, 1:] > 0)
-
-
-def kernel_arguments(flat: MicroBatch) -> dict[str, Any]:
-    """Return what transformers' models hand through to flash attention: sequences of one row.
-
-    A sequence begins where its positions do. The backward pass is the deterministic one, so that a
-    step trained again has the same bits.
-    """
-    positions_T = flat.position_ids_BT[0]
-    first_S = torch.nonzero(positions_T == 0).flatten()
-    ends_S = torch.cat([first_S, first_S.new_tensor([len(positions_T)])]).int()
-    longest = int(ends_S.diff().max())
-    return {
-        "cu_seq_lens_q": ends_S,
-        "cu_seq_lens_k": ends_S,
-        "max_length_q": longest,
-        "max_length_k": longest,
-        "deterministic": True,
-    }

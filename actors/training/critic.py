@@ -28,6 +28,7 @@ from .micro_batch import MicroBatch
 from .model import Scorer
 from .optimizer import load_optimizer, make_optimizer, save_optimizer
 from .parallel import Parallel, divided, whole
+from .varlen import AttentionKey
 
 _WEIGHTS = "learner/critic.safetensors"
 _OPTIMIZER = "learner/critic_optimizer"
@@ -36,7 +37,13 @@ _OPTIMIZER = "learner/critic_optimizer"
 class ValueModel(nn.Module):
     """A decoder with a value for each column."""
 
-    def __init__(self, model: PreTrainedModel, learner: LearnerConfig, parallel: Parallel) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        learner: LearnerConfig,
+        attention: AttentionKey,
+        parallel: Parallel,
+    ) -> None:
         """Take the decoder of a causal language model, and put it where it computes.
 
         Raises ModelError when it cannot read packed rows.
@@ -51,8 +58,8 @@ class ValueModel(nn.Module):
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in mine)
         cast(Any, model).value_head = self.value_head  # divided over the ranks with the rest of it
-        inside = parallel.place(model, learner, in_float32=[self.value_head])
-        self._scorer = Scorer(model, temperature=1.0, dtype=learner.dtype, inside=inside)
+        inside = parallel.place(model, learner, attention, in_float32=[self.value_head])
+        self._scorer = Scorer(model, temperature=1.0, inside=inside)
 
     @property
     def device(self) -> torch.device:
@@ -77,7 +84,8 @@ class Critic:
 
     def __init__(self, model: PreTrainedModel, config: JobConfig, parallel: Parallel) -> None:
         """Make a new critic of a causal language model's weights."""
-        self.model = ValueModel(model, config.learner, parallel)
+        attention = config.model.attn_implementation
+        self.model = ValueModel(model, config.learner, attention, parallel)
         self._config = config
         self._parallel = parallel
         self.optimizer = make_optimizer(self.model, config.learner, config.critic.lr)
@@ -101,11 +109,19 @@ class Critic:
         self._targets = targets
         self._sums, self._num_tokens, self._norms = {}, 0, []
 
-    def update(self, micros: list[MicroBatch], denominators: Denominators) -> None:
-        """Make one optimiser update; one whose gradient is not finite is left out."""
+    def accumulate(self, micros: list[MicroBatch], denominators: Denominators) -> None:
+        """Add up the gradients of micro-batches; if that ends early, it can begin anew."""
         self.optimizer.zero_grad()
-        for micro in micros:
-            self._accumulate(micro, denominators)
+        before = dict(self._sums), self._num_tokens
+        try:
+            for micro in micros:
+                self._accumulate(micro, denominators)
+        except torch.OutOfMemoryError:
+            self._sums, self._num_tokens = before
+            raise
+
+    def update(self) -> None:
+        """Make one optimiser update; one whose gradient is not finite is left out."""
         clip = self._config.learner.grad_clip
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip)
         self._norms.append(float(whole(norm)))

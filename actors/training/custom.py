@@ -122,7 +122,11 @@ class CustomFunction:
     def called(self, inputs: object) -> Any:
         """Return what it answers; ConfigError with what it raised, and where."""
         with blaming(self.failure):
-            return self._call(inputs)
+            try:
+                return self._call(inputs)
+            except torch.OutOfMemoryError as error:
+                full = error
+        raise full  # nobody's mistake: the step is tried in smaller micro-batches
 
     def failure(self, error: BaseException) -> TinkermqError:
         """Return what is raised of whatever it, or its answer, has raised."""

@@ -466,13 +466,3 @@ def rewards_with_kl(
     """
     kl_N = kl_per_token(name, logprobs_N.detach(), reference_N.detach())
     return token_rewards_N - coef * kl_N
-
-
-def entropy_from_logits(logits_NV: Tensor) -> Tensor:
-    """Compute the entropy of each distribution over the vocabulary, in nats: N values.
-
-    A token that cannot occur, whose logit is -inf, adds nothing, to the gradient either.
-    """
-    probs_NV = torch.softmax(logits_NV, dim=-1)
-    finite_NV = logits_NV.masked_fill(logits_NV.isneginf(), 0.0)
-    return torch.logsumexp(logits_NV, dim=-1) - (probs_NV * finite_NV).sum(dim=-1)

@@ -50,6 +50,30 @@ class TokenSequence:
 
 
 @dataclass(frozen=True)
+class Runs:
+    """What varlen kernels read of a row without padding (`varlen.py`); S counts its runs."""
+
+    ends_S: Tensor
+    """int32[S + 1]: cumulative numbers of columns."""
+    key_ends_S: Tensor
+    """int32[S + 1]: cumulative numbers of keys, those of the path before a run included."""
+    longest: int
+    """Most columns of a run."""
+    most_keys: int
+    """Most keys of a run."""
+    num_columns: int
+    """Columns of all runs."""
+    key_columns: Tensor | None
+    """int64: the column of each key; None: keys and columns are the same."""
+
+    def to(self, device: torch.device | str) -> "Runs":
+        """Copy the tensors to a device."""
+        columns = None if self.key_columns is None else self.key_columns.to(device)
+        ends_S, key_ends_S = self.ends_S.to(device), self.key_ends_S.to(device)
+        return replace(self, ends_S=ends_S, key_ends_S=key_ends_S, key_columns=columns)
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """Rows of tokens, and where to find each generated token in them."""
 
@@ -80,6 +104,8 @@ class MicroBatch:
     """uint8: the experts that read each token as it was generated, where they are replayed."""
     columns: tuple[int, int] | None = None
     """First column that is computed here, and the one behind the last; None: all are."""
+    runs: Runs | None = None
+    """Of a single row without padding, for varlen kernels."""
 
     @classmethod
     def empty(cls, device: torch.device) -> "MicroBatch":
@@ -119,7 +145,7 @@ class MicroBatch:
         moved = {
             name: value.to(device)
             for name, value in vars(self).items()
-            if isinstance(value, Tensor | PackedImages)
+            if isinstance(value, Tensor | PackedImages | Runs)
         }
         return replace(self, **moved)
 

@@ -168,7 +168,8 @@ def m2po(inputs: CorrectionInputs, *, budget: float = 0.04) -> Correction:
     ascending_N, order_N = squares_N.sort(stable=True)
     counts_N = torch.arange(1, len(squares_N) + 1, device=squares_N.device)
     # The mean over the smallest k rises with k, so the kept ones are a prefix.
-    kept_N = ascending_N.cumsum(0) / counts_N < budget
+    # On a GPU torch's sum over floats has no deterministic kernel.
+    kept_N = ascending_N.cpu().cumsum(0).to(counts_N.device) / counts_N < budget
     keep_N = torch.zeros_like(kept_N)
     keep_N[order_N] = kept_N
     return _keep(inputs, keep_N)

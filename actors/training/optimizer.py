@@ -38,8 +38,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate
 
 from ...broker.disk import remedy
-from ...schemas.config.sections import LearnerConfig
+from ...schemas.config.sections import LearnerConfig, resolve_dtype
 from ...schemas.wire.errors import ConfigError, StorageError
+from ..weights.tensors import DTYPES
 from .parallel import Parallel, divided
 from .shared_files import folder_of_all
 
@@ -73,7 +74,8 @@ class Muon(torch.optim.Optimizer):
         """`rest` updates all other parameters; None: there are no others."""
         self._adamw = rest
         # Of a learner that computes in 16 bits the matrices are made orthogonal in 16 bits, too.
-        self._dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+        on_gpu = any(matrix.is_cuda for matrix in matrices)
+        self._dtype = DTYPES[resolve_dtype(config.dtype, on_gpu=on_gpu)]
         own: dict[str, Any] = {
             "params": list(matrices),
             "lr": learning_rate,

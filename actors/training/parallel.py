@@ -37,13 +37,21 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...broker.weights.payloads import TensorBytes
-from ...schemas.config.sections import LearnerConfig
+from ...schemas.config.sections import LearnerConfig, resolve_dtype
 from ...schemas.wire.errors import ConfigError
 from ..policy.lora import policy_tensors
 from ..policy.policies import prefix_of
-from ..weights.broadcast_group import Store, open_store, own_address, reach_store
+from ..weights.broadcast_group import (
+    ProcessGroupFailed,
+    Store,
+    open_store,
+    own_address,
+    reach_store,
+)
 from ..weights.tensors import DTYPES
 from .attention import SequenceGroup, divide_attention
+from .numerics import cast_weights_on_use, store_frozen
+from .varlen import AttentionKey, choose_attention, set_attention
 
 # -- the repeated layers of a model ----------------------------------------------------------------
 # They are what ranks gather, and torch.compile translates, one at a time. Compiling one layer
@@ -101,13 +109,17 @@ class Inside(nn.Module):
     As a module around the model it is where FSDP2 gathers the weights that belong to no layer.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
-        """Wrap a model that computes on `device`, by default where its weights are."""
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Wrap a model that computes on `device`, by default where its weights are, in `dtype`."""
         super().__init__()
         self.model = model
         self.device = next(model.parameters()).device if device is None else device
-        self.gathered_dtype: torch.dtype | None = None
-        """What weights are cast to when they are gathered, if that is not what they are kept in."""
+        self.dtype = dtype
 
     def forward(self, work: Callable[[], T]) -> T:
         """Run some computation; its tensors may have gradients."""
@@ -197,13 +209,18 @@ class Parallel:
         interface = interface_of(meeting.own_address)
         os.environ["GLOO_SOCKET_IFNAME"] = interface
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore(meeting.name, meeting.store),
-            rank=rank,
-            world_size=config.ranks,
-            timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S),
-        )
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=dist.PrefixStore(meeting.name, meeting.store),
+                rank=rank,
+                world_size=config.ranks,
+                timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S),
+            )
+            # NCCL connects at the first collective only: a machine without a route is told here.
+            dist.all_reduce(torch.zeros(1, device=device))
+        except RuntimeError as error:  # all that torch.distributed raises
+            raise _unreachable(rank, meeting.own_address, interface, error) from error
         mesh = _mesh_of(device, config)
         return cls(rank, config.ranks, device, mesh, _sequence_of(rank, config.context_parallel))
 
@@ -233,22 +250,45 @@ class Parallel:
         return self.rank > 0
 
     def place(
-        self, model: nn.Module, config: LearnerConfig, in_float32: Sequence[nn.Module] = ()
+        self,
+        model: nn.Module,
+        config: LearnerConfig,
+        attention: AttentionKey = "auto",
+        in_float32: Sequence[nn.Module] = (),
+        *,
+        moves_frozen: bool = False,
     ) -> Inside:
         """Put a model where it computes, in parts where it is sharded; all ranks together.
 
         Its weights are those that rank 0 has. Modules `in_float32` compute with float32 weights,
-        whatever the rest of the model does.
+        whatever the rest of the model does. Weights without a gradient lie in the dtype that they
+        compute in, unless `moves_frozen`: something else than an optimiser changes them. Raises
+        ConfigError for an attention that cannot compute the model.
         """
+        device = self._device or next(model.parameters()).device
+        dtype = DTYPES[resolve_dtype(config.dtype, on_gpu=device.type == "cuda")]
+        text_config = cast(Any, model).config.get_text_config()
+        chosen = choose_attention(attention, text_config, device, dtype)
+        if config.compile and chosen == "varlen" and device.type == "cpu":
+            raise ConfigError(
+                "learner.compile=true, and model.attn_implementation=varlen cannot be compiled on "
+                "a CPU, where it computes one sequence after the other",
+                hint="set model.attn_implementation=sdpa, or auto",
+            )
+        set_attention(model, chosen, device)
+        if not moves_frozen:
+            store_frozen(model, dtype, in_float32)
         if self._device is not None and not self.sharded:
             model.to(self._device)
-        inside = Inside(model, self._device)
+        inside = Inside(model, device, dtype)
         if self._mesh is None:
+            if dtype != torch.float32:
+                cast_weights_on_use(model, repeated_layers(model), dtype, in_float32)
             return inside
         if self.sequence is not None:
             divide_attention(model, self.sequence)
         values = [] if self.rank else [tensor.detach() for tensor in _tensors(inside)]
-        gathered_dtype = None if config.dtype == "float32" else DTYPES[config.dtype]
+        gathered_dtype = None if dtype == torch.float32 else dtype
         options: dict[str, Any] = {
             "mesh": self._mesh,
             "mp_policy": MixedPrecisionPolicy(gathered_dtype, reduce_dtype=torch.float32),
@@ -264,7 +304,6 @@ class Parallel:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        inside.gathered_dtype = gathered_dtype
         if self.size > 1:
             self._hand_out(inside, values)
         return inside
@@ -322,6 +361,19 @@ def _sequence_of(rank: int, size: int) -> SequenceGroup | None:
 
 def _tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
+
+
+def _unreachable(
+    rank: int, address: str, interface: str, error: RuntimeError
+) -> ProcessGroupFailed:
+    first = str(error).partition("\n")[0]
+    return ProcessGroupFailed(
+        f"rank {rank} of the learner, at {address} ({interface}), cannot connect to the others: "
+        f"{first}",
+        hint="let the machines reach each other on any port of that interface, or set "
+        "NCCL_SOCKET_IFNAME for NCCL on the nodes (NCCL_IB_DISABLE=1 without a common InfiniBand "
+        "fabric); NCCL_DEBUG=INFO tells more in the ranks' logs",
+    )
 
 
 def interface_of(address: str) -> str:

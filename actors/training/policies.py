@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ...broker.weights.payloads import TensorBytes
 from ...schemas.config.job import JobConfig
 from ...schemas.rollout import Group
-from ...schemas.wire.errors import ConfigError
+from ...schemas.wire.errors import ConfigError, OutOfMemoryError
 from ..policy.lora import policy_tensors
 from ..policy.policies import MAIN, policy_config, policy_folder, policy_names
 from .batch import assemble
@@ -23,6 +23,7 @@ from .model import load_model
 from .parallel import Parallel, snapshot
 from .rank_commands import Order, Ranks
 from .shared_files import folder_here
+from .state import Numerics
 from .step import StepReport, Trainer
 
 
@@ -158,9 +159,20 @@ class Policies:
             return {name: trainer.weights() for name, trainer in self.trainers.items()}
 
     @property
+    def numerics(self) -> Numerics:
+        """How steps are computed."""
+        return self.trainers[MAIN].numerics
+
+    @property
     def models(self) -> dict[str, nn.Module]:
         """The models, by policy."""
         return {name: trainer.model for name, trainer in self.trainers.items()}
+
+    @property
+    def critics(self) -> list[nn.Module]:
+        """The value models, of policies that have one."""
+        critics = (trainer.critic for trainer in self.trainers.values())
+        return [critic.model for critic in critics if critic is not None]
 
     def check_readable(self, group: Group) -> None:
         """Raise DataError for a group that the policies of its roles cannot read."""
@@ -169,27 +181,47 @@ class Policies:
                 trainer.check_readable(own)
 
     def step(
-        self, groups: Sequence[Group], step: int, oldest: int = 0, seqs: Sequence[int] = ()
+        self,
+        groups: Sequence[Group],
+        step: int,
+        oldest: int = 0,
+        seqs: Sequence[int] = (),
+        *,
+        microbatch_tokens: int = 0,
     ) -> StepReport:
         """Train one batch; the version of all policies is `step` afterwards.
 
         Tokens of versions before `oldest` are context. A policy none of whose roles had a turn
         stays as it is. `seqs` say where the groups stand in the rollout log, for ranks that read
-        them there.
-        """
-        with self._ranks.doing(Order("step", {"step": step, "oldest": oldest}, groups, seqs)):
-            return self._step(groups, step, oldest)
+        them there; `microbatch_tokens` are those of a pass from now on (0: as before).
 
-    def _step(self, groups: Sequence[Group], step: int, oldest: int) -> StepReport:
+        Raises OutOfMemoryError where the GPU does not hold the step.
+        """
+        tokens = microbatch_tokens or self.microbatch_tokens
+        fields = {"step": step, "oldest": oldest, "microbatch_tokens": tokens}
+        with self._ranks.doing(Order("step", fields, groups, seqs)):
+            try:
+                return self._step(groups, step, oldest, tokens)
+            except OutOfMemoryError as error:
+                error.step = step
+                raise
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """Tokens per forward and backward pass; lower after a step that was out of memory."""
+        return min(trainer.microbatch_tokens for trainer in self.trainers.values())
+
+    def _step(
+        self, groups: Sequence[Group], step: int, oldest: int, microbatch_tokens: int
+    ) -> StepReport:
         numbers: dict[str, float] = {}
         model_s = 0.0
         for name, trainer in self.trainers.items():
             own = [group for group in (self._of(name, group) for group in groups) if group]
             if not own:
                 continue
-            report = trainer.step(
-                assemble(own, oldest, [*trainer.config.algorithm.reward_components]), step
-            )
+            batch = assemble(own, oldest, [*trainer.config.algorithm.reward_components])
+            report = trainer.step(batch, step, microbatch_tokens)
             label = f"policy/{name}/" if name else ""
             numbers |= {f"{label}{key}": value for key, value in report.numbers.items()}
             model_s += report.model_s

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from ...schemas.config.sections import LearnerConfig
 from ..policy.vision import ImageReader, SeenImages, probe_image
-from .attention import flatten
 from .batch import TrainingBatch, select
 from .micro_batch import MicroBatch, TokenSequence, columns_of, share_sequences
 from .model import Scorer
 from .packed_images import unseen
 from .packing import pack
 from .parallel import Parallel
+from .varlen import flatten, with_runs
 
 
 class RankPacker:
@@ -38,17 +38,15 @@ class RankPacker:
         """`image_reader` reads images for a model that sees them."""
         self._model = model
         self._scorer = scorer
-        self._learner = learner
+        self._max_row_tokens, self._share_prompts = learner.max_row_tokens, learner.share_prompts
+        self.microbatch_tokens = learner.pass_tokens
+        """Tokens per forward and backward pass."""
         self._parallel = parallel
         self._image_reader = image_reader
-        self._shares_prompts = learner.share_prompts and not scorer.flat_rows
 
     def pack(self, batch: TrainingBatch, keep_S: Tensor) -> list[MicroBatch]:
         """Pack this rank's share of the sequences that are kept."""
-        packed = [
-            self._divided(micro_batch)
-            for micro_batch in self._pack_share(batch, self._share(batch, keep_S))
-        ]
+        packed = self._pack_share(batch, self._share(batch, keep_S))
         missing = self._parallel.largest(len(packed)) - len(packed)
         packed += [MicroBatch.empty(self._scorer.device)] * missing
         if self._parallel.size == 1 or self._image_reader is None:
@@ -60,13 +58,13 @@ class RankPacker:
             for micro, sees in zip(packed, together, strict=True)
         ]
 
-    def _divided(self, micro: MicroBatch) -> MicroBatch:
-        """Return what is computed here of rows that other ranks have, too."""
-        sequence = self._parallel.sequence
-        if sequence is None:
-            return micro
-        micro = flatten(micro) if self._scorer.flat_rows else micro
-        return columns_of(micro, sequence.place, sequence.size)
+    def _laid_out(self, micro: MicroBatch) -> MicroBatch:
+        """Return rows as the attention reads them: what is computed here of those of all ranks."""
+        sequence, flat_rows = self._parallel.sequence, self._scorer.flat_rows
+        micro = flatten(micro) if flat_rows else micro
+        if sequence is not None:
+            micro = columns_of(micro, sequence.place, sequence.size)
+        return with_runs(micro) if flat_rows else micro
 
     def _with_probe_image(self, micro: MicroBatch) -> MicroBatch:
         assert self._image_reader is not None
@@ -82,7 +80,7 @@ class RankPacker:
             select(batch, keep_S)[0],
             ranks=self._parallel.num_shares,
             hidden_size=self._scorer.hidden_size,
-            share_prompts=self._shares_prompts,
+            share_prompts=self._share_prompts,
         )
         mine = torch.tensor(shares[self._parallel.share], dtype=torch.int64, device=keep_S.device)
         return torch.zeros_like(keep_S).index_fill(0, chosen_s[mine], True)
@@ -93,13 +91,14 @@ class RankPacker:
             return []
         packed = pack(
             sequences,
-            max_row_tokens=self._learner.max_row_tokens,
-            microbatch_tokens=self._learner.microbatch_tokens,
-            share_prompts=self._shares_prompts,
-            hidden_size=self._scorer.hidden_size,
+            max_row_tokens=min(self._max_row_tokens, self.microbatch_tokens),
+            microbatch_tokens=self.microbatch_tokens,
+            share_prompts=self._share_prompts,
+            # The length of a row costs nothing where it has no mask.
+            hidden_size=None if self._scorer.flat_rows else self._scorer.hidden_size,
             see=self._read_images,
         )
-        moved = (micro.to(self._scorer.device) for micro in packed)
+        moved = (self._laid_out(micro).to(self._scorer.device) for micro in packed)
         return [replace(micro, index_N=index_N[micro.index_N]) for micro in moved]
 
     def _read_images(self, sequence: TokenSequence) -> SeenImages | None:
@@ -132,6 +131,15 @@ class StepSums:
         for name, value in totals.items():
             before = self.totals.get(name)
             self.totals[name] = value if before is None else before + value
+
+    def copy(self) -> "StepSums":
+        """Return the same sums, to go back to: tensors are replaced, not changed."""
+        return StepSums(dict(self.totals), self.tokens, [*self.norms], [*self.old])
+
+    def become(self, other: "StepSums") -> None:
+        """Go back to earlier sums."""
+        self.totals, self.tokens = dict(other.totals), other.tokens
+        self.norms, self.old = [*other.norms], [*other.old]
 
     def add(self, values: dict[str, Tensor], index_N: Tensor, old_N: Tensor) -> None:
         """Add the sums of a micro-batch whose N tokens stand at `index_N` of the batch."""

@@ -63,6 +63,7 @@ class Ranks:
         fields = {
             "config": self._config.model_dump_json(exclude_unset=True),
             "folder": None if folder is None else str(folder),
+            "settings": learner.settings,
             "total_steps": total_steps,
             "meeting": meeting.to_map(),
         }

@@ -49,10 +49,20 @@ def by_sequence(values_N: Tensor, seq_N: Tensor, num_seqs: int) -> tuple[Tensor,
 
 
 def reward_to_go(rewards_SP: Tensor, gamma: float | Tensor) -> Tensor:
-    """R_p = r_p + γ R_{p+1} along each row; γ may be [S, P], that behind each place."""
+    """R_p = r_p + γ R_{p+1} along each row; γ may be [S, P], that behind each place.
+
+    By doubling: each place knows the sum over the next 1, 2, 4, … places, and the product of γ
+    over them, so that a row of P places takes log₂ P operations.
+    """
     returns_SP = rewards_SP.clone()
     each = torch.as_tensor(gamma, dtype=rewards_SP.dtype, device=rewards_SP.device)
-    gamma_SP = each.expand_as(rewards_SP)
-    for place in range(rewards_SP.shape[1] - 2, -1, -1):
-        returns_SP[:, place] += gamma_SP[:, place] * returns_SP[:, place + 1]
+    decay_SP = each.expand_as(rewards_SP).clone()
+    length, ahead = rewards_SP.shape[1], 1
+    while ahead < length:
+        near = length - ahead
+        # The right side is read whole before it is written.
+        returns_SP[:, :near] += decay_SP[:, :near] * returns_SP[:, ahead:]
+        decay_SP[:, :near] = decay_SP[:, :near] * decay_SP[:, ahead:]
+        decay_SP[:, near:] = 0.0
+        ahead *= 2
     return returns_SP

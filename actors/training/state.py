@@ -47,6 +47,35 @@ class Waste(BaseModel):
         }
 
 
+class Numerics(BaseModel):
+    """How a learner computed: other kernels, or other numbers of ranks, add in another order."""
+
+    device: str
+    """The name of its GPUs, or cpu."""
+    dtype: str
+    """Of computation."""
+    attention: str
+    """sdpa, or the varlen kernel."""
+    deterministic: bool
+    """Whether CUDA kernels were deterministic (`learner.deterministic`)."""
+    torch: str
+    """Its version."""
+    ranks: int = 1
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a step computed again in this way has the same bits."""
+        return self.device == "cpu" or self.deterministic
+
+    def __str__(self) -> str:
+        """Return it for messages."""
+        kernels = "deterministic kernels" if self.repeats else "kernels that add in any order"
+        return (
+            f"{self.device}, {self.dtype}, attention {self.attention}, {kernels}, torch "
+            f"{self.torch}, {self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        )
+
+
 class LearnerState(BaseModel):
     """What the learner must remember besides weights and optimiser."""
 
@@ -56,6 +85,8 @@ class LearnerState(BaseModel):
     """Optimiser steps done; also the policy's version."""
     total_steps: int = 0
     """Steps that the job has in all."""
+    numerics: list[Numerics] = Field(default_factory=list[Numerics])
+    """How the steps were computed: one entry, and one more for each change."""
     batch_seq: int = 0
     """Sequence of the last batch record that is part of the weights: the frontier."""
     log_seq: int = 1
@@ -84,6 +115,8 @@ class LearnerState(BaseModel):
     """The run was given up for groups up to this entry of the log, of which none was trained."""
     dropped_by_reason: dict[str, int] = Field(default_factory=dict[str, int])
     """How many groups were dropped, by reason."""
+    microbatch_tokens: int = 0
+    """Tokens per forward and backward pass, where they were chosen or lowered; 0: not yet."""
     bound: int = 0
     """The staleness bound in force, where it is chosen; 0: not yet."""
     success: list[tuple[int, float, float]] = Field(default_factory=list[tuple[int, float, float]])
@@ -92,6 +125,11 @@ class LearnerState(BaseModel):
     """(data position, task, version) of choices that are still to be issued again."""
     waste: Waste = Field(default_factory=Waste)
     """What was generated and trained so far."""
+
+    def note_numerics(self, numerics: Numerics) -> None:
+        """Note how the steps from here on are computed."""
+        if self.numerics[-1:] != [numerics]:
+            self.numerics.append(numerics)
 
 
 # -- sets of task numbers --------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,12 +37,15 @@ from .distillation import Teachers, check_same_language
 from .losses import Denominators
 from .micro_batch import MicroBatch
 from .model import Scorer, load_model, load_reference
+from .numerics import numerics_of
 from .objective import EntropyBonus, Objective, StepInputs
 from .off_policy import batch_mismatch
 from .optimizer import load_optimizer, make_optimizer, rate_of
+from .out_of_memory import MemoryGuard
 from .parallel import Inside, Parallel, whole, whole_tensors
 from .rank_batches import OF_THE_UPDATES, RankPacker, StepSums
 from .reference import Reference
+from .state import Numerics
 
 _log = structlog.get_logger()
 
@@ -80,12 +84,13 @@ class Trainer:
             config.model.path, trust_remote_code=config.model.trust_remote_code
         )
         self._replay = RouterReplay(model) if config.algorithm.router_replay else None
-        inside = self._parallel.place(model, learner)
+        inside = self._parallel.place(model, learner, config.model.attn_implementation)
         self._trained = [weight for weight in model.parameters() if weight.requires_grad]
         self.optimizer = make_optimizer(model, learner, learner.lr)
         self._objective = Objective(config)
         self._scorer = self._scorer_of(model, inside, self._replay)
         self._packer = RankPacker(model, self._scorer, learner, self._parallel, self.image_reader)
+        self._memory = MemoryGuard(config, model, self._packer, alone=not self._parallel.sharded)
         self._reference = self._make_reference() if config.algorithm.kl_coef else None
         self._entropy = EntropyBonus(config.algorithm.entropy_coef)
         self._custom_advantage = custom_function("advantage", config.algorithm.own_advantage)
@@ -97,15 +102,19 @@ class Trainer:
         if algorithm.reference.path is not None:
             key = "algorithm.reference.path"
             check_same_language(self.config, algorithm.reference.path, key)
-        return Reference(algorithm.reference, self.model, path, self._scorer, self._frozen)
+        load = partial(self._frozen, moves=algorithm.reference.moves)
+        return Reference(algorithm.reference, self.model, path, self._scorer, load)
 
-    def _frozen(self, path: str) -> Scorer:
-        """Return what scores by a model that is not trained."""
+    def _frozen(self, path: str, *, moves: bool = False) -> Scorer:
+        """Return what scores by a model that no optimiser trains; it may follow one that is."""
         config = self.config.model.model_copy(update={"path": path})
         learner = self.config.learner
         loaded = load_reference(config, learner, hollow=self._parallel.filled_by_another)
         frozen = cast(nn.Module, loaded)
-        return self._scorer_of(frozen, self._parallel.place(frozen, learner))
+        inside = self._parallel.place(
+            frozen, learner, config.attn_implementation, moves_frozen=moves
+        )
+        return self._scorer_of(frozen, inside)
 
     def _make_critic(self) -> Critic:
         config = self.config
@@ -120,8 +129,14 @@ class Trainer:
     def _scorer_of(
         self, model: nn.Module, inside: Inside, replay: RouterReplay | None = None
     ) -> Scorer:
-        temperature, dtype = self.config.rollout.temperature, self.config.learner.dtype
-        return Scorer(model, temperature=temperature, dtype=dtype, inside=inside, replay=replay)
+        temperature = self.config.rollout.temperature
+        return Scorer(model, temperature=temperature, inside=inside, replay=replay)
+
+    @property
+    def numerics(self) -> Numerics:
+        """How its steps are computed."""
+        scorer, learner = self._scorer, self.config.learner
+        return numerics_of(scorer.device, scorer.inside.dtype, scorer.attention, learner)
 
     def weights(self) -> dict[str, Tensor]:
         """Return what is trained, whole and on the CPU; all ranks ask for it together."""
@@ -178,22 +193,34 @@ class Trainer:
         if self.config.algorithm.entropy_target is not None:
             self._entropy.load(folder)
 
-    def step(self, batch: TrainingBatch, step: int) -> StepReport:
+    @property
+    def microbatch_tokens(self) -> int:
+        """Tokens per forward and backward pass; lower after a step that was out of memory."""
+        return self._packer.microbatch_tokens
+
+    def step(self, batch: TrainingBatch, step: int, microbatch_tokens: int = 0) -> StepReport:
         """Train one batch; the policy's version is `step` afterwards.
 
-        An update whose gradient is not finite is left out and counted.
+        `microbatch_tokens` are those of a pass from now on; 0: as before. An update whose gradient
+        is not finite is left out and counted.
+
+        Raises OutOfMemoryError where the GPU does not hold the step.
         """
+        self._packer.microbatch_tokens = microbatch_tokens or self._packer.microbatch_tokens
+        self._memory.begin_step()
         torch.manual_seed(self.config.seed * 1_000_003 + step)
         start, learner = time.perf_counter(), self.config.learner
         batch = batch.to(self._scorer.device)
         rate = self._set_learning_rate(step)
-        old_N, entropy_N, reference_N = self._scores_before(batch)
-        values = self._values(batch)
+        run = self._memory.run
+        old_N, entropy_N, reference_N = run(lambda: self._scores_before(batch))
+        values = run(lambda: self._values(batch))
         own = None if self._custom_advantage is None else self._custom_advantage.advantage
         credit = assign_credit(self.config, batch, old_N, reference_N, values, own)
         if entropy_N is not None:
             credit = credit.of_top_entropy(entropy_N, self.config.algorithm.entropy_share)
-        credit, targets, taught = self._teachers.guide(credit, batch, old_N)
+        untaught = credit
+        credit, targets, taught = run(lambda: self._teachers.guide(untaught, batch, old_N))
         sample_N, advantages_N = credit.samples.sample_N, credit.advantages_N
         kept_N = credit.kept_N
         objective, parts = self._objective, (kept_N, sample_N, advantages_N)
@@ -214,8 +241,8 @@ class Trainer:
                 counted = self._denominators(sample_N[of_part_N & counted_N], credit.samples.num)
                 self._update(inputs, part_S, kept_S, counted, sums)
             if self.critic is not None:
-                denominators = self._denominators(sample_N[of_part_N & kept_N], credit.samples.num)
-                self.critic.update(self._packer.pack(batch, kept_S), denominators)
+                counted = self._denominators(sample_N[of_part_N & kept_N], credit.samples.num)
+                self._update_critic(self.critic, batch, kept_S, counted)
         sums = sums.of_all(self._parallel)
         if self._reference is not None:
             self._reference.follow(step)
@@ -312,12 +339,31 @@ class Trainer:
 
         Those that move no weight are only scored, for the metrics.
         """
-        batch = inputs.batch
-        self.optimizer.zero_grad()
+        before = sums.copy()
         keep_S = kept_S & self._objective.has_gradient(inputs)
-        self._measure(inputs, part_S & ~keep_S, denominators, sums)
-        set_dropout(self.model, on=True)
-        for micro in self._packer.pack(batch, keep_S):
+
+        def accumulate() -> None:
+            self.optimizer.zero_grad()
+            sums.become(before)
+            self._measure(inputs, part_S & ~keep_S, denominators, sums)
+            set_dropout(self.model, on=True)
+            self._accumulate(inputs, keep_S, denominators, sums)
+
+        try:
+            self._memory.run(accumulate)
+        finally:
+            set_dropout(self.model, on=False)
+        norm = whole(nn.utils.clip_grad_norm_(self._trained, self.config.learner.grad_clip))
+        sums.norms.append(float(norm))
+        if math.isfinite(sums.norms[-1]):
+            self._require_gradients()
+            self._memory.last(self.optimizer.step)
+
+    def _accumulate(
+        self, inputs: StepInputs, keep_S: Tensor, denominators: Denominators, sums: StepSums
+    ) -> None:
+        """Add up the gradients of some sequences, micro-batch by micro-batch."""
+        for micro in self._packer.pack(inputs.batch, keep_S):
             scores = self._scorer.score(micro, self._objective.score_options(inputs, micro))
             if micro.is_empty:
                 scores.logprobs_N.sum().backward()  # only to gather and reduce with the others
@@ -325,12 +371,13 @@ class Trainer:
             result = self._objective.loss(inputs, micro, scores, denominators)
             result.loss.backward()
             sums.add(result.sums, result.index_N, result.old_N)
-        set_dropout(self.model, on=False)
-        norm = whole(nn.utils.clip_grad_norm_(self._trained, self.config.learner.grad_clip))
-        sums.norms.append(float(norm))
-        if math.isfinite(sums.norms[-1]):
-            self._require_gradients()
-            self.optimizer.step()
+
+    def _update_critic(
+        self, critic: Critic, batch: TrainingBatch, kept_S: Tensor, denominators: Denominators
+    ) -> None:
+        """Make one optimiser update of the critic on the sequences that are kept."""
+        self._memory.run(lambda: critic.accumulate(self._packer.pack(batch, kept_S), denominators))
+        self._memory.last(critic.update)
 
     @torch.no_grad()
     def _measure(

@@ -1,7 +1,8 @@
 """The weights of a job, as its learner, generators, evaluators and servers open them."""
 
+import os
 from collections.abc import Mapping
-from typing import cast
+from typing import Literal, cast
 
 import torch
 
@@ -28,7 +29,7 @@ def open_weights(context: JobContext, sender: Sender | None = None) -> WeightSto
     return WeightStore(
         context.broker,
         context.scope,
-        config.transport,
+        transport_of(context),
         folder=config.folder or context.run_dir / "weights",
         chunk_bytes=config.chunk_bytes,
         differences=config.differences,
@@ -41,9 +42,23 @@ def open_weights(context: JobContext, sender: Sender | None = None) -> WeightSto
     )
 
 
+def transport_of(context: JobContext) -> Literal["object", "file", "nccl"]:
+    """Return how the versions of a job travel: as it is configured, or by where its actors are.
+
+    A learner and a generator on one GPU have the same one in their environment, by its UUID; there
+    the weights go from memory to memory. A learner that is cut off from all networks cannot.
+    """
+    transport = context.config.weights.transport
+    if transport != "auto":
+        return transport
+    on_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith(("GPU-", "MIG-"))
+    cut_off = bool(context.config.own_functions and context.record.output_roots)
+    return "nccl" if context.record.is_colocated and on_gpu and not cut_off else "object"
+
+
 def make_sender(context: JobContext) -> Sender | None:
     """Return what holds and sends the versions of a learner, for the transport that needs it."""
-    if context.config.weights.transport != "nccl":
+    if transport_of(context) != "nccl":
         return None
     return Sender(context.broker, context.scope, context.run_dir / "weights", own_device())
 

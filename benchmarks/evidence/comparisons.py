@@ -44,11 +44,11 @@ class Difference:
         return self.mean + self.half < 0
 
     def __str__(self) -> str:
-        return f"{self.mean:+.3f} ± {self.half:.3f}"
+        return f"{self.mean:+.3f}±{self.half:.3f}"
 
     def told(self, digits: int) -> str:
         """Write it with so many digits behind the point."""
-        return f"{self.mean:+,.{digits}f} ± {self.half:,.{digits}f}"
+        return f"{self.mean:+,.{digits}f}±{self.half:,.{digits}f}"
 
 
 class Table:

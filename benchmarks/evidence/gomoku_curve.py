@@ -129,13 +129,13 @@ def table() -> str:
     """Return a row for each run: win rates and invalid moves, before and after."""
     heads = [f"against {name}" for name in OPPONENTS]
     lines = [["learns from", "seed", *heads, "invalid moves a game", "seconds"]]
-    lines.append(["---"] * len(lines[0]))
     for row in sorted(results(), key=lambda row: (row["way"], row["seed"])):
         before, after = row["points"][0], row["points"][-1]
         rates = [f"{before[name]:.0%} → {after[name]:.0%}" for name in OPPONENTS]
         invalid = f"{before['invalid_moves']:.2f} → {after['invalid_moves']:.2f}"
         lines.append([row["way"], str(row["seed"]), *rates, invalid, f"{row['seconds']:.0f}"])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    head, *body = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([head, f"|{'---|' * len(lines[0])}", *body])
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ def areas() -> Iterator[str]:
         yield f"**{game}**: {mean(map(area, synchronous)):.3f} at η = 0"
         yield ""
         yield _row(["", *(f"η = {lag}" for lag in lags)])
-        yield _row(["---"] * (len(lags) + 1))
+        yield _rule(len(lags) + 1)
         for method in table.methods:
             found = [table.difference(game, (method, lag), ("none", 0), area) for lag in lags]
             if any(found):
@@ -57,7 +57,7 @@ def tests() -> Iterator[str]:
     twenty = Table("staleness", "equivalence", seeds=(*SEEDS, *MORE_SEEDS))
     heads = ["seeds", "difference of areas", "90% interval", f"within ±{MARGIN}", "worse at 2.5%"]
     yield _row(["", *heads])
-    yield _row(["---"] * 6)
+    yield _rule(6)
     for method, lag, seeds, table in (
         ("tis", 4, "101 to 105", five),
         ("tis", 4, "106 to 120", fifteen),
@@ -81,7 +81,7 @@ def choices() -> Iterator[str]:
     table = Table("choices")
     base, (lag,) = table.methods[0], table.lags
     yield _row(["", *STEPS])
-    yield _row(["---"] * (len(STEPS) + 1))
+    yield _rule(len(STEPS) + 1)
     heights = [mean(map(area, table.of(game, base, lag))) for game in STEPS]
     yield _row([f"{base}: area", *(f"{height:.3f}" for height in heights)])
     for method in table.methods[1:]:
@@ -94,7 +94,7 @@ def distillation() -> Iterator[str]:
     table = Table("distillation")
     (lag,) = table.lags
     yield _row(["", f"samples to {LEVEL}", "seconds to it", "reached by", "final reward"])
-    yield _row(["---"] * 5)
+    yield _rule(5)
     for game in STEPS:
         for method in table.methods:
             runs = table.of(game, method, lag)
@@ -111,7 +111,7 @@ def peer() -> Iterator[str]:
     """TRL and ours on the same data: samples and CPU seconds until a reward, and differences."""
     table = Table("peer")
     yield _row(["", "reached by", *(line.name for line in _PEER_LINES)])
-    yield _row(["---"] * (len(_PEER_LINES) + 2))
+    yield _rule(len(_PEER_LINES) + 2)
     for game in PEER_GAMES:
         for way in PEERS:
             runs = table.of(game, *way)
@@ -132,7 +132,7 @@ def caches() -> Iterator[str]:
     table = Table("caches")
     kept, again = ((choice, CACHE_BOUND) for choice in CHOICES)
     yield _row(["", *CHOICES, "difference"])
-    yield _row(["---"] * 4)
+    yield _rule(4)
     for game in CACHE_STEPS:
         for line in _CACHE_LINES:
             means = [line.mean(table.of(game, *way)) for way in (kept, again)]
@@ -144,7 +144,7 @@ def stragglers() -> Iterator[str]:
     table = Table("stragglers")
     ways = [(policy, BOUND) for policy in POLICIES]
     yield _row(["", *(f"`{policy}`" for policy in POLICIES)])
-    yield _row(["---"] * (len(POLICIES) + 1))
+    yield _rule(len(POLICIES) + 1)
     for line in _STRAGGLER_LINES:
         yield _row([line.name, *(line.mean(table.of("guess", *way)) for way in ways)])
     for line in _STRAGGLER_LINES[:5]:
@@ -217,6 +217,10 @@ _STRAGGLER_LINES = (
     Line("mean lag", 2, _told("lag_mean")),
     Line("99th percentile of lags", 1, _told("lag_p99")),
 )
+
+
+def _rule(num_columns: int) -> str:
+    return f"|{'---|' * num_columns}"
 
 
 def _row(cells: Sequence[str]) -> str:

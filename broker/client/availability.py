@@ -1,6 +1,6 @@
 """Whether the broker is there, for how long it was, and who waits for it.
 
-Waiting for the broker is not a failure of whoever waits. A connection that is *patient* (every
+Waiting for the broker is not a failure. A connection that is *patient* (every
 actor's, and that of a client that follows a run) waits for as long as it takes: its clock, by which
 its deadlines are counted, stands still while the broker is away, and what the broker does not
 answer or has no room for is asked again. Who waits says so: in the log, and by `trouble`, which
@@ -142,7 +142,7 @@ class UnansweredRequest:
             _log.warning("broker_does_not_answer", waiting_for=self._waiting_for, reason=why)
 
 
-# What nats-py tells only to a callback, turned into errors.
+# What nats-py reports only to a callback, turned into errors.
 #
 # A server that refuses a user who was let in before is asked again more slowly, for its auth
 # service may be starting; after half a minute the connection is closed for good, unless it is an
@@ -190,8 +190,8 @@ class ErrorCallbacks:
         self.last = self._refused_since = None
         self._client.options["reconnect_time_wait"] = RECONNECT_WAIT_S
 
-    async def take(self, error: Exception) -> None:
-        """Take what nats-py tells only to its error callback."""
+    async def handle_error(self, error: Exception) -> None:
+        """Handle what nats-py reports only to its error callback."""
         self.last = error
         if denied := faults.denied_subject(error):
             refusal = faults.denied(self._user, *denied)
@@ -222,7 +222,7 @@ class ErrorCallbacks:
             self._closing = asyncio.create_task(self._client.close(), name="close refused")
 
     def report(self, event: str, error: BrokerError) -> None:
-        """Log an error and hand it to whoever wants to know."""
+        """Log an error and pass it to the listener."""
         _log.error(event, message=error.message, hint=error.hint)
         for callback in self.callbacks:
             callback(error)
@@ -274,8 +274,8 @@ async def persist(
 async def look_for_stream(broker: "Broker", store: "StoreSubjects", subject: str) -> None:
     """Raise NoResponders if the stream is gone that was to store a message on `subject`.
 
-    The server says so by itself unless somebody listens there, as all do who mirror a bucket or
-    follow a run: then the message has arrived, and nobody ever confirms it. For guests the store
+    The server says so by itself unless there is a listener, as with all that mirror a bucket or
+    follow a run: then the message has arrived without a confirmation. For guests the store
     proxy looks. Log lines are left out: nothing waits for them, and the nodes, which write those of
     all jobs, have no right to look.
     """
@@ -301,7 +301,7 @@ def _is_over(broker: "Broker", deadline: float) -> bool:
 
 
 def _is_absent(broker: "Broker", missed: float, deadline: float) -> bool:
-    """Whether whoever reconnects or is elected has had the time to answer."""
+    """Whether reconnecting clients and elected leaders have had the time to answer."""
     return broker.settled and broker.clock() >= min(missed + broker.absent_s, deadline)
 
 

@@ -4,10 +4,10 @@ nats-py carries the bytes; this module adds what a long-lived actor needs. The f
 bounded and says why it failed. Later losses of the connection heal by themselves within some ten
 milliseconds: requests in flight end at once with `ConnectionLost` instead of at their timeout, so
 that idempotent ones (`retry`) are sent again as soon as the server is back, for however long it is
-away if the connection is patient (`availability.py`). Errors that NATS tells
+away if the connection is patient (`availability.py`). Errors that NATS reports
 only to a callback (denied subjects, slow consumers) become log events, and a request to a denied
 subject raises. Payloads are measured before they are sent, because the server closes the
-connection of who sends too much.
+connection of a client that sends too much.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ CLUSTER = Replication(reads_leader=True, lag_s=3.0, absent_s=20.0)
 
 
 class StoreSubjects:
-    """Chooses the subject of each kind of request for who may ask JetStream."""
+    """Chooses the subject of each kind of request for clients with access to JetStream."""
 
     asks_jetstream: ClassVar[bool] = True
 
@@ -108,12 +108,12 @@ class StoreSubjects:
         return subject
 
     def absent_s(self, replication: Replication) -> float:
-        """Return for how long silence does not tell that a stream is gone."""
+        """Return how long a missing answer does not mean that a stream was deleted."""
         return replication.absent_s
 
 
 class GuestStoreSubjects(StoreSubjects):
-    """Chooses them for guests: all goes through the store proxy, which knows what is not there."""
+    """Chooses them for guests: all goes through the store proxy, which reports missing streams."""
 
     asks_jetstream = False
 
@@ -136,7 +136,7 @@ class GuestStoreSubjects(StoreSubjects):
         return f"{self.subject}.put.{subject}"
 
     def absent_s(self, replication: Replication) -> float:
-        """Return 0: the proxy knows what is not there."""
+        """Return 0: the proxy reports missing streams."""
         del replication
         return 0.0
 
@@ -193,7 +193,7 @@ class Broker:
 
     @property
     def absent_s(self) -> float:
-        """For how long nobody may answer for a stream that is there."""
+        """How long an existing stream may be without a leader."""
         return self._store.absent_s(self.replication)
 
     @property
@@ -353,8 +353,8 @@ class Broker:
         """Do something idempotent again and again until the broker answers.
 
         Raises DeadlineError, which names `waiting_for`, when it has not by then (never while the
-        connection is patient), and, when nobody listens although whoever reconnects or is elected
-        has had the time to, NotFoundError for a stream, else NoResponders.
+        connection is patient), and, when no service listens although a reconnecting client or
+        elected leader has had the time to, NotFoundError for a stream, else NoResponders.
         """
         return await persist(self, attempt, deadline_s, waiting_for)
 
@@ -415,7 +415,7 @@ class Broker:
             await self.nc.connect(
                 server_urls(self.url),
                 name=self.name,
-                error_cb=self._complaints.take,
+                error_cb=self._complaints.handle_error,
                 disconnected_cb=self._disconnected,
                 reconnected_cb=self._reconnected,
                 closed_cb=self._closed,
@@ -438,7 +438,7 @@ class Broker:
             raise faults.without_users(self.url, self.user)
         inbox = self.nc.new_inbox()
         self._replies = Replies(inbox)
-        await self.listen(f"{inbox}.*", self._replies.take)
+        await self.listen(f"{inbox}.*", self._replies.deliver)
         self._was_open = True
         self.availability.came()
 
@@ -478,11 +478,11 @@ async def connect(
 ) -> Broker:
     """Connect to the broker and check that it has JetStream.
 
-    Who connects is told by `login`, by `credentials_file` (a service's), by `api_key`, or by what
+    The identity comes from `login`, `credentials_file` (a service's), `api_key`, or what
     the environment holds (`login.py`); else it is `user`, at a broker without authentication.
     `credentials` are further options of nats-py's.
 
-    Raises BrokerError when nobody answers within `deadline_s`, the server refuses the user, or
+    Raises BrokerError if no server answers within `deadline_s`, refuses the user, or
     has JetStream disabled; AuthError for a malformed key.
     """
     faults.check_url(url)

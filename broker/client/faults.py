@@ -23,7 +23,7 @@ def server_urls(url: str) -> list[str]:
     """Return the URL of each server."""
     first, *others = (part.strip() for part in url.split(","))
     scheme, mark, _ = first.rpartition("://")
-    return [first, *(one if "://" in one else f"{scheme}{mark}{one}" for one in others)]
+    return [first, *(other if "://" in other else f"{scheme}{mark}{other}" for other in others)]
 
 
 def split_servers(url: str, schemes: frozenset[str] = SCHEMES) -> list[SplitResult]:
@@ -115,19 +115,19 @@ class Refused(errors.BrokerError):
 
 
 def nobody_listens(subject: str, headers: Mapping[str, str]) -> errors.BrokerError:
-    """Return the error of a request that nobody took.
+    """Return the error of a request without a responder.
 
     The store proxy answers for streams that are not there, and says so; when it is itself away, it
     comes back.
     """
     if f".{_STORE}." in subject and NO_STREAM not in headers:
         return ConnectionLost(
-            f"nobody answers at {subject}: the auth service of the pool is away",
+            f"no answer on {subject}: the auth service of the pool is away",
             hint="try again; see whether it runs (`python -m tinkermq.actors.auth`)",
         )
     match = _STREAM_ASKED.match(subject)
     return NoResponders(
-        f"nobody listens on {subject}",
+        f"no service listens on {subject}",
         hint="see whether the actor that answers there runs (`nats micro ls`)",
         stream=match[1] if match else headers.get(NO_STREAM, ""),
     )
@@ -224,9 +224,9 @@ def dropped(subject: str) -> errors.BrokerError:
 
 
 def without_users(url: str, user: str) -> errors.BrokerError:
-    """Return the error of an API key that nobody asks for."""
+    """Return the error of an API key at a pool without users."""
     return errors.BrokerError(
-        f"the pool at {shown_url(url)} has no users: it knows no key of user {user!r}",
+        f"the pool at {shown_url(url)} has no users, so it has no key of user {user!r}",
         hint="unset TINKERMQ_API_KEY, or leave api_key out; is it the URL of another pool?",
     )
 

@@ -5,7 +5,7 @@ An API key is `tmq_<user>_<secret>` and is known to the pool by its hash only. A
 signature, and it is worth something only as long as that attempt of the job has that actor. The key
 of an episode is `tmqe_<user>.<job>.<episode>.<signature>`: the hosts of the job's episodes sign it
 with a secret of the job, which follows from that of the pool. In a pool without users the signature
-is random, and the host that made it is the one who knows it.
+is random, and only the host that made it has it.
 """
 
 import hashlib
@@ -67,7 +67,7 @@ def api_key(user: str, pool_secret: bytes, *request: str) -> str:
 def user_of_key(key: str) -> str:
     """Return the user that an API key names.
 
-    Raises AuthError, which does not tell the key, when it is none.
+    Raises AuthError, without the key in it, if it is none.
     """
     head, _, secret = key.rpartition("_")
     kind, _, user = head.partition("_")
@@ -99,7 +99,7 @@ def key_hash(key: str) -> str:
 
 
 def is_same(one: str, other: str) -> bool:
-    """Compare two hashes in a time that tells nothing."""
+    """Compare two hashes in constant time."""
     return hmac.compare_digest(one.encode(), other.encode())
 
 
@@ -136,7 +136,7 @@ def episode_secret(user: str, job: str, pool_secret: bytes) -> bytes:
 
 
 def episode_key(identity: EpisodeIdentity, secret: bytes | None) -> str:
-    """Return the key of an episode; without a secret one of which nobody can make another."""
+    """Return the key of an episode; without a secret a random one."""
     text = EPISODE_KEY + ".".join(identity)
     signed = secrets.token_hex(_RANDOM_BYTES) if secret is None else _signature(text, secret)
     return f"{text}.{signed}"
@@ -169,7 +169,7 @@ def _secret() -> str:
 
 
 def _derived(secret: bytes, *parts: str) -> str:
-    """Return what follows from a secret and some words, and tells neither of them."""
+    """Return a digest of a secret and some words that reveals neither."""
     digest = hmac.digest(secret, "\0".join(("made", *parts)).encode(), hashlib.sha512)
     number, letters = int.from_bytes(digest), ""
     for _ in range(_SECRET_CHARS):

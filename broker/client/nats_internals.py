@@ -3,7 +3,7 @@
 An upstream change would remove it:
 
 - `CarefulClient`, method by method: a client that closes the socket of a refused attempt, that can
-  be told to ask again when it is refused after a reconnect, that drops half a message with its
+  retry when it is refused after a reconnect, that drops half a message with its
   connection, that takes a PONG whose flush has given up, and that refuses a `tls://` server which
   does not encrypt.
 - `server_info`: a public property, as `max_payload` is one.
@@ -82,7 +82,7 @@ class CarefulClient(Client):
         self._drop_socket()
 
     def _drop_socket(self) -> None:
-        """Close the connection, and under TLS the socket below, which nobody else closes."""
+        """Close the connection, and under TLS the socket below, which nats-py leaves open."""
         if self._transport is None:
             return
         self._transport.close()
@@ -99,12 +99,12 @@ class CarefulClient(Client):
 
 
 def server_info(client: Client) -> Mapping[str, Any]:
-    """Return what the server says of itself: whether it is one of a cluster, who may log in."""
+    """Return the server's INFO: whether it is one of a cluster, how clients log in."""
     return cast("Any", client)._server_info
 
 
 def connect_command(client: Client, info: Mapping[str, Any]) -> bytes:
-    """Return what logs in once more, with the client's credentials, where a server tells `info`.
+    """Return a log-in with the client's credentials, for a server's `info`.
 
     The signature is of a number that the server draws for each connection.
     """
@@ -163,7 +163,7 @@ def subscriptions(service: Service) -> list[Subscription]:
     return [*own, *micro._subscriptions.values()]
 
 
-# Headers of messages: their names, the statuses that a server tells by them, and their form.
+# Headers of messages: their names, the statuses that a server sends in them, and their form.
 
 EXPECTED_SEQ = "Nats-Expected-Last-Subject-Sequence"
 EXPECTED_STREAM_SEQ = "Nats-Expected-Last-Sequence"
@@ -189,7 +189,7 @@ def header(message: Msg, name: str) -> str:
 
 
 def status_of(message: Msg) -> str:
-    """Return the status that the server itself tells, empty for a message of somebody else.
+    """Return the status set by the server, empty for another sender's message.
 
     Whoever stores a message may give it a header `Status`: out of a stream it comes with its
     sequence there, or with what acknowledges it.

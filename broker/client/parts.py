@@ -1,7 +1,7 @@
 """Requests that are answered in several messages: a text as it is generated, a long episode.
 
 The service sends numbered parts to the caller's inbox until the last one, and an empty part
-whenever it has nothing to say for a while: a caller that hears nothing at all knows that the
+while it has no content for some time: for a caller that gets nothing at all the
 service has died. A caller that goes away early says so, and the service stops working for it.
 """
 
@@ -184,9 +184,9 @@ ALIVE_S = 1.0
 SILENCE_S = 10.0
 """After this time without a part the service is taken for dead."""
 MAX_LISTENED = 256
-"""Requests of one subject that are answered at the same time, where nobody shares them."""
+"""Concurrent requests of one subject that is not shared by users."""
 MAX_OF_USER = 256
-"""Requests of one user that a service answers at the same time, where it knows of whom they are."""
+"""Concurrent requests of one user at a service that distinguishes users."""
 _AGAIN = "ask again; another server answers if there is one"
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -218,8 +218,8 @@ class PartsService:
     ) -> None:
         """Answer requests on `subject`; services on the same subject share them.
 
-        `handler(request, tell)` tells parts of the answer and returns the last one. A request
-        names itself in its field `request`, by which `cancel` finds it.
+        `handler(request, tell)` sends parts of the answer by `tell` and returns the last one. A
+        request names itself in its field `request`, by which `cancel` finds it.
         """
 
         async def answer(request: Request) -> None:
@@ -239,9 +239,9 @@ class PartsService:
         *,
         max_running: int = MAX_OF_USER,
     ) -> None:
-        """Answer requests on `rpc.<user>.…` as `endpoint` does, and tell the handler who asks.
+        """Answer requests on `rpc.<user>.…` as `endpoint` does, with the user as an argument.
 
-        Names of requests are each user's own. One who has `max_running` at all such endpoints is
+        Names of requests are each user's own. A user with `max_running` at all such endpoints is
         refused with BusyError; they take none of the places of the service's other requests.
         """
 
@@ -283,7 +283,7 @@ class PartsService:
         blank: P | None = None,
         max_running: int = MAX_LISTENED,
     ) -> Listening:
-        """Answer requests on `subject` as `endpoint` does, but share them with nobody.
+        """Answer requests on `subject` as `endpoint` does, without a queue group.
 
         Whoever listens there hears each of them and answers it: `blank` is what signs of life and
         errors are made of, so that they say whose they are. The subject is not listed among the
@@ -315,7 +315,7 @@ class PartsService:
                 self._service.run(answer(sender, message.data), name=f"request on {subject}")
 
         listening = await self._broker.listen(subject, take)
-        await flush(self._broker, waiting_for=f"the server to know of {subject}")
+        await flush(self._broker, waiting_for=f"the server to register {subject}")
         return listening
 
     def cancel(self, request: str, user: str = "") -> None:
@@ -343,7 +343,7 @@ class PartsService:
         except errors.TinkermqError as error:
             keeper.cancel()
             await sender.fail(error)
-        except BaseException as error:  # the service's boundary: record, tell no insides
+        except BaseException as error:  # the service's boundary: record, reveal no internals
             keeper.cancel()
             if ends_this_task(error):
                 if isinstance(error, asyncio.CancelledError):
@@ -393,7 +393,7 @@ class _Sender(Generic[P]):
 
     async def fail(self, error: errors.TinkermqError) -> None:
         reply = ErrorReply.of(error.code, error.message, error.hint)
-        with contextlib.suppress(errors.TinkermqError):  # the connection is gone: nobody hears
+        with contextlib.suppress(errors.TinkermqError):  # the connection is closed
             await self.send(self._blank.model_copy(update={"last": True, "error": reply}))
 
     async def keep_alive(self) -> None:
@@ -422,14 +422,14 @@ async def ask_parts(
     """Send a request and yield the parts of its answer that say something, the last one included.
 
     Close the generator (`aclosing`) to go away early: then the `cancel` message is sent. Where
-    several may answer the same request, each numbers its own parts: `rank` tells them apart, and
+    several may answer the same request, each numbers its own parts: `rank` distinguishes them, and
     only those of the highest that was heard are taken, and none below `least_rank`; of the others,
     errors and ends are passed over as well. Who asks often hands in an inbox that is `shared`.
 
-    Raises the error that the service raised, NobodyAnswersError when nobody is there,
+    Raises the error that the service raised, NobodyAnswersError if no service listens,
     DeadlineError after `silence_s` without a part, ConnectionLost when a part was lost.
     """
-    # no end with the connection: the parts' numbers tell if one was lost
+    # no end with the connection: the parts' numbers show if one was lost
     inbox = Inbox(broker, ends_with_connection=False, shared=shared)
     ended = False
     try:
@@ -442,7 +442,7 @@ async def ask_parts(
         while not ended:
             left_s = order.heard + silence_s - time.monotonic()
             received = await _next(inbox, subject, waiting_for, left_s, silence_s)
-            part = order.take(part_model.from_bytes(received))
+            part = order.next_part(part_model.from_bytes(received))
             if part is None:
                 continue
             ended = part.last
@@ -458,7 +458,7 @@ async def ask_parts(
 
 
 class _Order(Generic[P]):
-    """The order of an answer's parts, and who is heard where several answer."""
+    """The order of an answer's parts, and whose parts count if several answer."""
 
     def __init__(self, rank: Callable[[P], int] | None, least: int, waiting_for: str) -> None:
         self.heard = time.monotonic()
@@ -467,8 +467,8 @@ class _Order(Generic[P]):
         self._top = least
         self._index = 0
 
-    def take(self, part: P) -> P | None:
-        """Return a part that is the next; None for one of somebody who is not heard."""
+    def next_part(self, part: P) -> P | None:
+        """Return the next part; None for one of a sender that does not count."""
         rank = 0 if self._rank is None else self._rank(part)
         if rank < self._top:
             return None
@@ -503,7 +503,7 @@ async def _next(
         ) from None
     if status_of(message) == NO_RESPONDERS:
         raise errors.NobodyAnswersError(
-            f"{waiting_for} is not there: nobody answers on {subject}",
+            f"{waiting_for} does not answer on {subject}: no service listens there",
             hint="see whether it runs: `tinkermq ps`",
         )
     return message.data

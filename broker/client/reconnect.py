@@ -91,8 +91,8 @@ async def first_connection(
 
     With `for_ever` a broker that is away, or refuses because who checks keys is away, is waited
     for: an actor of a job was given the address by its node, which is connected there. Else
-    whoever typed the address is told after half a minute. Raises BrokerError, AuthError; what is
-    no address at all is told at once.
+    a wrong address is reported after half a minute. Raises BrokerError, AuthError; a malformed
+    address is reported at once.
     """
     faults.check_url(url)
     while not stopping.is_set():
@@ -135,8 +135,8 @@ async def _unless(stopping: asyncio.Event, awaited: Coroutine[Any, Any, T]) -> T
 # What the server holds for a connection is one line of up to `max_pending` bytes. Behind a flood
 # of one user the requests of all others wait in it, long after the flood has ended; so would the
 # replies that a service itself waits for, its lease among them, if they came over the same
-# connection. So it is measured how old the line is while somebody is refused in great number. One
-# that is too old is dropped with the connection: nobody waits in it any more, and who is not
+# connection. So the age of the queue is measured while many requests are refused. One
+# that is too old is dropped with the connection: it is no longer awaited, and who is not
 # flooding asks again.
 
 _CONNECTION_LOOK_S = 1.0

@@ -43,7 +43,7 @@ class Replies:
     """Hands each reply to the request that waits for it."""
 
     def __init__(self, inbox: str) -> None:
-        """`inbox` is the prefix of all reply subjects; somebody else subscribes to `inbox.*`."""
+        """`inbox` is the prefix of all reply subjects; the owner subscribes to `inbox.*`."""
         self._inbox = inbox
         self._numbers = itertools.count()
         self._waiting: dict[str, _Waiting] = {}
@@ -71,10 +71,10 @@ class Replies:
         if waiting is not None:
             waiting.timer.cancel()
             if not waiting.future.cancel() and not waiting.future.cancelled():
-                waiting.future.exception()  # seen: nobody will look at it any more
+                waiting.future.exception()  # retrieved: no one awaits it any more
 
-    def take(self, message: Msg) -> None:
-        """Hand over a reply; one that nobody waits for any more is dropped."""
+    def deliver(self, message: Msg) -> None:
+        """Hand over a reply; drop one that is no longer awaited."""
         waiting = self._waiting.get(message.subject)
         if waiting is None or waiting.future.done():
             return
@@ -121,7 +121,7 @@ def error_reply(code: str, message: str, hint: str) -> tuple[bytes, dict[str, st
 
 
 def error_of(reply: Msg) -> TinkermqError:
-    """Return the error that such an answer tells of, as the same class."""
+    """Return the error in such an answer, as the same class."""
     try:
         error = ErrorReply.from_bytes(reply.data)
     except ValueError:  # a service of other make: only the headers are common

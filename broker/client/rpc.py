@@ -5,7 +5,7 @@ own, so that a slow one does not hold up the next and a call that comes back to 
 deadlock; their number is bounded, at the pool's own services for each user. Whatever a payload
 holds, the answer is a reply or an error reply, and the service goes on: an error of ours travels as
 code, message and hint, anything unexpected is logged here and travels as `internal` without its
-details. Who asks is told by the subject, which the broker enforces, never by the payload.
+details. The sender is that of the subject, which the broker enforces, never of the payload.
 """
 
 import asyncio
@@ -114,7 +114,7 @@ class Service:
     ) -> "Service":
         """Register a service; `nats micro ls` shows `name` and `description`.
 
-        A guest's is not listed: it may neither hear who asks for services nor answer him.
+        A guest's is not listed: it may neither receive nor answer requests for the list.
         """
         config = ServiceConfig(
             name=name, version=version, description=description, metadata=dict(metadata or {})
@@ -137,7 +137,7 @@ class Service:
         """Answer requests on `subject` with `handler`.
 
         Endpoints on the same subject and `queue` share its requests, also across processes. With
-        `fair` the users that `rpc.<user>.…` names take turns, and one who has too many is refused.
+        `fair` the users that `rpc.<user>.…` names take turns, and a user with too many is refused.
         """
         share = self.share if fair else None
         endpoint = _Endpoint(self._broker, request_model, _with_context(handler), share)
@@ -177,11 +177,11 @@ class Service:
         queue: str,
         known: Callable[[MicroEndpoint], None] | None,
     ) -> None:
-        """Listen on a subject; `known` is told of the endpoint before any request is answered."""
+        """Listen on a subject; `known` gets the endpoint before any request is answered."""
         await self._micro.add_endpoint(name=name, subject=subject, queue_group=queue, handler=take)
         if known is not None:
             known(MicroEndpoint(self._micro))
-        await flush(self._broker, waiting_for=f"the server to know of {subject}")
+        await flush(self._broker, waiting_for=f"the server to register {subject}")
 
     def run(self, answer: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
         """Run the answer to a request, which `stop` waits for; the caller bounds how many."""
@@ -233,7 +233,7 @@ class _Endpoint:
         """nats-py's endpoint; the first requests may come before it is known."""
 
     async def take_turn(self, request: Request) -> None:
-        """Answer when it is its user's turn; one who has too many is told so at once."""
+        """Answer when it is its user's turn; refuse a user with too many at once."""
         assert self._share is not None
         if not self._is_behind:
             await self._share.give_way()
@@ -244,7 +244,7 @@ class _Endpoint:
         elif self._share.submit(user, lambda: self.answer(request), num_bytes):
             return
         elif self._busy.take(user, time.monotonic()) is None:
-            return  # told often enough: a flood is not answered by another
+            return  # reported often enough: a flood is not answered by another
         else:
             error = errors.BusyError(
                 f"user {user!r} has too many requests under way",
@@ -286,7 +286,7 @@ class _Endpoint:
             return payload, None
         except errors.TinkermqError as error:
             return error_reply(error.code, error.message, error.hint)
-        except BaseException as error:  # the service's boundary: record, tell no insides
+        except BaseException as error:  # the service's boundary: record, reveal no internals
             if ends_this_task(error):
                 raise
             _log.exception("request_failed", subject=request.subject)
@@ -352,7 +352,7 @@ async def call(
         ) from None
     except NoResponders:
         raise errors.NobodyAnswersError(
-            f"{waiting_for} is not there: nobody answers on {subject}",
+            f"{waiting_for} does not answer on {subject}: no service listens there",
             hint="see whether it runs: `nats micro ls`, `tinkermq ps`",
         ) from None
     if header(reply, ERROR_CODE):

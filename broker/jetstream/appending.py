@@ -36,7 +36,7 @@ async def append_behind(
 ) -> int:
     """Append what is to follow `seq` on its subject (0: to be the first); return its sequence.
 
-    A random id tells whether an earlier attempt was stored and its answer lost. Raises Overtaken,
+    A random id shows whether an earlier attempt was stored and its answer lost. Raises Overtaken,
     BrokerError, DeadlineError, NotFoundError.
     """
     write_id = uuid.uuid4().hex
@@ -55,7 +55,7 @@ async def append_behind(
             return last.seq
         if error.is_overtaken:
             last_seq = None if last is None else last.seq
-            raise Overtaken(f"somebody else has written on {subject}", last=last_seq) from error
+            raise Overtaken(f"another writer has appended on {subject}", last=last_seq) from error
         raise
 
 
@@ -73,7 +73,7 @@ async def append_as_owner(
     """Append what is to follow `seq` in its whole stream, and be the first on its subject.
 
     Returns its sequence; None where the subject has a message already. Raises Overtaken when
-    somebody else has written to the stream, BrokerError, DeadlineError, NotFoundError.
+    another writer has appended to the stream, BrokerError, DeadlineError, NotFoundError.
     """
     write_id = uuid.uuid4().hex
     expecting = {EXPECTED_STREAM_SEQ: str(seq), WRITE_ID: write_id}
@@ -97,7 +97,7 @@ async def append_as_owner(
         if is_first and last is not None and last.seq <= seq:
             return None
         last_seq = None if last is None else last.seq
-        raise Overtaken(f"somebody else has written to {stream}", last=last_seq) from error
+        raise Overtaken(f"another writer has appended to {stream}", last=last_seq) from error
 
 
 async def append_once(

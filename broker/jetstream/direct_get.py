@@ -73,7 +73,7 @@ async def get_newest(broker: Broker, stream: str, subjects: str) -> StoredMessag
 async def get_last_behind(
     broker: Broker, stream: str, subject: str, seq: int
 ) -> StoredMessage | None:
-    """Return the last message on `subject`; for whoever was told that there is one behind `seq`.
+    """Return the last message on `subject`, known to be behind `seq`.
 
     In a cluster it may have been accepted and not yet stored, so this waits a little for it.
     """
@@ -115,7 +115,7 @@ def _of_leader(reply: Msg, stream: str) -> StoredMessage | None:
         if error.err_code == _NO_MESSAGE:
             return None
         if error.is_absent:
-            raise NoResponders("nobody answers a read", stream=stream) from error
+            raise NoResponders("no server answers the read", stream=stream) from error
         raise
     _, headers = parse_headers(base64.b64decode(message.get("hdrs", "")))
     payload = base64.b64decode(message.get("data", ""))
@@ -164,7 +164,7 @@ class BatchInbox:
         """Return the next messages on `subject` from `seq` on, and whether there may be more.
 
         A single attempt: raises ConnectionLost, NoResponders, TimeoutError, and BrokerError for
-        a user who may not ask.
+        a user without the permission.
         """
         self._inbox.drain()  # of an attempt that was given up
         request = {"seq": seq, "next_by_subj": subject, **self._bounds}

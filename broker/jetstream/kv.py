@@ -115,7 +115,7 @@ class Bucket(Generic[M]):
     async def update(self, key: str, value: M, revision: int, *, ttl_s: int | None = None) -> int:
         """Write a key that must still be at `revision`; return the new revision.
 
-        Raises ConflictError if somebody else wrote first.
+        Raises ConflictError if another writer was first.
         """
         return await self._swap(key, value.to_bytes(), revision, _ttl_header(ttl_s))
 
@@ -142,7 +142,7 @@ class Bucket(Generic[M]):
     async def delete(self, key: str, *, revision: int | None = None) -> None:
         """Delete a key; with `revision`, only if it is still there at that revision.
 
-        Raises ConflictError if somebody else wrote first.
+        Raises ConflictError if another writer was first.
         """
         headers = {OPERATION: "DEL", **_ttl_header(_TOMBSTONE_TTL_S)}
         await self._swap(key, b"", revision, headers)
@@ -150,8 +150,8 @@ class Bucket(Generic[M]):
     async def purge(self, key: str) -> None:
         """Take a key away without a trace; harmless when it is gone.
 
-        A deleted key leaves a marker for an hour, for those who watch it, and whoever lists the
-        bucket reads it. This is for keys that come and go by the thousand and that nobody watches.
+        A deleted key leaves a marker for an hour, for watchers, which lists read too. This leaves
+        none: for keys without watchers that are made and deleted by the thousand.
         """
         verb, subject = f"STREAM.PURGE.{self._stream}", self._subject(key)
         await self._read(lambda: self._broker.api(verb, {"filter": subject}))
@@ -256,7 +256,7 @@ class Bucket(Generic[M]):
                 waiting_for=waiting_for,
             )
         except Overtaken as error:
-            raise self._conflict(key, "somebody else wrote it first") from error
+            raise self._conflict(key, "another writer was first") from error
 
     def _subject(self, key: str) -> str:
         if not _KEY.fullmatch(key):
@@ -301,14 +301,14 @@ def _ttl_header(ttl_s: int | None) -> dict[str, str]:
     return {} if ttl_s is None else {TTL: f"{ttl_s}s"}
 
 
-# Waiting for keys of a bucket to be written: no consumer, and nobody asks all the time.
+# Waiting for keys of a bucket to be written, without a consumer or polling.
 
 
 class KeyChanges:
     """Hears that a key below a prefix is written, while its block runs.
 
     A message may be heard a moment before it can be read, and none is heard while the connection is
-    away: so whoever waits looks again after a reconnect, and after a while in any case.
+    away: so waiters look again after a reconnect, and after a while in any case.
     """
 
     def __init__(self, broker: Broker, bucket: str, prefix: str) -> None:
@@ -413,7 +413,7 @@ class Mirror(Generic[M]):
     async def refresh(self) -> set[str]:
         """Read what has changed; return the keys that were read, present or gone.
 
-        Who asks while another reads waits for him: what he is reading is known afterwards.
+        Concurrent callers wait for one read, whose result all get.
         """
         async with self._reading:
             return await self._refresh()

@@ -243,7 +243,7 @@ PUT_WINDOW_BYTES = 16 * 2**20
 GET_WINDOW_BYTES = 32 * 2**20
 _API_DEADLINE_S = 60.0
 _DIGEST = "blake3"
-"""Among what the entry of an object tells besides: its digest."""
+"""Key of an object's entry for its digest."""
 _UNREADABLE = "stored without the SHA-256 by which `nats object get` checks"
 _LAG_PAUSE_S = 0.05
 
@@ -488,7 +488,7 @@ class _Reading:
     def _check_end(self, message: Incoming) -> None:
         """Read the server's word at the end of a window."""
         if message.status == NO_RESPONDERS:
-            raise NoResponders("nobody answers a read", stream=self._stream)
+            raise NoResponders("no server answers the read", stream=self._stream)
         pending = int(message.headers.get("Nats-Num-Pending", "0"))
         complete = self._num_bytes == len(self._buffer)
         if message.status != END_OF_BATCH or (not complete and pending == 0):
@@ -497,7 +497,7 @@ class _Reading:
                 time.sleep(_LAG_PAUSE_S)  # in the thread of this transfer
                 return
             raise NotFoundError(
-                f"chunks of an object of {self._stream} are gone after {self._num_bytes:,} bytes",
+                f"chunks in {self._stream} are missing after {self._num_bytes:,} bytes",
                 hint="it was deleted while it was read: take a newer one",
             )
 
@@ -524,7 +524,7 @@ def _confirm(link: BulkLink, stream: str) -> None:
     message = link.next()
     payload = link.read(message.num_bytes)
     if message.status == NO_RESPONDERS:
-        raise NoResponders("nobody stores a chunk", stream=stream)
+        raise NoResponders("no server stores the chunk", stream=stream)
     checked(payload, "a chunk")
 
 

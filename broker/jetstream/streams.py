@@ -27,6 +27,7 @@ from ...schemas.wire.subjects import (
     BUCKET_REQUESTS,
     BUCKET_SECRETS,
     TASK_CONSUMER,
+    VALIDATION_CONSUMER,
     JobScope,
     number_of,
 )
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 # Pull requests to a consumer: the one way in which messages of a stream arrive live.
 #
 # A pull request is bounded in messages and bytes, so a reader is never sent more than it asked
-# for. The inbox lives as long as its owner; a message that arrives after its request was given up
+# for. The inbox exists as long as its owner; a message that arrives after its request was given up
 # stays in the inbox for the next one. A loss of the connection ends a running request at once.
 
 NS = 1_000_000_000
@@ -88,7 +89,7 @@ def _status(message: Msg) -> str:
 
 
 def _is_complete(message: Msg) -> bool:
-    """Whether the server only says that all messages asked for were sent: whoever counts knows."""
+    """Whether the server only reports that all requested messages were sent."""
     return "batch completed" in header(message, DESCRIPTION).lower()
 
 
@@ -97,7 +98,7 @@ def _check_status(status: str, message: Msg) -> None:
     if status in _STATUS_OK or "maxbytes" in description.lower().replace(" ", ""):
         return
     if status in _GONE:
-        raise ConsumerGone(f"the consumer is gone: {status} {description}")
+        raise ConsumerGone(f"the consumer no longer exists: {status} {description}")
     raise errors.BrokerError(
         f"a pull request was refused: {status} {description}", hint="see `nats consumer info`"
     )
@@ -132,21 +133,25 @@ async def create_job_streams(
     segments: bool = False,
     operations: bool = False,
     checkpoints: bool = False,
+    validation: bool = False,
 ) -> None:
     """Make all streams of a job; harmless when they are there.
 
-    With `ack_wait_s` also the consumer of its tasks, which generators have no right to make; those
-    of running episodes, users' operations and checkpoints as asked for.
+    With `ack_wait_s` also the consumers of its tasks, which generators have no right to make; those
+    of running episodes, users' operations, checkpoints and validation tasks as asked for.
 
     Raises BrokerError when the server refuses one, DeadlineError.
     """
     wanted = {scope.stream_segment: segments, f"OBJ_{scope.object_checkpoints}": checkpoints}
     wanted |= dict.fromkeys((scope.stream_operation, scope.stream_result), operations)
+    wanted[scope.stream_validation] = validation
     configs = job_streams(scope, limits, weights_bytes)
-    made = (ensure_stream(broker, one) for one in configs if wanted.get(one["name"], True))
+    made = (ensure_stream(broker, config) for config in configs if wanted.get(config["name"], True))
     await asyncio.gather(*made)
     if ack_wait_s is not None:
         await ensure_task_consumer(broker, scope, ack_wait_s)
+        if validation:
+            await ensure_task_consumer(broker, scope, ack_wait_s, validation=True)
 
 
 async def settle_job_streams(broker: Broker, scope: JobScope) -> int:
@@ -154,7 +159,7 @@ async def settle_job_streams(broker: Broker, scope: JobScope) -> int:
 
     What was written down of running episodes is removed. Returns how many bytes there are.
 
-    Those of events and log lines keep some room: actors that drain still tell their last lines.
+    Those of events and log lines keep some room: draining actors still send their last lines.
     `create_job_streams` gives all of them their bounds back.
 
     Raises BrokerError for a stream that the server does not change, DeadlineError.
@@ -172,20 +177,30 @@ async def settle_job_streams(broker: Broker, scope: JobScope) -> int:
             if bound < info["config"]["max_bytes"]:
                 change = {"max_bytes": bound}
                 await _ask(broker, f"STREAM.UPDATE.{name}", info["config"] | change)
-        except errors.NotFoundError:  # the job never started, or somebody has removed it just now
+        except errors.NotFoundError:  # the job never started, or was just removed
             continue
     return stored
 
 
 async def ensure_task_consumer(
-    broker: Broker, scope: JobScope, ack_wait_s: float, max_leases: int = MAX_LEASES
+    broker: Broker,
+    scope: JobScope,
+    ack_wait_s: float,
+    max_leases: int = MAX_LEASES,
+    *,
+    validation: bool = False,
 ) -> None:
     """Make the consumer from which generators pull tasks, or change it to this configuration.
 
-    Raises NotFoundError when the job's streams are gone, BrokerError, DeadlineError.
+    With `validation` that of validation tasks. Raises NotFoundError when the job's streams are
+    gone, BrokerError, DeadlineError.
     """
+    stream, name, subjects = scope.stream_task, TASK_CONSUMER, scope.task("*")
+    if validation:
+        stream, name = scope.stream_validation, VALIDATION_CONSUMER
+        subjects = scope.validation_task("*", "*")
     config = {
-        "durable_name": TASK_CONSUMER,
+        "durable_name": name,
         "description": f"Generators of job {scope.job}",
         "ack_policy": "explicit",
         "ack_wait": int(ack_wait_s * NS),
@@ -193,10 +208,9 @@ async def ensure_task_consumer(
         "max_ack_pending": max_leases,
         "max_waiting": 4096,
         "deliver_policy": "all",
-        "filter_subject": scope.task("*"),
+        "filter_subject": subjects,
     }
-    stream = scope.stream_task
-    verb = f"CONSUMER.CREATE.{stream}.{TASK_CONSUMER}.{scope.task('*')}"
+    verb = f"CONSUMER.CREATE.{stream}.{name}.{subjects}"
     await _ask(broker, verb, {"stream_name": stream, "config": config})
 
 
@@ -231,7 +245,7 @@ async def create_shared(broker: Broker) -> None:
 async def _refuse_without_records(broker: Broker) -> None:
     """Raise StateError where jobs have streams, and the bucket of their records is gone.
 
-    An empty one in its place would tell all nodes to stop all that runs.
+    An empty one in its place would make all nodes stop all actors.
     """
     try:
         await stream_info(broker, f"KV_{BUCKET_JOBS}")
@@ -288,8 +302,21 @@ def job_streams(scope: JobScope, limits: "LimitsConfig", weights_bytes: int) -> 
             f"Finished groups of {job}, one per task",
             [scope.rollout("*")],
             limits.rollout_bytes,
-            # who reads it hears that there is more, and not the group itself a second time
+            # readers get a notice instead of the group itself a second time
             republish={"src": scope.rollout("*"), "dest": scope.appended, "headers_only": True},
+            **once,
+        ),
+        stream_config(
+            scope.stream_validation,
+            f"Validation tasks of {job}, and their results until the version's is known",
+            [scope.validation_task("*", "*"), scope.validation_result("*", "*")],
+            limits.task_bytes,
+            retention="workqueue",
+            republish={
+                "src": scope.validation_result("*", "*"),
+                "dest": scope.validated,
+                "headers_only": True,
+            },
             **once,
         ),
         stream_config(
@@ -442,7 +469,7 @@ def numbers_of(subjects: list[str]) -> set[int]:
     """Return the task numbers of subjects, without those that have none."""
     numbers: set[int] = set()
     for subject in subjects:
-        with contextlib.suppress(errors.MessageError):  # whatever else somebody stored there
+        with contextlib.suppress(errors.MessageError):  # a foreign entry
             numbers.add(number_of(subject))
     return numbers
 

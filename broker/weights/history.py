@@ -63,7 +63,7 @@ def apply(difference: memoryview, words: memoryview) -> None:
     """Make the base in `words` the target, in place.
 
     Raises MessageError for a difference that is damaged or of another size; `words` may then hold
-    anything. Whether it is the right base only a digest of the result tells.
+    anything. Only the digest of the result shows whether it is the right base.
     """
     target = _words(words)
     try:
@@ -78,7 +78,7 @@ def apply(difference: memoryview, words: memoryview) -> None:
 def _apply(difference: memoryview, target: Words) -> None:
     magic, num_words, block_words = _HEAD.unpack_from(difference)
     if magic != _MAGIC or num_words != target.size or not 0 < block_words <= _BLOCK_WORDS:
-        raise ValueError("its head says something else")
+        raise ValueError("its head has other values")
     place = _HEAD.size
     with _threads() as threads:
         done: list[Future[None]] = []
@@ -242,7 +242,7 @@ class WeightHistory:
 def make(base: Whole, difference: memoryview, manifest: Manifest, buffer: memoryview) -> None:
     """Make the version that a difference makes of a base, in `buffer`. Runs in a thread.
 
-    Raises DigestMismatch if it is not what the manifest tells.
+    Raises DigestMismatch if its digest is not the manifest's.
     """
     np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(base.payload, np.uint8))
     try:
@@ -250,7 +250,7 @@ def make(base: Whole, difference: memoryview, manifest: Manifest, buffer: memory
     except MessageError as error:
         raise DigestMismatch(error.message) from error
     if (digest := digest_of([buffer])) != manifest.digest:
-        raise DigestMismatch(f"a difference made {digest}, told was {manifest.digest}")
+        raise DigestMismatch(f"a difference gives {digest}, the manifest says {manifest.digest}")
 
 
 def joined(views: Sequence[memoryview]) -> memoryview:

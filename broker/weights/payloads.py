@@ -1,7 +1,7 @@
 """Where the bytes of published weights lie: objects in NATS, or files in a shared folder.
 
 Those of the `nccl` transport lie in the learner's memory and travel by torch.distributed, of which
-the broker knows only the two interfaces below; `actors/weights` has both.
+the broker defines only the two interfaces below; `actors/weights` has both.
 """
 
 import asyncio
@@ -177,7 +177,7 @@ class Payloads:
         *,
         sha256: bool = True,
     ) -> None:
-        """`transport` is how `put` stores; `get` is told for each payload.
+        """`transport` is how `put` stores; `get` takes it per payload.
 
         Without `sha256` the stock tools do not read what is put.
 
@@ -213,7 +213,7 @@ class Payloads:
     async def get(
         self, transport: Transport, location: str, num_bytes: int, digest: str
     ) -> memoryview:
-        """Return bytes that nobody else changes.
+        """Return bytes that are not changed elsewhere.
 
         Raises NotFoundError when they were removed, DigestMismatch, DeadlineError, StorageError.
         """
@@ -263,7 +263,7 @@ class Payloads:
 
 def locations(manifest: Manifest) -> list[str]:
     """Return where all that was stored for a version lies."""
-    places = [manifest.location, *(one.location for one in manifest.differences)]
+    places = [manifest.location, *(difference.location for difference in manifest.differences)]
     return [place for place in places if place]
 
 

@@ -1,16 +1,16 @@
 """One read of a version for all actors of a machine: files in its shared memory, named by digest.
 
-Of the actors of a machine that want the same bytes the first makes them, in a file that it has
+Of a machine's actors that need the same bytes the first makes them, in a file that it has
 locked alone (flock), checks them, and gives the file its name; the others wait and map it, without
 a byte from the broker. A mapping holds its file's lock, shared, so the kernel counts who uses it:
 who dies holds nothing. A half file whose writer died is taken over at once by one who waits, and
 one whose writer hangs is waited for no longer than `_WAIT_S` and a slow transfer: then each reads
 for itself, as it does where there is no such memory, or no room in it.
 
-The folder belongs to one user of the system, and nobody else can read or write there; processes of
+The folder belongs to one system user, and no other can read or write there; processes of
 the same user could trace each other anyway. The bytes are checked by who writes them, and a file
 with a name is never written again. Mappings are private: who writes to one changes nothing for
-others. What nobody maps any more leaves some time after somebody last asked for it: each who comes
+others. Unmapped files are removed some time after the last request: each who comes
 here sweeps, and the node does when an actor ends.
 """
 
@@ -126,7 +126,7 @@ class SharedMemory:
             return half
 
     def _make_room(self, folder: Path, num_bytes: int) -> None:
-        """Remove what nobody uses until so much fits; raises _NotShared where it does not."""
+        """Remove unused files until so much fits; raises _NotShared if it does not."""
         files = sorted(_files(folder, self._prefix), key=lambda one: one.stat().st_mtime)
         total = num_bytes + sum(one.stat().st_size for one in files)
         for file in files:
@@ -144,7 +144,7 @@ class _NotShared(Exception):
 
 
 class _Half:
-    """A file that this process writes, and nobody else sees yet."""
+    """A file that this process writes, not yet visible to others."""
 
     def __init__(self, place: Path, lock: int, num_bytes: int) -> None:
         """`lock` is its descriptor, locked alone."""
@@ -204,7 +204,8 @@ def own_folder(root: Path = _MEMORY) -> Path:
 
 
 def sweep(keep_s: float = _KEEP_S, root: Path = _MEMORY) -> None:
-    """Remove what nobody has mapped, or asked for in the last `keep_s`; harmless if it fails."""
+    """Remove files that are not mapped and were not requested in the last `keep_s`; a failure is
+    harmless."""
     with contextlib.suppress(OSError):
         for file in _files(own_folder(root), ""):
             if time.time() - file.stat().st_mtime >= keep_s:
@@ -252,7 +253,7 @@ def _map(file: int, num_bytes: int) -> memoryview:
 
 
 def _claimed(place: Path) -> int | None:
-    """Return a half file that nobody writes, locked; None where somebody does, or has done."""
+    """Return an abandoned unfinished file, locked; None if it is being written or finished."""
     half = _half(place)
     file = os.open(half, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
@@ -272,7 +273,7 @@ def _claimed(place: Path) -> int | None:
 
 
 def _removed(file: Path) -> bool:
-    """Remove a file unless somebody has it mapped or writes it; return whether it has gone."""
+    """Remove a file unless it is mapped or being written; return whether it was removed."""
     try:
         lock = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -289,7 +290,7 @@ def _removed(file: Path) -> bool:
 
 @contextlib.contextmanager
 def _as_not_shared() -> Iterator[None]:
-    """Whatever is the matter with this machine's shared memory, nobody needs it."""
+    """This machine's shared memory cannot be used; actors then read for themselves."""
     try:
         yield
     except OSError as error:

@@ -2,14 +2,14 @@
 
 The payload is stored first, by one of three transports (through NATS, a file in a shared folder, or
 held in the learner's memory for torch.distributed); then the manifest goes to KV as `v<version>`
-and, if it is the newest, as `latest`; then an announcement wakes whoever waits. So a manifest that
+and, if it is the newest, as `latest`; then an announcement wakes receivers. So a manifest that
 can be read names a payload that is there, and a lost announcement costs two seconds. No torch here:
 tensors are names, dtypes, shapes and bytes.
 
 Weights of 16 bits travel as differences where these are smaller: from the version before, for
 those who keep up, and from the newest whole version, the anchor, for those who missed some. Both
 sides keep these two in memory. Who has neither fetches the anchor. What a difference makes must
-have the digest that the manifest tells, else it is made anew from the anchor. From memory to memory
+have the manifest's digest, else it is made anew from the anchor. From memory to memory
 all versions travel whole.
 """
 
@@ -53,12 +53,10 @@ from .payloads import (
 )
 from .shared_memory import SharedMemory
 
-# What a machine sees in the folder of the model, so that machines that see other files are told.
-#
-# The learner's manifests carry it, and whoever fetches a version compares: tokenizer and
-# template, and the base of an adapter, come from the folder of each machine. A file of more than
-# 2 MiB is told by its size, its beginning and its end: that takes milliseconds and finds another
-# model, not a flipped bit.
+# Digests of the model folder's files, so that machines with other files are reported.
+# The learner's manifests have them, and receivers compare: tokenizer and template, and the base of
+# an adapter, come from the folder of each machine. A file of more than 2 MiB is identified by size,
+# beginning and end: that takes milliseconds and finds another model, not a flipped bit.
 
 _PART_BYTES = 1 << 20
 _READ = frozenset({".json", ".jinja", ".txt", ".model", ".safetensors", ".bin"})
@@ -110,7 +108,7 @@ _NOTHING = WeightHistory(enabled=False, full_snapshot_every=1)
 
 FORMAT = 1
 """Raise it with every change of what a payload's bytes or digest are: two commits of one version of
-the package then tell that they differ. A test holds payloads of this format."""
+the package then report that they differ. A test holds payloads of this format."""
 
 
 @cache
@@ -144,7 +142,7 @@ class WeightStore:
         In so many `shared_bytes` of its memory a machine keeps versions for all who fetch there;
         without `sha256` the stock tools do not read what is published.
 
-        `files` are told with each version, and compared with what a fetched version tells.
+        `files` are published with each version, and compared with those of a fetched version.
 
         By `nccl` a learner publishes with its `holder` and others fetch with their `receiver`.
 
@@ -175,14 +173,16 @@ class WeightStore:
         *,
         kind: Literal["full", "lora"] = "full",
     ) -> Manifest:
-        """Store a version, then tell of it; publishing one again replaces it.
+        """Store a version, then announce it; publishing one again replaces it.
 
         The tensors' memory must not change until this returns. Raises BrokerError, DeadlineError,
         StorageError (file transport).
         """
         entries = layout(tensors)
         await asyncio.to_thread(lambda: self._files.digests)  # reads them, once
-        buffers = [cast("memoryview", one.data) for one in tensors.values() if one.data.nbytes]
+        buffers = [
+            cast("memoryview", tensor.data) for tensor in tensors.values() if tensor.data.nbytes
+        ]
         views = [data.cast("B") for data in buffers]
         if kind == "full" and self._history.keeps(entries):
             manifest = await self._publish_words(version, entries, views)
@@ -430,7 +430,7 @@ class WeightStore:
 
     async def keep(self, versions: Set[int], *, newest: int = 0) -> None:
         """Remove all versions but these and so many of the newest, and those they are made of."""
-        manifests = {one.value.version: one.value for one in await self._manifests.items()}
+        manifests = {item.value.version: item.value for item in await self._manifests.items()}
         kept = versions | set(sorted(manifests, reverse=True)[:newest])
         anchors = {
             manifests[version].differences[-1].base
@@ -446,7 +446,7 @@ class WeightStore:
         """Remove payloads in NATS that no manifest names: of a learner that died publishing."""
         manifests = [entry.value for entry in await self._manifests.items()]
         await self._payloads.remove_others(
-            {location for one in manifests for location in locations(one)}
+            {location for manifest in manifests for location in locations(manifest)}
         )
 
     async def close(self) -> None:
@@ -456,7 +456,7 @@ class WeightStore:
             await listening.stop()
 
     def _hear(self, _: Msg) -> None:
-        self._announced.set()  # what it says is not needed: the manifests tell
+        self._announced.set()  # the content is not needed: manifests have it
 
     async def _advance_latest(self, manifest: Manifest) -> None:
         """Make it the latest unless a newer one is; several learners cannot set it back."""

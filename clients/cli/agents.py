@@ -226,7 +226,7 @@ class HumanModel:
                     self.has_quit.set()
                 elif (answer := self._read(typed, call)) is not None:
                     return answer
-        raise EpisodeOver("the person who was the model has left")
+        raise EpisodeOver("the player has left")
 
     def _show(self, call: LocalCall) -> None:
         where = "" if call.parent is None else f", continues {call.parent.call.number}"

@@ -33,6 +33,13 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         Example("tinkermq train train.yaml learner.lr=1e-5 name=my-run", "submit, and watch"),
         Example("tinkermq train train.yaml --from my-run@40 -d", "begin with a run's weights"),
     ),
+    "plan": (
+        Example("tinkermq plan train.yaml --gpus 8xH100", "will it fit on a machine of eight?"),
+        Example(
+            "tinkermq plan train.yaml learner.ranks=8 learner.slots=8 --gpus 2x8xH100 --json",
+            "on two of them, as JSON",
+        ),
+    ),
     "sft": (
         Example("tinkermq sft sft.yaml sft.data=[chats.jsonl] name=warm", "learn, and watch"),
         Example("tinkermq train train.yaml --from warm", "go on by playing"),
@@ -83,7 +90,7 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         Example("tinkermq eval --compare my-run@10 my-run@40", "which one is better"),
     ),
     "config show": (
-        Example("tinkermq config show train.yaml", "what is in effect, with all defaults"),
+        Example("tinkermq config show train.yaml", "the effective configuration"),
         Example("tinkermq config show train.yaml learner.lr=1e-5 --json", "for a program"),
     ),
     "config schema": (
@@ -157,6 +164,7 @@ _GROUPS: dict[str, list[_Command]] = {
     ],
     "Runs": [
         _Command("train", "train:train", "Submit a training job and watch it."),
+        _Command("plan", "plan:plan", "Estimate memory and time of a job on GPUs."),
         _Command("sft", "train:sft", "Submit a supervised fine-tuning job."),
         _Command("sweep", "sweep:sweep", "Train a run for each combination of values."),
         _Command("ps", "runs:ps", "List runs."),

@@ -164,7 +164,7 @@ def _secrets(root: Path) -> list[Finding]:
     """Check that files with secrets are not readable by others."""
     folder = root / "etc/tinkermq"
     paths = [one for one in sorted(folder.rglob("*")) if one.is_file() and not _is_public(one)]
-    exposed = [one for one in paths if one.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH)]
+    exposed = [path for path in paths if path.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH)]
     if exposed:
         hint = f"chmod o= {' '.join(map(str, exposed))}"
         return [Finding("secrets", False, f"everybody may read {exposed[0]}", hint)]
@@ -195,7 +195,7 @@ def _accepted(config: Path) -> Finding:
     output = (done.stderr or done.stdout).strip().splitlines()
     detail = output[-1] if output else "nats-server said nothing"
     return Finding(
-        "nats.conf", done.returncode == 0, detail, "" if not done.returncode else "mend it"
+        "nats.conf", done.returncode == 0, detail, "" if not done.returncode else "fix it"
     )
 
 
@@ -204,7 +204,7 @@ def _guarded(config: Path) -> Finding:
     try:
         conf = read_nats_conf(config, _variables(config.with_name("nats.env")))
     except OSError as error:
-        return Finding("nats access", False, f"{error.filename}: {error.strerror}", "mend it")
+        return Finding("nats access", False, f"{error.filename}: {error.strerror}", "fix it")
     host = listening_host(conf)
     if host in LOOPBACK:
         return Finding("nats access", True, f"listens on {host} only")

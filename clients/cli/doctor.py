@@ -342,7 +342,7 @@ def check_nodes(nodes: "list[NodeStatus]") -> list[Finding]:
         Finding(
             "actors",
             not silent,
-            f"no heartbeat of {'; '.join(silent)}" if silent else "all tell heartbeats",
+            f"no heartbeat of {'; '.join(silent)}" if silent else "all send heartbeats",
             frozen if silent else "",
         ),
         Finding(
@@ -369,9 +369,9 @@ async def _trouble(broker: Broker, heard: Sequence[Presence]) -> Finding:
             trouble = await SchedulerCalls(broker).trouble()
             waits |= {trouble: f"the scheduler waits for {trouble}"} if trouble else {}
     if not waits:
-        return Finding("going on", True, "nobody waits for what only a person can bring")
+        return Finding("going on", True, "no actor waits for an outsider")
     hint = (
-        "bring what is missing; where the disk of nats-server was full, make room and restart it "
+        "provide what is missing; if the disk of nats-server was full, make room and restart it "
         "(`systemctl restart tinkermq-nats`; the one of `tinkermq up` is restarted by itself)"
     )
     return Finding("going on", False, "; ".join(waits.values()), hint)

@@ -34,6 +34,7 @@ _ERRORS: dict[str, type[errors.TinkermqError]] = {
     "data": errors.DataError,
     "game": errors.GameError,
     "slots": errors.PlacementError,
+    "memory": errors.PlacementError,
 }
 
 
@@ -41,7 +42,7 @@ _KINDS: dict[str, type[errors.TinkermqError]] = {
     "the data can be read": errors.DataError,
     "each row can be read": errors.DataError,
     "the reward function answers": errors.ConfigError,
-    "the judge is told how to answer": errors.ConfigError,
+    "the judge's prompt demands a score": errors.ConfigError,
 }
 """What is wrong with a job where the game is not."""
 

@@ -41,7 +41,7 @@ from .session import COMMON, Common, with_pool
 
 FAILED = 1
 _TOLD_EVERY = 10
-"""Parts of an inference after which its progress is told."""
+"""Parts of an inference after which its progress is printed."""
 
 
 @Parameter(name="*")
@@ -116,7 +116,7 @@ async def resolve_served(pool: Pool, model: str) -> tuple[JobRecord | None, dict
     try:
         record = await pool.find(run)
     except NotFoundError:
-        return None, {}  # whoever serves it says what is wrong
+        return None, {}  # its server reports the error
     is_serving = record.kind == "infer" and record.state not in FINAL_STATES
     return (record if is_serving else None), dict(record.config.get("env") or {})
 
@@ -264,7 +264,7 @@ def evaluate(
 ) -> int:
     """Evaluate the newest version of a live run, or a checkpoint, on its validation set.
 
-    A live run is evaluated by its own evaluator during training, a checkpoint by a separate job.
+    A live run is evaluated by its own generators during training, a checkpoint by a separate job.
     With --compare, two versions play the same tasks, and their difference is printed with its
     95 % confidence interval.
 

@@ -92,7 +92,7 @@ def _with_data(env: EnvConfig, folder: str) -> EnvConfig:
     try:
         make_data = companion(load_game(env.game), "make_data")
     except GameError:
-        return env  # it generates its states, or whoever plays it says why it cannot be imported
+        return env  # it generates its states, or its host reports why it cannot be imported
     with blaming(lambda error: game_failure(env.game, "make_data", error)):
         train, val = make_data(folder, num_train=64, num_val=16)
     return env.model_copy(update={"train_data": [str(train)], "val_data": [str(val)]})
@@ -101,7 +101,7 @@ def _with_data(env: EnvConfig, folder: str) -> EnvConfig:
 # `tinkermq env check --on-node`: check a game on a node of the pool.
 
 _NO_MODEL = "none"
-"""A job has one; to play its game takes none, and nobody looks for it."""
+"""A job has one; playing its game needs none, so it is not looked for."""
 
 
 def checks_of_node(

@@ -165,7 +165,7 @@ async def _of_folder(folder: str, wanted: EpisodeFilter) -> list[LoggedEpisode]:
     if not (there := RunRollouts.of_folder(folder)):
         raise NotFoundError(
             f"{folder} holds no rollouts",
-            hint="name the folder of a run (`tinkermq ps --json` tells it), or the run itself",
+            hint="name the folder of a run (`tinkermq ps --json` shows it), or the run itself",
         )
     return await read_episodes(there, there.steps, wanted)
 
@@ -244,13 +244,14 @@ def _print_rollouts(episode: LoggedEpisode) -> None:
 _STEPS = 100
 _BUSY = {
     "learner": ("train", "publish", "checkpoint", "other"),
-    "generator": ("generate",),
+    "generator": ("generate", "validation"),
     "host": ("full", "play"),
 }
 """What counts as work; all else is waiting."""
 _WORDS = {
     "generate": "generation",
     "environment": "games",
+    "validation": "validation",
     "queue": "tasks in the queue",
     "weights": "newer weights",
     "tasks": "tasks",
@@ -258,7 +259,7 @@ _WORDS = {
     "idle": "actions",
     "full": "all workers",
     "play": "some workers",
-    "paused": "somebody to resume it",
+    "paused": "a resume",
     "other": "other",
 }
 

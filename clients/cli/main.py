@@ -95,7 +95,7 @@ def _print_error(error: TinkermqError) -> None:
 # it.
 #
 # structlog imports rich's tracebacks, where rich is installed, and with them pygments. A command
-# tells its errors itself, so structlog is imported here as if there were no rich.
+# prints its errors itself, so structlog is imported here as if there were no rich.
 
 LAZY = frozenset({"aiohttp"})
 _LOGS, _UNSEEN = "structlog", "rich"

@@ -92,7 +92,7 @@ def ps(
         print_json(rows)
         return 0
     if not rows:
-        print_note("no runs" if all else "no runs; `tinkermq ps --all` shows those that have ended")
+        print_note("no runs" if all else "no runs; `tinkermq ps --all` also shows ended ones")
     else:
         _print_rows(rows, everyone=everyone)
     if status_line:

@@ -100,16 +100,16 @@ def serve(
     return 0
 
 
-def _print_served(record: JobRecord, told: dict[str, Any]) -> None:
+def _print_served(record: JobRecord, served: dict[str, Any]) -> None:
     follows = " (the newest version of a live run)" if record.follow else ""
-    print_text(f"model       {told['model']}{follows}")
-    if told["url"]:
-        print_text(f"OpenAI URL  {told['url']}")
+    print_text(f"model       {served['model']}{follows}")
+    if served["url"]:
+        print_text(f"OpenAI URL  {served['url']}")
     else:
         print_text(
             "OpenAI URL  no gateway is known: give --gateway URL or set TINKERMQ_GATEWAY_URL"
         )
-    print_text(f"server_url  {told['server_url']}")
+    print_text(f"server_url  {served['server_url']}")
     print_commands(
         {
             f"tinkermq infer {record.name} --game GAME": "play a game with it",

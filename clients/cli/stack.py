@@ -179,7 +179,7 @@ def _check_listening(
         )
     if nats_url is not None and is_secured:
         raise ConfigError(
-            f"{home.folder} has secrets for a broker of its own, not for {shown_url(nats_url)}",
+            f"{home.folder} has secrets for its own broker, not for {shown_url(nats_url)}",
             hint="start the actors by hand with their credentials (docs/security.md)",
         )
 
@@ -187,7 +187,7 @@ def _check_listening(
 def start_detached(options: "StackOptions", *, die_with_parent: bool = False) -> StackState:
     """Start a supervisor in the background and wait until its stack is up.
 
-    With `die_with_parent` the kernel tells it to stop when this process dies, however it does.
+    With `die_with_parent` the kernel stops it when this process ends, in whatever way.
     Raises the supervisor's error, or DeadlineError.
     """
     logs = Home(options.home).logs

@@ -110,7 +110,7 @@ _TOLD_CHARS = 8000
 Reward = float | dict[str, Any] | None
 Program = Callable[[dict[str, Any], "AgentEpisode"], "Awaitable[Reward] | Reward"]
 """`run(task, model) -> reward`, async or not: a number, an object with `reward` and perhaps
-`success` and `info`, or None where it was told by `model.end`."""
+`success` and `info`, or None if it was reported by `model.end`."""
 
 
 class AgentEpisode(SdkClients):

@@ -136,7 +136,7 @@ def _send_once(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         raise _Transient(str(error)) from error
     except TypeError as error:
         raise errors.ConfigError(
-            f"the conversation holds what is no text: {error}",
+            f"the conversation has content that is no text: {error}",
             hint="serve the model with `tinkermq serve` and play with `tinkermq infer`",
         ) from error
     except json.JSONDecodeError as error:

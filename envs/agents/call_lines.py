@@ -1,4 +1,4 @@
-"""The tree of a program's calls as lines that people read, from what its main row tells."""
+"""The tree of a program's calls as text lines, from its main row."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

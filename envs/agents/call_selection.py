@@ -41,7 +41,7 @@ class Answered(Protocol):
 
     @property
     def reply(self) -> CanonicalMessage:
-        """The answer that the program was told."""
+        """The answer that the program got."""
         ...
 
     @property
@@ -262,7 +262,7 @@ def why_untrained(
 
 
 def _why_not(calls: Sequence[Call], which: str) -> Callable[[Call], WhyNot]:
-    """Return what tells of a call why `which` leaves it out."""
+    """Return the reason why `which` leaves a call out."""
     if which == "all":
         return lambda _: ""
     if which == "main":
@@ -281,7 +281,7 @@ def _why_not(calls: Sequence[Call], which: str) -> Callable[[Call], WhyNot]:
 
 
 def opening_of(given: Sequence[CanonicalMessage]) -> str:
-    """Return the text by which a pattern knows a conversation, of the messages that began it.
+    """Return the text of a conversation's first messages that patterns are matched with.
 
     It is that of its system messages, or where there are none of its first message.
     """
@@ -420,7 +420,7 @@ def system_of(messages: Sequence[CanonicalMessage]) -> list[bytes]:
 
 
 def digest_of(tools: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return a call's context, which tells sets of tools apart; other orders are other sets."""
+    """Return a call's context, which distinguishes sets of tools, also by order."""
     text = json.dumps([dict(tool) for tool in tools], sort_keys=True)
     return blake2b(text.encode(), digest_size=16).digest()
 

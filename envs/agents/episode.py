@@ -103,16 +103,16 @@ class ProgramEpisode:
         """Whether calls or branches have rewards, so that the whole may go without one."""
         return bool(self.call_rewards or self.branch_rewards)
 
-    def told(self) -> dict[str, Any]:
-        """Return what the environment tells the generator of the calls, in `info`."""
+    def to_info(self) -> dict[str, Any]:
+        """Return what the generator gets of the calls, in `info`."""
         facts: dict[str, Any] = {**self.info}
         if self.call_rewards:
             facts["call_rewards"] = {
                 str(call): reward for call, reward in self.call_rewards.items()
             }
         if self.branch_rewards:
-            told = {str(call): reward for call, reward in self.branch_rewards.items()}
-            facts["branch_rewards"] = told
+            rewards = {str(call): reward for call, reward in self.branch_rewards.items()}
+            facts["branch_rewards"] = rewards
         if self.untrained:
             facts["untrained_calls"] = sorted(self.untrained)
         if self.notes:

@@ -46,7 +46,7 @@ class OuterEndpoint(ModelEndpoint, Protocol):
 
 
 class Slots(Protocol):
-    """What bounds the episodes of a host: a semaphore, or who asks for them."""
+    """Bounds the episodes of a host: a semaphore, or the callers' requests."""
 
     async def acquire(self) -> object:
         """Wait for a place."""
@@ -59,7 +59,7 @@ class Slots(Protocol):
 
 @dataclass(eq=False)
 class EpisodeLease:
-    """One try of an episode, for whoever runs it; of the host's event loop."""
+    """One try of an episode, for its runner; of the host's event loop."""
 
     episode: ProgramEpisode
     """Its key, its task, and what is posted for it."""
@@ -81,7 +81,7 @@ class EpisodeLease:
 
 
 class LeaseRunner:
-    """Gives the episodes of one host to who runs them in this process, or from here."""
+    """Gives the episodes of one host to callers in this process."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class LeaseRunner:
         except TimeoutError:
             raise NoFreeSlot(
                 f"no place for an episode became free within {config.setup_timeout_s:g} s: "
-                f"agent.per_host={config.per_host} are under way, or nobody asks for more",
+                f"agent.per_host={config.per_host} are running, or no caller asks for more",
                 hint="end them sooner, or raise agent.per_host",
             ) from None
         try:
@@ -187,7 +187,7 @@ class LeaseRunner:
             self._endpoint.close(episode.episode)
         ending = Ending("exit", 1, lease.error) if lease.error else Ending(how, 0, "")
         outcome = check_counts(ending, episode, self._config, self._max_tries)
-        info = {**episode.told(), "outcome": outcome}
+        info = {**episode.to_info(), "outcome": outcome}
         if lease.error:
             info["output"] = lease.error
         if episode.reward is not None:
@@ -199,13 +199,13 @@ class LeaseRunner:
             reward = 0.0  # its calls have theirs
         else:
             raise RewardError(
-                "the episode has ended, and nothing says what it is worth",
+                "the episode has ended without a reward",
                 hint="end it with a reward: `episode.end(1.0)`, or return a number",
             )
         return StepResult("", reward, done=True, info=info)
 
     async def _until_over(self, episode: ProgramEpisode) -> How:
-        """Wait until who runs it says that it has ended, or its time is over."""
+        """Wait until the caller ends it, or its time is over."""
         while True:
             now = time.monotonic()
             if episode.said_end.is_set():
@@ -222,7 +222,7 @@ class LeaseRunner:
 
 
 def _seen(task: "asyncio.Task[StepResult]") -> None:
-    """Look at an error that nobody may ask for any more."""
+    """Retrieve an error that may not be awaited any more."""
     if not task.cancelled():
         task.exception()
 
@@ -244,7 +244,7 @@ class LeaseRequests:
         self._changed = asyncio.Event()
 
     async def acquire(self) -> None:
-        """Wait until somebody asks."""
+        """Wait for a caller."""
         while not self._wanted:
             self._changed.clear()
             await self._changed.wait()
@@ -256,7 +256,7 @@ class LeaseRequests:
         self._num_open -= 1
 
     def give(self, lease: EpisodeLease) -> None:
-        """Give an episode that has started to who asks; it waits for the next if they are gone."""
+        """Give a started episode to a waiting caller; keep it for the next if that one has left."""
         while self._asked:
             waiter = self._asked.popleft()
             if not waiter.done():
@@ -341,7 +341,7 @@ def make_program_runner(
 def make_lease_runner(
     config: AgentConfig, broker: Broker, scope: JobScope, *, max_tries: int = 1
 ) -> tuple[LeaseRunner, LeaseRequests]:
-    """Return what gives the episodes of a job to those who ask for them, and who does."""
+    """Return the leases of a job's episodes, and the source of its callers."""
     from .proxy.proxy import ModelProxy  # hosts of games need no HTTP server
 
     requests = LeaseRequests(config.per_host)

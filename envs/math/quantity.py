@@ -1,6 +1,6 @@
 r"""Read a number as people write it down, with its unit: what math-verify lacks.
 
-math-verify compares expressions. It does not compare units (12 hours is 12 minutes to it), it knows
+math-verify compares expressions. It does not compare units (12 hours is 12 minutes to it), it has
 no thousands, and it does the work that an answer leaves (`2+3` is 5 to it). So an answer that is
 one number is read here: a decimal, a fraction, a mixed number, a power, a root, a multiple of pi,
 and products of these, never a sum, a list or a choice. What comes out is LaTeX that math-verify

@@ -69,7 +69,7 @@ class TokenLogprob:
 
     def _fields(self) -> dict[str, Any]:
         encoded = self.encoded
-        if encoded is None and _PART not in self.text:  # else nobody knows its bytes here
+        if encoded is None and _PART not in self.text:  # else its bytes are unknown here
             encoded = self.text.encode(errors="replace")
         return {
             "token": self.text,
@@ -86,7 +86,7 @@ class NewTokens:
     logprobs: Sequence[TokenLogprob] | None = None
 
     def __bool__(self) -> bool:
-        """Whether there is anything to tell."""
+        """Whether it has content."""
         return bool(self.ids or self.logprobs)
 
 
@@ -160,7 +160,7 @@ def openai_error(error: TinkermqError, status: int) -> dict[str, Any]:
 
 
 def retry_headers(error: TinkermqError, status: int) -> dict[str, str]:
-    """Return what tells the makers' libraries whether to try again, and when."""
+    """Return the headers by which official libraries decide whether and when to retry."""
     if status not in _PASSING:
         return {"x-should-retry": "false"}
     pause_ms = int(error.retry_after_s * 1000) if isinstance(error, BusyError) else _PAUSE_MS

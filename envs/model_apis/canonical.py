@@ -2,7 +2,7 @@
 
 A program sends its whole history with each call, and seldom as it got it: frameworks write a
 tool's arguments anew, drop the reasoning, move markers of caches, and send a list of texts where
-they sent a string before. A `CanonicalMessage` keeps what the model was told and said; its `key` is
+they sent a string before. A `CanonicalMessage` keeps what the model read and wrote; its `key` is
 equal for spellings of one message and differs with each difference in meaning.
 """
 
@@ -33,7 +33,7 @@ VOLATILE: tuple[Volatile, ...] = (
 
 
 MIN_QUOTE = 16
-"""Characters of an answer that, found in another message, tell that it was read."""
+"""Characters of an answer that, found in another message, show that it was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class CanonicalMessage:
     """Texts and images in order: no two texts stand beside each other, and none is empty."""
     calls: tuple[CanonicalCall, ...] = ()
     reasoning: str | None = None
-    """What it thought before; None where it is not told, which is no difference."""
+    """Its reasoning; None if not sent, which is no difference."""
     call_id: str = field(default="", compare=False)
     """Of a tool's result: the call that it answers."""
     _key: bytes = field(default=b"", init=False, compare=False, repr=False)
@@ -118,9 +118,9 @@ class CanonicalMessage:
         return blake2b(whole.encode(), digest_size=16).digest()
 
     def agrees(self, other: "CanonicalMessage") -> bool:
-        """Whether it says the same as another, with reasoning compared where both tell it."""
-        told = self.reasoning is not None and other.reasoning is not None
-        return self.key == other.key and not (told and self.reasoning != other.reasoning)
+        """Whether it equals another; reasoning is compared if both have it."""
+        both_have = self.reasoning is not None and other.reasoning is not None
+        return self.key == other.key and not (both_have and self.reasoning != other.reasoning)
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates take it."""
@@ -275,7 +275,7 @@ class ReplyReader:
 
     @property
     def reply(self) -> CanonicalMessage:
-        """What has been told so far, as a message."""
+        """The content so far, as a message."""
         return CanonicalMessage(
             role="assistant",
             content=joined(self._texts),
@@ -301,8 +301,8 @@ class ReplyReader:
         if self._state == "begin":
             self._begin(last=last)
         if self._state == "reasoning":
-            told, closed = self._until(THOUGHT, last=last)
-            if told and (text := self._spaced(told)):
+            thought, closed = self._until(THOUGHT, last=last)
+            if thought and (text := self._spaced(thought)):
                 pieces.append(ReasoningPiece(text))
                 self._reasoning = [*(self._reasoning or []), text]
             if closed:
@@ -354,7 +354,7 @@ class ReplyReader:
         return [TextPiece(said)]
 
     def _spaced(self, text: str) -> str:
-        """Return what can be told of a text: white space at its end waits for what follows."""
+        """Return the part of a text to send: trailing white space waits for what follows."""
         whole = self._space + text
         if self._hides_space:
             whole = whole.lstrip()

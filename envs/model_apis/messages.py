@@ -152,7 +152,7 @@ class MessagesAnswer:
     def push(
         self, pieces: Sequence[Piece], choice: int = 0, tokens: NewTokens | None = None
     ) -> Iterator[str]:
-        """Add to the answer; yield it as events, which tell no tokens."""
+        """Add to the answer; yield it as events without token ids."""
         del choice, tokens
         for piece in pieces:
             if isinstance(piece, CanonicalCall):

@@ -69,7 +69,7 @@ class ModelRequest:
     include_usage: bool = False
     """Whether a stream of Chat Completions ends with its token counts."""
     return_token_ids: bool = False
-    """Whether an answer tells tokens, where vLLM has them."""
+    """Whether an answer has token ids, where vLLM has them."""
     is_prefill: bool = False
     """Whether the last message is the beginning of the answer."""
     previous: str = ""
@@ -77,7 +77,7 @@ class ModelRequest:
     custom_tools: frozenset[str] = frozenset()
     """Names of the tools that take any text, where the answer names them so."""
     echo: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What an answer tells of its request, where its API does so."""
+    """Fields of its request that an answer repeats, where its API does so."""
     model: str = ""
     """As the request names it."""
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -101,7 +101,7 @@ class ModelRequest:
 
 
 class Fields:
-    """A JSON object that is read field by field; it knows which fields were not read."""
+    """A JSON object that is read field by field; it records which fields were not read."""
 
     def __init__(self, value: Any, place: str = "") -> None:
         """Read an object; `place` names it in errors."""

@@ -60,7 +60,7 @@ _ECHOED: Mapping[str, Any] = {
     "truncation": "disabled",
     "user": None,
 }
-"""What a response tells of its request, with what counts where a request does not say it."""
+"""Fields of its request that a response repeats, with their defaults."""
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
@@ -109,7 +109,7 @@ def read_response(body: Any) -> ModelRequest:
 
 
 def _echo(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a response tells of its request."""
+    """Return the fields of its request that a response repeats."""
     echoed = {name: body[name] for name in _ECHOED if body.get(name) is not None}
     for name in ("reasoning", "text"):  # objects whose other fields have their defaults
         if isinstance(echoed.get(name), dict):
@@ -223,7 +223,7 @@ class ResponseAnswer:
         self._status = "completed"
 
     def start(self, usage: Usage) -> Iterator[str]:
-        """Yield the first events, which tell no counts."""
+        """Yield the first events, without counts."""
         del usage
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=self._response("in_progress"))
@@ -231,7 +231,7 @@ class ResponseAnswer:
     def push(
         self, pieces: Sequence[Piece], choice: int = 0, tokens: NewTokens | None = None
     ) -> Iterator[str]:
-        """Add to the answer; yield it as events, which tell no tokens."""
+        """Add to the answer; yield it as events without token ids."""
         del choice, tokens
         for piece in pieces:
             if isinstance(piece, CanonicalCall):

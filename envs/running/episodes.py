@@ -104,9 +104,11 @@ def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Yield what is imported under which name: `random`, or `random.choice`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((one.name, one.asname or one.name) for one in node.names)
+            yield from ((name.name, name.asname or name.name) for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield from ((f"{node.module}.{one.name}", one.asname or one.name) for one in node.names)
+            yield from (
+                (f"{node.module}.{name.name}", name.asname or name.name) for name in node.names
+            )
 
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -141,10 +143,10 @@ class GameFacts(NamedTuple):
 
 @dataclass
 class _Turns:
-    """What the roles of one game have been told."""
+    """The conversations of the roles of one game."""
 
     prompt: list[ChatMessage]
-    """The first prompt of whoever begins."""
+    """The first prompt of the role that begins."""
     addressed: set[str] = field(default_factory=set[str])
     """Roles that have had their first prompt."""
     observation: str = ""
@@ -267,12 +269,15 @@ class Episodes:
         return game_failure(self._name, "step", error)
 
     def _plays_rows(self) -> bool:
-        """Whether `reset` has to be told of something that the game does not draw itself."""
+        """Whether `reset` needs arguments that the game does not draw itself."""
         if self._class.generate_initial_state is not AbstractGame.generate_initial_state:
             return False
         parameters = list(inspect.signature(self._class.reset).parameters.values())[1:]
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        return any(one.default is one.empty and one.kind not in variadic for one in parameters)
+        return any(
+            parameter.default is parameter.empty and parameter.kind not in variadic
+            for parameter in parameters
+        )
 
     def _reset_failure(self, error: BaseException, opening: Opening) -> TinkermqError:
         failure = game_failure(self._name, "reset", error)
@@ -387,5 +392,5 @@ def hung(game: str, verb: str, limit_s: float) -> GameHung:
     key = "env.step_timeout_s" if verb in _OF_STEPS else "env.reset_timeout_s"
     return GameHung(
         f"{game} hung in {verb} for {limit_s:g} s",
-        hint=f"mend the game, or raise {key} if it may take longer",
+        hint=f"fix the game, or raise {key} if it may take longer",
     )

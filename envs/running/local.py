@@ -95,7 +95,7 @@ class LocalGame:
     async def _bounded(self, verb: str, waiting: Callable[[], Coroutine[Any, Any, T]]) -> T:
         task = asyncio.create_task(waiting())
         await asyncio.wait({task}, timeout=self._limit_s(verb))
-        if task.cancelled():  # nobody did here: the game has cancelled its own task
+        if task.cancelled():  # not from here: the game has cancelled its own task
             raise game_failure(self.game_class.__name__, verb, asyncio.CancelledError())
         if task.done():
             return task.result()
@@ -108,7 +108,7 @@ class LocalGame:
 
 
 class LocalEpisode:
-    """One episode that somebody plays who waits for each answer."""
+    """One episode with a player that waits for each answer."""
 
     def __init__(self, game: LocalGame, opening: Opening) -> None:
         """Start it: see `LocalGame.start`."""

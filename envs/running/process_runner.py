@@ -31,7 +31,7 @@ MAX_ANSWER_BYTES = 4 * MAX_MESSAGE_BYTES
 """Of what a process may answer, which has looked itself at what its games return."""
 _RESET_TRIES = 3
 _EXIT_S = 2.0
-"""A process that has closed its socket, and so serves nobody, is killed after this time."""
+"""A process that has closed its socket is killed after this time."""
 SLOW_S = 0.5
 """New episodes avoid a process that has been at one call for longer."""
 
@@ -107,7 +107,7 @@ class ProcessRunner:
         self._numbers = itertools.count()
 
     async def start(self) -> GameFacts:
-        """Start the first process and make one game as a trial; return what it tells of itself."""
+        """Start the first process and make one game as a trial; return its description."""
         return await self._start_process(self._slots[0])
 
     async def reset(self, opening: Opening) -> list[ChatMessage]:
@@ -173,7 +173,7 @@ class ProcessRunner:
         self._forget(episode)
         if process is not None and process.lives:
             dropped = self._send(process, "drop", episode, (episode,))
-            dropped.add_done_callback(_look)  # nobody waits for it
+            dropped.add_done_callback(_look)  # it is not awaited
 
     def end_overdue(self) -> None:
         """Kill processes whose game has hung past its limit."""
@@ -315,7 +315,7 @@ class ProcessRunner:
         self._bury(
             process,
             WorkerGone(
-                f"the process that held this episode is gone, because of another: {error.message}",
+                f"the process of this episode was ended because of another: {error.message}",
                 hint="the episode can be tried again",
             ),
         )

@@ -42,7 +42,7 @@ class Runner(Protocol):
     """Plays the games of many episodes off the event loop."""
 
     async def start(self) -> GameFacts:
-        """Get ready, make one game as a trial, return what it tells of itself."""
+        """Get ready, make one game as a trial, return its description."""
         ...
 
     def reset(self, opening: Opening) -> Awaitable[list[ChatMessage]]:
@@ -80,7 +80,7 @@ class BoundedRunner(Runner, Protocol):
 
 
 class TimedRunner:
-    """A runner that tells for how long games play, and for how long all its workers do.
+    """A runner that measures how long games play, and how long all its workers do.
 
     A step that takes too long ends its episode here as the configuration says.
     """
@@ -88,7 +88,7 @@ class TimedRunner:
     def __init__(
         self, runner: Runner, config: EnvConfig, num_workers: int, time_use: TimeUse
     ) -> None:
-        """`time_use` knows `full` and `play`: a game has been asked and has not answered."""
+        """`time_use` has `full` and `play`: a game has been called and has not answered."""
         self._runner = runner
         self._config = config
         self._time_use = time_use
@@ -173,7 +173,7 @@ def _importable(game_class: type[AbstractGame]) -> str:
     if game_class.__module__ == "__main__" or "<locals>" in target:
         raise GameError(
             f"{game_class.__qualname__} cannot be imported by a worker process",
-            hint="put the class into a module of its own, or set env.isolation=thread",
+            hint="move the class to an importable module, or set env.isolation=thread",
         )
     return target
 
@@ -249,7 +249,7 @@ class ThreadRunner:
         self._loop: asyncio.AbstractEventLoop
 
     async def start(self) -> GameFacts:
-        """Start the threads and make one game as a trial; return what it tells of itself."""
+        """Start the threads and make one game as a trial; return its description."""
         self._loop = asyncio.get_running_loop()
         for _ in range(self._num_workers):
             self._add_worker()
@@ -307,7 +307,7 @@ class ThreadRunner:
         worker.thread.start()
 
     def _serve(self, worker: _Worker) -> None:
-        """Play what is in the queue until told to stop, or until given up."""
+        """Play the queue until stopped or given up."""
         while self._wakes.get():
             while True:
                 try:
@@ -330,7 +330,7 @@ class ThreadRunner:
             self._on_loop(self._collect)
 
     def _on_loop(self, function: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no waiters are left
             self._loop.call_soon_threadsafe(function)
 
     def _collect(self) -> None:
@@ -391,7 +391,7 @@ class AsyncRunner:
         self._episodes: Episodes
 
     async def start(self) -> GameFacts:
-        """Start the loop and make one game as a trial; return what it tells of itself."""
+        """Start the loop and make one game as a trial; return its description."""
         self._begin()
         probe = self._episodes.probe
 
@@ -459,7 +459,7 @@ class AsyncRunner:
             if task.done() and not task.cancelled():
                 return task.result()
             episodes.drop(episode)
-            if task.cancelled():  # nobody did here: the game has cancelled its own task
+            if task.cancelled():  # not from here: the game has cancelled its own task
                 raise game_failure(self._class.__name__, verb, asyncio.CancelledError())
             task.cancel()
             raise hung(self._class.__name__, verb, limit_s)
@@ -561,7 +561,7 @@ class ForeignLoop:
         self._on_home(_settle, future, outcome, error)
 
     def _follow(self, future: "asyncio.Future[Any]", task: "asyncio.Task[None]") -> None:
-        """Cancel the coroutine when nobody waits for it any more."""
+        """Cancel the coroutine when it is no longer awaited."""
 
         def cancel(waited: "asyncio.Future[Any]") -> None:
             if waited.cancelled():
@@ -571,7 +571,7 @@ class ForeignLoop:
         future.add_done_callback(cancel)
 
     def _on_home(self, function: Callable[..., None], *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the caller's loop is closed: no waiter is left
             self._home.call_soon_threadsafe(function, *arguments)
 
 

@@ -1,7 +1,7 @@
 """Starts programs in a `Sandbox`: the command line of bubblewrap, the start, the end.
 
 Run by an ordinary user, bubblewrap makes a user namespace. Run by root it needs none, and the
-program inside becomes a user that nobody is. No control groups are needed.
+program inside gets an unused user id. No control groups are needed.
 
 `inside.py` runs first in the sandbox. It takes its orders over a socket, so neither the program nor
 its environment stands in the command line or environment of bubblewrap, and nothing runs if this
@@ -41,7 +41,7 @@ _BINDS = {"read": "--ro-bind", "write": "--bind", "device": "--dev-bind"}
 _INSIDE = Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
 _CHUNK = 4096
 _launcher = ThreadPoolExecutor(1, thread_name_prefix="sandbox-launcher")
-"""A sandbox dies with the thread that started it: this one lives as long as the process."""
+"""A sandbox ends with the thread that started it: this thread runs as long as the process."""
 
 
 class SandboxStartError(SandboxError):
@@ -293,14 +293,14 @@ def _mount_words(mounts: Sequence[Mount]) -> Iterator[str]:
 
 
 def _rights(sandbox: Sandbox) -> list[str]:
-    """Return what takes the rights of root: those it needs to become somebody else go later."""
+    """Return what drops the rights of root; those needed to change the user go later."""
     if sandbox.is_caller:
         who = ["--uid", str(os.getuid()), "--gid", str(os.getgid())]
         return ["--unshare-user", *who, "--cap-drop", "ALL"]
     if unprivileged_user() is None:
         return ["--unshare-user", "--uid", _NOBODY, "--gid", _NOBODY, "--cap-drop", "ALL"]
     rights = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
-    return ["--cap-drop", "ALL", *(word for one in rights for word in ("--cap-add", one))]
+    return ["--cap-drop", "ALL", *(word for right in rights for word in ("--cap-add", right))]
 
 
 def _orders(
@@ -492,7 +492,7 @@ _X32 = 0x40000000
 
 _SET_ID = 0o6000
 _CREATES = 0o100 | 0o20000000
-"""O_CREAT and O_TMPFILE: with other flags nobody looks at the mode."""
+"""O_CREAT and O_TMPFILE: with other flags the mode is not used."""
 _OPENAT2 = 437
 """Its mode stands in memory, where no filter can look."""
 
@@ -591,7 +591,7 @@ def _filter(machine: _Machine, refused: tuple[int, ...], families: tuple[int, ..
         _step(_JUMP_EQUAL, _CLONE3, 0, 1),
         absent,  # the C library then calls clone, whose flags can be looked at
         _step(_JUMP_EQUAL, _OPENAT2, 0, 1),
-        absent,  # whoever tries it calls openat then
+        absent,  # programs fall back to openat
     ]
     for number in refused:
         program += [_step(_JUMP_EQUAL, number, 0, 1), refuse]

@@ -4,7 +4,7 @@ Started as `python -c <this file> FD` by `bubblewrap.py`; it imports nothing of 
 all, since each start waits for it. Its orders come by marshal after a length of four bytes, over a
 socket that closes as the program begins; a message before that, after a `!`, says why it cannot.
 Where a program is to reach something outside of its own network, it listens in here and hands the
-sockets out: whoever accepts is outside.
+sockets out: connections are accepted outside.
 """
 
 import marshal
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def received(channel: int) -> "dict[str, Any]":
-    """Read the orders; ends where nobody is left to give any."""
+    """Read the orders; end when the parent has ended."""
     head = read_exactly(channel, 4)
     return marshal.loads(read_exactly(channel, int.from_bytes(head, "little")))
 
@@ -65,13 +65,13 @@ def read_exactly(channel: int, length: int) -> bytes:
     while len(data) < length:
         chunk = os.read(channel, length - len(data))
         if not chunk:
-            sys.exit("whoever started the sandbox has ended")
+            sys.exit("the process that started the sandbox has ended")
         data += chunk
     return data
 
 
 def hand_out(channel: int, places: "list[str]") -> None:
-    """Listen in here, and let whoever is outside accept."""
+    """Listen in here, and let the outside accept."""
     import socket
 
     listening: list[socket.socket] = []

@@ -68,13 +68,13 @@ class Sandbox:
     is_ended_first: bool = True
     """Whether the kernel ends it before other processes when memory runs out."""
     user: int | None = None
-    """The user that root becomes; None: another one at each start, which nobody is."""
+    """The user id for a root process; None: another unused one at each start."""
     is_caller: bool = False
     """Whether it keeps the number of the user who starts it, without any right."""
     has_network: bool = False
     """Whether it shares the host's network; else it has an empty one."""
     listens: Sequence[str] = ()
-    """`host:port` of its own network where `inside.py` listens; whoever starts it is handed the
+    """`host:port` of its own network where `inside.py` listens; its starter gets the
     sockets."""
     has_internet_sockets: bool = True
     """Whether it may make sockets other than Unix ones."""
@@ -85,7 +85,7 @@ class Sandbox:
 
 
 def unprivileged_user() -> int | None:
-    """Return the number of a user that nobody is, another one at each call, for what root starts.
+    """Return an unused user id, another one at each call, for processes that root starts.
 
     None for a process that is not root, and for one that has no other user to become.
     """
@@ -95,7 +95,7 @@ def unprivileged_user() -> int | None:
     end = max(int(line.split()[0]) + int(line.split()[2]) for line in lines)
     if end >= _FIRST_USER + _NUM_USERS:
         return _FIRST_USER + secrets.randbelow(_NUM_USERS)
-    # in a container with users of its own; the last two mean nobody and an error
+    # in a container with its own users; the last two ids mean "nobody" and an error
     least = max(_LEAST_USER, end - _NUM_MAPPED)
     return least + secrets.randbelow(end - 2 - least) if end - 2 > least else None
 
@@ -148,7 +148,7 @@ MAX_FILES = 20_000
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Yield a process and all below it that live; those that end meanwhile may be left out."""
+    """Yield a process and its running descendants; those that end meanwhile may be left out."""
     waiting = [pid]
     while waiting:
         one = waiting.pop()
@@ -173,7 +173,7 @@ def first_child(pid: int) -> int | None:
 
 def memory_bytes(pid: int) -> int:
     """Return the resident memory of a process and all below it."""
-    return sum(_resident(one) for one in descendants(pid))
+    return sum(_resident(descendant) for descendant in descendants(pid))
 
 
 def filesystem(pid: int, folder: str) -> os.statvfs_result | None:
@@ -205,7 +205,7 @@ def holds_more(first: int, most_bytes: int) -> bool:
     shared = _shared_memory(first)
     if memory_bytes(first) + shared <= most_bytes:
         return False
-    return sum(_proportional(one) for one in descendants(first)) + shared > most_bytes
+    return sum(_proportional(descendant) for descendant in descendants(first)) + shared > most_bytes
 
 
 def exceeded(first: int, most_bytes: int) -> Limit | None:
@@ -232,7 +232,7 @@ def _resident(pid: int) -> int:
 def _proportional(pid: int) -> int:
     """Return a process's memory, with its share of what it has in common with others.
 
-    Where the kernel does not tell that, what it shares counts in full.
+    If the kernel does not report it, shared memory counts in full.
     """
     try:
         lines = (_PROC / str(pid) / "smaps_rollup").read_text().splitlines()

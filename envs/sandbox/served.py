@@ -189,7 +189,7 @@ def _lost() -> SandboxError:
 
 
 def main() -> None:
-    """Serve connections until whoever started this ends it."""
+    """Serve connections until ended by the process that started this one."""
     with socket.socket(fileno=int(sys.argv[1])) as listening:
         while True:
             connection, _ = listening.accept()

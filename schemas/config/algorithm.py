@@ -520,8 +520,8 @@ class AlgorithmConfig(Section):
                 raise ValueError(f"teacher: {wrong}")
             if name == SELF and self.teacher_context is None:
                 raise ValueError(
-                    "teacher=self says of each token what the policy says itself: set "
-                    "teacher_context to what only the teacher reads"
+                    "teacher=self scores each token as the policy does: set teacher_context to a "
+                    "text that only the teacher reads"
                 )
         return self
 

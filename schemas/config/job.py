@@ -20,6 +20,7 @@ from .sections import (
     MAX_TAGS,
     MAX_WAIT_S,
     OWN_FUNCTION,
+    Dtype,
     Label,
     LearnerConfig,
     LoraConfig,
@@ -45,10 +46,11 @@ class ModelConfig(Section):
     """Hugging Face folder, or the name of a model on the hub."""
     tokenizer: str | None = None
     """Folder of the tokenizer; default: the model's own."""
-    attn_implementation: Literal["sdpa", "flash_attention_2"] = "sdpa"
-    """Attention kernel of the learner. flash_attention_2 needs a GPU, the extra `flash-attn` and
-    `learner.dtype=bfloat16`, and computes shared prompts once per episode and shared parts of agent
-    episodes once per row."""
+    attn_implementation: Literal["auto", "sdpa", "varlen", "flash_attention_2"] = "auto"
+    """Attention kernel of the learner. varlen: torch's for packed rows without masks
+    (FlashAttention 2, or 3 and 4 where installed; one sequence after the other on CPUs);
+    flash_attention_2: that of the extra `flash-attn`, on GPUs; sdpa: with a mask, in any dtype;
+    auto: varlen on a GPU in bfloat16 where it can compute the model, else sdpa."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
@@ -123,15 +125,40 @@ class GeneratorConfig(Section):
     tensor_parallel: int = Field(default=1, ge=1, le=64, json_schema_extra=when("engine", "vllm"))
     """Slots per copy of the model, at most `slots`."""
     kv_cache_mb: int | None = Field(default=None, ge=1, json_schema_extra=when("engine", "vllm"))
-    """KV cache; default: vLLM's choice on a GPU, 1024 on a CPU."""
+    """KV cache; default: the rest of `memory_share` on a GPU, 1024 on a CPU."""
+    memory_share: float | None = Field(default=None, gt=0, le=1)
+    """Share of a GPU's memory that a generator takes, all its engines together; default: 0.92 of
+    a GPU of its own, and what fits beside the learner of one that they share."""
+    sleep: Literal["auto", "always", "never"] = "auto"
+    """Whether the engine frees its memory while a learner on the same GPU trains; auto: if both do
+    not fit at once."""
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        default="auto", json_schema_extra=when("engine", "vllm")
+    )
+    """fp8: twice the tokens in the cache; log-probs then differ from the learner's. Needs compute
+    capability 8.9."""
+    quantization: Literal["fp8"] | None = Field(
+        default=None, json_schema_extra=when("engine", "vllm")
+    )
+    """Quantise weights when they are loaded, and at each new version: faster and smaller, and
+    log-probs differ from the learner's. fp8 needs compute capability 8.9."""
+    batch_invariant: bool = Field(default=False, json_schema_extra=when("engine", "vllm"))
+    """Use kernels of vLLM whose results do not depend on what else is in the batch: slower. Needs
+    compute capability 8.0."""
+    prefix_caching: bool = Field(default=True, json_schema_extra=when("engine", "vllm"))
+    """Compute common beginnings of prompts once."""
+    max_batched_tokens: int | None = Field(
+        default=None, ge=1, json_schema_extra=when("engine", "vllm")
+    )
+    """Tokens per forward pass, those of prompts included; default: vLLM's for the GPU."""
     compile: bool = Field(default=True, json_schema_extra=when("engine", "vllm"))
     """Compile the model and record CUDA graphs: slower start, faster generation."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype of the engine."""
+    dtype: Dtype = "auto"
+    """Compute dtype of the engine. auto: bfloat16 on a GPU, float32 on CPUs."""
     max_episodes: int = Field(default=256, ge=1, le=65_536)
     """Concurrent episodes per generator."""
-    max_requests: int = Field(default=256, ge=1, le=65_536)
-    """Requests per forward pass."""
+    max_requests: int | None = Field(default=None, ge=1, le=65_536)
+    """Requests per forward pass; default: 256, with vLLM its own for the GPU (1024 on an H100)."""
     max_context: int | None = Field(default=None, ge=2)
     """Longest sequence; default: the longest episode of `rollout`."""
     kv_on_swap: Literal["keep", "recompute"] = "keep"
@@ -143,6 +170,11 @@ class GeneratorConfig(Section):
     can continue them; 0: they start again."""
     threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads for torch."""
+
+    @property
+    def num_requests(self) -> int:
+        """Requests per forward pass where the engine does not know better."""
+        return self.max_requests or 256
 
 
 class TrainingConfig(Section):
@@ -221,6 +253,13 @@ class TrainingConfig(Section):
 class EvaluationConfig(Section):
     """How versions are validated."""
 
+    slots: int = Field(default=0, ge=0, le=64)
+    """Slots of a separate evaluator. 0: a training's generators play its validation tasks between
+    their own; a job without generators, or of kind `eval`, has an evaluator with
+    `generator.slots`."""
+    deadline_s: float = Field(default=1800.0, gt=0, le=86_400)
+    """Longest time for which a generator stays at a version to validate it. Episodes that have not
+    ended by then count as failed."""
     samples: int = Field(default=1, ge=1, le=4096)
     """Episodes per validation task; more than 1 gives pass@k."""
     temperature: float = Field(default=0.0, ge=0)
@@ -240,25 +279,34 @@ class EvaluationConfig(Section):
 class WeightsConfig(Section):
     """How new weights reach the generators."""
 
-    transport: Literal["object", "file", "nccl"] = "object"
+    transport: Literal["auto", "object", "file", "nccl"] = "auto"
     """object: through NATS; file: a shared folder; nccl: from the learner's memory by
-    torch.distributed, with NCCL between GPUs and gloo otherwise."""
+    torch.distributed, with NCCL between GPUs and gloo otherwise; auto: nccl where learner and
+    generator share a GPU, else object."""
     folder: str | None = Field(default=None, json_schema_extra=when("transport", "file"))
     """The shared folder; default: the run folder."""
     chunk_bytes: int = Field(
-        default=1 << 20, ge=1 << 16, le=8 << 20, json_schema_extra=when("transport", "object")
+        default=1 << 20,
+        ge=1 << 16,
+        le=8 << 20,
+        json_schema_extra=when("transport", "auto", "object"),
     )
     """Size of one message."""
-    differences: bool = Field(default=True, json_schema_extra=when("transport", "object", "file"))
+    differences: bool = Field(
+        default=True, json_schema_extra=when("transport", "auto", "object", "file")
+    )
     """Send 16-bit weights (`learner.publish_dtype: bfloat16`) as differences where smaller;
-    learner, generators and evaluators then hold two versions in memory."""
+    learner and generators then hold two versions in memory."""
     full_snapshot_every: int = Field(default=16, ge=2, json_schema_extra=when("differences", True))
     """Every N versions one is stored whole, for receivers that join or were away."""
-    sha256: bool = Field(default=True, json_schema_extra=when("transport", "object"))
+    sha256: bool = Field(default=True, json_schema_extra=when("transport", "auto", "object"))
     """Also compute the SHA-256 that `nats object get` requires; without CPU instructions for it,
     this takes longer than sending."""
     shared_bytes: int = Field(
-        default=64 << 30, ge=0, le=MAX_STREAM_BYTES, json_schema_extra=when("transport", "object")
+        default=64 << 30,
+        ge=0,
+        le=MAX_STREAM_BYTES,
+        json_schema_extra=when("transport", "auto", "object"),
     )
     """Space in each machine's /dev/shm in which the job's actors share a version, at most half of
     what is free. 0: each reads for itself."""
@@ -348,6 +396,15 @@ class JobConfig(Section):
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     storage: StorageConfig = Field(default_factory=StorageConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    placement: Literal["auto", "separate", "colocated"] = "auto"
+    """separate: learner and generators hold slots of their own; colocated: learner and generator
+    share one GPU ([on one GPU](gpu.md#on-one-gpu)); auto: colocated in a pool of one GPU."""
+
+    @property
+    def may_colocate(self) -> bool:
+        """Whether learner and generator are one slot each and may be the same one."""
+        pair = self.learner.slots == self.generator.slots == self.generator.count == 1
+        return pair and not self.sft.data and self.placement != "separate"
 
     @property
     def episodes_at_once(self) -> int:
@@ -364,14 +421,25 @@ class JobConfig(Section):
         return self.agent.runs_programs or self.generator.segment_tokens > 0
 
     @property
-    def has_evaluator(self) -> bool:
+    def validates(self) -> bool:
         """Whether versions are validated, by a game."""
         return self.env.num_val > 0
 
     @property
+    def has_evaluator(self) -> bool:
+        """Whether a separate evaluator validates; without generators there is nobody else."""
+        return self.validates and (self.evaluation.slots > 0 or self.generator.count == 0)
+
+    @property
+    def evaluator_slots(self) -> int:
+        """Slots of a separate evaluator: its engine is that of a generator."""
+        return self.evaluation.slots or self.generator.slots
+
+    @property
     def generator_slots(self) -> int:
-        """Slots of one generator; an SFT job's only reads data and takes none."""
-        return 0 if self.sft.data else self.generator.slots
+        """Slots of one generator; that of an SFT job takes none unless it validates."""
+        has_engine = not self.sft.data or (self.validates and not self.has_evaluator)
+        return self.generator.slots if has_engine else 0
 
     @property
     def own_functions(self) -> dict[str, str]:

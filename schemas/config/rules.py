@@ -218,7 +218,7 @@ _REPLAY_RULES = (
             job.generator.engine == "vllm"
             and (job.generator.compile or job.generator.tensor_parallel > 1)
         ),
-        "hears of vLLM's routers on one GPU and where nothing is compiled: set "
+        "gets vLLM's routers on one GPU and without compilation only: set "
         "generator.compile=false and generator.tensor_parallel=1, or generator.engine=transformers",
     ),
     _no_replay(
@@ -231,7 +231,7 @@ _REPLAY_RULES = (
     ),
     _no_replay(
         lambda job: job.training.tasks == "external",
-        "needs what routers chose, which external agents do not tell: remove it",
+        "needs the routers' choices, which external agents do not record: remove it",
     ),
     _no_replay(
         lambda job: job.generator.segment_tokens,
@@ -248,7 +248,9 @@ RULES = (
     *SFT_RULES,
     Rule(
         "model.attn_implementation={model.attn_implementation}",
-        lambda job: job.model.attn_implementation != "sdpa" and job.learner.dtype == "float32",
+        lambda job: (
+            job.model.attn_implementation == "flash_attention_2" and job.learner.dtype == "float32"
+        ),
         "does not compute in float32: set learner.dtype=bfloat16, or "
         "model.attn_implementation=sdpa",
     ),
@@ -333,7 +335,7 @@ RULES = (
         Rule(
             f"algorithm.{key}",
             lambda job, key=key: getattr(job.algorithm, key) is not None and _one_turn(job),
-            "tells turns of an episode apart, and here samples are single turns, or calls of an "
+            "compares turns of an episode, but samples here are single turns, or calls of an "
             "agent: remove it, or set algorithm.sample=episode",
         )
         for key in ("turn_gamma", "turn_lambda")
@@ -364,7 +366,11 @@ RULES = (
     *_REPLAY_RULES,
     # -- lengths and slots
     _over("rollout.max_turn_tokens", "rollout.max_response_tokens"),
-    _over("learner.max_row_tokens", "learner.microbatch_tokens"),
+    Rule(
+        "learner.max_row_tokens ({learner.max_row_tokens})",
+        lambda job: job.learner.max_row_tokens > job.learner.pass_tokens,
+        "is over learner.microbatch_tokens ({learner.microbatch_tokens})",
+    ),
     _over("learner.ranks", "learner.slots"),
     Rule(
         "learner.ranks ({learner.ranks})",
@@ -411,7 +417,31 @@ RULES = (
         lambda job: job.tinker.base and "optimizer" in job.learner.model_fields_set,
         "has no effect in a service of the Tinker API, whose programs update by AdamW: remove it",
     ),
+    *(
+        Rule(
+            f"placement=colocated with {key}={{{key}}}",
+            lambda job, get=attrgetter(key): job.placement == "colocated" and get(job) != 1,
+            f"is for one learner and one generator on one GPU: set {key}=1, or remove placement",
+        )
+        for key in ("learner.slots", "generator.slots", "generator.count")
+    ),
+    Rule(
+        "generator.sleep={generator.sleep}",
+        lambda job: job.placement == "separate" and job.generator.sleep != "auto",
+        "has no effect while placement is separate: remove one of them",
+    ),
+    Rule(
+        "placement=colocated",
+        lambda job: job.placement == "colocated" and job.sft.data,
+        "has no effect in an SFT job, whose generator holds no slot: remove it",
+    ),
     _over("generator.tensor_parallel", "generator.slots"),
+    Rule(
+        "evaluation.slots ({evaluation.slots})",
+        lambda job: 0 < job.evaluation.slots < job.generator.tensor_parallel,
+        "is too few for generator.tensor_parallel ({generator.tensor_parallel}): an evaluator has "
+        "the engine of a generator",
+    ),
     Rule(
         "generator.max_context ({generator.max_context})",
         lambda job: (

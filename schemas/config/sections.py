@@ -240,6 +240,18 @@ class RolloutConfig(Section):
 
 # Configuration of the learner.
 
+_PASS_TOKENS = 16384
+
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+
+def resolve_dtype(dtype: Dtype, *, on_gpu: bool) -> Literal["float32", "bfloat16"]:
+    """Return the dtype that a key asks for; auto: bfloat16 on a GPU, float32 on CPUs."""
+    if dtype == "auto":
+        return "bfloat16" if on_gpu else "float32"
+    return dtype
+
 
 class LearnerConfig(Section):
     """The optimiser and its memory."""
@@ -286,19 +298,25 @@ class LearnerConfig(Section):
     ppo_epochs: int = Field(default=1, ge=1, le=64)
     """Times that a batch is gone through, with `num_minibatches` updates each; ratios and clips are
     those to the policy before the first."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype; master weights and optimiser state are float32."""
-    publish_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights that generators get."""
+    dtype: Dtype = "auto"
+    """Compute dtype; master weights, gradients and optimiser state are float32. auto: bfloat16 on a
+    GPU, float32 on CPUs."""
+    publish_dtype: Dtype = "auto"
+    """Dtype of the weights that generators get. auto: the learner's compute dtype."""
+    deterministic: bool = False
+    """Use deterministic CUDA kernels only, so that `tinkermq replay` comes to the same bits on a
+    GPU: slower. On CPUs results are the same bits anyway."""
     max_row_tokens: int = Field(default=4096, ge=16)
     """Sequences are packed into rows of up to this many tokens."""
-    microbatch_tokens: int = Field(default=16384, ge=16)
-    """Tokens per forward and backward pass; gradients are accumulated."""
+    microbatch_tokens: Annotated[int, Field(ge=16)] | Literal["auto"] = "auto"
+    """Tokens per forward and backward pass; gradients are accumulated. auto: as many as the GPU is
+    estimated to hold (`tinkermq plan`); on a CPU 16384, or `max_row_tokens` if that is more."""
     share_prompts: bool = True
     """Compute a group's prompt, and common beginnings of an agent episode's rows, once, if they fit
-    into a row of `max_row_tokens`, a multiple of the longest episode (same result; sdpa only)."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory."""
+    into a row of `max_row_tokens`, a multiple of the longest episode (same result)."""
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Recompute activations in the backward pass to save memory. auto: where the GPU is estimated
+    to hold few tokens otherwise; not on a CPU."""
     compile: bool = False
     """Use torch.compile for the model's layers: a minute or more at first use, equal results up to
     rounding. Needs a C++ compiler."""
@@ -306,6 +324,28 @@ class LearnerConfig(Section):
     """Keep master weights, gradients and optimiser state in CPU memory: slower; needs a GPU."""
     threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads for torch, of each rank."""
+
+    def published_dtype(self, *, on_gpu: bool) -> Literal["float32", "bfloat16"]:
+        """Return the dtype of the weights that a learner on a GPU, or on CPUs, publishes."""
+        asked = self.dtype if self.publish_dtype == "auto" else self.publish_dtype
+        return resolve_dtype(asked, on_gpu=on_gpu)
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens per forward and backward pass; where nothing was chosen, a CPU's default."""
+        given = self.microbatch_tokens
+        return max(_PASS_TOKENS, self.max_row_tokens) if given == "auto" else given
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether activations are recomputed; where nothing was chosen, they are not."""
+        return self.gradient_checkpointing is True
+
+    @property
+    def settings(self) -> dict[str, int | bool | str]:
+        """The keys that may be `auto`, as they are."""
+        names = ("microbatch_tokens", "gradient_checkpointing")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def num_updates(self) -> int:
@@ -385,7 +425,7 @@ class LoraConfig(Section):
 
 def _pattern(patterns: Iterable[str], layer: str) -> str:
     """Return the first pattern that matches a layer's name, as PEFT does; "" for none."""
-    return next((one for one in patterns if re.match(rf"(.*\.)?({one})$", layer)), "")
+    return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", layer)), "")
 
 
 # Configuration of rewards besides the game's own.

@@ -32,12 +32,12 @@ class TinkerCheckpoint(Message):
     path: Path
     """`tinker://…`"""
     time: float
-    """When it was saved, in seconds since the epoch."""
+    """When it was saved."""
     size_bytes: int
     is_public: bool = False
-    """Whether everyone in the pool may read it."""
+    """Everyone in the pool may read it."""
     expires: float = 0.0
-    """When it expires, in seconds since the epoch; 0: never."""
+    """0: never."""
     user_metadata: Metadata | None = None
 
 
@@ -87,7 +87,6 @@ class CheckpointExport(Message):
 
     ticket: str
     expires: float
-    """Seconds since the epoch."""
     files: list[ExportedFile]
 
 
@@ -117,7 +116,7 @@ class TrainingRun(Message):
     rank: int
     owner: str
     time: float
-    """Last request for it, in seconds since the epoch."""
+    """Last request for it."""
     user_metadata: Metadata | None = None
     checkpoint: TinkerCheckpoint | None = None
     """Newest checkpoint to train from."""
@@ -167,7 +166,7 @@ class TinkerSession(Message):
 
     session: SessionId
     time: float
-    """Start, in seconds since the epoch."""
+    """Start."""
     seen: float = 0.0
     """Last contact."""
     reason: str = ""

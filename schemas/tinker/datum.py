@@ -50,5 +50,5 @@ class LossResult:
     logprobs: list[NDArray[np.float32]]
     """Of each datum, in the shape of its `target_tokens`."""
     metrics: dict[str, float]
-    """By names with one colon, which tells how a client combines chunks: `loss:sum` is always
+    """By names with one colon, whose suffix says how a client combines chunks: `loss:sum` is always
     there."""

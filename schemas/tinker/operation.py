@@ -43,19 +43,19 @@ class ModelOperation(Message):
     """One operation of one model, as the client sent it."""
 
     kind: OperationKind
-    """What is done; `missing` replaces one that never came, so that later ones can fail."""
+    """`missing` replaces one that never came, so that later ones can fail."""
     model: ModelId
     """`<session>:train:<number>`."""
     seq: Seq
-    """Number within the model's operations; 0 creates the model."""
+    """Among the model's operations; 0 creates it."""
     body: bytes = Field(max_length=MAX_BODY_BYTES)
     """Protobuf for `forward_backward`, else JSON."""
     is_zstd: bool = False
     """Whether the body is compressed."""
     time: float = 0.0
-    """When it was accepted, in seconds since the epoch."""
+    """When it was accepted."""
     companies: list[Company] = Field(default_factory=list[Company])
-    """Companies of its micro-batches, in kept history; see `OperationResult`."""
+    """Of its micro-batches, in kept history; see `OperationResult`."""
 
     max_bytes: ClassVar[int] = MAX_BODY_BYTES + (4 << 10)
 
@@ -89,7 +89,6 @@ class AwaitResult(Message):
     model: ModelId
     seq: Seq
     wait_s: float = Field(default=25.0, ge=0, le=60)
-    """Longest wait."""
 
     max_bytes: ClassVar[int] = 1 << 10
 
@@ -110,8 +109,7 @@ class OperationResult(Message):
     queue_reason: str = ""
     """What a pending operation waits for."""
     companies: list[Company] = Field(default_factory=list[Company])
-    """How many rows of other models each micro-batch was computed with, which decides its last
-    bits."""
+    """Rows of other models computed with each micro-batch, which decide its last bits."""
 
 
 class AboutModel(Message):
@@ -138,7 +136,7 @@ class ModelInfo(Message):
     base: str
     """Name of the base model."""
     folder: str
-    """Folder of the base model, with its tokenizer."""
+    """The base model's, with its tokenizer."""
     arch: str
     """`model_type` of its configuration."""
     rank: int
@@ -153,11 +151,10 @@ class TrainerOffer(Message):
     """A base model that users may train."""
 
     job: str
-    """Job id of the service."""
     base: str
     """Name that programs use."""
     max_context: int
-    """Longest sequence in tokens; 0: as the model allows."""
+    """In tokens; 0: as the model allows."""
     max_rank: int
     """Largest rank of an adapter."""
 

@@ -101,11 +101,10 @@ class SampleRequest(Message):
     """Request continuations of a prompt, or its log-probs."""
 
     source: str = Field(max_length=400)
-    """Source of a sampling session: a path or base model."""
+    """Of a sampling session: a path or base model."""
     request: str = Field(max_length=600)
-    """Id of the sampling session and number of the request; a repeated one is the same."""
+    """Sampling session and number of the request; a repeated one is the same."""
     body: bytes = Field(max_length=MAX_SAMPLE_BYTES)
-    """JSON of the request."""
 
     max_bytes: ClassVar[int] = MAX_SAMPLE_BYTES + (4 << 10)
 
@@ -133,9 +132,9 @@ class FindSnapshot(Message):
 
     user: str = Field(default="", pattern=_USER)
     path: str = Field(default="", max_length=400)
-    """Checkpoint path; empty: only identify the trainer's folder."""
+    """Empty: only identify the trainer's folder."""
     moves: bool = False
-    """Whether a later checkpoint is wanted if there is one."""
+    """A later checkpoint is wanted if there is one."""
 
     max_bytes: ClassVar[int] = 2 << 10
 
@@ -144,7 +143,7 @@ class FoundSnapshot(Message):
     """The checkpoint to use."""
 
     mark: str
-    """Identifies the trainer's folder; a sampler that finds it shares the disk."""
+    """Identifies the trainer's folder: a sampler that finds it shares the disk."""
     owner: str = ""
     path: str = ""
     seq: int = 0

@@ -28,7 +28,7 @@ class ModelShown(Message):
     reason: str = ""
     """What they wait for."""
     idle_s: float | None = None
-    """Seconds since its last operation; null: that was before the trainer started."""
+    """Since its last operation; null: before the trainer started."""
     last: dict[str, float] = Field(default_factory=dict[str, float])
     """Metrics of its newest step."""
 

@@ -19,16 +19,15 @@ class TrainerUsage(Request):
     tokens: dict[str, Annotated[int, Field(ge=0)]] = Field(
         default_factory=dict[str, int], max_length=1000
     )
-    """Tokens by user: of a trainer in the service's life, of a sampler since its start."""
+    """By user: of a trainer in the service's life, of a sampler since its start."""
 
 
 class SamplerTokens(Message):
     """Last report of one sampler."""
 
     since: float
-    """Its start."""
     tokens: dict[str, int]
-    """Tokens computed since, prompts included, by user."""
+    """Since then, prompts included, by user."""
 
 
 class TenantShare(Message):
@@ -37,7 +36,7 @@ class TenantShare(Message):
     weight: float = 1.0
     """Weight among the users."""
     tokens_left: int | None = None
-    """Tokens that the user may still compute; null: no bound."""
+    """null: no bound."""
 
 
 class TenantShares(Message):

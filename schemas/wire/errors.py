@@ -99,6 +99,16 @@ class EngineError(TinkermqError):
     boundary = "engine"
 
 
+class OutOfMemoryError(TinkermqError):
+    """A learner's GPU does not hold its step, in smaller micro-batches neither."""
+
+    code = "memory"
+    step: int = 0
+    """The step; 0: it is not known."""
+    microbatch_tokens: int = 0
+    """Tokens of the pass that did not fit."""
+
+
 class MessageError(TinkermqError, ValueError):
     """A payload that is malformed, over a limit, or of an unknown version."""
 
@@ -123,7 +133,7 @@ class DeniedError(BrokerError):
     def __init__(self, message: str, *, hint: str = "", subject: str = "") -> None:
         super().__init__(message, hint=hint)
         self.subject = subject
-        """The subject, in lower case, as the server tells it."""
+        """The subject, in lower case, as the server reports it."""
 
 
 class LogInRefusedError(BrokerError):

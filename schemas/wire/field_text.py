@@ -2,7 +2,6 @@
 
 import types
 import typing
-from collections.abc import Iterator
 from typing import Any, Literal, cast
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
@@ -11,31 +10,41 @@ from pydantic.fields import FieldInfo
 
 from .message import Message, new_id
 
-_BOUNDS = ((Ge, "ge", "≥"), (Gt, "gt", ">"), (Le, "le", "≤"), (Lt, "lt", "<"))
-_LENGTHS = ((MinLen, "min_length", "≥"), (MaxLen, "max_length", "≤"))
+_BOUNDS = (
+    (Ge, "ge", "≥"),
+    (Gt, "gt", ">"),
+    (Le, "le", "≤"),
+    (Lt, "lt", "<"),
+    (MinLen, "min_length", "≥"),
+    (MaxLen, "max_length", "≤"),
+)
+"""Bounds of numbers, and of the lengths of texts, lists and maps."""
 
 
 def type_text(field: FieldInfo) -> str:
-    """Return a field's type and bounds as Markdown."""
+    """Return a field's type and bounds as Markdown, such as `int 1..64 or null` or `text[] ≤16`."""
     arrays = [rule for rule in field.metadata if isinstance(rule, WithJsonSchema)]
     if arrays:
         return str((arrays[0].json_schema or {})["description"])
     value = _type(field.annotation)
     or_null = " or null" if value.endswith(" or null") else ""
-    return f"{value.removesuffix(or_null)}{''.join(_bounds(field))}{or_null}"
+    return f"{value.removesuffix(or_null)}{_bounds(field)}{or_null}"
 
 
-def _bounds(field: FieldInfo) -> Iterator[str]:
-    for rule in field.metadata:
-        for kind, attribute, sign in _BOUNDS:
-            if isinstance(rule, kind):
-                yield f" {sign} {getattr(rule, attribute):,}"
-        for kind, attribute, sign in _LENGTHS:
-            if isinstance(rule, kind):
-                yield f" {sign} {getattr(rule, attribute):,} long"
-        pattern = getattr(rule, "pattern", None)
-        if pattern is not None:
-            yield f" that matches `{pattern}`"
+def _bounds(field: FieldInfo) -> str:
+    bounds = [
+        (sign, f"{getattr(rule, attribute):,}")
+        for rule in field.metadata
+        for kind, attribute, sign in _BOUNDS
+        if isinstance(rule, kind)
+    ]
+    if [sign for sign, _ in bounds] == ["≥", "≤"]:
+        (_, low), (_, high) = bounds
+        texts = [f" {low}" if low == high else f" {low}..{high}"]
+    else:
+        texts = [f" {sign}{bound}" for sign, bound in bounds]
+    patterns = [getattr(rule, "pattern", None) for rule in field.metadata]
+    return "".join([*texts, *(f" matching `{pattern}`" for pattern in patterns if pattern)])
 
 
 def _type(annotation: Any) -> str:
@@ -47,11 +56,12 @@ def _type(annotation: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_type(argument) for argument in arguments)
     if origin is list:
-        return f"list of {_type(arguments[0])}"
+        item = _type(arguments[0])
+        return f"({item})[]" if " or " in item else f"{item}[]"
     if origin is tuple:
-        return f"list of {len(arguments)} {_type(arguments[0])}"
+        return f"{_type(arguments[0])}[{len(arguments)}]"
     if origin is dict:
-        return "map" if arguments[1] is Any else f"map to {_type(arguments[1])}"
+        return "map" if arguments[1] is Any else f"map[{_type(arguments[1])}]"
     if isinstance(annotation, type) and issubclass(annotation, Message):
         return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
     if typing.get_origin(annotation) is typing.Annotated:

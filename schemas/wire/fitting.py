@@ -51,9 +51,9 @@ def cut_info(info: Mapping[str, Any], most: int) -> dict[str, Any]:
     for key in sorted(sizes, key=lambda key: -sizes[key]):
         if left <= most or sizes[key] <= _SHORT_BYTES:
             break
-        told = _mark(f"{packed_bytes(info[key]):,} bytes")
-        cut[key] = told
-        left += packed_bytes(told) - sizes[key]
+        mark = _mark(f"{packed_bytes(info[key]):,} bytes")
+        cut[key] = mark
+        left += packed_bytes(mark) - sizes[key]
     return cut
 
 

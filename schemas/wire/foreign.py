@@ -293,7 +293,7 @@ def _check_size(num_bytes: int, name: str) -> None:
     if num_bytes > MAX_MESSAGE_BYTES:
         raise MessageError(
             f"{name} takes {num_bytes:,} bytes, and {MAX_MESSAGE_BYTES:,} travel at most",
-            hint="return less: write what is large to a file, and return its name",
+            hint="return less: write large values to a file, and return its name",
         )
 
 

@@ -85,7 +85,7 @@ class Message(BaseModel):
         if named != at:
             raise MessageError(
                 f"the {type(self).__name__} under {at!r} says that it is {named!r}",
-                hint="it is ignored; whoever wrote it there must write it under its own name",
+                hint="it is ignored; its writer must use its own name",
             )
         return self
 
@@ -234,8 +234,8 @@ class Part(Message):
     """Why the answer ends here; in the last part only."""
 
 
-def _clean(told: object) -> str:
-    text = told if isinstance(told, str) else str(type(told))
+def _clean(value: object) -> str:
+    text = value if isinstance(value, str) else str(type(value))
     cut = text if len(text) <= MAX_CHARS else text[:MAX_CHARS] + " …"
     return cut.encode(errors="replace").decode()
 

@@ -29,6 +29,7 @@ AUDIT = f"{PREFIX}.audit"
 REFUSALS = f"{PREFIX}.refusals"
 
 TASK_CONSUMER = "generators"
+VALIDATION_CONSUMER = "validation"
 SERVICES = ("auth", "scheduler", "node", "gateway")
 """Services of the pool, each with credentials of its own."""
 RESERVED_USERS = frozenset({*SERVICES, "job", "pool", "invited", "sys", "tinker"})
@@ -192,6 +193,19 @@ class JobScope:
         """Subject of the segments of one episode of task `number` (`*` for all)."""
         return self._subject(f"segment.{number}.{episode}")
 
+    def validation_task(self, version: int | str, number: int | str) -> str:
+        """Subject of a task that validates a version (`*` for all)."""
+        return self._subject(f"validation.task.{version}.{number}")
+
+    def validation_result(self, version: int | str, number: int | str) -> str:
+        """Subject of the result of such a task (`*` for all)."""
+        return self._subject(f"validation.result.{version}.{number}")
+
+    @property
+    def validated(self) -> str:
+        """Subject on which the server announces a stored result of a validation task."""
+        return self._subject("validated")
+
     @property
     def batch(self) -> str:
         """Subject of the learner's batch records."""
@@ -330,6 +344,10 @@ class JobScope:
         """Subject of control requests to one actor."""
         return self._subject(f"ctl.{actor}")
 
+    def gpu_turn(self, learner: str) -> str:
+        """Subject on which a generator asks whether it may use the GPU that it shares."""
+        return f"{self.control(learner)}.turn"
+
     def control_by(self, admin: str, actor: str) -> str:
         """Subject of an admin's control requests to an actor of another user's job."""
         return acting(admin, self.user, self.job, f"ctl.{actor}")
@@ -343,6 +361,11 @@ class JobScope:
     def stream_rollout(self) -> str:
         """Log stream of finished groups."""
         return self._stream("rollout")
+
+    @property
+    def stream_validation(self) -> str:
+        """Work-queue stream of validation tasks, and their results until the version's is known."""
+        return self._stream("validation")
 
     @property
     def stream_segment(self) -> str:

@@ -14,7 +14,7 @@ from .message import Message
 
 TRACEPARENT = "traceparent"
 """Name of the header."""
-GENERATOR_KINDS = ("swap", "generate", "environment", "weights", "other", "tasks")
+GENERATOR_KINDS = ("swap", "generate", "environment", "validation", "weights", "other", "tasks")
 """Activities of a generator; of simultaneous ones the first counts."""
 HOST_KINDS = ("full", "play", "idle")
 """Activities of a host."""
@@ -48,15 +48,14 @@ class GroupTrace(Message):
     """
 
     task: int
-    """Task number."""
     traceparent: str = ""
     """W3C trace context of the task."""
     source: str
     """The generator or external agent."""
     issued: float
-    """When the learner issued the task, in seconds since the epoch; 0: it did not."""
+    """When the learner issued the task; 0: it did not."""
     arrived: float
-    """When the group reached the learner, in seconds since the epoch."""
+    """When the group reached the learner."""
     weights_s: float = Field(ge=0)
     """Seconds that its generator waited for new enough weights."""
     rollout_s: float = Field(ge=0)
@@ -80,9 +79,9 @@ class StepTrace(Message):
     traceparent: str
     """W3C trace context of the step."""
     formed: float
-    """When its batch was complete and training began, in seconds since the epoch."""
+    """When its batch was complete and training began."""
     ended: float
-    """When it ended, in seconds since the epoch; sending its weights may go on."""
+    """When it ended; sending its weights may go on."""
     learner: dict[str, float]
     """The learner, since the previous step: `wait` for groups, `train`, `publish`, `checkpoint`,
     `paused`, `other`. All but `wait`, and what preceded it, comes after `formed`."""
@@ -90,8 +89,8 @@ class StepTrace(Message):
     """Sending the previous version, during training."""
     generators: dict[str, dict[str, float]] = Field(default_factory=dict[str, dict[str, float]])
     """Each generator, up to its last group: `generate`, `environment` (all episodes wait for the
-    game), `swap` (weights), `weights` (all tasks wait for newer ones), `tasks` (none available),
-    `other`."""
+    game), `validation` (and nothing of training), `swap` (weights), `weights` (all tasks wait for
+    newer ones), `tasks` (none available), `other`."""
     hosts: dict[str, dict[str, float]] = Field(default_factory=dict[str, dict[str, float]])
     """Each environment host of the pool: `full` (as many requests as workers), `play` (fewer),
     `idle`."""

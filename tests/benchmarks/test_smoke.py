@@ -63,6 +63,8 @@ def test_the_page_says_of_every_target_whether_it_was_met() -> None:
     figures = [
         {"what": "ours over theirs", "value": 1.5, "unit": "×", "target": "≥ 1.30×", "met": True},
         {"what": "idle node", "value": 120.0, "unit": "MB", "target": "≤ 100.0 MB", "met": False},
+        {"what": "shown in the table", "value": 2.5, "unit": "×", "target": "", "met": None},
+        {"what": "not in the table", "value": 2.6, "unit": "×", "target": "", "met": None},
     ]
     machine = {
         "cpu": "c",
@@ -79,14 +81,17 @@ def test_the_page_says_of_every_target_whether_it_was_met() -> None:
         "date": "2026-01-01 00:00 UTC",
         "seconds": 3,
         "machine": machine,
-        "tables": [{"title": "t", "columns": ["a", "b"], "rows": [["1", "2|3"]]}],
+        "tables": [{"title": "t", "columns": ["a", "b"], "rows": [["1", "2|3"], ["2.50", ""]]}],
         "figures": figures,
         "notes": ["a note"],
         "remark": "",
     }
     text = page([result])
-    assert "1 of 2 targets were met." in text
-    assert "idle node | **120.0 MB** | ≤ 100.0 MB |" in text
-    assert "- ours over theirs: 1.50× (target ≥ 1.30×, met)" in text
-    assert "- idle node: 120.0 MB (target ≤ 100.0 MB, **missed**)" in text
+    assert (
+        "1 of 2 targets were met. The others are marked in [against-trl](#against-trl): 1." in text
+    )
+    assert "- not in the table: 2.60×" in text
+    assert "- shown in the table" not in text
+    assert "- ours over theirs: 1.50× (≥ 1.30×)" in text
+    assert "- idle node: 120.0 MB (≤ 100.0 MB, **missed**)" in text
     assert "| 1 | 2\\|3 |" in text

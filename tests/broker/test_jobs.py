@@ -79,17 +79,17 @@ async def test_every_move_is_an_event_with_reason_teller_and_time(
     job = await store.transition(job, "RUNNING", "all actors run", "scheduler", version=3)
     assert job.version == 3
     assert job.started is not None
-    await store.tell(job)
-    job = await store.told(job)
+    await store.publish_events(job)
+    job = await store.mark_published(job)
     assert job.untold == []
     job = await store.transition(job, "CANCELLED", "enough", "user ada")
     assert job.finished is not None
     again = await store.transition(job, "QUEUED", "resumed", "user ada", attempt=2)
     assert (again.attempt, again.finished, again.started) == (2, None, job.started)
-    await store.tell(job)
-    left = await store.told(job)  # what came meanwhile stays
+    await store.publish_events(job)
+    left = await store.mark_published(job)  # what came meanwhile stays
     assert [event.message for event in left.untold] == ["resumed"]
-    await store.tell(again)  # by one that does not know what was told: it is stored once
+    await store.publish_events(again)  # by a writer with an old record: it is stored once
     events = await read_events(broker, JobScope(user, "j1"))
     assert [(event.kind, event.source, event.message) for event in events] == [
         ("job_queued", "scheduler", ""),
@@ -173,8 +173,8 @@ async def test_a_move_counts_even_if_nobody_can_be_told(
     job = await made(broker, user)
     await delete_job_streams(broker, JobScope(user, "j1"))
     moved = await store.transition(job, "STARTING", "", "test")
-    await store.tell(moved)
-    assert (await store.told(moved)).untold == []
+    await store.publish_events(moved)
+    assert (await store.mark_published(moved)).untold == []
 
 
 @given(st.lists(st.sampled_from(sorted(MAY_FOLLOW)), max_size=12))

@@ -82,7 +82,7 @@ async def test_the_leader_of_a_cluster_answers_what_a_replica_answers(
 async def test_an_update_from_an_old_revision_loses(bucket: Bucket[RequestRecord]) -> None:
     first = await bucket.create("cas", _value("a"))
     second = await bucket.update("cas", _value("b"), first)
-    with pytest.raises(ConflictError, match="somebody else wrote it first"):
+    with pytest.raises(ConflictError, match="another writer was first"):
         await bucket.update("cas", _value("c"), first)
     with pytest.raises(ConflictError):
         await bucket.delete("cas", revision=first)

@@ -231,6 +231,21 @@ def test_receivers_ask_the_learner_for_a_place_and_it_answers_those_that_follow_
     assert not may_publish(learner, "_INBOX_job.bob.j2.server-0.x.1")
 
 
+def test_generators_and_evaluators_validate_and_the_learner_alone_issues_and_removes() -> None:
+    result, task = f"{JOB}.validation.result.3.0", f"{JOB}.validation.task.3.0"
+    pull = "$JS.API.CONSUMER.MSG.NEXT.tmq-ada-j1-validation.validation"
+    for role in ROLES:
+        validates = role in ("generator", "evaluator")
+        assert may_publish(of_role(role), result) == validates
+        assert may_publish(of_role(role), pull) == validates
+        assert may_publish(of_role(role), task) == (role == "learner")
+        purge = "$JS.API.STREAM.PURGE.tmq-ada-j1-validation"
+        assert may_publish(of_role(role), purge) == (role == "learner")
+        evaluation = "$KV.tmq-evals.ada.j1.3"
+        assert may_publish(of_role(role), evaluation) == (role == "learner")
+    assert f"{JOB}.validated" in of_role("learner").subscribe
+
+
 def test_an_environment_host_asks_the_judge_of_its_job_and_nobody_else() -> None:
     identity = JobIdentity("ada", "j1", "environment", "environment-0", 1)
     hosts = job_permissions(identity, None, "j2")
@@ -243,6 +258,15 @@ def test_an_environment_host_asks_the_judge_of_its_job_and_nobody_else() -> None
     assert not may_publish(judge, "_INBOX_job.bob.j1.environment-0.x.1")
     generator = job_permissions(JobIdentity("ada", "j2", "generator", "generator-0", 1))
     assert not may_publish(generator, "_INBOX_job.ada.j1.environment-0.x.1")
+
+
+def test_only_a_generator_asks_the_learner_for_the_gpu_and_may_not_steer_it() -> None:
+    for role in ROLES:
+        permissions = job_permissions(JobIdentity("ada", "j1", role, f"{role}-0", 1))
+        turn = "tmq.v1.job.ada.j1.ctl.learner.turn"
+        assert may_publish(permissions, turn) == (role == "generator")
+        assert not may_publish(permissions, "tmq.v1.job.ada.j1.ctl.learner")
+        assert not may_publish(permissions, "tmq.v1.job.ada.j2.ctl.learner.turn")
 
 
 def test_a_generator_asks_the_teachers_of_its_job_and_nobody_else() -> None:

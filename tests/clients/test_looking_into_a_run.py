@@ -80,7 +80,7 @@ async def test_ps_names_the_game_that_is_missing_and_since_when(
         host="h",
         pid=1,
         state="working",
-        waits_for="a host of bandit (env-ada was the last one, and is gone)",
+        waits_for="a host of bandit (env-ada was the last one, and has ended)",
         missing_since=time.time() - 300,
         time=time.time(),
     )

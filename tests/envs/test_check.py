@@ -127,4 +127,4 @@ def test_a_sound_reward_function_is_called_as_by_a_host(tmp_path, per):
 def test_a_judge_that_is_not_told_how_to_answer_is_found():
     reward = {"source": "judge", "judge": "x", "judge_prompt": "Grade $answer."}
     found = failures(game="broken_games:CountingGame", reward=reward)
-    assert "$form" in found["the judge is told how to answer"].hint
+    assert "$form" in found["the judge's prompt demands a score"].hint

@@ -181,6 +181,6 @@ async def test_who_waits_for_a_host_that_has_gone_names_it(broker, scope):
         await caller.reset("e", START)
     second = asyncio.create_task(caller.reset("f", START))
     gone = await asyncio.wait_for(missing.get(), PATIENCE_S)
-    assert f"({host.name} was the last one, and is gone)" in gone
+    assert f"({host.name} was the last one, and has ended)" in gone
     async with hosting(broker, scope, "CountingGame"):
         await asyncio.wait_for(second, PATIENCE_S)

@@ -41,7 +41,7 @@ async def test_a_job_goes_on_after_its_broker_was_away(
         job = await stack.submit(config)
         await job.until_step(3)
         killed = [await job.pid(name) for name in ("generator-0", "environment-0")]
-        kept = [await job.pid(name) for name in ("learner", "generator-1", "evaluator-0")]
+        kept = [await job.pid(name) for name in ("learner", "generator-1")]
         watching = _watch(stack, job.record.name)
         stopping = asyncio.Event()
         async with await connect(stack.server.url, name="client") as client:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from tinkermq.actors.learner.start import task_order
 from tinkermq.actors.training.state import LearnerState
+from tinkermq.broker.jetstream.streams import stream_subjects
 from tinkermq.broker.tasks import TaskQueue
 from tinkermq.schemas.config.load_config import parse_config
 
@@ -159,28 +160,51 @@ async def assert_choices_are_those_of_the_log(job: Job) -> int:
 
 
 @pytest.mark.long
-async def test_an_evaluator_killed_in_the_middle_of_an_evaluation(
-    stack: Stack, model: Path
+@pytest.mark.parametrize("evaluator", [False, True])
+async def test_who_validates_killed_in_the_middle_of_a_validation(
+    stack: Stack, model: Path, evaluator: bool
 ) -> None:
     job = await stack.submit(
         small_job(
             model,
-            env={**SLOW, "num_val": 16},
-            evaluation={"samples": 8},
+            env={**SLOW, "num_val": 24},
+            evaluation={"samples": 8, "slots": int(evaluator)},
+            generator={"count": 2, "max_episodes": 32},
             training={"test_freq": 6},
         )
     )
+    stream, results = job.scope.stream_validation, job.scope.validation_result("*", "*")
 
-    async def evaluates() -> bool:
-        presence = (await job.actors()).get("evaluator-0")
-        return presence is not None and presence.state == "working"
+    async def some_are_played() -> bool:
+        return bool(await stream_subjects(stack.broker, stream, results))
 
-    await job.eventually(evaluates, "an evaluation")
-    await job.kill("evaluator-0")
+    await job.until_streams()
+    await job.eventually(some_are_played, "a validation")
+    await job.kill("evaluator-0" if evaluator else "generator-0")
     await assert_nothing_lost(job)
-    results = await job.validations()
-    assert set(results) == {0, 6, 12}
-    assert {values["val/num_episodes"] for values in results.values()} == {16 * 8}
+    validations = await job.validations()
+    assert set(validations) == {0, 6, 12}
+    assert {values["val/num_episodes"] for values in validations.values()} == {24 * 8}
+
+
+@pytest.mark.long
+async def test_a_learner_killed_in_the_middle_of_a_validation_loses_none_of_it(
+    stack: Stack, model: Path
+) -> None:
+    config = small_job(model, env={**SLOW, "num_val": 24}, training={"test_freq": 6})
+    job = await stack.submit(config)
+    stream, results = job.scope.stream_validation, job.scope.validation_result(6, "*")
+
+    async def some_are_played() -> bool:
+        return bool(await stream_subjects(stack.broker, stream, results))
+
+    await job.until_streams()
+    await job.eventually(some_are_played, "the validation of version 6")
+    await job.kill("learner")
+    await assert_nothing_lost(job)
+    validations = await job.validations()
+    assert set(validations) == {0, 6, 12}
+    assert {values["val/num_episodes"] for values in validations.values()} == {24}
 
 
 @pytest.mark.long

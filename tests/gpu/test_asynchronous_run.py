@@ -1,4 +1,4 @@
-"""One asynchronous run of the whole stack, learner and generator on GPUs."""
+"""Asynchronous runs of the whole stack: learner and generator on GPUs of their own, or on one."""
 
 from pathlib import Path
 
@@ -24,19 +24,33 @@ async def lags(job: Job) -> list[int]:
     ]
 
 
+@pytest.mark.parametrize(
+    ("placement", "sleep"),
+    [("separate", "auto"), ("colocated", "never"), ("colocated", "always")],
+    ids=["apart", "one GPU, overlapping", "one GPU, in turns"],
+)
 async def test_a_run_trains_each_task_once_and_within_the_staleness_bound(
-    policy: RandomPolicy, on_gpu: bool, tmp_path: Path
+    policy: RandomPolicy, on_gpu: bool, tmp_path: Path, placement: str, sleep: str
 ) -> None:
+    num_gpus = torch.cuda.device_count() if on_gpu else 0
+    if num_gpus == 1 and placement == "separate":
+        pytest.skip("this machine has one GPU")
     config = {
         "model": {"path": str(policy.folder)},
-        "env": {"game": "bandit", "num_val": 0},
+        "env": {"game": "bandit", "num_val": 4},
         "rollout": {
             "group_size": 4,
             "max_prompt_tokens": 32,
             "max_turn_tokens": 6,
             "max_response_tokens": 24,
         },
-        "generator": {"max_episodes": 32, "max_requests": 32, "dtype": policy.dtype},
+        "placement": placement,
+        "generator": {
+            "max_episodes": 32,
+            "max_requests": 32,
+            "dtype": policy.dtype,
+            "sleep": sleep,
+        },
         "learner": {
             "lr": 1e-3,
             "dtype": policy.dtype,
@@ -50,16 +64,18 @@ async def test_a_run_trains_each_task_once_and_within_the_staleness_bound(
             "keep_rollouts": True,
         },
     }
-    num_gpus = torch.cuda.device_count() if on_gpu else 0
-    node_options = {0: ["--slots", "2"], 1: ["--gpus", "0"]}.get(num_gpus, [])
+    node_options = [] if num_gpus else ["--slots", "2"]
     async with Stack(tmp_path / "stack", node_options=node_options) as stack:
-        if num_gpus == 1:  # learner and generator share it: a slot on each of two nodes
-            stack.start("node", "second")
-            await stack.until_nodes(2)
         job = await stack.submit(config)
         await job.until("COMPLETED", deadline_s=240)
         assert len(await job.batches()) == NUM_STEPS
         await assert_every_task_once(job)
         behind = await lags(job)
+        validations = await job.validations()
     assert len(behind) == 4 * NUM_STEPS
-    assert 1 <= max(behind) <= MAX_STALENESS
+    assert {step: one["val/num_episodes"] for step, one in validations.items()} == {
+        0: 4,
+        NUM_STEPS: 4,
+    }
+    assert max(behind) <= MAX_STALENESS
+    assert max(behind) >= 1 or sleep == "always"

@@ -40,12 +40,18 @@ pytestmark = [
 @contextlib.asynccontextmanager
 async def started(policy: RandomPolicy, engine_name: str) -> AsyncIterator[Engine]:
     generator = {"engine": engine_name, "dtype": policy.dtype, "max_requests": NUM_REQUESTS}
-    generator |= {"compile": False, "kv_cache_mb": 256} if engine_name == "vllm" else {}
+    if engine_name == "vllm":
+        generator |= {"compile": False, "kv_cache_mb": 256, "sleep": "always"}
     engine = await start_engine(policy.config(generator=generator))
     try:
         yield engine
     finally:
         await engine.close()
+
+
+def free_bytes(*, on_gpu: bool) -> int:
+    """Return what is free on the first GPU, as all processes see it."""
+    return torch.cuda.mem_get_info()[0] if on_gpu else 0
 
 
 def random_prompts() -> list[IntVector]:
@@ -112,6 +118,40 @@ async def test_an_engine_answers_in_full_with_the_log_probs_of_the_learner(
     differences_N = (engine_logprobs(generations) - expected_N).abs()
     record_property("mean difference of log-probs", float(differences_N.mean()))
     assert_only_rounding(differences_N, on_gpu=on_gpu)
+
+
+async def test_an_engine_that_sleeps_frees_its_memory_and_goes_on(
+    policy: RandomPolicy,
+    engine_name: str,
+    on_gpu: bool,
+    record_property: Callable[[str, object], None],
+) -> None:
+    prompts, num_tokens = random_prompts(), 384 if on_gpu else 72
+    learner = policy.learner()
+    weights = learner.weights()
+    loop = asyncio.get_running_loop()
+    async with started(policy, engine_name) as engine:
+        generating = asyncio.ensure_future(generate(engine, prompts, num_tokens))
+        await until_generated(engine, SWAP_AFTER)
+        free_awake = free_bytes(on_gpu=on_gpu)
+        begun = loop.time()
+        await engine.sleep()
+        record_property("to sleep, s", loop.time() - begun)
+        freed = free_bytes(on_gpu=on_gpu) - free_awake
+        await engine.load_weights(1, with_noise(weights, 1))
+        begun = loop.time()
+        await engine.wake()
+        record_property("to wake, s", loop.time() - begun)
+        generations = await generating
+    record_property("freed, MiB", freed / 2**20)
+    assert not on_gpu or freed > 0
+    assert [len(one.token_ids) for one in generations] == [num_tokens] * NUM_REQUESTS
+    version_N = torch.from_numpy(np.concatenate([one.versions for one in generations]))
+    assert set(version_N.tolist()) == {0, 1}
+    learner.load(with_noise(weights, 1))
+    expected_N = learner_logprobs(learner, prompts, generations)
+    differences_N = (engine_logprobs(generations) - expected_N).abs()
+    assert_only_rounding(differences_N[version_N == 1], on_gpu=on_gpu)
 
 
 async def test_running_answers_go_on_with_new_weights(

@@ -10,7 +10,7 @@ import sys
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -20,18 +20,19 @@ from tinkermq.actors.learner.tasks import Ledger
 from tinkermq.actors.training.state import LearnerState
 from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.jetstream.kv import Bucket
-from tinkermq.broker.jetstream.streams import stream_info
+from tinkermq.broker.jetstream.streams import create_job_streams, stream_info
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue
+from tinkermq.broker.validation import ValidationLog
 from tinkermq.broker.weights.payloads import TensorBytes
 from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.load_config import parse_config
-from tinkermq.schemas.metric import EvalRecord
+from tinkermq.schemas.env import DescribeReply
+from tinkermq.schemas.metric import EpisodeScore, ValidationResult
 from tinkermq.schemas.task import BatchRecord, Task
-from tinkermq.schemas.wire.subjects import BUCKET_EVALS, JobScope
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.configs import REPOSITORY, small_job
 from tests.support.groups import random_group
@@ -52,19 +53,44 @@ class Steps:
     """The steps of a learner and a generator, without a model."""
 
     def __init__(self, broker: Broker, scope: JobScope, config: JobConfig) -> None:
-        self._scope = scope
         self._queue = TaskQueue(broker, scope)
         self._log = RolloutLog(broker, scope)
         self._batches = BatchLog(broker, scope)
         self._weights = WeightStore(broker, scope)
-        self._bucket = Bucket(broker, BUCKET_EVALS, EvalRecord)
-        self._evaluations = Evaluations(broker, scope, self._take, config)
+        self._evaluations = Evaluations(
+            broker, scope, config, self._describe, self._take, self._report
+        )
+        self._validation = TaskQueue(broker, scope, validation=True)
+        self._results = ValidationLog(broker, scope)
         self._rng = np.random.default_rng(0)
         self.ledger = Ledger(LearnerState())
         self._batch_seq = self._last_seq = 0
 
     async def _take(self, step: int, values: Mapping[str, float]) -> None:
         """Log the result of an evaluation nowhere."""
+
+    async def _report(self, kind: str, message: str = "", **data: Any) -> None:
+        raise AssertionError(f"{kind}: {message}")
+
+    async def _describe(self) -> DescribeReply:
+        return DescribeReply(game="bandit", num_train=None, num_val=1, host="h")
+
+    async def _validate(self, step: int) -> None:
+        """Ask for the validation of a version, play its task, and report it."""
+        self._evaluations.note_version(step)
+        await self._evaluations.request(step)
+        await self._evaluations.play()
+        score = EpisodeScore(reward=1.0, success=True, num_tokens=1, num_turns=1)
+        while not (leases := await self._validation.pull(1, 5)):
+            pass
+        result = ValidationResult(
+            version=step, task=0, episodes=[score], source="g", started=0, finished=0
+        )
+        await self._results.append(result)
+        await leases[0].done()
+        await self._evaluations.play()
+        await self._evaluations.collect()
+        assert not self._evaluations.open_versions
 
     async def run(self, step: int) -> None:
         """Issue, roll out, record, train, drop every tenth group, publish, evaluate, trim."""
@@ -90,10 +116,7 @@ class Steps:
         data = memoryview(self._rng.bytes(256))
         await self._weights.publish(step, {"w": TensorBytes("bfloat16", (128,), data)})
         await self._weights.keep(self._evaluations.open_versions, newest=2)
-        await self._evaluations.request(step)
-        done = EvalRecord(version=step, step=step, state="done", values={"val/mean_score": 1.0})
-        await self._bucket.put(f"{self._scope.key}.{step}", done)
-        await self._evaluations.collect()
+        await self._validate(step)
         if step % 25 == 0:
             await self._log.trim(self._last_seq + 1)
 
@@ -108,9 +131,11 @@ async def test_the_last_of_many_steps_costs_the_broker_what_the_first_did(
     own_server: NatsServer, own_broker: Broker, own_scope: JobScope
 ) -> None:
     config = parse_config(small_job(Path("m"), env={"num_val": 1}))
+    await create_job_streams(own_broker, own_scope, config.limits, validation=True)
     steps = Steps(own_broker, own_scope, config)
     kept = [
         own_scope.stream_task,
+        own_scope.stream_validation,
         own_scope.stream_rollout,
         f"KV_{own_scope.bucket_weights}",
         f"OBJ_{own_scope.object_weights}",

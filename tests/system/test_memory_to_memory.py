@@ -29,13 +29,14 @@ async def test_a_model_learns_whatever_dies(stack: Stack) -> None:
     config |= {"weights": NCCL}
     config["generator"] = {**config.get("generator", {}), "count": 2, "ack_wait_s": 3}
     config["training"] |= {"save_freq": 20, "num_steps": 100, "test_freq": 50}
+    config["evaluation"] = {**config.get("evaluation", {}), "slots": 1}
     job = await stack.submit(config)
     await job.until_step(10)
     await job.kill("generator-0")
     await job.until_step(31)
     await job.kill("learner")
     await job.until_step(60)
-    await job.kill("evaluator-0" if "evaluator-0" in await job.actors() else "evaluator")
+    await job.kill("evaluator-0")
     await job.until("COMPLETED", deadline_s=600)
     results = await job.validations()
     assert sorted(results) == [0, 50, 100]

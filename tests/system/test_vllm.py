@@ -25,7 +25,7 @@ from tests.support.gateway import free_port
 from tests.support.jobs import Job
 from tests.support.killed_generator import job_of_long_calls, open_streams_go_on
 from tests.support.models import make_tiny_model, plain_logprobs
-from tests.support.proofs import assert_every_task_once
+from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
 from tests.support.stack_fixtures import warm_model
 from tests.support.waiting import PATIENCE_S, eventually
@@ -80,6 +80,19 @@ async def test_the_rollouts_of_a_seed_repeat(stack: Stack, tmp_path: Path) -> No
     training = {"max_staleness": 0, "num_steps": 12}
     config = small_job(model, training=training, learner={"lr": 1e-2}, generator=generator)
     await assert_repeats(stack, config, 300)
+
+
+async def test_vllm_and_the_learner_take_turns_on_one_slot(stack: Stack, tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", heads=2)
+    generator = {"engine": "vllm", "compile": False, "kv_cache_mb": 64, "sleep": "always"}
+    config = small_job(model, generator=generator, training={"num_steps": 8})
+    job = await stack.submit({**config, "placement": "colocated"})
+    await job.until("COMPLETED", deadline_s=300)
+    await assert_every_task_once(job)
+    await assert_replay_is_identical(job)
+    assert job.record.is_colocated
+    for metric in await job.metrics():
+        assert metric.values["staleness/lag_max"] <= 2
 
 
 async def test_open_streams_of_programs_go_on_when_vllm_is_killed(

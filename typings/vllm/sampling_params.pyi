@@ -23,5 +23,6 @@ class SamplingParams:
         detokenize: bool = True,
         ignore_eos: bool = False,
         output_kind: RequestOutputKind = ...,
+        stream_interval: int | None = None,
         extra_args: dict[str, Any] | None = None,
     ) -> None: ...

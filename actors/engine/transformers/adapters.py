@@ -272,7 +272,42 @@ class DoubleBuffer:
         old = [tensor.data for tensor in self._names.tensors]
         for tensor, new in zip(self._names.tensors, fresh, strict=True):
             tensor.data = new
-        self._spare = old
+        self._spare = old if all(_is_whole(tensor) for tensor in old) else None
+
+    def free_spare(self) -> None:
+        """Free the set that is not in use."""
+        self._spare = None
+
+
+class OffloadedWeights:
+    """The weights of a model in the machine's memory; on its device stands one number for each.
+
+    Their shapes stay as they are, so that new weights can be prepared and take their place.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Copy all weights and buffers, and free their memory."""
+        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
+        """Each tensor, what stands in its place, and its values."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(
+                tensor.data
+            )
+            place = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+            self._kept.append((tensor, place, values))
+            tensor.data = place
+
+    def restore(self) -> None:
+        """Give the weights their memory and values back, but those that were replaced."""
+        for tensor, place, values in self._kept:
+            if tensor.data_ptr() == place.data_ptr():
+                tensor.data = values.to(tensor.device)
+        self._kept.clear()
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory for all its values; none has while the engine sleeps."""
+    return tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
 def _fill(target: torch.Tensor, source: TensorSource) -> None:

@@ -88,6 +88,10 @@ class SlotCache(Cache):
         self._store = self._allocate(slots, tokens)
         self._store[:, : old.shape[1], :, : old.shape[3]] = old
 
+    def free(self) -> None:
+        """Forget all slots, and free their memory."""
+        self._store = self._allocate(0, 0)
+
     def begin_decode(self, positions_B: torch.Tensor, length: int) -> None:
         """The next pass feeds one token to each of the first B slots; queries see `length` keys."""
         rows_B = torch.arange(positions_B.shape[0], device=positions_B.device)

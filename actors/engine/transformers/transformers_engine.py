@@ -262,6 +262,23 @@ class TransformersEngine:
             # Not left before the swap is done: until then the prepared set is not ours to refill.
             await asyncio.shield(swapped)
 
+    async def sleep(self) -> None:
+        """Free the memory of weights and cache; see `engine.Engine.sleep`."""
+        await self._in_worker(self._worker.sleep)
+
+    async def wake(self) -> None:
+        """Take the memory back and go on; see `engine.Engine.wake`."""
+        await self._in_worker(self._worker.wake)
+
+    async def _in_worker(self, command: Callable[[Callable[[], None]], None]) -> None:
+        """Have a command run in the engine's thread, and wait until it is done."""
+        async with self._loading:
+            self._check_alive()
+            done: asyncio.Future[None] = self._loop.create_future()
+            self._swaps.add(done)
+            self._command(partial(command, partial(self._post, self._swapped, done)))
+            await asyncio.shield(done)
+
     def cancel(self, request_id: str) -> None:
         """End a request; its `generate` returns what it has, with `cancelled`."""
         self._command(partial(self._worker.cancel, request_id))

@@ -40,7 +40,13 @@ from ..engine import (
     nothing,
 )
 from ..sampling import Constraining, Draw, draw
-from .adapters import DoubleBuffer, EngineAdapter, LowRankTensors, RowsOfAdapters
+from .adapters import (
+    DoubleBuffer,
+    EngineAdapter,
+    LowRankTensors,
+    OffloadedWeights,
+    RowsOfAdapters,
+)
 from .decoder import FedTokens, SlotDecoder
 from .kv_cache import CachedPrefix, PrefixCache
 from .rows import IndexVector, RowRequest, RowTable
@@ -182,6 +188,8 @@ class EngineWorker:
         self._num_topped = 0
         self._constraining = Constraining()
         self._closing = False
+        self._asleep: OffloadedWeights | None = None
+        self._slept_at = 0.0
         self._meter = Meter()
 
     def do(self, command: Callable[[], None]) -> None:
@@ -194,7 +202,7 @@ class EngineWorker:
         try:
             while not self._closing:
                 self._run_commands()
-                if self._rows.num or self._waiting or self._scored:
+                if self._has_work:
                     self._tick()
                 self._flush()
         except Exception as error:  # noqa: BLE001  # the engine's boundary: every request learns of it
@@ -262,9 +270,31 @@ class EngineWorker:
         self._weights.swap(fresh)
         self.version = version
         self._prefix_cache.clear()
-        if kv == "recompute" and self._rows.num:
+        if kv == "recompute" and self._rows.num and self._asleep is None:
             self._recompute()
         self._meter.paused(time.perf_counter() - started)
+        done()
+
+    def sleep(self, done: Callable[[], None]) -> None:
+        """Free the memory of weights and cache until `wake`; then call `done`."""
+        if self._asleep is None:
+            self._slept_at = time.perf_counter()
+            self._weights.free_spare()
+            self._prefix_cache.clear()
+            self._decoder.cache.free()
+            self._asleep = OffloadedWeights(self._decoder.model)
+            if self._decoder.device.type == "cuda":
+                torch.cuda.empty_cache()
+        done()
+
+    def wake(self, done: Callable[[], None]) -> None:
+        """Take the memory back, compute the cache of running rows, and go on; then call `done`."""
+        if self._asleep is not None:
+            self._asleep.restore()
+            self._asleep = None
+            if self._rows.num:
+                self._recompute()
+            self._meter.slept(time.perf_counter() - self._slept_at)
         done()
 
     def close(self) -> None:
@@ -492,7 +522,7 @@ class EngineWorker:
 
     def _remove(self, gone: NDArray[np.bool_]) -> None:
         source, target = self._rows.remove(gone)
-        if len(source):
+        if len(source) and self._asleep is None:
             self._decoder.cache.copy(
                 torch.as_tensor(source, device=self._decoder.device),
                 torch.as_tensor(target, device=self._decoder.device),
@@ -515,10 +545,14 @@ class EngineWorker:
 
     # Around it ------------------------------------------------------------------------------
 
+    @property
+    def _has_work(self) -> bool:
+        requests = self._rows.num or self._waiting or self._scored
+        return self._asleep is None and bool(requests)
+
     def _run_commands(self) -> None:
         """Run the commands that are there; without work, wait for one."""
-        works = self._rows.num or self._waiting or self._scored
-        if not works and not self._outcomes:
+        if not self._has_work and not self._outcomes:
             self._inbox.get()()
         while not self._inbox.empty():
             self._inbox.get()()

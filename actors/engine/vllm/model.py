@@ -29,6 +29,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -36,9 +37,11 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from ....schemas.config.job import GeneratorConfig
+from ....schemas.config.sections import resolve_dtype
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.bounds import MAX_TOP_K
 from ....schemas.wire.errors import EngineError, ModelError
+from ...policy.devices import own_device
 from ..engine import (
     Concurrency,
     Drawn,
@@ -51,6 +54,7 @@ from ..engine import (
     Sampling,
     nothing,
 )
+from ..gpu_requirements import check_instances, check_kernels, lack_of_memory, own_card
 from .constraints import PROCESSOR
 from .request import (
     ShownImages,
@@ -65,6 +69,8 @@ from .request import (
 
 # -- arguments and environment of vLLM -------------------------------------------------------------
 
+DEFAULT_SHARE = 0.92
+"""Of a GPU's memory, for an engine that has it alone."""
 _CPU_CACHE_MB = 1024
 _CPU_BLOCK_TOKENS = 32
 _IMAGES_GB = 1.0
@@ -81,10 +87,12 @@ def engine_arguments(
     ranks: Sequence[int],
     sees: bool,
     tokenizer: str = "",
+    num_engines: int = 1,
 ) -> dict[str, Any]:
     """Return vLLM's arguments for a model, and for adapters of these ranks beside it.
 
-    `sees` tells a model that is shown images; `tokenizer` is where grammars find its tokens.
+    `sees` tells a model that is shown images; `tokenizer` is where grammars find its tokens;
+    `num_engines` share the memory of a generator.
     """
     on_cpu = current_platform.is_cpu()
     cache_mb = config.kv_cache_mb or (_CPU_CACHE_MB if on_cpu else None)
@@ -94,13 +102,18 @@ def engine_arguments(
         "skip_tokenizer_init": not sees,  # by it, vLLM finds out how large images can get
         "generation_config": "vllm",
         "trust_remote_code": trust_remote_code,
-        "dtype": config.dtype,
+        "dtype": resolve_dtype(config.dtype, on_gpu=not on_cpu),
         "max_model_len": max_context,
         "max_logprobs": MAX_TOP_K,
         "max_num_seqs": config.max_requests,
+        "max_num_batched_tokens": config.max_batched_tokens,
         "tensor_parallel_size": config.tensor_parallel,
         "enforce_eager": not config.compile,
-        "enable_prefix_caching": True,
+        "enable_prefix_caching": config.prefix_caching,
+        "quantization": config.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "gpu_memory_utilization": engine_share(config, num_engines),
+        "enable_sleep_mode": config.sleep == "always" and not on_cpu,
         "kv_cache_memory_bytes": cache_mb << 20 if cache_mb else None,
         "block_size": _CPU_BLOCK_TOKENS if on_cpu else None,
         "seed": secrets.randbits(31),  # or all generators of a job would draw the same tokens
@@ -130,16 +143,46 @@ def engine_arguments(
     return arguments
 
 
+def engine_share(config: GeneratorConfig, num_engines: int) -> float:
+    """Return the share of a GPU's memory that each of several engines of a generator takes.
+
+    vLLM wants as much to be free when it starts, even if the size of its cache is given.
+    """
+    return (config.memory_share or DEFAULT_SHARE) / num_engines
+
+
 def settle_environment(config: GeneratorConfig) -> None:
     """Set what vLLM's processes read from the environment."""
     os.environ.update(
         VLLM_NO_USAGE_STATS="1",
         VLLM_WORKER_MULTIPROC_METHOD="spawn",  # this process has threads and connections
         VLLM_CPU_OMP_THREADS_BIND="nobind",  # several engines share a machine
-        VLLM_USE_V2_MODEL_RUNNER="0",  # `vllm_worker` knows the sampler of the other one
+        # The newer runner has another sampler, and no custom logits processors on all paths: what
+        # `worker` and `constraints` add is for this one.
+        VLLM_USE_V2_MODEL_RUNNER="0",
+        VLLM_BATCH_INVARIANT=str(int(config.batch_invariant)),
         TORCHDYNAMO_DISABLE="0" if config.compile else "1",
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns at each swap
+
+
+_FREED_S = 30.0
+"""How long memory may take to be free that a process which has just ended held."""
+
+
+async def check_gpu(config: GeneratorConfig, num_engines: int) -> None:
+    """Raise ConfigError or EngineError for a GPU on which vLLM would not start."""
+    own_device()
+    card = await asyncio.to_thread(own_card)
+    check_instances(config, card)
+    check_kernels(config, card)
+    share = engine_share(config, num_engines)
+    deadline = time.monotonic() + _FREED_S
+    while card is not None and (error := lack_of_memory(card, share)) is not None:
+        if time.monotonic() > deadline:
+            raise error
+        await asyncio.sleep(1)
+        card = await asyncio.to_thread(own_card)
 
 
 class Recorder(StatLoggerBase):
@@ -188,6 +231,8 @@ class Recorder(StatLoggerBase):
             self.limit.admit()
 
 
+_MEMORY = ("weights", "kv_cache")
+"""What vLLM frees when it sleeps, in the order in which it is taken back."""
 _SHUTDOWN_S = 1.0
 """How long its processes may take to end by themselves; none of them holds what is needed later."""
 T = TypeVar("T")
@@ -196,7 +241,7 @@ T = TypeVar("T")
 class VllmModel:
     """A model in vLLM; adapters, by name, and the model itself, named "", have versions."""
 
-    def __init__(self, llm: AsyncLLM, recorder: Recorder, max_requests: int) -> None:
+    def __init__(self, llm: AsyncLLM, recorder: Recorder) -> None:
         """`start` makes one."""
         self.versions: dict[str, int] = {"": 0}
         self.meter = recorder.meter
@@ -204,7 +249,9 @@ class VllmModel:
         self._sees = bool(llm.model_config.is_multimodal_model)
         cache = llm.vllm_config.cache_config
         fits = int(cache.kv_cache_size_tokens or 0) // int(llm.model_config.max_model_len)
-        self._limit = RequestLimit(Concurrency(fits, max_requests))
+        self.max_requests = int(llm.vllm_config.scheduler_config.max_num_seqs)
+        """Requests that vLLM computes at a time."""
+        self._limit = RequestLimit(Concurrency(fits, self.max_requests))
         recorder.limit = self._limit
         self._requests: dict[str, VllmRequest] = {}
         self._adapters: dict[str, LoRARequest] = {}
@@ -212,6 +259,9 @@ class VllmModel:
         self._poisoned = ""
         """Label of the weights under which something was computed that is no number."""
         self._swapping = asyncio.Lock()
+        self._asleep: list[str] = []
+        """Tags of the memory that is not there."""
+        self._slept_at = 0.0
         self._open = asyncio.Event()
         """Cleared while weights are swapped: a request that begins then would be cached wrongly."""
         self._open.set()
@@ -231,21 +281,25 @@ class VllmModel:
         ranks: Sequence[int] = (),
         sees: bool = False,
         tokenizer: str = "",
+        num_engines: int = 1,
     ) -> "VllmModel":
         """Start vLLM's processes with the model in `path`; ModelError for one that cannot run.
 
         `ranks` are those of the adapters that may lie beside it, `sees` tells that it is shown
         images.
         """
+        await check_gpu(config, num_engines)
         settle_environment(config)
         recorder = Recorder()
         arguments = engine_arguments(
-            path, config, max_context, trust_remote_code, ranks, sees, tokenizer
+            path, config, max_context, trust_remote_code, ranks, sees, tokenizer, num_engines
         )
         try:
             llm = await asyncio.to_thread(
                 AsyncLLM.from_engine_args,
                 AsyncEngineArgs(**arguments),
+                # By it vLLM chooses batches for throughput, not for the first token's latency.
+                usage_context=UsageContext.LLM_CLASS,
                 stat_loggers=[recorder.made],
             )
         except (ValueError, RuntimeError, OSError, AssertionError) as error:
@@ -253,10 +307,11 @@ class VllmModel:
                 f"vLLM cannot run model {path}: {error}",
                 hint="see the log above; generator.engine=transformers runs more kinds of models",
             ) from error
-        model = cls(llm, recorder, config.max_requests)
+        model = cls(llm, recorder)
         await model._call(llm.get_supported_tasks())  # kept there: no request waits for it
         await model.ask_workers("end_with", os.getpid())
         await model.ask_workers("record_logprobs_before_filters")
+        await model.ask_workers("clear_caches_at_wake")
         if ranks:
             await model.ask_workers("score_prompts_with_adapters")
         await model.name_version("", 0)
@@ -367,7 +422,9 @@ class VllmModel:
         on_token: OnToken | None,
         shown: ShownImages | None,
     ) -> Generation:
-        salt = f"{request.adapter}:{self.versions.get(request.adapter, request.version)}"
+        version = self.versions.get(request.adapter, request.version)
+        request.begin(version)
+        salt = f"{request.adapter}:{version}"
         if shown is None:
             prompt = tokens_input(tokens, cache_salt=salt)
         else:
@@ -404,9 +461,8 @@ class VllmModel:
 
     def _stream(self, request: VllmRequest, output: RequestOutput, on_token: OnToken) -> None:
         completion = output.outputs[0]
-        version = self.versions.get(request.adapter, request.version)
         for token, logprob, top in drawn_of([completion], request.num_top):
-            on_token(Drawn(token, logprob, version, top))
+            on_token(Drawn(token, logprob, request.next_version(), top))
 
     async def ask_workers(self, method: str, *args: Any) -> list[Any]:
         """Return what a method of `WorkerExtension` returns in each worker."""
@@ -461,7 +517,8 @@ class VllmModel:
         if self._poisoned != self._label:
             self._poisoned = self._label
             async with self._paused(clear_cache=True):
-                await self.ask_workers("zero_caches")
+                if not self._asleep:
+                    await self.ask_workers("zero_caches")
 
     @property
     def _label(self) -> str:
@@ -474,25 +531,71 @@ class VllmModel:
         poisoned = self._poisoned == self._label
         clear = poisoned or kv == "recompute"
         async with self._paused(clear_cache=clear):
-            if not clear:
+            if self._asleep:
+                await self._wake_memory("weights")
+            elif not clear:
                 await self._take_back(adapter)
             await self._call(take())
             if self._sees:
                 await self._call(self._llm.reset_encoder_cache())
-            if poisoned:
+            if poisoned and not self._asleep:
                 await self.ask_workers("zero_caches")
             await self.name_version(adapter, version)
-        self.meter.paused(time.perf_counter() - started)
+            self._note_swap(adapter, version)
+        if not self._asleep:
+            self.meter.paused(time.perf_counter() - started)
 
     @asynccontextmanager
     async def _paused(self, *, clear_cache: bool) -> AsyncIterator[None]:
         """Stand still between two steps; with a cleared cache, running requests begin anew."""
         async with self._swapping:
+            if self._asleep:
+                yield
+                return
             self._open.clear()
             await self._call(self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
             yield
             await self._call(self._llm.resume_generation())
             self._open.set()
+
+    def _note_swap(self, adapter: str, version: int) -> None:
+        """Tell the requests of an adapter which of their tokens the weights before have drawn."""
+        for state in self._llm.output_processor.request_states.values():
+            request = self._requests.get(state.external_req_id)
+            if request is not None and request.adapter == adapter:
+                request.note_swap(state.detokenizer.num_output_tokens(), version)
+
+    # Memory -----------------------------------------------------------------------------------
+
+    async def sleep(self) -> None:
+        """Free the memory of weights and cache, between two steps.
+
+        The weights are kept in the machine's memory (level 1), so that whatever becomes of the
+        learner, this wakes with weights that are whole.
+        """
+        async with self._swapping:
+            if self._asleep:
+                return
+            self._slept_at = time.perf_counter()
+            self._open.clear()
+            await self._call(self._llm.sleep(level=1, mode="keep"))
+            self._asleep = list(_MEMORY)
+
+    async def wake(self) -> None:
+        """Take the memory back and go on: requests that ran are computed anew."""
+        async with self._swapping:
+            if not self._asleep:
+                return
+            for tag in _MEMORY:
+                await self._wake_memory(tag)
+            self.meter.slept(time.perf_counter() - self._slept_at)
+            self._open.set()
+
+    async def _wake_memory(self, tag: str) -> None:
+        """Take memory back that is not there; with the last of it vLLM goes on by itself."""
+        if tag in self._asleep:
+            await self._call(self._llm.wake_up(tags=[tag]))
+            self._asleep.remove(tag)
 
     async def _take_back(self, adapter: str) -> None:
         """Have requests without a token begin anew: old weights may have computed their prompts."""

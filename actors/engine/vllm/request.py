@@ -51,11 +51,30 @@ class VllmRequest:
         """vLLM's name of it."""
         self.place = place
         """Done when it is let in."""
+        self._starts = [(0, version)]
+        """From which of its tokens on which version draws them."""
+        self._num_streamed = 0
         self.num_top = 0
         """Likeliest tokens that are told in the place of each."""
         self.cancelled = False
         self.again = False
         """It was taken back before its first token, to be computed by newer weights alone."""
+
+    def begin(self, version: int) -> None:
+        """Take notice that it is computed from its first token on, by a version."""
+        self._starts, self._num_streamed = [(0, version)], 0
+
+    def note_swap(self, num_drawn: int, version: int) -> None:
+        """Take notice that a version draws the tokens behind the first so many."""
+        self._starts.append((num_drawn, version))
+
+    def next_version(self) -> int:
+        """Return the version that drew the next token to be streamed, which may be an old one:
+        vLLM keeps tokens back until there are as many as are wanted at once."""
+        while len(self._starts) > 1 and self._starts[1][0] <= self._num_streamed:
+            del self._starts[0]
+        self._num_streamed += 1
+        return self._starts[0][1]
 
 
 def parameters_of(
@@ -74,6 +93,7 @@ def parameters_of(
         detokenize=False,
         ignore_eos=True,  # only the tokens above end a request
         output_kind=kind,
+        stream_interval=sampling.stream_every,
         extra_args=constraint_arguments(sampling, key),
     )
 

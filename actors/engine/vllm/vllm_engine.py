@@ -77,7 +77,7 @@ class VllmEngine:
         self._records_experts = config.algorithm.router_replay
         self._trust_remote_code = config.model.trust_remote_code
         self._max_context = max_context_of(config)
-        self._max_pending = max_waiting + config.generator.max_requests
+        self._max_pending = max_waiting + model.max_requests
         self._pending: dict[str, str] = {}
         """The adapters of the requests by their ids."""
         self._max_rank = max_rank
@@ -249,6 +249,16 @@ class VllmEngine:
             self._check_alive()
             await self._to_the_end(self._swap(version, folder, kv))
 
+    async def sleep(self) -> None:
+        """Free memory, that of all engines of this model; see `engine.Engine.sleep`."""
+        self._check_alive()
+        await self._to_the_end(self._model.sleep())
+
+    async def wake(self) -> None:
+        """Take the memory back and go on; see `engine.Engine.wake`."""
+        self._check_alive()
+        await self._to_the_end(self._model.wake())
+
     def cancel(self, request_id: str) -> None:
         """End a request; its `generate` returns what it has, with `cancelled`."""
         if request_id in self._pending:
@@ -372,6 +382,11 @@ def max_context_of(config: JobConfig) -> int:
     return config.generator.max_context or config.rollout.max_tokens
 
 
+def num_engines(config: JobConfig) -> int:
+    """Return how many engines a generator starts on the same GPUs."""
+    return (1 + len(config.policies)) * (2 if config.self_play.past_share > 0 else 1)
+
+
 async def open_vllm(config: JobConfig, adapters: Sequence[LoraConfig] = ()) -> VllmModel:
     """Start vLLM with the model of a configuration, and room for adapters beside it."""
     path = config.model.path
@@ -389,6 +404,7 @@ async def open_vllm(config: JobConfig, adapters: Sequence[LoraConfig] = ()) -> V
         ranks=[lora.max_rank for lora in adapters],
         sees=sees_images(load_model_config(path, trust_remote_code=trusted)),
         tokenizer=config.model.tokenizer or "",
+        num_engines=num_engines(config),
     )
 
 

@@ -154,6 +154,7 @@ class WorkerExtension:
     model_runner: Any
     """The worker's own: it inherits from this class."""
     reload_weights: Any
+    wake_up: Any
     _experts: SlotExperts | None = None
 
     def end_with(self, pid: int) -> None:
@@ -201,6 +202,17 @@ class WorkerExtension:
         """Forget all keys and values; the caller sees to it that no request relies on any."""
         for cache in self.model_runner.kv_caches:
             cache.zero_()
+
+    def clear_caches_at_wake(self) -> None:
+        """Let caches be zero after a sleep: their memory may hold what is no number."""
+        wake_up = self.wake_up
+
+        def wake_up_clear(tags: list[str] | None = None) -> None:
+            wake_up(tags)
+            if tags is None or "kv_cache" in tags:
+                self.zero_caches()
+
+        self.wake_up = wake_up_clear
 
     def score_prompts_with_adapters(self) -> None:
         """Let log-probs of prompts be those of their adapters; the next step sets its own."""

@@ -253,7 +253,7 @@ async def playground(request: Request) -> Response:
 
 MAX_REMOVED_RUNS = 200
 _COUNTING_S = 2.0
-"""How long files are counted; what was not reached by then is not told."""
+"""How long files are counted; the rest is left out."""
 _HOW = ("archive", "delete")
 
 
@@ -263,7 +263,7 @@ async def ask(request: Request) -> Response:
 
 
 async def remove(request: Request) -> Response:
-    """Archive or delete the runs; what could not be is told with its reason."""
+    """Archive or delete the runs; report failures with their reasons."""
     visitor, how = await visitor_of(request), _how(request)
     scheduler, problems = operations.Scheduler(visitor), dict[str, TinkermqError]()
     for record in (records := await _records(request)):
@@ -489,7 +489,7 @@ async def pool(request: Request) -> Response:
     """Show nodes, slots, what runs where, and who waits for what; `?part=rows` only that."""
     visitor = await visitor_of(request)
     scheduler = operations.Scheduler(visitor)
-    nodes, records = await asyncio.gather(scheduler.nodes(), scheduler.told_jobs(widest=True))
+    nodes, records = await asyncio.gather(scheduler.nodes(), scheduler.all_jobs(widest=True))
     services = await _services(visitor.broker)
     shown = {
         "user": visitor.user,

@@ -29,7 +29,7 @@ _DETAIL_OF_POLL = {"queue_state": "paused_capacity"}
 
 
 async def visitor_of_key(request: Request) -> Visitor:
-    """Return who asks, by a key `tml-tmq_<user>_<secret>`; raises LogInError."""
+    """Return the visitor, by a key `tml-tmq_<user>_<secret>`; raises LogInError."""
     key = request.headers.get("x-api-key", "")
     sessions = gateway_of(request).sessions
     if sessions.with_keys and key and not key.startswith(f"{OF_TINKER_SDK}tmq_"):
@@ -160,10 +160,10 @@ def note_to(version: str) -> dict[str, str]:
     return {}
 
 
-def knows_external(user_agent: str) -> bool:
+def supports_external_weights(user_agent: str) -> bool:
     """Whether an SDK reads lists in which checkpoints for other programs stand.
 
-    Those before cannot read a list that has one. What is no SDK is told everything.
+    Earlier ones cannot read a list that has one. Other clients get all.
     """
     match = _AGENT.search(user_agent)
     return match is None or (int(match[1]), int(match[2])) >= _EXTERNAL

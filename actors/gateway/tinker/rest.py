@@ -36,9 +36,9 @@ from ..sessions import Visitor
 from ..web import gateway_of, number_in, visitor_of
 from .requests import (
     json_body,
-    knows_external,
     metadata_in,
     note_to,
+    supports_external_weights,
     text_in,
     visitor_of_key,
 )
@@ -76,8 +76,6 @@ class RestApi:
             ("POST", f"{_CHECKPOINT}/publish", self.publish),
             ("DELETE", f"{_CHECKPOINT}/publish", self.unpublish),
         ]
-
-    # -- sessions ----------------------------------------------------------------------------------
 
     async def create_session(self, request: Request) -> Response:
         """Begin a session: a name for what a client makes."""
@@ -145,8 +143,6 @@ class RestApi:
             }
         )
 
-    # -- runs and checkpoints ----------------------------------------------------------------------
-
     async def list_runs(self, request: Request) -> Response:
         """List training runs, the one used last first."""
         visitor = await visitor_of_key(request)
@@ -185,7 +181,7 @@ class RestApi:
         return await self._change(request, "publish")
 
     async def unpublish(self, request: Request) -> Response:
-        """Let nobody else read a checkpoint any more."""
+        """Unpublish a checkpoint."""
         return await self._change(request, "unpublish")
 
     async def expire(self, request: Request) -> Response:
@@ -262,8 +258,8 @@ def _run(run: TrainingRun) -> dict[str, Any]:
 
 
 def _checkpoints(request: Request, found: list[TinkerCheckpoint]) -> list[dict[str, Any]]:
-    """Return what is told of checkpoints, without those that an older SDK cannot read."""
-    whole = knows_external(request.headers.get("user-agent", ""))
+    """Return checkpoints as JSON, without those that an older SDK cannot read."""
+    whole = supports_external_weights(request.headers.get("user-agent", ""))
     return [_checkpoint(item) for item in found if whole or "/external_weights/" not in item.path]
 
 
@@ -286,7 +282,7 @@ def _checkpoint(one: TinkerCheckpoint) -> dict[str, Any]:
 FILES = "/tinker/api/v1/files"
 _ARCHIVE = "checkpoint.tar"
 _COMPLETE = "checkpoint_complete"
-"""A file by which the SDK knows that an archive is whole."""
+"""A file that shows the SDK that an archive is complete."""
 _FILE = "training_runs/{run}/checkpoints/{kind}/{name}"
 
 
@@ -359,7 +355,7 @@ class Downloads:
             return (await gateway.sessions.visitor(session=None, key=None)).broker
         if gateway.own is None:
             raise errors.StateError(
-                "this gateway cannot give out files: it has no credentials of its own",
+                "this gateway cannot send files: it has no credentials",
                 hint="start it with TINKERMQ_CREDENTIALS (gateway.creds of `tinkermq init`)",
             )
         return gateway.own

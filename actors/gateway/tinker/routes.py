@@ -77,12 +77,12 @@ class AboutApi:
         return JSONResponse({"refresh_interval_sec": _CONFIG_S, "sample_cancel_enabled": True})
 
     async def telemetry(self, request: Request) -> Response:
-        """Take what a client tells of itself, and forget it."""
+        """Accept a client's telemetry, and drop it."""
         del request
         return JSONResponse({"status": "accepted"})
 
     async def health(self, request: Request) -> Response:
-        """Say that somebody answers."""
+        """Answer that the service is there."""
         del request
         return JSONResponse({"status": "ok"})
 
@@ -108,7 +108,7 @@ class AboutApi:
 PREFIX = "/tinker/api/v1"
 _GONE = 410
 _PAUSE_S = 1.0
-"""Before a client is told that its trainer is away: it asks again at once."""
+"""Wait before the reply that a trainer is away, after which clients ask again at once."""
 
 
 def routes(trainers: Trainers) -> list[Route]:
@@ -163,8 +163,6 @@ class TinkerApi:
         """Hand requests to trainers."""
         self._trainers = trainers
         self._records = records
-
-    # -- models ------------------------------------------------------------------------------------
 
     async def create_model(self, request: Request) -> Response:
         """Make a model on a base."""
@@ -227,10 +225,8 @@ class TinkerApi:
             }
         )
 
-    # -- operations --------------------------------------------------------------------------------
-
     async def forward_backward(self, request: Request) -> Response:
-        """Take a loss to compute; what is wrong with its data is told by its result."""
+        """Take a loss to compute; its result reports wrong data."""
         visitor = await requests.visitor_of_key(request)
         if not request.headers.get("content-type", "").startswith(requests.PROTOBUF):
             raise errors.MessageError(
@@ -273,7 +269,7 @@ class TinkerApi:
         return requests.answered(str(name), result)
 
     async def cancel_future(self, request: Request) -> Response:
-        """End a sample whose result nobody wants."""
+        """End a cancelled sample."""
         visitor = await requests.visitor_of_key(request)
         _, body = await requests.json_body(request)
         name = SampleName.parse(text := requests.text_in(body, "request_id"))
@@ -288,8 +284,6 @@ class TinkerApi:
         ):  # it has ended, with its sampler maybe
             await self._trainers.sampled(visitor.broker, job, name.actor, wanted)
         return JSONResponse({})
-
-    # -- sampling ----------------------------------------------------------------------------------
 
     async def create_sampling_session(self, request: Request) -> Response:
         """Begin to sample from a checkpoint, or from a base model."""

@@ -118,7 +118,7 @@ class Trainers:
         self._jobs[user, str(model)] = job
 
     async def info(self, broker: Broker, model: ModelName, job: str) -> ModelInfo:
-        """Return what a trainer knows of a model; raises NotFoundError."""
+        """Return a trainer's information about a model; raises NotFoundError."""
         return await self.ask(broker, job, "info", AboutModel(model=str(model)), ModelInfo)
 
     async def source(self, broker: Broker, path: str) -> CheckpointName:
@@ -161,7 +161,7 @@ class Trainers:
             except errors.NobodyAnswersError as error:
                 away = error
             except errors.CheckpointGoneError:
-                raise  # only the one that has had it knows that
+                raise  # only the trainer that had it reports that
             except errors.NotFoundError as error:
                 missed = error
         raise (
@@ -174,7 +174,7 @@ class Trainers:
         )
 
     async def sessions(self, broker: Broker, job: str) -> SessionsShown:
-        """Return a user's models on one base, and who has how much to be done there."""
+        """Return a user's models on one base, and each user's waiting operations there."""
         return await self.ask(broker, job, "sessions", AboutSessions(), SessionsShown, 5.0)
 
     async def curves(self, broker: Broker, job: str, model: str) -> ModelCurves:
@@ -284,7 +284,7 @@ async def _in_parts(
 
 
 class _Replies:
-    """The one subscription in which a visitor's connection hears trainers, whoever they are of."""
+    """The one subscription of a visitor's connection to all trainers."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -348,8 +348,6 @@ class TrainerRecords:
         """Ask `trainers`."""
         self._trainers = trainers
 
-    # -- checkpoints -------------------------------------------------------------------------------
-
     async def checkpoints(
         self, visitor: Visitor, offset: int, limit: int
     ) -> tuple[list[TinkerCheckpoint], int]:
@@ -389,8 +387,6 @@ class TrainerRecords:
         request = ExportCheckpoint(path=str(name))
         return await self._first(visitor, "export", request, CheckpointExport)
 
-    # -- runs --------------------------------------------------------------------------------------
-
     async def runs(
         self, visitor: Visitor, offset: int, limit: int
     ) -> tuple[list[TrainingRun], int]:
@@ -409,21 +405,19 @@ class TrainerRecords:
         request = ListRuns(model=str(model), limit=1)
         return (await self._first(visitor, "runs", request, RunPage))[1].runs[0]
 
-    # -- sessions ----------------------------------------------------------------------------------
-
     async def report_event(self, visitor: Visitor, event: TellSession) -> str:
-        """Tell all trainers of a session; return whether it is `live`, `over` or `unknown`.
+        """Report a session to all trainers; return whether it is `live`, `over` or `unknown`.
 
-        Raises NotFoundError for one of somebody else, NobodyAnswersError when none answers.
+        Raises NotFoundError for another user's, NobodyAnswersError when none answers.
         """
         offers = await self._trainers.offers(visitor.broker)
-        requests = [self._told(visitor, offer.job, event) for offer in offers]
+        requests = [self._report_session(visitor, offer.job, event) for offer in offers]
         states = [item for item in await asyncio.gather(*requests) if item is not None]
         if offers and not states:
             raise errors.NobodyAnswersError("no trainer answers at this moment", hint="try again")
         return next((item for item in ("over", "live") if item in states), "unknown")
 
-    async def _told(self, visitor: Visitor, job: str, event: TellSession) -> str | None:
+    async def _report_session(self, visitor: Visitor, job: str, event: TellSession) -> str | None:
         try:
             return (await self._ask(visitor, job, "session", event, SessionState)).state
         except (
@@ -460,11 +454,9 @@ class TrainerRecords:
                 result = _joined(result, item)
         if result is None:
             raise errors.NotFoundError(
-                f"there is no session {session}", hint="list_sessions tells which there are"
+                f"there is no session {session}", hint="list_sessions lists them"
             )
         return result
-
-    # -- asking ------------------------------------------------------------------------------------
 
     async def _ask(
         self, visitor: Visitor, job: str, method: str, request: Message, reply: type[R]
@@ -489,7 +481,7 @@ class TrainerRecords:
         if offset + limit > MAX_DEPTH:
             raise errors.MessageError(
                 f"offset={offset} is too far into the list",
-                hint=f"the first {MAX_DEPTH:,} are told",
+                hint=f"the first {MAX_DEPTH:,} are listed",
             )
         collected: list[I] = []
         total = 0

@@ -18,7 +18,8 @@ import structlog
 
 from ....broker.service_process import die_with
 from ....schemas.config.job import JobConfig
-from ....schemas.wire.errors import EngineError
+from ....schemas.wire.errors import EngineError, OutOfMemoryError, TinkermqError
+from ...runtime import EXIT_OUT_OF_MEMORY
 from ...training.rank_commands import Order, Ranks
 
 _END_S = 5.0
@@ -62,6 +63,11 @@ class RankProcess:
     def has_ended(self) -> bool:
         """Whether it is no more."""
         return self.process.poll() is not None
+
+    @property
+    def was_out_of_memory(self) -> bool:
+        """Whether it has ended because its GPU did not hold a step."""
+        return self.process.poll() == EXIT_OUT_OF_MEMORY
 
     def why_ended(self) -> str:
         """Say how it has ended; to be asked once."""
@@ -111,14 +117,14 @@ class ChildRanks(Ranks):
             yield
         except (OSError, RuntimeError) as error:
             if self._children and (ended := self._wait_for_end()) is not None:
-                raise _ended(ended, order.do) from error
+                raise _ended(ended, order) from error
             raise
 
     async def watch(self) -> None:
         """Raise EngineError as soon as a rank ends."""
         while True:
             if (ended := self._first_ended()) is not None:
-                raise _ended(ended, "waiting")
+                raise _ended(ended, None)
             await asyncio.sleep(_LOOK_S)
 
     def close(self) -> None:
@@ -140,10 +146,22 @@ class ChildRanks(Ranks):
         return ended
 
 
-def _ended(child: RankProcess, doing: str) -> EngineError:
+def _ended(child: RankProcess, order: Order | None) -> TinkermqError:
+    doing = "waiting" if order is None else order.do
+    text = f"rank {child.rank} of the learner (process {child.process.pid}) is gone at {doing!r}: "
+    if child.was_out_of_memory:
+        return rank_out_of_memory(f"{text}{child.why_ended()}", order)
     return EngineError(
-        f"rank {child.rank} of the learner (process {child.process.pid}) is gone at {doing!r}: "
-        f"{child.why_ended()}",
+        f"{text}{child.why_ended()}",
         hint="its own lines in the learner's log say why; a code of -9 without one is often a "
         "machine out of memory",
     )
+
+
+def rank_out_of_memory(text: str, order: Order | None) -> OutOfMemoryError:
+    """Return the error of a rank whose GPU did not hold what it was ordered to do."""
+    error = OutOfMemoryError(text, hint="lower learner.microbatch_tokens")
+    if order is not None and order.do == "step":
+        error.step = order.fields["step"]
+        error.microbatch_tokens = order.fields["microbatch_tokens"]
+    return error

@@ -37,7 +37,7 @@ from ...runtime import EXIT_CRASHED, JobContext
 from ...training.parallel import Meeting
 from ...training.rank_commands import Order, Ranks
 from ...weights.broadcast_group import own_address, server_of
-from .child_ranks import RankProcess
+from .child_ranks import RankProcess, rank_out_of_memory
 
 T = TypeVar("T")
 
@@ -66,7 +66,8 @@ class PlacedRanks(Ranks):
         self._loop = asyncio.get_running_loop()
         self._num_orders = 0
         self._begun = False
-        self._gone: EngineError | None = None
+        self._gone: TinkermqError | None = None
+        self._order_now: Order | None = None
 
     @contextlib.contextmanager
     def doing(self, order: Order) -> Iterator[None]:
@@ -74,6 +75,7 @@ class PlacedRanks(Ranks):
 
         Raises EngineError if one of them is gone.
         """
+        self._order_now = order
         self._wait(self._send_order(order))
         self._begun = True
         try:
@@ -92,13 +94,14 @@ class PlacedRanks(Ranks):
                 answers = await asyncio.gather(*map(self._read_state, self._names))
                 there = [status for status in answers if status is not None]
                 heard |= {rank_name(status.rank): clock() for status in there}
-                gone = next((status.error for status in there if status.error), "")
+                gone = next((status for status in there if status.error), None)
                 if any(status.draining for status in there) and not self._context.stopping.is_set():
                     self._context.log.info("learner_drains_with_its_ranks")
                     self._context.stopping.set()
                 silent = next((name for name, at in heard.items() if clock() - at > ANSWER_S), "")
-                if gone or silent:
-                    self._gone = _gone(gone or f"{silent} has not answered for {ANSWER_S:g} s")
+                if gone is not None or silent:
+                    silence = f"{silent} has not answered for {ANSWER_S:g} s"
+                    self._gone = _gone(silence) if gone is None else self._ended(gone)
                     _end_within(_END_S)
                     raise self._gone
             else:
@@ -182,13 +185,17 @@ class PlacedRanks(Ranks):
         error = f"{name} on {status.host}: {status.error}" if status.error else ""
         return status.model_copy(update={"error": error})
 
-    async def _seen_to_be_gone(self) -> EngineError | None:
+    def _ended(self, status: RankState) -> TinkermqError:
+        error = _gone(status.error)
+        return rank_out_of_memory(error.message, self._order_now) if status.out_of_memory else error
+
+    async def _seen_to_be_gone(self) -> TinkermqError | None:
         """A broken connection is noticed before the end of the process that it led to."""
         deadline = self._loop.time() + _SEEN_END_S
         while self._loop.time() < deadline:
             for status in await asyncio.gather(*map(self._read_state, self._names)):
                 if status is not None and status.error:
-                    return _gone(status.error)
+                    return self._ended(status)
             await asyncio.sleep(_LOOK_S / 4)
         return None
 
@@ -227,6 +234,7 @@ class RankActor:
         self._taking = asyncio.Lock()
         self._last_request = context.broker.clock()
         self._error = ""
+        self._out_of_memory = False
         self._process: RankProcess | None = None
         self._orders: asyncio.Queue[RankOrder] = asyncio.Queue()
         self._work: asyncio.Task[None] | None = None
@@ -262,6 +270,7 @@ class RankActor:
         if order.do == "begin":
             await self._end_process()
             self._learner, self._num_taken, self._error = order.learner, 0, ""
+            self._out_of_memory = False
             self._orders = asyncio.Queue()
             self._process = RankProcess.start(self._rank)
             self._work = asyncio.create_task(self._do_all(self._process), name="orders of a rank")
@@ -284,6 +293,7 @@ class RankActor:
     def _state(self) -> RankState:
         process = self._process
         if not self._error and process is not None and process.has_ended:
+            self._out_of_memory = process.was_out_of_memory
             self._error = process.why_ended()
         return RankState(
             rank=self._rank,
@@ -292,6 +302,7 @@ class RankActor:
             host=self._context.presence.host,
             works=process is not None and not self._error,
             error=self._error,
+            out_of_memory=self._out_of_memory,
             draining=self._context.stopping.is_set(),
         )
 
@@ -314,10 +325,11 @@ class RankActor:
         """Return what the process must know; models may lie elsewhere on this machine."""
         if order.do != "begin":
             return order.fields
-        return {
-            **order.fields,
-            "config": self._context.config.model_dump_json(exclude_unset=True),
-        }
+        own = self._context.config
+        config = own.model_copy(
+            update={"learner": own.learner.model_copy(update=order.fields["settings"])}
+        )
+        return {**order.fields, "config": config.model_dump_json(exclude_unset=True)}
 
     async def _group(self, seq: int) -> Group:
         entry = await self._log.get(seq)

@@ -15,9 +15,11 @@ import structlog
 import torch
 
 from ....schemas.config.job import JobConfig
-from ....schemas.wire.errors import StorageError, TinkermqError
+from ....schemas.wire.errors import OutOfMemoryError, StorageError, TinkermqError
 from ...logging import configure_logging
-from ...runtime import EXIT_CRASHED, EXIT_DONE
+from ...policy.devices import own_device
+from ...runtime import EXIT_CRASHED, EXIT_DONE, EXIT_OUT_OF_MEMORY
+from ...training.numerics import settle_numerics
 from ...training.parallel import Meeting, Parallel, whole_tensors
 from ...training.policies import Policies, load_models
 from ...training.rank_commands import Order
@@ -30,6 +32,7 @@ def serve(rank: int, orders: Connection) -> None:
     """Do what rank 0 does, until there are no more orders."""
     order = Order.receive(orders)
     config = JobConfig.model_validate_json(order.fields["config"])
+    settle_numerics(config.learner, on_gpu=own_device().type == "cuda")
     torch.set_num_threads(config.learner.threads)
     parallel = Parallel.join(rank, config.learner, Meeting.reach(order.fields["meeting"]))
     folder = Path(path) if (path := order.fields["folder"]) is not None else None
@@ -52,7 +55,9 @@ def serve(rank: int, orders: Connection) -> None:
 def _do(order: Order, policies: Policies) -> None:
     match order.do:
         case "step":
-            policies.step(order.groups, order.fields["step"], order.fields["oldest"])
+            fields = order.fields
+            tokens = fields["microbatch_tokens"]
+            policies.step(order.groups, fields["step"], fields["oldest"], microbatch_tokens=tokens)
         case "gather":
             dtype = order.fields["dtype"]
             if dtype is None:
@@ -81,7 +86,7 @@ def main(argv: list[str]) -> int:
     except TinkermqError as error:
         _log.error("rank_failed", code=error.code, message=error.message, hint=error.hint)
         os.write(int(argv[1]), str(error).encode())
-        return EXIT_CRASHED
+        return EXIT_OUT_OF_MEMORY if isinstance(error, OutOfMemoryError) else EXIT_CRASHED
     return EXIT_DONE
 
 

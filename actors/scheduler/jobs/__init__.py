@@ -1,1 +1,1 @@
-"""What the scheduler knows of jobs: records, states, actors, holdings and secrets."""
+"""The scheduler's jobs: records, states, actors, holdings and secrets."""

@@ -155,7 +155,7 @@ class RetentionLimits:
     of_user: int = 100
     """Of each user: the newest."""
     of_all: int = 1000
-    """Of all users together: whoever has the most gives up the oldest."""
+    """Of all users together: the user with the most gives up the oldest."""
 
 
 Ended = Mapping[str, Mapping[str, float]]

@@ -1,8 +1,9 @@
 """The rules of one job: its actors, its next state, what its user holds, and the quotas. Pure.
 
 On a node a slot is a GPU or a CPU share. The learner, each generator and each inference server
-compute all the time and hold as many slots as their configuration says; the evaluator and the
-environment hosts hold none, so that a laptop with two cores runs a whole job.
+compute all the time and hold as many slots as their configuration says, or one between them where
+learner and generator share a GPU, and so does an evaluator where there is one; environment hosts
+hold none, so that a laptop with two cores runs a whole job.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,7 +51,7 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
                 hint="set env.game, or evaluate the folder like another run: "
                 "`tinkermq eval FOLDER --like RUN`",
             )
-        return [ActorPlacement(name="evaluator-0", role="evaluator", slots=1), *hosts]
+        return [_actor("evaluator", "evaluator-0", config.evaluator_slots), *hosts]
     if kind == "infer":
         return [*_servers(config.generator), *hosts]
     if kind == "tinker":
@@ -66,13 +67,22 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
             hint="name files with conversations in sft.data, or submit it with `tinkermq train`",
         )
     actors = _learner(config.learner)
-    actors += [
-        _actor("generator", f"generator-{i}", config.generator_slots)
-        for i in range(config.generator.count)
-    ]
+    actors += _generators(config)
     if config.has_evaluator:
-        actors.append(_actor("evaluator", "evaluator-0"))
+        actors.append(_actor("evaluator", "evaluator-0", config.evaluator_slots))
     return actors + hosts
+
+
+def _generators(config: JobConfig) -> list[ActorPlacement]:
+    """Return the generators; one that may share the learner's slot says so."""
+    slots = config.generator_slots
+    made = [_actor("generator", f"generator-{i}", slots) for i in range(config.generator.count)]
+    if not config.may_colocate:
+        return made
+    shared = {"shares": "learner", "slots": 0, "own_slots": 0}
+    if config.placement == "auto":
+        shared |= {"slots": slots, "own_slots": slots}
+    return [actor.model_copy(update=shared) for actor in made]
 
 
 def _learner(config: LearnerConfig) -> list[ActorPlacement]:
@@ -130,7 +140,14 @@ def scaled(
 def unplaced(actors: Sequence[ActorPlacement]) -> list[ActorPlacement]:
     """Return the actors as they were before they were given to nodes."""
     return [
-        ActorPlacement(name=actor.name, role=actor.role, slots=actor.slots, spread=actor.spread)
+        ActorPlacement(
+            name=actor.name,
+            role=actor.role,
+            slots=actor.own_slots or actor.slots,
+            spread=actor.spread,
+            shares=actor.shares,
+            own_slots=actor.own_slots,
+        )
         for actor in actors
     ]
 
@@ -154,6 +171,7 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
         "learner": config.learner.threads,
         "rank": config.learner.threads,
         "generator": config.generator.threads,
+        "evaluator": config.generator.threads,
         "server": config.generator.threads,
         "trainer": config.learner.threads,
         "sampler": config.generator.threads,
@@ -356,8 +374,8 @@ def _trouble(status: ActorStatus) -> str:
     """Say what is wrong with an actor: it stands still, or fails without doing any work."""
     if status.silent_s:
         return (
-            f"{status.name} has told no heartbeat for {status.silent_s:.0f} s: it is stopped, "
-            "hangs, or does not reach the broker; its node starts it again when that lasts"
+            f"{status.name} has sent no heartbeat for {status.silent_s:.0f} s: it is stopped, "
+            "hangs, or does not reach the broker; if that lasts, its node starts it again"
         )[:MOST_CHARACTERS]
     if not status.fruitless:
         return ""
@@ -370,7 +388,7 @@ def _trouble(status: ActorStatus) -> str:
 
 
 def with_usage(record: JobRecord, usage: TrainerUsage) -> JobRecord:
-    """Return a record with what is new in what was told; the same one if nothing is."""
+    """Return a record with the news of a report; the same one without news."""
     return _with_sampled(record, usage) if usage.sampler else _with_trained(record, usage)
 
 
@@ -382,7 +400,7 @@ def _with_trained(record: JobRecord, usage: TrainerUsage) -> JobRecord:
 
 
 def _with_sampled(record: JobRecord, usage: TrainerUsage) -> JobRecord:
-    """Add what a sampler has computed since it last told; one that starts again begins at 0."""
+    """Add what a sampler has computed since its last report; a restarted one begins at 0."""
     last = record.tinker_samplers.get(usage.sampler)
     if last is not None and last.since > usage.since:  # a later one has its name
         return record

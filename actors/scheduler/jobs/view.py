@@ -92,10 +92,11 @@ class JobsView:
         self._forget_size(key)
 
     def lock(self, user: str) -> asyncio.Lock:
-        """Return what lets one request of a user at a time count what he holds and add to it."""
+        """Return a lock, so that one request of a user at a time counts and adds to what the user
+        holds."""
         return self._locks.setdefault(user, asyncio.Lock())
 
-    def put_away(self, record: JobRecord) -> None:
+    def enter_archived(self, record: JobRecord) -> None:
         """Enter that the record of an archived job has left the bucket of jobs."""
         key = key_of(record)
         self._jobs.drop(key)
@@ -238,7 +239,7 @@ class JobsView:
         return self._of_user.get(job.user, {}).get(key_of(job), 0)
 
     def run_folders_of_others(self, user: str) -> list[tuple[str, str]]:
-        """Return run folder and owner of each job of somebody else."""
+        """Return run folder and owner of each job of other users."""
         every = (*self._every(), *self.archive.of(None))
         return [(item.run_dir, item.user) for item in every if item.user != user]
 
@@ -251,7 +252,7 @@ class JobsView:
         return self.archive.named(user, name) if key is None else key.partition(".")[2]
 
     def untold(self) -> list[JobRecord]:
-        """Return the jobs, ended ones among them, with events that can be told."""
+        """Return the jobs, also ended ones, with events to publish."""
         return [self._jobs.entries[key].value for key in self._untold]
 
     def removals(self) -> list[JobRecord]:
@@ -313,7 +314,7 @@ class JobsView:
         return self._num_bytes
 
     def numbers(self) -> dict[str, float]:
-        """Return how many jobs live, have ended and are at hand, and are archived."""
+        """Return the numbers of live, ended and archived jobs."""
         return {
             "jobs_live": len(self.live),
             "jobs_ended": sum(map(len, self.ended.values())),
@@ -433,7 +434,7 @@ class Versions:
         self._read = float("-inf")
 
     async def refresh(self, active: Sequence[JobRecord]) -> bool:
-        """Enter what the learners of these jobs tell, now and then; whether it did."""
+        """Enter the reports of these jobs' learners, now and then; return whether it did."""
         if time.monotonic() - self._read < _EVERY_S:
             return False
         self._read = time.monotonic()
@@ -451,7 +452,7 @@ class Versions:
 
 
 async def last_version(broker: Broker, record: JobRecord) -> int:
-    """Return the version at which a job has ended: what its learner last told of a step.
+    """Return the version at which a job has ended: that of its learner's last report.
 
     Its heartbeat is gone, and was read every two seconds only.
     """

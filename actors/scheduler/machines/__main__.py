@@ -35,19 +35,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def give_all_back(source: MachineSource, deadline_s: float = DEADLINE_S) -> None:
     """Give back what a pool has; raises DeadlineError that names what has not gone.
 
-    What never began is told and not waited for: Ray drops it when it would begin.
+    Requests that never began are printed and not awaited: Ray drops them.
     """
     machines = await source.list_machines()
     for machine in machines:
         await source.release_machine(machine, drain=True)
     try:
         async with asyncio.timeout(deadline_s):
-            while machines := await _begun(source):  # noqa: ASYNC110  the cluster tells nobody
+            while machines := await _begun(source):  # noqa: ASYNC110  the cluster sends no events
                 await asyncio.sleep(_POLL_S)
     except TimeoutError as error:
         left = ", ".join(f"{item.name} ({item.id})" for item in machines)
         raise DeadlineError(
-            f"machines have not gone after {deadline_s:g} s: {left}",
+            f"machines have not ended after {deadline_s:g} s: {left}",
             hint="they drain still; the cluster ends them by their ids",
         ) from error
 

@@ -33,7 +33,7 @@ _NOT_FOUND, _CONFLICT = 404, 409
 _ENDED = frozenset({"Succeeded", "Failed"})
 _GRACE_S = 10
 """Of a pod whose node has not joined."""
-_HINT = "`kubectl auth can-i create pods` as whom the scheduler runs; `context:`, `namespace:`"
+_HINT = "run `kubectl auth can-i create pods` as the scheduler's user; see `context:`, `namespace:`"
 
 
 class KubernetesSource:
@@ -70,7 +70,7 @@ class KubernetesSource:
         return await asyncio.to_thread(self._asked, work)
 
     def _asked(self, work: Callable[["CoreV1Api"], T]) -> T:
-        """Do it in this thread; what goes wrong is told in the cluster's words."""
+        """Do it in this thread; report errors in the cluster's words."""
         if self._api is None:
             self._api = _connected(self._config.context)
         from kubernetes.client.exceptions import ApiException
@@ -190,7 +190,7 @@ def _listed(api: "CoreV1Api", namespace: str, selector: str) -> list["V1Pod"]:
 
 
 def _made(api: "CoreV1Api", namespace: str, name: str, made: Any) -> None:
-    """Make a pod; one of that name that has ended makes room, one that lives is it."""
+    """Make a pod; an ended one of that name is replaced, a running one is returned."""
     from kubernetes.client.exceptions import ApiException
 
     try:

@@ -5,11 +5,11 @@ version of ours. A job's submission id is the machine's name and the number of t
 asked for, and Ray takes none twice: who asked twice, after a kill in between, has one machine.
 
 Ray ends a job by SIGTERM to each process below it. Actors would end at once at that and the node's
-own, so the node is nobody's child (`_SCRIPT`): the shell that Ray knows hands one signal on, and
+own, so the node has no parent (`_SCRIPT`): the shell that Ray started passes one signal on, and
 ends when the node has. If Ray kills the shell, as it does when a Ray node goes, the node drains. A
 job that is stopped as it begins starts no node, or ends it.
 
-Ray tells when a job was submitted, and not when it began: a machine's time counts from when it was
+Ray reports when a job was submitted, not when it began: a machine's time counts from when it was
 last seen to wait, which is remembered, or else from its submission.
 """
 
@@ -28,9 +28,9 @@ from ....schemas.wire.errors import PlacementError
 from .source import Machine, MachineNames, WebReply, request
 
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN"  # noqa: S105  a variable's name
-_UNREACHABLE = "is the Ray cluster up? `ray job list --address ADDRESS` by hand tells"
+_UNREACHABLE = "is the Ray cluster up? try `ray job list --address ADDRESS`"
 _REFUSED = (
-    "`ray status` on the cluster tells what it has; mend `address:` or `ray:` of the machines"
+    "`ray status` on the cluster shows what it has; correct `address:` or `ray:` of the machines"
 )
 _ENDED = frozenset({"STOPPED", "SUCCEEDED", "FAILED"})
 _NOT_FOUND = 404
@@ -38,10 +38,10 @@ _BESIDE = """\
 trap : TERM
 : > $notes/begun
 {node} >&2 < /dev/null &
-node=$! told=
+node=$! stopped=
 while kill -0 $node 2> /dev/null && ! grep -qs "^State:.*zombie" /proc/$node/status; do
-  if [ -z "$told" ] && {{ [ -e $notes/stop ] || ! kill -0 $outer 2> /dev/null; }}; then
-    told=yes
+  if [ -z "$stopped" ] && {{ [ -e $notes/stop ] || ! kill -0 $outer 2> /dev/null; }}; then
+    stopped=yes
     kill -TERM $node
   fi
   sleep 1 & wait $!
@@ -110,7 +110,7 @@ class RaySource:
             raise _refusal(reply)
 
     async def _is_there(self, job: str) -> bool:
-        """Whether somebody else has asked for the same."""
+        """Whether another request asked for the same."""
         reply = await self._ask("GET", f"/api/jobs/{job}")
         return reply.status != _NOT_FOUND and _json(reply).get("status") not in _ENDED
 

@@ -1,10 +1,10 @@
 """Machines of Slurm: a job for each, whose one step is the node.
 
 A job's name is the machine's, and `singleton` keeps two of one name from running: who asked twice,
-after a kill in between, has one machine. Slurm tells the node by SIGTERM that its time is nearly up
-or that somebody more important needs the machine; the node drains as it does on any SIGTERM. It is
-a step, and not the batch script, because the grace of a preemption is told to steps alone. Whatever
-Slurm refuses is told in its own words.
+after a kill in between, has one machine. Slurm sends the node SIGTERM when its time is nearly up
+or that a more important job needs the machine; the node drains as it does on any SIGTERM. It is
+a step, and not the batch script, because only steps get the grace of a preemption. Refusals are
+reported in Slurm's words.
 """
 
 import os
@@ -18,8 +18,8 @@ from .source import CommandHints, Machine, MachineNames, run_command
 
 _HINTS = CommandHints(
     missing="run the scheduler where Slurm's commands are, on a login node for example",
-    late="is slurmctld up? `sinfo` tells",
-    refused="the same words on Slurm's own command line mean the same; mend `sbatch:` or "
+    late="is slurmctld up? try `sinfo`",
+    refused="Slurm's own command line says the same; correct `sbatch:` or "
     "`partition:` of the machines, or ask the cluster's admins",
 )
 _FORMAT = "%i|%j|%T|%S|%e|%r"

@@ -42,7 +42,7 @@ class MachineSource(Protocol):
     """Where machines come from; errors are TinkermqError in the cluster's words."""
 
     async def list_machines(self) -> list[Machine]:
-        """Return all machines of this pool that the cluster knows."""
+        """Return all machines of this pool at the cluster."""
         ...
 
     async def request_machine(self, name: str) -> None:
@@ -76,7 +76,7 @@ class MachineNames:
         return int(name.removeprefix(self.prefix))
 
     def free(self, taken: Iterable[str], count: int) -> list[str]:
-        """Return the first names that are not taken: who asks twice asks for the same."""
+        """Return the first free names, so that a repeated request is the same."""
         known = set(taken)
         collected: list[str] = []
         number = 1
@@ -164,7 +164,7 @@ async def request(
 ) -> WebReply:
     """Ask; an answer of any status is one.
 
-    Raises DeadlineError, and PlacementError with the reason where nobody answers; `hint` says what
+    Raises DeadlineError, and PlacementError with the reason of a failure; `hint` says what
     a person may do then.
     """
     try:

@@ -1,7 +1,7 @@
 """The source of machines for a configuration; machines that are always there, by SSH.
 
 Over SSH a machine's number is its host's place in the list. `flock` holds a lock on the host as
-long as its node lives: a second start finds it held, and a look tries to share it. A host that does
+long as its node runs: a second start finds it held, and a poll tries to share it. A host that does
 not answer is reported with ssh's reason and not used meanwhile.
 """
 
@@ -25,9 +25,9 @@ _OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 _FOLDER = 'cd "${TMPDIR:-/tmp}"'
 _HINTS = CommandHints(
     missing="install an SSH client there",
-    late="is the host up? the same command by hand tells",
-    refused="`ssh HOST true` by hand, as whom the scheduler runs, must work without a password; "
-    "mend `hosts:` or `ssh:` of the machines",
+    late="is the host up? try the same command by hand",
+    refused="`ssh HOST true` must work without a password as the scheduler's user; "
+    "correct `hosts:` or `ssh:` of the machines",
 )
 
 
@@ -103,10 +103,10 @@ class NoSource:
 
     async def request_machine(self, name: str) -> None:
         """Raise PlacementError."""
-        raise PlacementError(f"there is nobody to ask for {name}", hint="start nodes by hand")
+        raise PlacementError(f"{name} is not available here", hint="start nodes by hand")
 
     async def release_machine(self, machine: Machine, *, drain: bool) -> None:
-        """Give back what nobody has asked for: nothing."""
+        """Return nothing: nothing was requested."""
 
 
 _SOURCES = {

@@ -66,9 +66,9 @@ def refuse_code_of_others(config: JobConfig) -> None:
 
 
 def refuse_own_algorithms(config: JobConfig, user: str) -> None:
-    """Raise ConfigError for functions of a user who may not run code in a learner.
+    """Raise ConfigError for functions of a user without the right to run code in a learner.
 
-    A learner can read every run folder: the operator names who is trusted with that.
+    A learner can read every run folder: the operator names the trusted users.
     """
     for key, target in config.own_functions.items():
         if user not in _authors():
@@ -87,7 +87,7 @@ def refuse_own_algorithms(config: JobConfig, user: str) -> None:
 
 
 _REACH_OUT = ("wandb", "mlflow")
-"""Trackers that send what they are told to a server."""
+"""Trackers that send data to a server."""
 
 
 def refuse_network(config: JobConfig, user: str) -> None:
@@ -128,7 +128,7 @@ def refuse_network(config: JobConfig, user: str) -> None:
 def refuse_unshown(config: JobConfig, user: str, roots: Sequence[Path]) -> None:
     """Raise ConfigError for a model or data that functions of a user may not be shown.
 
-    What is there and what is not is refused alike: a path tells nothing.
+    Existing and missing paths are refused alike, so that they reveal nothing.
     """
     if not config.own_functions:
         return
@@ -176,7 +176,7 @@ def _listed(variable: str) -> list[str]:
 def refuse_runs_of_others(
     config: JobConfig, others: Iterable[tuple[str, str]], more: Mapping[str, str] | None = None
 ) -> None:
-    """Raise ConfigError for a value that leads into the run folder of somebody else.
+    """Raise ConfigError for a value that leads into another user's run folder.
 
     It may lead there by itself, by a link inside of the folder that it names, or by another name of
     the same file. `others` are those folders, each with its owner; what the owner's runs lie in is
@@ -197,7 +197,7 @@ def refuse_runs_of_others(
 
 
 def check_game(config: Mapping[str, Any]) -> None:
-    """Raise GameError if the pool is to host a game of a name that nobody has registered."""
+    """Raise GameError if the pool is to host a game of an unregistered name."""
     env = cast("Mapping[str, Any]", config.get("env") or {})
     is_hosted = env.get("hosts") != 0 and not runs_programs(config)
     if (game := env.get("game")) and is_hosted:
@@ -212,7 +212,7 @@ _DONE = {"archive": "archived", "unarchive": "brought back", "delete": "deleted"
 def refuse_removal(record: JobRecord, removal: Removal, others: Iterable[JobRecord]) -> None:
     """Raise StateError, with the reason, for a job that cannot be archived or deleted now.
 
-    `others` are the jobs of the pool: some of them may live on what would go.
+    `others` are the jobs of the pool: some of them may need what would be removed.
     """
     if not is_final(record):
         raise StateError(

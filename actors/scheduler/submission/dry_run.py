@@ -52,7 +52,7 @@ from .submission import (
 )
 
 _SCHEDULER = "scheduler"
-What = Literal["job", "model", "data", "game", "slots"]
+What = Literal["job", "model", "data", "game", "slots", "memory"]
 
 
 class _Seen(NamedTuple):
@@ -66,7 +66,7 @@ class DryRun:
     """Answers clients that only try a job."""
 
     def __init__(self, broker: Broker, submission: Submission, reconciler: Reconciler) -> None:
-        """Ask the nodes that `reconciler` knows; `submission` says what a job would be."""
+        """Ask the nodes of `reconciler`; `submission` makes the job that would run."""
         self._broker = broker
         self.submission = submission
         self._reconciler = reconciler
@@ -83,7 +83,18 @@ class DryRun:
         )
         matches = [finding for findings in reply for finding in findings]
         slots = self._slots(context.user, record.actors, nodes)
-        return SubmissionFindings(findings=[*matches, slots])
+        return SubmissionFindings(findings=[*matches, slots, *await self._memory(record, config)])
+
+    async def _memory(self, record: JobRecord, config: JobConfig) -> list[SubmissionFinding]:
+        """Return what the job takes on the pool's GPUs; nothing where that is not known."""
+        reader = self.submission.reader(record.user, [Path(root) for root in record.output_roots])
+        plan = await self.submission.plan_on_gpus(record.kind, config, reader)
+        if plan is None:
+            return []
+        if plan.refusal is not None:
+            return [_failed("memory", plan.refusal)]
+        text = "\n".join(plan.lines())
+        return [SubmissionFinding(what="memory", ok=True, text=text, by=_SCHEDULER)]
 
     async def _models(
         self, nodes: Sequence[NodeStatus], config: JobConfig, record: JobRecord
@@ -135,7 +146,7 @@ class DryRun:
                 raise kind(f"{finding.by}: {finding.text}", hint=finding.hint)
         raise GameError(
             f"no node has both game {game} and its data, as far as they could say",
-            hint="`tinkermq train FILE --dry-run` tells what each of them lacks",
+            hint="`tinkermq train FILE --dry-run` shows what each of them lacks",
         )
 
     async def having_model(self, record: JobRecord, config: JobConfig) -> list[str]:
@@ -231,7 +242,7 @@ def _of_nodes(
 # repeats the request under the same id until the check is done.
 
 GAME_ANSWER_S = 3.0
-"""After which a client is told to ask again."""
+"""After which a client has to ask again."""
 KEPT_S = 60.0
 """How long an answer waits for a client that is away."""
 _NODE_S = 90.0
@@ -247,7 +258,7 @@ class EnvChecks:
     """The checks of all users, of each the last one."""
 
     def __init__(self, broker: Broker, trial: DryRun) -> None:
-        """Check nothing yet; `trial` says what a job would be, and who has its game."""
+        """Check nothing yet; `trial` makes the job that would run, and finds its game's nodes."""
         self._broker = broker
         self._trial = trial
         self._checks: dict[str, _Check] = {}
@@ -299,7 +310,7 @@ class EnvChecks:
         )
 
     async def _look_into(self, record: JobRecord, config: JobConfig) -> GameCheckReply:
-        """Have a node that has a job's model look into it; nothing is told where none can."""
+        """Let a node with the job's model inspect it; find nothing if no node can."""
         having = await self._trial.having_model(record, config)
         question = InspectQuestion(config=config.model_dump(mode="json", exclude_unset=True))
         for name in having:

@@ -303,8 +303,8 @@ class Origins:
         record = await self._view.get(user, name)
         if record.kind != "infer" or is_final(record):
             raise ConfigError(
-                f"{key}={name}: job {record.name} is of kind {record.kind} and {record.state}, it "
-                "answers nobody",
+                f"{key}={name}: job {record.name} is of kind {record.kind} and {record.state}, "
+                "which answers no requests",
                 hint="serve the model first (`tinkermq serve …`) and name that job",
             )
         return record
@@ -517,7 +517,7 @@ def _instead(name: str, key: str) -> str:
 
 
 def refuse_changes(record: JobRecord, changes: Mapping[str, Any]) -> None:
-    """Raise StateError for a job that is to be changed while it lives."""
+    """Raise StateError for a change of a live job."""
     if changes:
         raise StateError(
             f"run {record.name} is {record.state}: its configuration changes only when it is "

@@ -29,6 +29,7 @@ from ....schemas.config.sections import (
 )
 from ....schemas.job import ActorPlacement, ConfigureRequest, JobRecord, SubmitRequest
 from ....schemas.node import ModelAnswer, ModelQuestion, NodeStatus
+from ....schemas.plan.plan import Plan, plan_for_pool
 from ....schemas.tinker.names import is_path
 from ....schemas.wire.codec import merged
 from ....schemas.wire.errors import (
@@ -89,10 +90,10 @@ class Reader(NamedTuple):
 
     user: str
     roots: Sequence[Path]
-    """Folders below which his jobs may write; none: he may know of all."""
+    """Folders below which the user's jobs may write; none: the user may read all."""
 
     def may_know(self, model: str) -> bool:
-        """Whether to be told what is at a path."""
+        """Whether the answer may say what is at a path."""
         try:
             place = Path(os.path.realpath(without_tilde(model)))
         except ValueError:  # no path: it holds a null byte
@@ -294,7 +295,8 @@ class Submission:
             return record or await self._create(user, job or new_id(), request)
 
     def lock(self, user: str) -> asyncio.Lock:
-        """Return what lets one request of a user at a time count what he holds and add to it."""
+        """Return a lock, so that one request of a user at a time counts and adds to what the user
+        holds."""
         return self._view.lock(user)
 
     async def _blank(self, user: str, job: str, request: SubmitRequest) -> JobRecord:
@@ -338,7 +340,7 @@ class Submission:
                 await self._free_copies(blank)
                 return await self._jobs.get(user, job)
             if request.sealed:
-                await self._secrets.keep(JobScope(user, job), request.sealed)
+                await self._secrets.add_sealed(JobScope(user, job), request.sealed)
             return await self._jobs.create(record, f"user {user}")
         finally:
             self._names.discard((user, blank.name))
@@ -376,8 +378,11 @@ class Submission:
         """
         config, roots, kind, actors, folders, teachers = await self._planned(record)
         self.refuse_placing(record.user, actors)
+        reader = self.reader(record.user, roots)
+        plan = await self.plan_on_gpus(kind, config, reader)
+        if plan is not None and plan.refusal is not None:
+            raise plan.refusal
         if not record.fork_dir:
-            reader = self.reader(record.user, roots)
             await refuse_missing_models(self._broker, self._reconciler.nodes(), config, reader)
         wanted = {"actors": actors, "stored_bytes": states.reserved_bytes(config)}
         self.check_growth(before, record.model_copy(update=wanted))
@@ -442,7 +447,7 @@ class Submission:
             raise
 
     async def _free_copies(self, record: JobRecord) -> None:
-        with contextlib.suppress(TinkermqError):  # the store is away: the error before is told
+        with contextlib.suppress(TinkermqError):  # the store is away: the earlier error is raised
             await asyncio.to_thread(free_copies, record, Stores(self._broker))
 
     async def resumed(self, record: JobRecord, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -490,6 +495,20 @@ class Submission:
             user, quota, {}, max_slots=states.slots_of(actors), max_actors=len(actors)
         )
 
+    async def plan_on_gpus(self, kind: str, config: JobConfig, reader: Reader) -> Plan | None:
+        """Return what a training job takes on the pool's GPUs.
+
+        None where it may run on a CPU or on machines that are still to come, and for models that
+        the scheduler does not know, or the reader may not.
+        """
+        nodes = self._reconciler.nodes()
+        trains = kind in ("train", "sft")
+        if not trains or self._reconciler.may_grow or any(not node.gpus for node in nodes):
+            return None
+        read = [reader.may_know(model) for model in models_of(config)]
+        gpus = [(gpu.model, gpu.memory_bytes) for node in nodes for gpu in node.gpus]
+        return await asyncio.to_thread(plan_for_pool, config, gpus) if all(read) else None
+
     async def _allowed(self, config: JobConfig, record: JobRecord) -> tuple[JobConfig, list[Path]]:
         """Return what the owner of a job may ask for, and where its processes may write.
 
@@ -531,7 +550,7 @@ class Submission:
         )
 
     def reader(self, user: str, roots: Sequence[Path]) -> Reader:
-        """Return who asks for models, with the folders below which his jobs may write."""
+        """Return the requesting user, with the folders below which the user's jobs may write."""
         return Reader(user, roots if self._has_users else [])
 
     @property

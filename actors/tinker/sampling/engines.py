@@ -285,7 +285,7 @@ class SampledAdapters:
 
     def _drop(self, place: _Place) -> None:
         del self._places[place.snapshot.name]
-        place.ready.cancel()  # nobody waits for it any more
+        place.ready.cancel()  # no longer awaited
         self._engine.drop_adapter(place.snapshot.name)
         self._free(place.snapshot)
 

@@ -126,7 +126,7 @@ def write_samples(
 ) -> bytes:
     """Return continuations as clients read them, and what is known of the prompt.
 
-    `with_logprobs` tells that its tokens' log-probs are wanted, beside the likeliest.
+    `with_logprobs`: also return its tokens' log-probs, beside the likeliest.
     """
     message = wire.SampleResponse()
     for sequence in sequences:
@@ -274,12 +274,12 @@ class _Open:
 
     work: "asyncio.Task[OperationResult]"
     num_samples: int
-    told: float = field(default_factory=time.monotonic)
+    requested_at: float = field(default_factory=time.monotonic)
     """When it was last asked for."""
 
 
 async def run_sampler(context: JobContext) -> None:
-    """Sample until told to stop."""
+    """Sample until stopped."""
     await context.serve_control()
     base = await engines.open_engine(context.config)
     settle_memory()
@@ -304,7 +304,7 @@ class Sampler:
         self._adapters = engines.SampledAdapters(
             base.engine, at_once, snapshots.fetch, snapshots.free
         )
-        self._metered = engines.MeteredEngine(base.engine, context.config.generator.max_requests)
+        self._metered = engines.MeteredEngine(base.engine, context.config.generator.num_requests)
         weights, tokens = self._metered.weights, self._metered.tokens
         self._shares = ShareFollower(context, weights, lambda: tokens, sampler=context.name)
         self._parts = PartsService(context.broker, context.service)
@@ -391,7 +391,7 @@ class Sampler:
                 f"sampler {self._context.name} has no request {request.request[-40:]}",
                 hint="sample again",
             )
-        match.told = time.monotonic()
+        match.requested_at = time.monotonic()
         if request.cancel:
             del self._open[context.user][request.request]
             match.work.cancel()
@@ -400,15 +400,15 @@ class Sampler:
             return OperationResult(state="failed", error="it was cancelled", category="user")
         if not match.work.done():
             return OperationResult(queue_reason="it is being sampled")
-        match.told = time.monotonic()
+        match.requested_at = time.monotonic()
         return match.work.result()
 
     def _sweep(self) -> None:
-        """Forget results that were told, or that nobody asks for."""
+        """Drop results that were sent, or are no longer requested."""
         before = time.monotonic() - KEPT_S
         for user, mine in list(self._open.items()):
             for request, one in list(mine.items()):
-                if one.work.done() and one.told < before:
+                if one.work.done() and one.requested_at < before:
                     del mine[request]
             if not mine:
                 del self._open[user]
@@ -416,7 +416,7 @@ class Sampler:
     async def _admitted(self, user: str, source: str) -> engines.Snapshot | None:
         """Return what a user's samples are drawn with, None for the base.
 
-        Raises NotFoundError, and ExhaustedError for a user who has no tokens left.
+        Raises NotFoundError, and ExhaustedError for a user without tokens left.
         """
         self._shares.check(user)
         self._metered.count(user, 0)  # so that the quota is asked for, too

@@ -94,7 +94,7 @@ class AdapterInUse:
     def add(self, layer: str, rows: Tensor, whole: Tensor) -> Tensor:
         """Return a layer's products float[rows, out] with what is in use added to them.
 
-        `whole` is nobody else's and may be written over. Raises RuntimeError where the layer is
+        `whole` is not shared and may be overwritten. Raises RuntimeError where the layer is
         given other rows than those that are shared out.
         """
         if not self._shares:
@@ -113,18 +113,16 @@ class AdapterInUse:
 
 
 def _added(own: LowRank, rows: Tensor, whole: Tensor) -> Tensor:
-    low = functional.linear(rows, own.a) * own.scale
-    if whole.dtype == own.b.dtype:
-        return whole.addmm_(low, own.b.t())
-    # under autocast, which passes over products in place
-    return whole + functional.linear(low, own.b)
+    low = functional.linear(rows, own.a.to(rows.dtype)) * own.scale
+    return whole.addmm_(low, own.b.to(whole.dtype).t())
 
 
 def _product(own: LowRank | None, rows: Tensor, whole: Tensor) -> Tensor:
     """Return what an adapter adds to some rows, in the type of all; nothing without one."""
     if own is None:
         return whole.new_zeros(len(rows), whole.shape[1])
-    return functional.linear(functional.linear(rows, own.a) * own.scale, own.b)
+    low = functional.linear(rows, own.a.to(rows.dtype)) * own.scale
+    return functional.linear(low, own.b.to(low.dtype))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ for several threads at once.
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import structlog
@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ....schemas.config.job import ModelConfig
-from ....schemas.config.sections import LearnerConfig
+from ....schemas.config.sections import Dtype, LearnerConfig
 from ....schemas.tinker.datum import AdamParams, Datum, LoraSpec, LossResult
 from ....schemas.tinker.operation import Company
 from ....schemas.wire.errors import ModelError, NotFoundError, StateError, TinkermqError
 from ...policy.lora import check_base
 from ...training.model import Scorer, load_model
+from ...training.parallel import Parallel
+from ...training.varlen import AttentionKey
 from .adapter import (
     Adapter,
     Moments,
@@ -59,17 +61,19 @@ class AdapterTrainer:
         microbatch_tokens: int = 16384,
         max_rank: int = MAX_RANK,
         share_prompts: bool = True,
-        dtype: Literal["float32", "bfloat16"] = "float32",
+        dtype: Dtype = "float32",
+        attention: AttentionKey = "sdpa",
         logits_bytes: int = _LOGITS_BYTES,
         mixed: bool = False,
     ) -> None:
         """Take over a model, which is frozen and whose linear layers are wrapped.
 
-        `base_model` is its name, by which folders of adapters are told apart; `base_path` the
+        `base_model` is its name, which distinguishes folders of adapters; `base_path` the
         folder that they name for PEFT. `microbatch_tokens` bounds the columns of one forward and
-        backward pass, `logits_bytes` the logits that are held at once. `dtype` is computed in;
-        weights are kept as they are. With `mixed` a pass may hold micro-batches of several
-        adapters. Raises ModelError for a model that cannot be trained in packed rows, or mixed.
+        backward pass, `logits_bytes` the logits that are held at once. The base is held and
+        computes in `dtype`, adapters are float32. With `mixed` a pass may hold micro-batches of
+        several adapters. Raises ModelError for a model that cannot be trained in packed rows, or
+        mixed.
         """
         self.base_model = base_model
         self._base_path = base_path or base_model
@@ -78,7 +82,8 @@ class AdapterTrainer:
         in_use, layers = adapt(module)
         self._model = module
         self._offer = AdapterOffer(base_model, self._base_path, layers, linear, max_rank)
-        scorer = Scorer(model, temperature=1.0, dtype=dtype)
+        inside = Parallel().place(module, LearnerConfig(dtype=dtype), attention)
+        scorer = Scorer(module, temperature=1.0, inside=inside)
         config: Any = cast(Any, model).config.get_text_config()
         vocab = self._vocab = int(config.vocab_size)
         self._base = SharedBase(
@@ -86,7 +91,7 @@ class AdapterTrainer:
             in_use,
             microbatch_tokens,
             logits_columns=max(1, logits_bytes // (4 * vocab)),
-            share_prompts=share_prompts and not scorer.flat_rows,
+            share_prompts=share_prompts,
         )
         self._reader = DataReader(
             vocab=vocab, max_tokens=getattr(config, "max_position_embeddings", None)
@@ -103,28 +108,21 @@ class AdapterTrainer:
         folder: str,
         *,
         base_model: str = "",
-        attn_implementation: Literal["sdpa", "flash_attention_2"] = "sdpa",
         trust_remote_code: bool = False,
         gradient_checkpointing: bool = False,
         device: torch.device | None = None,
         **options: Any,
     ) -> "AdapterTrainer":
-        """Load a model folder, in float32, to a device; `options` as for the constructor.
+        """Load a model folder to a device; `options` as for the constructor.
 
         Raises ModelError with the path and the reason when it cannot be loaded.
         """
-        config = ModelConfig(
-            path=folder,
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-        )
+        config = ModelConfig(path=folder, trust_remote_code=trust_remote_code)
         learner = LearnerConfig(gradient_checkpointing=gradient_checkpointing)
         model = load_model(config, learner)
         if device is not None:
             cast(nn.Module, model).to(device)
         return cls(model, base_model=base_model or folder, base_path=folder, **options)
-
-    # -- adapters ------------------------------------------------------------------------------
 
     def create(self, model_id: str, spec: LoraSpec) -> None:
         """Give a model a fresh adapter, which changes nothing yet.
@@ -193,8 +191,6 @@ class AdapterTrainer:
         """Return copies of the state of a model's optimiser, on the CPU."""
         return self._of(model_id).moments()
 
-    # -- operations ----------------------------------------------------------------------------
-
     def begin(
         self,
         model_id: str,
@@ -206,7 +202,7 @@ class AdapterTrainer:
         operation: str = "",
         companies: Sequence[Company] | None = None,
     ) -> LossPass:
-        """Check a call and lay it out; whoever asked computes it by its micro-batches.
+        """Check a call and lay it out; the caller computes it by its micro-batches.
 
         With `backward` its gradients add up with those since the last optim_step, and if it fails
         that optim_step will; `operation` is how it is called there. With the `companies` that it
@@ -240,7 +236,7 @@ class AdapterTrainer:
             try:
                 compute(self._base, chosen)
                 return chosen
-            except Exception:  # noqa: BLE001  whoever is to blame fails alone
+            except Exception:  # noqa: BLE001  only the operation at fault fails
                 _log.exception("mixed_pass_failed", losses=len(chosen))
                 for one, before in zip(chosen, gradients, strict=True):
                     one.adapter.put_gradients(before)
@@ -285,8 +281,6 @@ class AdapterTrainer:
             raise
         return adapter.step(params)
 
-    # -- folders -------------------------------------------------------------------------------
-
     def save(
         self, model_id: str, folder: Path, *, with_optimizer: bool, lasting: bool = True
     ) -> None:
@@ -326,12 +320,11 @@ class AdapterTrainer:
         self._adapters[model_id] = adapter
         self._windows[model_id] = PendingWindow()
 
-    # -- checks --------------------------------------------------------------------------------
-
     def _check_mixed(self) -> None:
         """Prove that adapters beside each other add to their own rows; else raises ModelError."""
         worst = max(_differences(self._two_alone(), self._two_mixed()))
-        tolerance = _BF16_TOLERANCE if self._base.scorer.autocast else _MIXED_TOLERANCE
+        in_half = self._base.scorer.inside.dtype != torch.float32
+        tolerance = _BF16_TOLERANCE if in_half else _MIXED_TOLERANCE
         if not worst <= tolerance:
             raise ModelError(
                 f"micro-batches of several adapters change each other's log-probs by {worst:.2g} "

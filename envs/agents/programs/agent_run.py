@@ -161,7 +161,7 @@ class AgentRun:
             outcome = check_counts(ending, self.episode, self._config, self._max_tries)
             reward = await self._reward(folder, outcome)
         info = {
-            **self.episode.told(),
+            **self.episode.to_info(),
             **reward.facts(),
             "outcome": outcome,
             "exit_code": ending.exit_code,
@@ -170,8 +170,6 @@ class AgentRun:
         if ending.how in ("memory", "disk"):
             info["limit"] = ending.how
         return StepResult("", reward.reward, done=True, info=info)
-
-    # -- setup ---------------------------------------------------------------------------------
 
     def _write_task(self, folder: ProgramFolder) -> None:
         write_json(folder["task"] / _name(INPUT), self.episode.task_input)
@@ -193,8 +191,6 @@ class AgentRun:
                 f"agent.setup {words.get(how, _ended(how, exit_code))}",
                 hint=f"it printed: {one.program.printed.tail().strip()[-_SHOWN_CHARS:]}",
             )
-
-    # -- the program ---------------------------------------------------------------------------
 
     async def _run(self, folder: ProgramFolder, begun: Callable[[], None]) -> Ending:
         """Run the program until it has ended with all its processes."""
@@ -271,8 +267,6 @@ class AgentRun:
     def _filled(self, command: list[str]) -> list[str]:
         return filled(self._config, command, last_user_text(self.prompt))
 
-    # -- its reward ----------------------------------------------------------------------------
-
     async def _reward(self, folder: ProgramFolder, outcome: Outcome) -> ProgramReward:
         """Return the reward of the episode; RewardError if nothing gives one."""
         try:
@@ -296,7 +290,7 @@ class AgentRun:
         if self.episode.has_partial_rewards:
             return ProgramReward(0.0)  # its calls have theirs
         raise RewardError(
-            "the program has ended, and nothing says what it is worth",
+            "the program has ended without a reward",
             hint="set agent.reward, write a number into the file that TINKERMQ_REWARD names, or "
             "post one to the episode's URL",
         )
@@ -343,7 +337,7 @@ def outcome_of(ending: Ending, episode: ProgramEpisode) -> Outcome:
 
 
 def earns_failed_reward(outcome: Outcome) -> bool:
-    """Whether an episode that ended so has a reward though nobody gives it one."""
+    """Whether an episode with this end has a reward without being given one."""
     return outcome in _FAILED
 
 

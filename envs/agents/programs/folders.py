@@ -1,6 +1,6 @@
 """The folders of a host's programs: a fresh one for each try, gone with it.
 
-All lie in one folder that only the host's user can open and that is locked while the host lives; a
+All lie in one folder that only the host's user can open and that is locked while the host runs; a
 host that was killed leaves one behind, which the next host on the machine removes.
 
 A copy of a folder holds what is in it and nothing else, up to a size. Links stay links and are
@@ -118,11 +118,11 @@ class ProgramFolder:
             os.close(file)
 
     def remove(self) -> None:
-        """Remove it; no process of it lives any more."""
+        """Remove it after its last process has ended."""
         remove_tree(self.path)
 
     def _make_etc(self) -> None:
-        """Write who there is: programs ask after their user, and find nobody of the host."""
+        """Write a user list: programs look up their user, and see no users of the host."""
         number = _NOBODY if self.user is None else self.user
         etc = self["etc"]
         etc.mkdir(mode=0o755)
@@ -143,11 +143,11 @@ class ProgramFolders:
         new = self.path / "new"
         self._lock = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        new.rename(self.path / _LOCK)  # so that nobody ever finds it unlocked
+        new.rename(self.path / _LOCK)  # so that it is never seen unlocked
         self._number = 0
 
     def new(self, user: int | None = None) -> ProgramFolder:
-        """Return a folder that is not made yet, for a user that nobody else is, or a known one."""
+        """Return a new folder, for an unused user id or a given one."""
         self._number += 1
         return ProgramFolder(self.path / str(self._number), user or unprivileged_user())
 
@@ -175,7 +175,7 @@ def check_shown(key: str, value: str) -> Path:
     path = check_folder(key, value)
     if unprivileged_user() is not None and path.stat().st_mode & _READABLE != _READABLE:
         raise ConfigError(
-            f"programs may not read {key}={value!r}: a host that root runs lets them run as nobody",
+            f"programs may not read {key}={value!r}: they run as an unused user",
             hint=f"chmod -R o+rX {path}",
         )
     return path
@@ -198,7 +198,7 @@ def is_own_folder(path: Path) -> bool:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Whether the host of a folder lives; one that is being made has no lock yet, and does."""
+    """Whether the host of a folder runs; a folder that is being made has no lock yet."""
     try:
         file = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

@@ -172,7 +172,7 @@ class _RunningEpisode:
 
 
 def _seen(task: "asyncio.Task[StepResult]") -> None:
-    """Look at an error that nobody may ask for any more."""
+    """Retrieve an error that may not be awaited any more."""
     if not task.cancelled():
         task.exception()
 

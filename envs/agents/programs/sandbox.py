@@ -4,7 +4,7 @@ It sees the system's programs and libraries, this interpreter with its packages 
 `agent.read` names, all read-only; its own folder at `/episode/work`, a home and a /tmp, which are
 on disk and gone with it; its own processes. It sees no other episode, no run, no grader and no file
 of a user. Its network is its own and has one address, at which the model answers; or, if the job
-says so, the machine's. It runs as a user that nobody is.
+says so, the machine's. It runs under an unused user id.
 
 With `agent.image` it sees the files of that image in place of the system's and the interpreter's.
 """
@@ -91,11 +91,11 @@ class ImageRoot:
             raise
 
     def close(self) -> None:
-        """Give the files up; who is the last one removes them."""
+        """Release the files; the last user removes them."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            return  # somebody else uses them
+            return  # others use them
         else:
             _remove(self._folder)
         finally:
@@ -120,7 +120,7 @@ class ImageRoot:
         return (self._folder / "complete").exists()
 
     def _write(self, tool: str, name: str) -> None:
-        """Write the files out, unless somebody else has meanwhile."""
+        """Write the files out, unless written meanwhile."""
         os.close(self._lock)
         self._lock = _held(self._folder, exclusive=True)
         if not self._is_complete():
@@ -221,7 +221,7 @@ def _held(folder: Path, *, exclusive: bool) -> int:
     while time.monotonic() < deadline:
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            raise SandboxError(f"{folder} is somebody else's", hint="remove it, or set TMPDIR")
+            raise SandboxError(f"{folder} belongs to another user", hint="remove it, or set TMPDIR")
         with contextlib.suppress(OSError):  # it was removed meanwhile
             lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH

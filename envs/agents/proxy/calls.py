@@ -131,15 +131,15 @@ class ProxyTimes:
     """How long a proxy waits."""
 
     failover_s: float = 120.0
-    """For somebody who plays the episode, from the last time that anything was heard."""
+    """For a generator of the episode, from the last message."""
     keepalive_s: float = 15.0
     """Between signs of life on a stream that has nothing to say."""
     adopt_s: float = 30.0
     """For the same request once more, when a program has gone before its answer was whole."""
     silence_s: float = 10.0
-    """Without a sign of life from who answers, until he is taken for dead."""
+    """Silence after which an answering generator counts as dead."""
     pause_s: float = 0.25
-    """Before somebody is looked for again."""
+    """Wait before another generator is looked for."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class CallAsker:
     def parts(
         self, subjects: "EpisodeSubjects", request: str, payload: bytes, delivery: int
     ) -> AsyncGenerator[CallPart, None]:
-        """Ask who plays the episode by this or a later delivery of its task."""
+        """Call the episode's generator of this or a later delivery of its task."""
         return ask_parts(
             self.broker,
             subjects.call,
@@ -246,7 +246,7 @@ class RunningCall:
         await asyncio.wait({self._task})
 
     async def delivered(self, *, whole: bool) -> None:
-        """Take note, and tell the generator, whether a program has all of the answer."""
+        """Record, and report to the generator, whether a program has all of the answer."""
         if self.is_delivered:
             return
         self.is_delivered = whole
@@ -264,7 +264,7 @@ class RunningCall:
             self.error = error
             if isinstance(error, EpisodeLimit | ContextTooLong):
                 self._opened.episode.limit = error.code
-        except Exception as error:  # noqa: BLE001  the call's boundary: record, tell no insides
+        except Exception as error:  # noqa: BLE001  the call's boundary: record, reveal no details
             _log.exception("call_failed", episode=self._opened.episode.episode)
             self.error = errors.InternalError(f"the call failed: {type(error).__name__}")
         self._wake()
@@ -298,13 +298,13 @@ class RunningCall:
                     deadline = clock() + times.failover_s
                 if clock() > deadline:
                     raise NobodyPlays(
-                        f"nobody has played the episode for {times.failover_s:g} s",
+                        f"no generator has answered for {times.failover_s:g} s",
                         hint="ask again: another generator may take it over",
                     ) from error
             await asyncio.sleep(times.pause_s)
 
     async def _ask(self, attempt: int) -> None:
-        """Ask once; ends early when somebody else, who has it later, answers behind the first."""
+        """Call once; end early if a later holder of the task answers after the first."""
         request = self.request if not attempt else self._again(attempt)
         source = -1
         payload = await self._asker.packed(request, self._num_bytes)
@@ -335,7 +335,7 @@ class RunningCall:
 class ProgramCalls:
     """Finds the call that a repeated request means.
 
-    A request repeats another if it says so, or if nobody waits for the other any more, whose
+    A request repeats another if it says so, or if the other is no longer awaited, whose
     program has gone before it had the whole answer. All others are new samples.
     """
 
@@ -365,7 +365,7 @@ class ProgramCalls:
         self._calls.setdefault(digest, []).append(call)
 
     def leave(self, digest: bytes, call: RunningCall) -> None:
-        """Forget a call that has arrived or failed; keep another one, if nobody waits for it."""
+        """Forget a call that has arrived or failed; keep another one if it is not awaited."""
         if call.is_delivered or call.error is not None:
             self._forget(digest, call)
         elif not call.num_listeners and call in self._calls.get(digest, ()):
@@ -388,7 +388,7 @@ class ProgramCalls:
         return ended
 
     def _give_up(self, digest: bytes, call: RunningCall) -> None:
-        call.end(EpisodeOver("its program has gone"))
+        call.end(EpisodeOver("its program has disconnected"))
         self._forget(digest, call)
 
     def _forget(self, digest: bytes, call: RunningCall) -> None:

@@ -233,7 +233,7 @@ class ModelCalls:
                 await _until_over(exchange, call, woken)
         finally:
             exchange.unwatch()
-            call.end(EpisodeOver("nobody waits for the count"))
+            call.end(EpisodeOver("the program no longer waits for the count"))
         assert call.answer.head is not None
         await exchange.reply({"input_tokens": call.answer.head.num_prompt})
 
@@ -251,8 +251,8 @@ class ModelCalls:
                 await call.delivered(whole=arrived)
         if waiting.api is RESPONSES and call.error is None:
             opened, reading = waiting.opened, waiting.reading
-            opened.answers.keep(reading.id, reading.kept(call.answer))
-            opened.inputs.keep(reading.id, reading.kept_input())
+            opened.answers.add(reading.id, reading.kept(call.answer))
+            opened.inputs.add(reading.id, reading.kept_input())
 
     async def _stream(self, waiting: _Waiting) -> None:
         exchange, call, reading = waiting.exchange, waiting.call, waiting.reading

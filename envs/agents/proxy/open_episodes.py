@@ -45,7 +45,7 @@ class KeptAnswers:
         """Keep up to `room` bytes."""
         self._kept: FIFOCache[str, KeptAnswer] = FIFOCache(room, lambda one: one.num_bytes)
 
-    def keep(self, name: str, answer: KeptAnswer) -> None:
+    def add(self, name: str, answer: KeptAnswer) -> None:
         """Keep an answer by its id; the oldest go when there is no more room."""
         with suppress(ValueError):  # it is larger than the room
             self._kept[name] = answer
@@ -178,7 +178,7 @@ class OpenEpisodes:
     def find(self, presented: Iterable[str]) -> OpenEpisode:
         """Return the episode of one of the keys that came with a request.
 
-        Only digests under a salt of ours are looked up, so that the time that it takes tells
+        Only digests under a salt of ours are looked up, so that the time that it takes reveals
         nothing of other keys. Raises KeyRefused, which says what is wrong.
         """
         past = ""
@@ -194,7 +194,7 @@ class OpenEpisodes:
         if past:
             raise KeyRefused(
                 f"the episode of this key is over: {past}",
-                hint="each try of an episode has a key of its own; stop calling",
+                hint="each try of an episode has its own key; stop calling",
             )
         raise KeyRefused(
             "this key is that of no episode" if keys else "no key came with the request",
@@ -207,7 +207,7 @@ class OpenEpisodes:
 
 
 def bare_key(key: str) -> str:
-    """Return a key without what programs that check for a prefix want before it."""
+    """Return a key without the prefix that some programs require."""
     for prefix in _PREFIXES:
         if key.startswith(prefix):
             return key.removeprefix(prefix)

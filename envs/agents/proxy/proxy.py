@@ -342,8 +342,8 @@ async def _answered(routes: ProxyRoutes, post: EpisodePost) -> EpisodePosted:
         sent.append(message)
 
     await routes(scope, receive, send)
-    told = {name.decode(): value.decode("latin-1") for name, value in sent[0]["headers"]}
-    passed_on = {name: value for name, value in told.items() if name.startswith(_PASSED_ON)}
+    headers = {name.decode(): value.decode("latin-1") for name, value in sent[0]["headers"]}
+    passed_on = {name: value for name, value in headers.items() if name.startswith(_PASSED_ON)}
     body = b"".join(message.get("body", b"") for message in sent)
     return EpisodePosted(status=sent[0]["status"], headers=passed_on, body=body)
 
@@ -354,10 +354,10 @@ _PATIENCE_S = 60.0
 
 
 class EpisodeSigner:
-    """Makes keys by which the broker lets a program in, and the host knows it."""
+    """Makes keys with which the broker admits a program, and the host recognizes it."""
 
     def __init__(self, scope: JobScope, secret: bytes | None) -> None:
-        """`secret` is the job's; None: nobody asks for keys but the host."""
+        """`secret` is the job's; None: only the host checks keys."""
         self._scope = scope
         self._secret = secret
 

@@ -1,8 +1,8 @@
-"""A gateway's side of a program elsewhere: its requests are answered, and its host is told.
+"""A gateway's side of a program elsewhere: answers its requests, and reports to its host.
 
-Model calls go to who plays the episode, as in the host's own proxy; whatever else a program says is
+Model calls go to the episode's generator, as in the host's own proxy; all other requests are
 the host's to answer, so any gateway can serve any request of it. What a gateway keeps is for calls
-that are open, and to find answers again that it has told itself.
+that are open, and to find its own earlier answers.
 """
 
 import asyncio
@@ -96,7 +96,7 @@ class RemoteEpisode:
         return self._episode.over
 
     async def check(self) -> None:
-        """See that the host knows the key.
+        """Check that the host accepts the key.
 
         Raises KeyRefused if it does not, or if there is no host, NobodyPlays when that cannot be
         told.
@@ -107,8 +107,8 @@ class RemoteEpisode:
             if not self.over:
                 raise
             raise KeyRefused(
-                "nobody hosts the episode of this key: it is over, or its host is away",
-                hint="each try of an episode has a key of its own; stop calling",
+                "no host has the episode of this key: it is over, or its host is away",
+                hint="each try of an episode has its own key; stop calling",
             ) from error
         self._reporting = asyncio.create_task(self._report_changes(), name="report to a host")
 
@@ -122,7 +122,7 @@ class RemoteEpisode:
             self.used = time.monotonic()
 
     async def close(self) -> None:
-        """End what is open, tell the host, and disconnect."""
+        """End open calls, report to the host, and disconnect."""
         if self._reporting is not None:
             self._reporting.cancel()
         for call in self._opened.calls.end(EpisodeOver("the gateway ends")):
@@ -134,10 +134,8 @@ class RemoteEpisode:
                     await self._ask(self._post())
         await self.broker.close()
 
-    # -- what its calls need -----------------------------------------------------------------------
-
     async def note_answered(self, names: list[str], calls: list[int]) -> None:
-        """Tell the host of an answered call, before the program knows that it is."""
+        """Report an answered call to the host, before the program gets its end."""
         self._unsaid.append(ReportedCall(names=names, calls=calls))
         del self._unsaid[:-_MAX_UNSAID]
         with contextlib.suppress(errors.TinkermqError, TimeoutError):  # then with the next report
@@ -155,8 +153,6 @@ class RemoteEpisode:
             if posted.status == 200:
                 value: Any = read_json(posted.body)
                 self._opened.learn([name], [int(value["call"])])
-
-    # -- the host ----------------------------------------------------------------------------------
 
     async def _relay(self, exchange: HttpExchange, opened: OpenEpisode) -> None:
         """Let the host answer a request."""
@@ -235,14 +231,14 @@ class RemoteEpisode:
                     await episode.changed.wait()
             episode.changed.clear()
             if episode.num_open or self._told != (episode.num_open, episode.limit):
-                with contextlib.suppress(errors.TinkermqError):  # the next one tells it
+                with contextlib.suppress(errors.TinkermqError):  # the next report has it
                     await self._ask(self._post())
             await asyncio.sleep(_PAUSE_S)
 
     def _miss(self) -> None:
         """Take note that the host is away: for long, and the episode is over.
 
-        While the broker is away, or has just come back, that tells nothing.
+        While the broker is away, or has just come back, that means nothing.
         """
         now = time.monotonic()
         if not self.broker.settled:
@@ -259,7 +255,7 @@ class RemoteEpisode:
 
 @dataclass(frozen=True)
 class _RemoteAsker(CallAsker):
-    """Asks for the calls of a program elsewhere, and tells its host."""
+    """Makes the calls of a program elsewhere, and reports to its host."""
 
     remote: RemoteEpisode
 

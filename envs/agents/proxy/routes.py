@@ -294,7 +294,7 @@ class ProxyRoutes:
             return
         except TinkermqError as error:
             await exchange.fail(error)
-        except Exception as error:  # noqa: BLE001  the server's boundary: record, tell no insides
+        except Exception as error:  # noqa: BLE001  the server's boundary: record, reveal no details
             _log.exception("request_failed", path="/".join(split_path(exchange.path)[1]))
             await exchange.fail(InternalError(f"the proxy failed: {type(error).__name__}"))
         finally:

@@ -99,9 +99,9 @@ async def test_an_admin_is_told_of_all_jobs_and_stops_one_by_its_id(
 ) -> None:
     jobs = [await submitted(scheduled, user, tmp_path) for user in ("ada", "mallory")]
     root, ada = Pool(await scheduled.user("root")), Pool(await scheduled.user("ada"))
-    told = {one.job: one for one in await root.told_jobs(widest=True)}
+    told = {one.job: one for one in await root.all_jobs(widest=True)}
     assert told.keys() >= {one.job for one in jobs}
-    own = await ada.told_jobs(widest=True)
+    own = await ada.all_jobs(widest=True)
     assert {one.user for one in own} == {"ada"}
     hers = next(one for one in jobs if one.user == "ada")
     stopped = await root.stop(hers.job)
@@ -266,7 +266,7 @@ async def test_a_job_that_teaches_is_one_of_the_users_own_that_serves(
     hers = await submitted(scheduled, "ada", tmp_path)
     with pytest.raises(NotFoundError, match="has no job or run"):
         await submitted(scheduled, "mallory", tmp_path, algorithm={"teacher": f"job:{hers.job}"})
-    with pytest.raises(ConfigError, match=r"is of kind train and QUEUED, it answers nobody"):
+    with pytest.raises(ConfigError, match=r"of kind train and QUEUED, which answers no requests"):
         await submitted(scheduled, "ada", tmp_path, algorithm={"teacher": f"job:{hers.name}"})
     with pytest.raises(NotFoundError, match="has no job or run"):
         await submitted(scheduled, "mallory", tmp_path, algorithm={"teacher": f"{hers.name}@3"})

@@ -105,7 +105,7 @@ async def test_a_signed_key_of_an_episode_that_nobody_hosts_is_worth_nothing(
     past = hosted.proxy.new_key("g-2-0-0")
     answer = await guarded.gateway.post(CHAT, {"messages": SAY}, authorization=f"Bearer {past}")
     assert answer.status == 401
-    assert "nobody hosts the episode" in answer.text
+    assert "no host has the episode" in answer.text
     again = await guarded.gateway.post(CHAT, {"messages": SAY}, authorization=f"Bearer {past}")
     assert again.status == 401
 

@@ -313,7 +313,7 @@ async def test_without_keys_the_gateway_does_not_listen_beyond_this_machine(
 ) -> None:
     process = start(stack.server.url, tmp_path, "--host", "0.0.0.0", "--port", str(free_port()))
     assert process.wait(60) == 2
-    assert "asks for no keys" in (tmp_path / "gateway.log").read_text()
+    assert "requires no keys" in (tmp_path / "gateway.log").read_text()
 
 
 async def test_prometheus_gets_jobs_nodes_and_actors(gateway: Gateway) -> None:

@@ -36,9 +36,9 @@ def test_the_teachers_prompt_is_the_policys_with_the_text_in_it() -> None:
 @pytest.mark.parametrize(
     ("info", "message"),
     [
-        ({"correct": 1.0}, "the game told None under this name"),
-        ({"solution": 42}, "the game told 42 under this name"),
-        ({"solution": ""}, "the game told '' under this name"),
+        ({"correct": 1.0}, "the game's `info` has None under this name"),
+        ({"solution": 42}, "the game's `info` has 42 under this name"),
+        ({"solution": ""}, "the game's `info` has '' under this name"),
         ({"solution": "It is " + "4" * 99}, "tokens longer than the prompt"),
     ],
 )

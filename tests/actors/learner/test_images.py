@@ -86,7 +86,7 @@ def test_packed_rows_with_images_score_as_the_models_own_pass(
     plain, reader = load(seeing), load_image_reader(str(seeing))
     assert reader is not None
     model = load_model(ModelConfig(path=str(seeing)), LearnerConfig())
-    scorer = Scorer(model, temperature=1.0, dtype="float32")
+    scorer = Scorer(model, temperature=1.0)
     groups = _groups()
     batch = assemble(groups)
     micros = pack(

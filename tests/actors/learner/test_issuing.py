@@ -231,7 +231,7 @@ async def test_a_learner_that_is_no_longer_the_owner_issues_nothing(
     assert await cut_off.issue(0) == 6
     record = BatchRecord(step=1, seqs=[1], tasks=[0], seed=0, digest="d", learner="new", time=1.0)
     await log.append(record, 0)
-    with pytest.raises(FencedError, match="its last entry is 1, this learner knows of 0"):
+    with pytest.raises(FencedError, match="its last entry is 1, this learner's last one is 0"):
         await cut_off.issue(1)
     assert len(await _stored(broker, scope)) == 6
 

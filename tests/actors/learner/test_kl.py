@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from tinkermq.actors.training.losses import (
-    entropy_from_logits,
     kl_per_token,
     rewards_with_kl,
 )
@@ -69,20 +68,3 @@ def test_estimates_stay_finite_where_the_policies_share_nothing():
 def test_an_unknown_estimator_is_refused():
     with pytest.raises(ConfigError, match="kl_estimator=k4"):
         kl_per_token("k4", LOGPROBS, REFERENCE)
-
-
-def test_tokens_that_cannot_occur_add_nothing_to_the_entropy_nor_to_its_gradient():
-    logits = torch.tensor([[math.log(3), 0.0, -math.inf, 1.0]], requires_grad=True)
-    few = logits.detach()[:, [0, 1, 3]].requires_grad_()
-    for each in (logits, few):
-        entropy_from_logits(each).sum().backward()
-    torch.testing.assert_close(entropy_from_logits(logits), entropy_from_logits(few))
-    assert logits.grad is not None
-    torch.testing.assert_close(logits.grad[:, [0, 1, 3]], few.grad)
-    assert float(logits.grad[0, 2]) == 0.0
-
-
-def test_entropy_is_that_of_the_distribution():
-    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [math.log(3), 0.0, -1e9, -1e9]])
-    half = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
-    torch.testing.assert_close(entropy_from_logits(logits), torch.tensor([math.log(4), half]))

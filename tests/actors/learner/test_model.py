@@ -111,7 +111,7 @@ def _scored(scorer: Scorer, **options: Any) -> tuple[torch.Tensor, torch.Tensor]
 def test_every_kind_of_model_is_scored_as_it_stands(
     make: Any, window: int, share_prompts: bool
 ) -> None:
-    scorer = Scorer(_random(make(window)), temperature=1.0, dtype="float32")
+    scorer = Scorer(_random(make(window)), temperature=1.0)
     ours, plain = _scored(scorer, share_prompts=share_prompts)
     torch.testing.assert_close(ours, plain, atol=2e-5, rtol=1e-4)
 
@@ -121,7 +121,7 @@ def test_every_kind_of_model_is_scored_as_it_stands(
 )
 def test_logits_that_are_more_than_the_output_layer_are_found_out(make: Any, full: bool) -> None:
     fresh = make(4096).eval()  # its logits are so small that a soft cap does not show
-    assert Scorer(fresh, temperature=1.0, dtype="float32").full_logits is full
+    assert Scorer(fresh, temperature=1.0).full_logits is full
 
 
 def test_a_model_with_memory_outside_attention_is_refused() -> None:
@@ -138,7 +138,7 @@ def test_a_model_with_memory_outside_attention_is_refused() -> None:
         linear_value_head_dim=8,
     )
     with pytest.raises(ModelError, match=r"qwen3_next.* layers of kind linear_attention"):
-        Scorer(Qwen3NextForCausalLM(config), temperature=1.0, dtype="float32")
+        Scorer(Qwen3NextForCausalLM(config), temperature=1.0)
 
 
 class _Leaky(MistralForCausalLM):
@@ -154,7 +154,7 @@ class _Leaky(MistralForCausalLM):
 def test_sequences_that_see_each_other_are_refused() -> None:
     model = _random(_Leaky(MistralConfig(**SMALL)))
     with pytest.raises(ModelError, match="change each other's log-probs"):
-        Scorer(model, temperature=1.0, dtype="float32")
+        Scorer(model, temperature=1.0)
 
 
 def test_logits_in_chunks_change_neither_scores_nor_gradients() -> None:
@@ -164,7 +164,7 @@ def test_logits_in_chunks_change_neither_scores_nor_gradients() -> None:
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     for chunk_bytes in (1 << 28, 4 * 264 * 7):
         model.zero_grad()
-        scorer = Scorer(model, temperature=0.8, dtype="float32", chunk_bytes=chunk_bytes)
+        scorer = Scorer(model, temperature=0.8, chunk_bytes=chunk_bytes)
         scores = scorer.score(packed, ScoreOptions(entropy_gradient=True))
         (scores.logprobs_N.sum() + scores.entropy_N.sum()).backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -174,7 +174,7 @@ def test_logits_in_chunks_change_neither_scores_nor_gradients() -> None:
 
 
 def test_the_entropy_is_the_same_with_and_without_a_gradient() -> None:
-    scorer = Scorer(_random(_mistral(4096)), temperature=0.8, dtype="float32")
+    scorer = Scorer(_random(_mistral(4096)), temperature=0.8)
     [packed] = pack(_batch().sequences, max_row_tokens=64, microbatch_tokens=4096)
     with_gradient = scorer.score(packed, ScoreOptions(entropy_gradient=True)).entropy_N
     without = scorer.score(packed).entropy_N

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tinkermq.actors.training import parallel
 from tinkermq.actors.training.batch import assemble
 from tinkermq.actors.training.model import load_model
 from tinkermq.actors.training.parallel import Meeting, Parallel
 from tinkermq.actors.training.step import Trainer
+from tinkermq.actors.weights.broadcast_group import ProcessGroupFailed
+from tinkermq.schemas.config.sections import LearnerConfig
 from tinkermq.schemas.rollout import Group
 from torch import Tensor
 
@@ -145,3 +148,13 @@ def test_a_divided_critic_trains_in_bfloat16(folders: dict[str, Path]) -> None:
     for name in ("actor/grad_norm", "critic/grad_norm", "critic/vf_loss", "critic/values/max"):
         assert made[name] == pytest.approx(alone[name], rel=0.05, abs=1e-6), name
     assert made["critic/grad_norm"] > 0
+
+
+def test_a_rank_that_no_other_reaches_says_from_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "COLLECTIVE_DEADLINE_S", 1.0)
+    with pytest.raises(
+        ProcessGroupFailed,
+        match=r"rank 0 of the learner, at 127\.0\.0\.1 \(lo\), cannot connect to the others: ",
+    ) as raised:
+        Parallel.join(0, LearnerConfig(ranks=2, slots=2), Meeting.open())
+    assert "NCCL_SOCKET_IFNAME" in raised.value.hint

@@ -18,12 +18,12 @@ from tinkermq.actors.policy.experts import (
 )
 from tinkermq.actors.policy.model_folder import load_causal_lm, load_tokenizer
 from tinkermq.actors.rollout.transcript import Transcript
-from tinkermq.actors.training.attention import flatten
 from tinkermq.actors.training.batch import assemble
 from tinkermq.actors.training.micro_batch import TokenSequence, columns_of
 from tinkermq.actors.training.model import Scorer, load_model
 from tinkermq.actors.training.packing import pack
 from tinkermq.actors.training.step import Trainer
+from tinkermq.actors.training.varlen import flatten
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.wire.errors import DataError, EngineError, ModelError
@@ -106,7 +106,7 @@ def plain(model: Any, ids: np.ndarray, experts: np.ndarray | None) -> torch.Tens
 def scorer_of(config: JobConfig) -> tuple[Any, Scorer]:
     """Return a model that learns, and what scores by it with replayed experts."""
     model = cast(Any, load_model(config.model, config.learner))
-    return model, Scorer(model, temperature=1.0, dtype="float32", replay=RouterReplay(model))
+    return model, Scorer(model, temperature=1.0, replay=RouterReplay(model))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

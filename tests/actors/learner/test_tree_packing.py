@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinkermq.actors.policy.vision import load_image_reader
-from tinkermq.actors.training.attention import flatten
 from tinkermq.actors.training.batch import assemble
 from tinkermq.actors.training.micro_batch import MicroBatch, TokenSequence, share_sequences
 from tinkermq.actors.training.model import Scorer, load_model
 from tinkermq.actors.training.packing import block_causal_mask, pack
 from tinkermq.actors.training.step import Trainer
+from tinkermq.actors.training.varlen import flatten
 from tinkermq.schemas.config.job import JobConfig, ModelConfig
 from tinkermq.schemas.config.sections import LearnerConfig
 from tinkermq.schemas.rollout import Group, Trajectory
@@ -156,7 +156,7 @@ def test_log_probs_and_gradients_are_those_of_a_row_for_each_path(
     folder: Path, max_row_tokens: int
 ) -> None:
     model = load_model(ModelConfig(path=str(folder)), LearnerConfig())
-    scorer = Scorer(model, temperature=1.0, dtype="float32")
+    scorer = Scorer(model, temperature=1.0)
     sequences = [path for seed in range(6) for path in paths_of(seed)]
     num_tokens = sum(int(sequence.mask.sum()) for sequence in sequences)
     found: list[tuple[Tensor, Tensor]] = []
@@ -252,12 +252,11 @@ def test_a_games_episodes_are_no_trees() -> None:
 
 def test_flash_attention_reads_paths_one_by_one() -> None:
     sequences = [path for seed in range(4) for path in paths_of(seed)]
-    [shared] = pack(sequences, max_row_tokens=400, microbatch_tokens=4096, share_prompts=True)
-    with pytest.raises(ValueError, match="share a prompt"):
-        flatten(shared)
-    flat = [flatten(micro) for micro in pack(sequences, max_row_tokens=400, microbatch_tokens=4096)]
     expected = contexts(sequences)
-    assert seen_contexts(flat, len(expected)) == expected
+    for share in (False, True):
+        micros = pack(sequences, max_row_tokens=96, microbatch_tokens=4096, share_prompts=share)
+        flat = [flatten(micro) for micro in micros]
+        assert seen_contexts(flat, len(expected)) == expected
 
 
 def test_trees_stay_on_one_rank_where_that_leaves_less_to_do() -> None:
@@ -307,7 +306,7 @@ def test_an_image_behind_the_first_answer_is_seen_once_by_all_that_share_it(
     assert micro.images is not None
     assert len(micro.images.images) == 1
     assert micro.num_tokens == 10 + 1 + 1 + 4
-    scores = Scorer(model, temperature=1.0, dtype="float32").score(micro).logprobs_N.detach()
+    scores = Scorer(model, temperature=1.0).score(micro).logprobs_N.detach()
     expected: list[float] = []
     for sequence in sequences:
         # What stands before the image is scored without it.

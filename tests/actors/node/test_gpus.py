@@ -4,74 +4,39 @@ import asyncio
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Literal
 
 import pytest
-from tinkermq.actors.gpus import Gpus, find_gpus
+from tinkermq.actors.gpus import Gpus, find_gpus, unseen_gpu
 from tinkermq.actors.node.children import Child, spawn
 from tinkermq.actors.node.process import ActorProcess
+from tinkermq.actors.node.sandbox import actor_environment
+from tinkermq.actors.policy.devices import own_device
+from tinkermq.actors.scheduler.jobs.states import actors_for, wanted_actor
+from tinkermq.actors.scheduler.placement import NodeSlots, PlacementRequest, place, with_nodes
+from tinkermq.schemas.config.load_config import parse_config
+from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import LogLines
 from tinkermq.schemas.node import WantedActor
 from tinkermq.schemas.wire.errors import ConfigError
 
-
-class NvmlError(Exception):
-    """As pynvml raises it."""
+from tests.support.nvml import MigNvml, Nvml
 
 
-class Nvml:
-    """Four GPUs at two memory domains; `links` joins pairs of them, `switched` reach a switch."""
+def gpus_of(wanted: str | None, nvml: type[Nvml] | Nvml = Nvml) -> Gpus:
+    """Return the GPUs of a list."""
+    found = find_gpus(wanted, lambda: nvml() if isinstance(nvml, type) else nvml)
+    assert found is not None
+    return found
 
-    NVMLError = NvmlError
-    NVML_NVLINK_MAX_LINKS = 4
-    NVML_NVLINK_DEVICE_TYPE_SWITCH = 2
 
-    def __init__(self, links: tuple[tuple[int, int], ...] = (), switched: bool = False) -> None:
-        self.links = links
-        self.switched = switched
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 4
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        return index
-
-    def nvmlDeviceGetName(self, handle: int) -> bytes:
-        return b"NVIDIA H200"
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
-        return SimpleNamespace(total=141 << 30, used=handle << 30)
-
-    def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
-        if handle == 3:
-            raise NvmlError
-        return SimpleNamespace(gpu=25)
-
-    def nvmlDeviceGetNumaNodeId(self, handle: int) -> int:
-        return handle // 2
-
-    def nvmlDeviceGetPciInfo(self, handle: int) -> SimpleNamespace:
-        return SimpleNamespace(busId=f"0000:0{handle}:00.0")
-
-    def _others(self, handle: int) -> list[int]:
-        return [a + b - handle for a, b in self.links if handle in (a, b)]
-
-    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
-        if self.switched:
-            return int(link == 0)
-        if link >= len(self._others(handle)):
-            raise NvmlError
-        return 1
-
-    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: int, link: int) -> int:
-        return 2 if self.switched else 0
-
-    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> SimpleNamespace:
-        return self.nvmlDeviceGetPciInfo(self._others(handle)[link])
+def indices(gpus: Gpus) -> list[int]:
+    """Return their numbers at the driver."""
+    return [gpu.index for gpu in gpus.read()]
 
 
 def test_each_gpu_tells_its_model_memory_and_use() -> None:
-    told = Gpus(Nvml(), [1, 3]).read()
+    told = gpus_of("1,3").read()
     assert [(one.index, one.model, one.numa) for one in told] == [
         (1, "NVIDIA H200", 0),
         (3, "NVIDIA H200", 1),
@@ -91,24 +56,126 @@ def test_each_gpu_tells_its_model_memory_and_use() -> None:
     ids=["memory domains", "pairs", "chain", "switch"],
 )
 def test_linked_gpus_are_a_group(nvml: Nvml, groups: list[list[int]]) -> None:
-    assert Gpus(nvml, range(4)).groups == groups
+    assert gpus_of("all", nvml).groups == groups
 
 
 def test_slots_are_numbered_from_zero_whatever_gpus_are_given_away() -> None:
-    some = Gpus(Nvml(), [1, 3])
+    some = gpus_of("1,3")
     assert some.groups == [[0], [1]]
-    assert some.numbers([1]) == [3]
+    assert some.uuids([1]) == [Nvml().nvmlDeviceGetUUID(3)]
 
 
-def test_gpus_that_are_not_there_are_refused() -> None:
-    assert len(find_gpus(None, Nvml) or []) == 4
-    with pytest.raises(ConfigError, match="names GPU 7, the driver of this machine knows 4"):
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ("0, 2", [0, 2]),
+        ("GPU-2a5f09e4-7d1b-4b0c-9b6e-3f0d0c2b1a20", [2]),
+        ("GPU-2a5,GPU-0", [2, 0]),
+        ("3,GPU-1", [3, 1]),
+        ("all", [0, 1, 2, 3]),
+    ],
+)
+def test_gpus_are_named_by_number_or_uuid(wanted: str, expected: list[int]) -> None:
+    assert indices(gpus_of(wanted)) == expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ("MIG-102-c2b1", ["MIG-102-c2b1"]),  # Slurm, and Kubernetes with the strategy `mixed`
+        ("1:1", ["MIG-102-c2b1"]),  # NVIDIA_VISIBLE_DEVICES of container runtimes
+        ("1", ["MIG-100-c2b1", "MIG-102-c2b1"]),
+    ],
+)
+def test_instances_are_named_by_uuid_or_place(wanted: str, expected: list[str]) -> None:
+    gpus = gpus_of(wanted, MigNvml)
+    assert gpus.uuids(range(len(gpus))) == expected
+    assert all(gpu.is_instance and gpu.memory_bytes == 35 << 30 for gpu in gpus.read())
+
+
+def test_a_divided_gpu_is_given_away_by_its_instances_each_of_which_stands_alone() -> None:
+    gpus = gpus_of(None, MigNvml)
+    assert indices(gpus) == [0, 1, 1, 2, 3]
+    assert [gpu.is_instance for gpu in gpus.read()] == [False, True, True, False, False]
+    assert gpus.groups == [[0], [1], [2], [3], [4]]
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"), [("2", [2]), ("GPU-3,GPU-1", [3, 1]), ("all", [0, 1, 2, 3])]
+)
+def test_a_node_without_a_list_gives_away_what_it_was_given(
+    monkeypatch: pytest.MonkeyPatch, own: str, expected: list[int]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", own)
+    assert indices(gpus_of(None)) == expected
+    assert indices(gpus_of("0")) == [0]
+
+
+@pytest.mark.parametrize("own", ["", "-1", "NoDevFiles", "void"])
+def test_a_node_that_was_given_no_gpu_gives_cpu_shares_away(
+    monkeypatch: pytest.MonkeyPatch, own: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", own)
+    assert find_gpus(None, Nvml) is None
+
+
+def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert len(gpus_of(None)) == 4
+    with pytest.raises(ConfigError, match="--gpus '0,7' names GPU 7, and the driver shows"):
         find_gpus("0,7", Nvml)
+    with pytest.raises(ConfigError, match="names MIG-9, and the driver shows"):
+        find_gpus("MIG-9", Nvml)
+    with pytest.raises(ConfigError, match="names instance 2 of GPU 1"):
+        find_gpus("1:2", MigNvml)
+    with pytest.raises(ConfigError, match="names instance 0 of GPU 0"):
+        find_gpus("0:0", Nvml)
     with pytest.raises(ConfigError, match="no list of GPUs"):
         find_gpus("0,zero", Nvml)
+    with pytest.raises(ConfigError, match="no list of GPUs"):
+        find_gpus("", Nvml)
+    with pytest.raises(ConfigError, match="names a GPU twice"):
+        find_gpus("0,GPU-0", Nvml)
+    with pytest.raises(ConfigError, match="GPU- is the beginning of 4 UUIDs"):
+        find_gpus("GPU-", Nvml)
     assert find_gpus(None, lambda: None) is None
-    with pytest.raises(ConfigError, match="knows 0"):
+    with pytest.raises(ConfigError, match="shows this process: none"):
         find_gpus("0", lambda: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    assert find_gpus(None, lambda: None) is None  # a variable that means nothing here
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES '5' names GPU 5"):
+        find_gpus(None, Nvml)
+
+
+@pytest.mark.parametrize(
+    ("built_for", "load", "message"),
+    [
+        (None, Nvml, "torch 2.13.0 is built for the CPU"),
+        ("13.0", lambda: None, "the NVIDIA driver cannot be reached from it"),
+        (
+            "13.0",
+            Nvml,
+            "built for CUDA 13.0, and driver 535.104.05 of this machine is too old for it: it "
+            "supports CUDA up to 12.2",
+        ),
+        ("12.8", Nvml, r"torch 2.13.0 \(CUDA 12.8, driver 535.104.05\) sees no GPU"),
+    ],
+    ids=["torch of the CPU", "no driver", "old driver", "unknown"],
+)
+def test_why_torch_sees_no_gpu_is_told(built_for: str | None, load: object, message: str) -> None:
+    assert callable(load)
+    with pytest.raises(ConfigError, match=message):
+        raise unseen_gpu("GPU-1", "2.13.0", built_for, load)
+
+
+def test_a_process_does_not_compute_on_the_cpu_in_place_of_its_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert own_device().type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-7")  # as a node writes it
+    with pytest.raises(ConfigError, match="the node gave this process GPU-7"):
+        own_device()
 
 
 async def test_an_actor_sees_its_own_gpus_only(tmp_path: Path) -> None:
@@ -128,6 +195,36 @@ async def test_an_actor_sees_its_own_gpus_only(tmp_path: Path) -> None:
         user="u", job="j", name="a", role="generator", run_dir=str(tmp_path), devices=[0, 1]
     )
     await ActorProcess(
-        wanted, start=start, nats_url="", send=send, gpus=Gpus(Nvml(), [1, 3]).numbers([0, 1])
+        wanted, start=start, nats_url="", send=send, gpus=gpus_of("GPU-1,3").uuids([0, 1])
     ).run()
-    assert told == ["sees 1,3"]
+    assert told == [f"sees {Nvml().nvmlDeviceGetUUID(1)},{Nvml().nvmlDeviceGetUUID(3)}"]
+
+
+@pytest.mark.parametrize("kind", ["eval", "train"])
+def test_every_actor_that_evaluates_a_model_sees_a_gpu(kind: Literal["eval", "train"]) -> None:
+    tree = {
+        "model": {"path": "m"},
+        "env": {"game": "g"},
+        "generator": {"engine": "vllm", "count": 2},
+    }
+    config = parse_config(tree)
+    actors = actors_for(config, kind)
+    gpus = gpus_of("all")
+    placed = place(
+        [PlacementRequest("u.j", tuple(actors))], [NodeSlots("n", 4, frozenset({0, 1, 2, 3}))]
+    )
+    record = JobRecord(
+        job="j", name="j", user="u", state="QUEUED", kind=kind, created=0.0, config={}
+    )
+    record = record.model_copy(update={"actors": actors})
+    record = with_nodes(record, {one.actor: one for one in placed.assignments})
+    seen = {
+        actor.role: actor_environment(wanted, "", gpus.uuids(wanted.devices))
+        for actor in record.actors
+        for wanted in [wanted_actor(record, actor, config)]
+    }
+    evaluates = "evaluator" if kind == "eval" else "generator"
+    assert {role for role, own in seen.items() if own["CUDA_VISIBLE_DEVICES"]} == {
+        evaluates,
+        *(["learner"] if kind == "train" else []),
+    }

@@ -1,25 +1,32 @@
 """Which node gets which actor, and which of its slots."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tinkermq.actors.scheduler.jobs.states import actors_for, unplaced
 from tinkermq.actors.scheduler.placement import (
     Assignment,
     NodeSlots,
     PlacementRequest,
     UserShares,
+    free_slots,
     place,
     refuse_impossible,
+    request_of,
+    with_nodes,
 )
-from tinkermq.schemas.job import ActorPlacement
+from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.job import ActorPlacement, JobRecord
+from tinkermq.schemas.node import ActorStatus, NodeStatus
 from tinkermq.schemas.user import Quota
 from tinkermq.schemas.wire.errors import PlacementError
 
-EVALUATOR = ActorPlacement(name="evaluator-0", role="evaluator", slots=0)
 HOST = ActorPlacement(name="environment-0", role="environment", slots=0)
+OTHER_HOST = ActorPlacement(name="environment-1", role="environment", slots=0)
 
 
 def learner(slots: int = 1) -> ActorPlacement:
@@ -33,7 +40,7 @@ def generators(count: int, slots: int = 1) -> tuple[ActorPlacement, ...]:
 
 
 def job(key: str, num_generators: int, **more: object) -> PlacementRequest:
-    actors = (learner(), *generators(num_generators), EVALUATOR, HOST)
+    actors = (learner(), *generators(num_generators), HOST, OTHER_HOST)
     return PlacementRequest(key, actors, **{"user": "ann", **more})
 
 
@@ -51,15 +58,15 @@ def started(queue: list[PlacementRequest], nodes: list[NodeSlots], **more: Any) 
     return list(dict.fromkeys(found))
 
 
-def test_a_laptop_with_two_slots_runs_learner_generator_evaluator_and_host() -> None:
+def test_a_laptop_with_two_slots_runs_learner_generator_and_two_hosts() -> None:
     placed = place([job("a", 1)], [node("laptop", 2)])
     assert given_to(placed.assignments, "a") == dict.fromkeys(
-        ["learner", "generator-0", "evaluator-0", "environment-0"], "laptop"
+        ["learner", "generator-0", "environment-1", "environment-0"], "laptop"
     )
     assert {one.actor: one.devices for one in placed.assignments} == {
         "learner": (0,),
         "generator-0": (1,),
-        "evaluator-0": (),
+        "environment-1": (),
         "environment-0": (),
     }
 
@@ -76,7 +83,7 @@ def test_the_fullest_node_that_fits_is_taken_so_that_large_ones_stay_free() -> N
 
 def test_a_job_too_large_for_one_node_spreads() -> None:
     given = given_to(place([job("a", 3)], [node("one", 2), node("two", 2)]).assignments, "a")
-    assert sorted(given.values()).count("one") == 4  # two slots, evaluator and host
+    assert sorted(given.values()).count("one") == 4  # two slots, two hosts
     assert sorted(given.values()).count("two") == 2
 
 
@@ -170,9 +177,9 @@ def test_missing_actors_of_a_running_job_come_first_and_as_far_as_there_is_room(
 
 
 def test_an_actor_without_slots_needs_only_a_node() -> None:
-    request = PlacementRequest("a", (EVALUATOR,), whole=False)
+    request = PlacementRequest("a", (HOST,), whole=False)
     placed = place([request], [node("n", 1, free=0)])
-    assert given_to(placed.assignments, "a") == {"evaluator-0": "n"}
+    assert given_to(placed.assignments, "a") == {"environment-0": "n"}
     assert place([request], []).assignments == []
 
 
@@ -279,9 +286,7 @@ def test_no_slot_is_given_twice_and_jobs_are_whole(
     wanted: list[tuple[int, int]], sizes: list[tuple[int, int, int]]
 ) -> None:
     queue = [
-        PlacementRequest(
-            f"j{i}", (learner(), *generators(count, slots), EVALUATOR), user=f"u{i % 2}"
-        )
+        PlacementRequest(f"j{i}", (learner(), *generators(count, slots), HOST), user=f"u{i % 2}")
         for i, (count, slots) in enumerate(wanted)
     ]
     nodes = [
@@ -391,3 +396,103 @@ def test_ranks_that_only_unlike_nodes_could_hold_are_refused_with_the_versions()
     waiting = place([gang(4, 1, 2), job("b", 1)], nodes)
     assert waiting.waits["a"].endswith("same packages for its ranks: torch 2.5.1 on a; 2.6.0 on b")
     assert started([gang(4, 1, 2), job("b", 1)], nodes) == ["b"]
+
+
+# -- learner and generator on one GPU --------------------------------------------------------------
+
+
+def gpus(name: str, total: int, alone: int = 0) -> NodeSlots:
+    """Return a node of GPUs, of which the last so many are MIG instances."""
+    instances = frozenset(range(total - alone, total))
+    return replace(node(name, total), are_gpus=True, alone=instances)
+
+
+def pair(placement: str) -> PlacementRequest:
+    """Return a job of one learner and one generator as its configuration makes it."""
+    config = JobConfig.model_validate(
+        {"model": {"path": "m"}, "env": {"game": "g"}, "placement": placement}
+    )
+    return PlacementRequest("a", tuple(actors_for(config, "train")), user="ann")
+
+
+def devices_of(assignments: list[Assignment]) -> dict[str, tuple[int, ...]]:
+    return {
+        one.actor: one.devices
+        for one in assignments
+        if one.actor.startswith(("learner", "generator"))
+    }
+
+
+def test_learner_and_generator_share_the_only_gpu_of_a_pool() -> None:
+    shares = UserShares()
+    placed = place([pair("auto")], [gpus("one", 1)], shares)
+    assert devices_of(placed.assignments) == {"learner": (0,), "generator-0": (0,)}
+    assert shares.held == {"ann": 1}
+    assert len(placed.assignments) == 3  # and an environment host
+
+
+def test_the_same_job_takes_two_gpus_where_there_are_more() -> None:
+    placed = place([pair("auto")], [gpus("one", 8)])
+    assert devices_of(placed.assignments) == {"learner": (0,), "generator-0": (1,)}
+    placed = place([pair("auto")], [gpus("one", 1), gpus("two", 1)])
+    assert devices_of(placed.assignments) == {"learner": (0,), "generator-0": (0,)}
+    assert set(given_to(placed.assignments, "a").values()) == {"one", "two"}
+
+
+def test_a_job_that_asks_for_it_shares_one_of_many_slots() -> None:
+    for nodes in ([gpus("one", 8)], [node("one", 2)]):  # CPU shares as well
+        placed = place([pair("colocated")], nodes)
+        assert devices_of(placed.assignments) == {"learner": (0,), "generator-0": (0,)}
+
+
+@pytest.mark.parametrize("placement", ["separate", "auto"])
+def test_a_job_does_not_share_a_cpu_share_or_where_it_is_told_not_to(placement: str) -> None:
+    where = gpus("one", 1) if placement == "separate" else node("one", 1)
+    placed = place([pair(placement)], [where])
+    assert not placed.assignments
+    assert placed.waits == {"a": "waits for 2 slots: the pool has 1 now"}
+    with pytest.raises(PlacementError, match="the job needs 2 slots"):
+        refuse_impossible(pair(placement).actors, [where])
+
+
+def test_two_jobs_do_not_share_a_gpu() -> None:
+    second = replace(pair("auto"), job="b")
+    placed = place([pair("auto"), second], [gpus("one", 1)])
+    assert {one.job for one in placed.assignments} == {"a"}
+    assert "b" in placed.waits
+
+
+def test_a_record_says_who_shares_and_a_job_that_is_queued_again_may_get_two_gpus() -> None:
+    actors = list(pair("auto").actors)
+    record = JobRecord(job="a", name="a", user="ann", state="QUEUED", config={}, created=0.0)
+    record = record.model_copy(update={"actors": actors})
+    placed = place([pair("auto")], [gpus("one", 1)])
+    started = with_nodes(record, {one.actor: one for one in placed.assignments})
+    assert started.is_colocated
+    assert [actor.slots for actor in started.actors[:2]] == [1, 0]
+    again = request_of("a", started.model_copy(update={"state": "QUEUED"}))
+    assert again is not None
+    placed = place([again], [gpus("two", 2)])
+    assert devices_of(placed.assignments) == {"learner": (0,), "generator-0": (1,)}
+    fresh = started.model_copy(update={"actors": unplaced(started.actors)})
+    assert not with_nodes(fresh, {one.actor: one for one in placed.assignments}).is_colocated
+
+
+def test_a_gpu_is_not_free_while_one_of_those_who_shared_it_leaves() -> None:
+    leaving = ActorStatus(
+        user="ann", job="a", name="generator-0", attempt=1, state="running", devices=[0]
+    )
+    status = NodeStatus(node="one", host="h", slots=1, slot_kind="gpu", time=0.0, actors=[leaving])
+    assert free_slots(status, []).free == frozenset()
+
+
+def test_instances_of_a_gpu_are_given_to_actors_of_one_slot_only() -> None:
+    mixed = gpus("one", 4, alone=2)
+    placed = place([PlacementRequest("a", (learner(), *generators(1, slots=2)))], [mixed])
+    assert devices_of(placed.assignments) == {"learner": (2,), "generator-0": (0, 1)}
+    with pytest.raises(
+        PlacementError, match=r"generator-0 needs 2 GPUs that work together, and .* MIG instances"
+    ):
+        refuse_impossible((learner(), *generators(1, slots=2)), [gpus("one", 4, alone=4)])
+    with pytest.raises(PlacementError, match="MIG instances"):
+        refuse_impossible((*ranks(2, 1), *generators(1)), [gpus("one", 4, alone=4)])

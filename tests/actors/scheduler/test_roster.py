@@ -11,18 +11,44 @@ def names(**sections: dict[str, Any]) -> list[str]:
     return [actor.name for actor in actors_for(parse_config(config), "train")]
 
 
-def test_a_job_has_one_learner_its_generators_an_evaluator_and_its_hosts() -> None:
+def test_a_job_has_one_learner_its_generators_and_its_hosts() -> None:
     assert names(generator={"count": 2}, env={"hosts": 1}) == [
         "learner",
         "generator-0",
         "generator-1",
-        "evaluator-0",
         "environment-0",
     ]
-
-
-def test_without_validation_tasks_there_is_no_evaluator_and_without_hosts_no_host() -> None:
     assert names(env={"hosts": 0, "num_val": 0}) == ["learner", "generator-0"]
+
+
+def test_an_evaluator_with_slots_is_there_where_it_is_asked_for_or_nobody_else_could_validate() -> (
+    None
+):
+    def slots(kind: str = "train", **sections: dict[str, Any]) -> dict[str, int]:
+        tree = {"model": {"path": "m"}, "env": {"game": "g"}, **sections}
+        found = actors_for(parse_config(tree), kind)
+        return {actor.name: actor.slots for actor in found if actor.role != "environment"}
+
+    both = {"learner": 1, "generator-0": 1}
+    assert slots(evaluation={"slots": 2}) == {**both, "evaluator-0": 2}
+    assert slots(env={"game": "g", "num_val": 0}, evaluation={"slots": 2}) == both
+    wide = {"count": 0, "slots": 4}
+    assert slots(generator=wide) == {"learner": 1, "evaluator-0": 4}
+    assert slots("eval") == {"evaluator-0": 1}
+    assert slots("eval", generator={"slots": 4}) == {"evaluator-0": 4}
+    assert slots("eval", generator={"slots": 4}, evaluation={"slots": 2}) == {"evaluator-0": 2}
+
+
+def test_the_generator_of_an_sft_job_has_slots_where_it_validates() -> None:
+    def slots(**sections: dict[str, Any]) -> dict[str, int]:
+        tree = {"model": {"path": "m"}, "sft": {"data": ["/d.jsonl"]}, **sections}
+        found = actors_for(parse_config(tree), "sft")
+        return {actor.name: actor.slots for actor in found if actor.role != "environment"}
+
+    assert slots() == {"learner": 1, "generator-0": 0}
+    assert slots(env={"game": "g"}) == {"learner": 1, "generator-0": 1}
+    apart = slots(env={"game": "g"}, evaluation={"slots": 1})
+    assert apart == {"learner": 1, "generator-0": 0, "evaluator-0": 1}
 
 
 def test_scaling_down_takes_the_newest_and_up_uses_free_names() -> None:

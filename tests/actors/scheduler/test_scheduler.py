@@ -27,7 +27,7 @@ from tests.support.waiting import eventually, until
 async def test_a_job_runs_to_its_end_and_leaves_no_actor(stack: Stack) -> None:
     job = await stack.running(env={"game": "bandit"})
     assert {actor.name: actor.node for actor in job.actors} == dict.fromkeys(
-        ["learner", "generator-0", "evaluator-0", "environment-0"], "n1"
+        ["learner", "generator-0", "environment-0"], "n1"
     )
     stack.do(job, "learner", "done")
     ended = await stack.until(job, "COMPLETED")

@@ -435,7 +435,7 @@ async def test_only_an_inference_job_of_the_user_judges(stack: Stack) -> None:
         return stack.ask("submit", stack.request(env=env), user)
 
     assert (await judged_by(infer.name)).judge == infer.job
-    with pytest.raises(ConfigError, match="it answers nobody"):
+    with pytest.raises(ConfigError, match="which answers no requests"):
         await judged_by(run.name)
     for name, user in (("nobody", "local"), (infer.name, "ada")):
         with pytest.raises(NotFoundError, match=name):

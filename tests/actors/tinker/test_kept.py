@@ -122,7 +122,7 @@ def test_lists_have_pages_and_what_is_gone_is_known_after_a_restart(
 def test_what_is_published_is_read_by_others_and_changed_by_nobody_else(kept: Kept) -> None:
     stored = kept.save("a", 1)
     path = str(stored.name)
-    with pytest.raises(NotFoundError, match="belongs to somebody who has not published it"):
+    with pytest.raises(NotFoundError, match="belongs to another user and is not published"):
         kept.found(stored, "bob")
     kept.change(path, "publish")
     assert kept.found(stored, "bob").folder == stored.folder

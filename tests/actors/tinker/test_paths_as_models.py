@@ -227,7 +227,7 @@ async def test_a_reader_who_leaves_ends_the_work_and_pays_for_what_was_drawn(
 def missing_paths(served: Served) -> dict[str, tuple[int, str]]:
     """Return paths that cannot be sampled: status, and words of message and remedy."""
     return {
-        served.path("of-ada", user="ada"): (404, "never saved, is gone, or belongs to somebody"),
+        served.path("of-ada", user="ada"): (404, "never saved, was deleted, or belongs to another"),
         served.path("late", expires=1.0): (404, "save it anew, with a longer ttl_seconds"),
         served.path("removed", gone="deleted"): (404, "was deleted. save it anew"),
         served.path("packed", kind="external_weights"): (

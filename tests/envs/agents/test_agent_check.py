@@ -140,7 +140,7 @@ post("/episode/note", call=0, role="main")
     [
         ("reward()", "without one answered call of the model", "OPENAI_BASE_URL"),
         ("call(); sys.exit(1)", "exits with code 1", "exits with 0"),
-        ("call()", "nothing says what it is worth", "agent.reward"),
+        ("call()", "has ended without a reward", "agent.reward"),
         ("call(); reward('much')", "neither a number nor JSON", "has done nothing"),
         ("post('/embeddings', input='x')", "without one answered call", "answered 404"),
     ],

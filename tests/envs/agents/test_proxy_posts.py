@@ -74,7 +74,7 @@ async def test_a_call_is_named_by_its_number_its_answer_or_its_tool_call(
     await post(http, "note", call=tool_call, role="search", train=False)
     await post(http, "note", call=response["id"], train=False)
     await post(http, "note", call="1", train=True)
-    assert episode.told() == {
+    assert episode.to_info() == {
         "call_rewards": {"0": 2.0, "1": 0.5},
         "untrained_calls": [0],
         "branch_names": {"0": "search"},
@@ -91,7 +91,7 @@ async def test_a_branch_has_a_reward_and_a_name_by_the_call_that_it_begins_with(
     assert (await post(http, "reward", reward=1, branch="c0", mode="add"))["reward"] == 1.5
     assert episode.has_partial_rewards
     await post(http, "note", branch=0, role="planner")
-    assert episode.told() == {"branch_rewards": {"0": 1.5}, "branch_names": {"0": "planner"}}
+    assert episode.to_info() == {"branch_rewards": {"0": 1.5}, "branch_names": {"0": "planner"}}
     await post(http, "reward", 404, reward=1, branch=7)
     refused = await post(http, "reward", 400, reward=1, branch=0, call=0)
     assert "of a call or of a branch" in refused["error"]["message"]
@@ -103,7 +103,7 @@ async def test_the_end_is_said_once(http: httpx.AsyncClient, episode: ProgramEpi
     assert await post(http, "end", **said) == {"status": "failed", "reward": -1.0}
     assert await post(http, "end", status="done", reward=5) == {"status": "failed", "reward": -1.0}
     assert episode.said_end.is_set()
-    assert episode.told() == {"success": False, "message": "lost", **info}
+    assert episode.to_info() == {"success": False, "message": "lost", **info}
     refused = await post(http, "reward", 410, reward=1)
     assert "post rewards before the end" in refused["error"]["message"]
 
@@ -132,7 +132,7 @@ async def test_what_cannot_be_taken_is_named(
 ) -> None:
     refused = await post(http, verb, 400, **body)
     assert says in refused["error"]["message"]
-    assert episode.told() == {}
+    assert episode.to_info() == {}
     assert not episode.said_end.is_set()
 
 

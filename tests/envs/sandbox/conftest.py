@@ -41,7 +41,7 @@ def many_open_files() -> Iterator[None]:
     """Hold so many files open that those of a sandbox get numbers above a hundred."""
     with contextlib.ExitStack() as stack:
         for _ in range(100):
-            stack.enter_context(open(os.devnull, "rb"))
+            stack.enter_context(Path(os.devnull).open("rb"))
         yield
 
 

@@ -55,7 +55,8 @@ STOPPED = {
         "exited",
     ),
     "forging its end": (
-        "import os\nfor n in range(3, 4096):\n  try: os.write(n, b'.' * 5)\n  except OSError: pass\n"
+        "import os\nfor n in range(3, 4096):\n"
+        "  try: os.write(n, b'.' * 5)\n  except OSError: pass\n"
         "while True: pass",
         "ok",
     ),

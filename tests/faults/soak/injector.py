@@ -25,10 +25,10 @@ from tests.faults.soak.pool import BROKER, SILENCE_S, Pool, Target, family
 from tests.support.jobs import Job
 
 WEIGHTS = {
-    "generator": 24,
+    "generator": 28,
     "learner": 22,
     "environment": 14,
-    "evaluator": 10,
+    "evaluator": 6,
     "client": 8,
     "scheduler": 8,
     BROKER: 5,

@@ -46,12 +46,13 @@ def _job(model: Path, steps: int, **sections: Mapping[str, Any]) -> Config:
 
 
 def _rows(model: Path, folder: Path, steps: int) -> Config:
-    """Two epochs over a few rows of a dataset, played by two hosts."""
+    """Two epochs over a few rows of a dataset, played by two hosts, validated by an evaluator."""
     batch_size = _SMALL["training"]["batch_size"]
     num_rows = steps * batch_size // 2
     train, val = make_data(folder / f"addition-{steps}", num_rows, 8)
     data = {"train_data": [str(train)], "val_data": [str(val)], "num_val": 8}
-    config = _job(model, steps, env={"game": "addition", "hosts": 2, **data})
+    env = {"game": "addition", "hosts": 2, **data}
+    config = _job(model, steps, env=env, evaluation={"slots": 1})
     del config["training"]["num_steps"]
     config["training"].update(num_epochs=2, save_freq=20)  # much is trained again after a crash
     return config

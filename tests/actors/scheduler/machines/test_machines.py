@@ -68,8 +68,8 @@ def test_what_the_owner_adds_comes_last() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("gpu", "'gpu' says nowhere to get machines"),
-        ("ssh:node1", "'ssh:node1' says nowhere to get machines"),
+        ("gpu", "'gpu' names no source of machines"),
+        ("ssh:node1", "'ssh:node1' names no source of machines"),
         ("kind: slurm\nslot_hours_per_day: 0", "slot_hours_per_day: Input should be greater"),
         ("kind: slurm\nmost: 2\nleast: 3", "least is 3, more than most, which is 2"),
         ("kind: slurm\nparttion: gpu", "parttion: Extra inputs are not permitted"),

@@ -112,7 +112,7 @@ async def test_a_program_that_never_asks_the_model_is_to_blame(play, code, timeo
 
 
 async def test_a_program_that_nobody_rewards_is_an_error_of_its_reward(play):
-    with pytest.raises(RewardError, match="nothing says what it is worth"):
+    with pytest.raises(RewardError, match="has ended without a reward"):
         await play("ask()")
 
 

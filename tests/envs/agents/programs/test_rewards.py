@@ -110,9 +110,9 @@ async def test_what_the_program_left_in_the_place_of_its_reward_leads_nowhere(pl
     secret = tmp_path / "secret"
     secret.write_text("0.125")
     code = f"ask(); os.symlink({str(secret)!r}, os.environ['TINKERMQ_REWARD'])"
-    with pytest.raises(RewardError, match="nothing says what it is worth"):
+    with pytest.raises(RewardError, match="has ended without a reward"):
         await play(code)
-    with pytest.raises(RewardError, match="nothing says what it is worth"):
+    with pytest.raises(RewardError, match="has ended without a reward"):
         await play("ask(); os.mkfifo(os.environ['TINKERMQ_REWARD'])")
 
 

@@ -6,6 +6,7 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.inputs import MultiModalInput, TokensInput
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -13,15 +14,23 @@ class CacheConfig:
     kv_cache_size_tokens: int | None
     kv_cache_memory_bytes: int | None
 
+class SchedulerConfig:
+    max_num_seqs: int
+
 class VllmConfig:
     cache_config: CacheConfig
+    scheduler_config: SchedulerConfig
 
 class ModelConfig:
     max_model_len: int
     is_multimodal_model: bool
     def get_vocab_size(self) -> int: ...
 
+class IncrementalDetokenizer:
+    def num_output_tokens(self) -> int: ...
+
 class RequestState:
+    detokenizer: IncrementalDetokenizer
     external_req_id: str
     is_prefilling: bool
 
@@ -39,6 +48,7 @@ class AsyncLLM:
         cls,
         engine_args: AsyncEngineArgs,
         *,
+        usage_context: UsageContext = ...,
         stat_loggers: Sequence[Callable[[Any, int], StatLoggerBase]] | None = None,
     ) -> AsyncLLM: ...
     @property
@@ -57,6 +67,10 @@ class AsyncLLM:
     async def pause_generation(
         self, *, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True
     ) -> None: ...
+    async def sleep(
+        self, level: int = 1, mode: Literal["abort", "wait", "keep"] = "abort"
+    ) -> None: ...
+    async def wake_up(self, tags: list[str] | None = None) -> bool: ...
     async def resume_generation(self) -> None: ...
     async def update_weight_version(self, new_version: str) -> None: ...
     async def add_lora(self, lora_request: LoRARequest) -> bool: ...

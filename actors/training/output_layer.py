@@ -1,0 +1,195 @@
+"""Log-probs and entropies of tokens from hidden states, without all logits in memory at once.
+
+The output layer and the softmax are one operation (fused linear cross-entropy, as in Liger, arXiv
+2410.10989), with any number of tokens looked at in each row and a gradient for each of their
+log-probs. Rows are computed in chunks, forward and again backward, and a chunk's logits are gone
+when the next one begins. Gradients of the weights add up over chunks in float32. Where all rows are
+one chunk, its log-softmax is kept instead of computed again.
+
+Shape letters: U rows, D hidden size, V vocabulary, M tokens that are looked at, K likeliest ones.
+"""
+
+# torch leaves some of its methods untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """What turns hidden states into log-probs."""
+
+    weight_VD: Tensor | None = None
+    """None: the states are logits already."""
+    bias_V: Tensor | None = None
+    temperature: float = 1.0
+    chunk_rows: int = 1 << 30
+    """Rows whose logits are held at once."""
+
+
+class RowScores(NamedTuple):
+    """What is known of the looked-at tokens and of the rows that they stand in."""
+
+    logprobs_M: Tensor
+    entropy_U: Tensor
+    top_logprobs_UK: Tensor
+    top_ids_UK: Tensor
+
+
+def score_tokens(
+    states_UD: Tensor,
+    layer: OutputLayer,
+    row_M: Tensor,
+    token_M: Tensor,
+    entropy_gradient: bool = False,
+    top_k: int = 0,
+) -> RowScores:
+    """Return the log-prob of token m in row `row_M[m]`, and the entropy of each row, in float32.
+
+    Entropies have a gradient only where `entropy_gradient` says so; the `top_k` likeliest tokens of
+    a row and their log-probs never have one.
+    """
+    order_M = row_M.argsort(stable=True)
+    scores = cast(
+        "tuple[Tensor, Tensor, Tensor, Tensor]",
+        _ScoreTokens.apply(
+            states_UD,
+            layer.weight_VD,
+            layer.bias_V,
+            row_M[order_M],
+            token_M[order_M],
+            (layer, entropy_gradient, top_k),
+        ),
+    )
+    logprobs_M = torch.empty_like(scores[0]).index_copy(0, order_M, scores[0])
+    return RowScores(logprobs_M, *scores[1:])
+
+
+def row_chunks(
+    row_M: Tensor, num_rows: int, chunk_rows: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (first row, end, first token, end) of each chunk; the tokens are sorted by row."""
+    starts = [*range(0, num_rows, chunk_rows), num_rows]
+    if len(starts) <= 2:
+        yield 0, num_rows, 0, len(row_M)
+        return
+    bounds = torch.searchsorted(row_M, row_M.new_tensor(starts)).tolist()
+    yield from zip(starts, starts[1:], bounds, bounds[1:], strict=False)
+
+
+class _ScoreTokens(torch.autograd.Function):
+    """See `score_tokens`; the looked-at tokens are sorted by their row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states_UD: Tensor,
+        weight_VD: Tensor | None,
+        bias_V: Tensor | None,
+        row_M: Tensor,
+        token_M: Tensor,
+        settings: tuple[OutputLayer, bool, int],
+    ) -> tuple[Tensor, ...]:
+        layer, ctx.entropy_gradient, top_k = settings
+        num_rows = len(states_UD)
+        numbers = {"dtype": torch.float32, "device": states_UD.device}
+        logprobs_M, entropy_U = torch.empty(len(row_M), **numbers), torch.empty(num_rows, **numbers)
+        top_UK = torch.empty(num_rows, top_k, **numbers)
+        top_ids_UK = torch.empty(num_rows, top_k, dtype=torch.int64, device=states_UD.device)
+        ctx.chunks = list(row_chunks(row_M, num_rows, layer.chunk_rows))
+        whole: Tensor | None = None
+        for first, end, first_m, end_m in ctx.chunks:
+            log_softmax_UV = _log_softmax(states_UD[first:end], weight_VD, bias_V, layer)
+            own_M = row_M[first_m:end_m] - first
+            logprobs_M[first_m:end_m] = log_softmax_UV[own_M, token_M[first_m:end_m]]
+            if top_k:
+                top = log_softmax_UV.topk(top_k, -1)
+                top_UK[first:end], top_ids_UK[first:end] = top.values, top.indices
+            # Products of -inf (a masked token) and 0 do not count.
+            terms_UV = log_softmax_UV.exp().mul_(log_softmax_UV).nan_to_num_(nan=0.0)
+            entropy_U[first:end] = -terms_UV.sum(-1)
+            whole = log_softmax_UV if len(ctx.chunks) == 1 else None
+        ctx.layer = layer
+        ctx.save_for_backward(states_UD, weight_VD, bias_V, row_M, token_M, entropy_U, whole)
+        without = [top_UK, top_ids_UK, *([] if ctx.entropy_gradient else [entropy_U])]
+        ctx.mark_non_differentiable(*without)
+        return logprobs_M, entropy_U, top_UK, top_ids_UK
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        states_UD, weight_VD, bias_V, row_M, token_M, entropy_U, whole = ctx.saved_tensors
+        slope_M, slope_U = grad_outputs[0], grad_outputs[1]
+        of_states, of_weight, of_bias = ctx.needs_input_grad[:3]
+        grad_UD = torch.empty_like(states_UD) if of_states else None
+        grad_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if of_weight else None
+        grad_V = torch.zeros_like(bias_V, dtype=torch.float32) if of_bias else None
+        half = None if weight_VD is None else weight_VD.to(states_UD.dtype)
+        for first, end, first_m, end_m in ctx.chunks:
+            part_UD = states_UD[first:end]
+            log_softmax_UV = whole
+            if whole is None:
+                log_softmax_UV = _log_softmax(part_UD, half, bias_V, ctx.layer)
+            slope_UV = _slope_of_logits(
+                log_softmax_UV,
+                (row_M[first_m:end_m] - first, token_M[first_m:end_m]),
+                slope_M[first_m:end_m],
+                (slope_U[first:end], entropy_U[first:end]) if ctx.entropy_gradient else None,
+            )
+            slope_UV = slope_UV.div_(ctx.layer.temperature).to(states_UD.dtype)
+            if grad_UD is not None:
+                grad_UD[first:end] = slope_UV if half is None else slope_UV @ half
+            if grad_VD is not None:
+                _add_product(grad_VD, slope_UV, part_UD)
+            if grad_V is not None:
+                grad_V += slope_UV.sum(0, dtype=torch.float32)
+        if grad_VD is not None:
+            grad_VD = grad_VD.to(weight_VD.dtype)
+        if grad_V is not None:
+            grad_V = grad_V.to(bias_V.dtype)
+        return grad_UD, grad_VD, grad_V, None, None, None
+
+
+def _log_softmax(
+    states_UD: Tensor, weight_VD: Tensor | None, bias_V: Tensor | None, layer: OutputLayer
+) -> Tensor:
+    """Return float32[U, V], which is nobody else's."""
+    if weight_VD is None:
+        logits_UV = states_UD
+    else:
+        bias_V = None if bias_V is None else bias_V.to(states_UD.dtype)
+        logits_UV = functional.linear(states_UD, weight_VD.to(states_UD.dtype), bias_V)
+    logits_UV = logits_UV.float()
+    if layer.temperature != 1.0:
+        logits_UV = logits_UV / layer.temperature
+    return logits_UV.log_softmax(-1)
+
+
+def _slope_of_logits(
+    log_softmax_UV: Tensor,
+    places: tuple[Tensor, Tensor],
+    slope_M: Tensor,
+    of_entropy: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Return the gradient of logits: Σ g (1[token] − p), and −g p (log p + H) of entropies."""
+    slopes_U = torch.zeros_like(log_softmax_UV[:, 0]).index_add_(0, places[0], slope_M)
+    slope_UV = log_softmax_UV.exp()
+    if of_entropy is None:
+        slope_UV.mul_(-slopes_U[:, None])
+    else:
+        slope_U, entropy_U = of_entropy
+        by_UV = (log_softmax_UV + entropy_U[:, None]).mul_(slope_U[:, None])
+        slope_UV = slope_UV.mul_(by_UV.add_(slopes_U[:, None])).neg_().nan_to_num_(nan=0.0)
+    return slope_UV.index_put_(places, slope_M, accumulate=True)
+
+
+def _add_product(total_VD: Tensor, slope_UV: Tensor, states_UD: Tensor) -> None:
+    if states_UD.dtype == torch.float32:
+        total_VD.addmm_(slope_UV.t(), states_UD)
+    else:
+        total_VD += slope_UV.t() @ states_UD

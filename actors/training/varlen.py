@@ -1,0 +1,378 @@
+"""Attention of packed rows by varlen kernels, which read no mask.
+
+A varlen kernel computes many sequences of any lengths in one call. Queries and keys of each lie one
+behind the other, told apart by cumulative lengths; where a sequence has fewer queries than keys,
+its queries are the last of them. Rows are laid one behind the other without padding. The columns
+that a row adds to one path form a run: the run's queries are its own columns, its keys those of
+the whole path that it continues. A shared prompt is therefore computed once, and only its keys and
+values, which are few in models with grouped queries, are copied for each response. The copies are
+never more than those of rows in which nothing is shared.
+
+The kernels are torch's (`torch.nn.attention.varlen`, FlashAttention 2, or 3 and 4 where their
+packages are installed), the package flash-attn, and one on CPUs that computes each sequence by
+SDPA: the reference that the others are compared with.
+
+Shape letters: T columns of all rows, H query heads, G key heads, D head size, K keys.
+"""
+
+# torch and transformers leave some of their methods untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+import importlib.util
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
+from torch.nn.attention.varlen import varlen_attn
+
+from ...schemas.wire.errors import ConfigError
+from .micro_batch import MicroBatch, Runs
+from .packed_images import PackedImages
+
+AttentionKey = Literal["auto", "sdpa", "varlen", "flash_attention_2"]
+"""Values of `model.attn_implementation`."""
+_NAME = "packed_"
+"""Before the names by which transformers knows these kernels."""
+_MAX_HEAD_SIZE = 256
+_MIN_CAPABILITY = (8, 0)
+
+
+class VarlenKernel(Protocol):
+    """A kernel with the part of `torch.nn.attention.varlen.varlen_attn` that is used here."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        enable_gqa: bool = False,
+    ) -> Any:
+        """Return the output [T, H, D] of queries [T, H, D] that read keys and values [K, G, D]."""
+        ...
+
+
+def sdpa_by_sequence(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute each sequence by SDPA with a mask, as the CUDA kernels define it."""
+    left, right = window_size
+    ends_q = cu_seq_q.tolist()
+    ends_k = ends_q if cu_seq_k is None else cu_seq_k.tolist()
+    outputs: list[Tensor] = []
+    for (q0, q1), (k0, k1) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
+        place_q = torch.arange(k1 - k0 - (q1 - q0), k1 - k0, device=query.device)[:, None]
+        behind = place_q - torch.arange(k1 - k0, device=query.device)
+        seen = torch.ones_like(behind, dtype=torch.bool)
+        if left >= 0:
+            seen &= behind <= left
+        if right >= 0:
+            seen &= behind >= -right
+        heads = (part.transpose(0, 1) for part in (query[q0:q1], key[k0:k1], value[k0:k1]))
+        output = nn.functional.scaled_dot_product_attention(
+            *heads, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
+        )
+        outputs.append(output.transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def flash_attn_kernel() -> VarlenKernel:
+    """Return the kernel of the package flash-attn; ConfigError where it cannot be imported."""
+    try:
+        from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"model.attn_implementation=flash_attention_2, and flash-attn cannot be imported: "
+            f"{error}",
+            hint="install the extra `flash-attn` where learners run, or set "
+            "model.attn_implementation=auto",
+        ) from error
+
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        left, right = window_size
+        return cast(Any, flash_attn_varlen_func)(
+            query,
+            key,
+            value,
+            cu_seq_q,
+            cu_seq_k,
+            max_q,
+            max_k,
+            softmax_scale=scale,
+            causal=right == 0,
+            window_size=(left, right),
+            deterministic=True,
+        )
+
+    return kernel
+
+
+# -- which kernel ----------------------------------------------------------------------------------
+
+
+def choose_attention(
+    wanted: AttentionKey, config: Any, device: torch.device, dtype: torch.dtype
+) -> Literal["sdpa", "varlen", "flash_attention_2"]:
+    """Return the attention of a model with the text configuration `config` that computes there.
+
+    auto: varlen on a GPU in 16 bits, where the kernels can compute the model, else sdpa. Raises
+    ConfigError for a wish that cannot be met.
+    """
+    if wanted == "sdpa":
+        return "sdpa"
+    why_not = _why_not_varlen(config, device, dtype)
+    if wanted == "auto":
+        return "varlen" if device.type == "cuda" and why_not is None else "sdpa"
+    if why_not is None and wanted == "flash_attention_2" and device.type != "cuda":
+        why_not = "flash-attn has no kernel for CPUs"
+    if why_not is not None:
+        raise ConfigError(
+            f"model.attn_implementation={wanted} cannot compute this model here: {why_not}",
+            hint="set model.attn_implementation=sdpa, or auto",
+        )
+    return wanted
+
+
+def _why_not_varlen(config: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+    if getattr(config, "attn_logit_softcapping", None):
+        return f"its attention scores are capped at {config.attn_logit_softcapping:g}"
+    if device.type != "cuda":
+        return None
+    if dtype == torch.float32:
+        return "the kernels compute in 16 bits, and learner.dtype is float32"
+    size = _head_size(config)
+    if size % 8 or size > _MAX_HEAD_SIZE:
+        return f"its heads have {size} numbers, and the kernels take multiples of 8 up to 256"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _MIN_CAPABILITY:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, 8.0 is needed"
+    return None
+
+
+def _head_size(config: Any) -> int:
+    """Return the numbers of a query of one head; in DeepSeek's models that is two parts."""
+    parts = [getattr(config, f"qk_{part}_head_dim", None) for part in ("nope", "rope")]
+    if all(parts):
+        return sum(cast("list[int]", parts))
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def activate_newest_flash(capability: tuple[int, int]) -> str:
+    """Let torch's varlen attention use the newest kernels of this GPU; return their name.
+
+    FlashAttention 3 on Hopper and 4 on Blackwell, where their packages are installed, else torch's
+    own 2.
+    """
+    newer = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute")}
+    name, module = newer.get(capability[0], ("", ""))
+    if name and current_flash_attention_impl() != name and _is_installed(module):
+        activate_flash_attention_impl(name)
+    return current_flash_attention_impl() or "FA2"
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package around it
+        return False
+
+
+def set_attention(model: nn.Module, chosen: str, device: torch.device) -> None:
+    """Let the text layers of a model attend by a kernel; ConfigError where it is not installed."""
+
+    config = cast(Any, model).config.get_text_config()
+    if chosen == "sdpa":
+        config._attn_implementation = "sdpa"
+        return
+    kernel: VarlenKernel = sdpa_by_sequence
+    if chosen == "flash_attention_2":
+        kernel = flash_attn_kernel()
+    elif device.type == "cuda":
+        kernel = varlen_attn
+        activate_newest_flash(torch.cuda.get_device_capability(device))
+    register_kernel(f"{_NAME}{chosen}", kernel)
+    config._attn_implementation = f"{_NAME}{chosen}"
+
+
+def register_kernel(name: str, kernel: VarlenKernel) -> None:
+    """Let transformers' models attend by a kernel under a name."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    cast(Any, ALL_ATTENTION_FUNCTIONS).register(name, partial(_attend, kernel))
+
+
+def describe_attention(attention: str, device: torch.device) -> str:
+    """Return the name of an attention with the version of its kernel, where that may vary."""
+    if device.type == "cuda" and attention.endswith("varlen"):
+        return f"{attention} {current_flash_attention_impl() or 'FA2'}"
+    return attention
+
+
+def reads_flat_rows(attention: str | None) -> bool:
+    """Whether an attention, by its name at transformers, reads all rows as one, without a mask."""
+    return attention is not None and _NAME in attention
+
+
+def _attend(
+    kernel: VarlenKernel,
+    module: nn.Module,
+    query_BHTD: Tensor,
+    key_BGTD: Tensor,
+    value_BGTD: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int = 0,
+    max_length_k: int = 0,
+    key_columns: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers' attention functions do; without lengths each row is a sequence."""
+    if s_aux is not None:
+        raise ConfigError(
+            "the model's attention has sinks, which varlen kernels do not compute",
+            hint="set model.attn_implementation=sdpa",
+        )
+    rows, _, length, _ = query_BHTD.shape
+    if cu_seq_lens_q is None:
+        cu_seq_lens_q = cu_seq_lens_k = torch.arange(
+            0, rows * length + 1, length, dtype=torch.int32, device=query_BHTD.device
+        )
+        max_length_q = max_length_k = length
+    query, key, value = (
+        states.transpose(1, 2).flatten(0, 1) for states in (query_BHTD, key_BGTD, value_BGTD)
+    )
+    if key_columns is not None:
+        key, value = key.index_select(0, key_columns), value.index_select(0, key_columns)
+    size = value.shape[-1]
+    output = kernel(
+        query.to(value.dtype),
+        key.to(value.dtype),
+        nn.functional.pad(value, (0, query.shape[-1] - size)),
+        cu_seq_lens_q,
+        cu_seq_lens_k,
+        max_length_q,
+        max_length_k,
+        scale=scaling,
+        # A window of w columns holds the query's own.
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output[..., :size].unflatten(0, (rows, length)), None
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def flatten(packed: MicroBatch) -> MicroBatch:
+    """Lay the tokens of all rows in one row without padding, in their order."""
+    real_C = packed.segment_ids_BT.flatten() > 0  # C: columns of all rows, one after the other
+    place_C = real_C.cumsum(0) - 1
+    row_B1 = torch.arange(len(packed.input_ids_BT), device=place_C.device)[:, None]
+    num_columns = packed.input_ids_BT.shape[1]
+
+    def row(values_BT: Tensor) -> Tensor:
+        return values_BT.flatten()[real_C][None]
+
+    images = packed.images
+    if images is not None:
+        rope_31T = images.rope_3BT.flatten(1)[:, None, real_C]
+        images = PackedImages(images.images, place_C[images.column_Q], rope_31T)
+    experts = packed.experts_BTLK
+    last_BT = row_B1 * num_columns + packed.seen_until_BT - 1
+    column_N = packed.row_N * num_columns + packed.source_col_N
+    return replace(
+        packed,
+        input_ids_BT=row(packed.input_ids_BT),
+        position_ids_BT=row(packed.position_ids_BT),
+        segment_ids_BT=row(packed.segment_ids_BT + row_B1 * (num_columns + 1)),
+        seen_until_BT=row(place_C[last_BT] + 1),
+        row_N=torch.zeros_like(packed.row_N),
+        source_col_N=place_C[column_N],
+        images=images,
+        experts_BTLK=None if experts is None else experts.flatten(0, 1)[real_C][None],
+    )
+
+
+def with_runs(flat: MicroBatch) -> MicroBatch:
+    """Say of one row without padding which columns are a run, and which keys each run reads."""
+    segments_T = flat.segment_ids_BT[0].cpu().numpy()
+    seen_until_T = flat.seen_until_BT[0].cpu().numpy()
+    starts_S = np.concatenate([[0], np.flatnonzero(np.diff(segments_T)) + 1])
+    lengths_S = np.diff(np.append(starts_S, len(segments_T)))
+    goes_on_S = flat.position_ids_BT[0].cpu().numpy()[starts_S] > 0
+    paths = [
+        np.flatnonzero(seen_until_T[:start] > start) if goes_on else starts_S[:0]
+        for start, goes_on in zip(starts_S.tolist(), goes_on_S.tolist(), strict=True)
+    ]
+    key_lengths_S = lengths_S + [len(path) for path in paths]
+    key_columns: Tensor | None = None
+    if goes_on_S.any():
+        own = np.split(np.arange(len(segments_T)), starts_S[1:])
+        keys = [part for pair in zip(paths, own, strict=True) for part in pair]
+        key_columns = torch.from_numpy(np.concatenate(keys)).to(flat.input_ids_BT.device)
+
+    def ends(lengths: Any) -> Tensor:
+        cumulative = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        return torch.from_numpy(cumulative).to(flat.input_ids_BT.device)
+
+    runs = Runs(
+        ends_S=ends(lengths_S),
+        key_ends_S=ends(key_lengths_S),
+        longest=int(lengths_S.max()),
+        most_keys=int(key_lengths_S.max()),
+        num_columns=len(segments_T),
+        key_columns=key_columns,
+    )
+    return replace(flat, runs=runs)
+
+
+def kernel_arguments(flat: MicroBatch) -> dict[str, Any]:
+    """Return what transformers' models hand through to the attention of one flat row."""
+    runs = flat.runs
+    assert runs is not None
+    return {
+        "cu_seq_lens_q": runs.ends_S,
+        "cu_seq_lens_k": runs.key_ends_S,
+        "max_length_q": runs.longest,
+        "max_length_k": runs.most_keys,
+        "num_columns": runs.num_columns,
+        "key_columns": runs.key_columns,
+    }

@@ -1,0 +1,1 @@
+"""Estimates of what a job takes on GPUs: memory of each card, and the time of a step. No torch."""

@@ -1,0 +1,355 @@
+"""Memory of a card that computes: of a learner's rank, and of a generator's engine.
+
+Each term is what one kind of tensor takes at the moment when most is held: at the end of a forward
+pass with the gradients of earlier micro-batches there. Activations are counted tensor by tensor as
+autograd keeps them in a decoder layer of transformers;
+`tests/actors/learner/test_memory_estimates.py` compares the sums with what torch allocates.
+
+Letters: D hidden size, A width of the query heads, K width of the key heads, I width of the MLP,
+V vocabulary, c bytes of the compute dtype.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..config.job import JobConfig
+from ..config.sections import resolve_dtype
+from .model_shape import ModelShape
+
+GIB = 1 << 30
+_MIB = 1 << 20
+_LOGITS_BYTES = {True: GIB, False: 256 * _MIB}
+"""Float32 logits that the learner holds at once: on a GPU, and on a CPU."""
+_LOGITS_COPIES = 3
+"""Tensors of that size: logits, log-softmax, and one more on the way to an entropy or gradient."""
+_ADAMW_BYTES = 8
+"""Two moments in float32."""
+_MUON_BYTES = 4
+_MASTER_BYTES = 4
+_PREFILL_TOKENS = 4096
+"""Of one pass of the transformers engine."""
+_PREFIX_CACHE_BYTES = GIB
+_CONTEXT_BYTES = GIB
+"""CUDA's context, cuBLAS's workspaces and loaded kernels of a process."""
+_NCCL_BYTES = GIB // 2
+_UNUSABLE = 0.04
+"""Share of a card that the allocator's fragments take."""
+_GRAPHS_BYTES = GIB
+VLLM_SHARE = 0.92
+"""Share of a card that vLLM takes."""
+TRANSFER_BYTES = 2 * 64 * _MIB
+"""Two buckets of weights on their way."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """What one kind of tensor takes of a card."""
+
+    name: str
+    num_bytes: int
+    remedy: str = ""
+    """The keys that shrink it."""
+
+
+@dataclass(frozen=True)
+class LearnerLoad:
+    """What decides about the memory of one rank of a learner."""
+
+    shape: ModelShape
+    microbatch_tokens: int
+    row_tokens: int
+    checkpointing: bool
+    lora_rank: int = 0
+    lora_weights: int = 0
+    """Weights of the adapter; 0: all weights are trained."""
+    compute_bytes: int = 4
+    """Of the compute dtype: 4 or 2."""
+    optimizer: str = "adamw"
+    ranks: int = 1
+    shards: int = 1
+    """Ranks over which a copy of the model is divided."""
+    context_parallel: int = 1
+    offload: bool = False
+    """Whether weights, gradients and optimiser state lie in the machine's memory."""
+    dense_mask: bool = True
+    """Whether attention reads a mask of rows and repeated keys, as SDPA does, not lengths."""
+    on_gpu: bool = True
+    updated: tuple[ModelShape, ...] = ()
+    """The critic and the policies of other roles, which have an optimiser, too."""
+    frozen: tuple[ModelShape, ...] = ()
+    """The reference and teachers that the learner loads."""
+
+    @property
+    def trained(self) -> int:
+        """Weights of the policy that are trained."""
+        return self.lora_weights or self.shape.weights
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether weights are gathered, in the compute dtype, layer by layer."""
+        return self.ranks > 1 or self.offload
+
+
+def learner_load(
+    job: JobConfig,
+    shape: ModelShape,
+    *,
+    microbatch_tokens: int,
+    checkpointing: bool,
+    on_gpu: bool = True,
+    updated: Iterable[ModelShape] = (),
+    frozen: Iterable[ModelShape] = (),
+) -> LearnerLoad:
+    """Return what a job's configuration asks of one rank of its learner."""
+    learner, lora = job.learner, job.lora
+    dtype = resolve_dtype(learner.dtype, on_gpu=on_gpu)
+    attention = job.model.attn_implementation
+    reads_lengths = attention == "auto" and on_gpu and dtype == "bfloat16"
+    return LearnerLoad(
+        shape=shape,
+        microbatch_tokens=microbatch_tokens,
+        row_tokens=min(learner.max_row_tokens, microbatch_tokens),
+        checkpointing=checkpointing,
+        lora_rank=lora.rank,
+        lora_weights=adapter_weights(job, shape),
+        compute_bytes=4 if dtype == "float32" else 2,
+        optimizer=learner.optimizer,
+        ranks=learner.ranks,
+        shards=learner.ranks // learner.replicas,
+        context_parallel=learner.context_parallel,
+        offload=learner.cpu_offload,
+        dense_mask=attention in ("auto", "sdpa") and not reads_lengths,
+        on_gpu=on_gpu,
+        updated=tuple(updated),
+        frozen=tuple(frozen),
+    )
+
+
+def adapter_weights(job: JobConfig, shape: ModelShape) -> int:
+    """Return the weights of a job's adapter; 0 without one."""
+    lora = job.lora
+    if not lora.rank:
+        return 0
+    chosen = [
+        (inputs + outputs) * lora.rank
+        for name, inputs, outputs in shape.linear_shapes()
+        if (lora.targets == "all-linear" or name in lora.targets) and name not in lora.exclude
+    ]
+    return shape.layers * sum(chosen)
+
+
+# -- a learner's rank ------------------------------------------------------------------------------
+
+
+STORED = ("weights", "optimiser states", "critic and other policies", "reference and teachers")
+"""Terms of a learner that stay from step to step."""
+
+
+def learner_terms(load: LearnerLoad) -> list[Term]:
+    """Return what a rank of the learner takes of its card, in bytes."""
+    terms = [
+        *_stored(load),
+        Term("activations", _activations(load), _less_activations(load)),
+        Term("logits", _logits(load), "lower learner.microbatch_tokens"),
+    ]
+    if load.is_sharded:
+        gathered = load.shape.root_weights + 2 * load.shape.layer_weights
+        num_bytes = gathered * load.compute_bytes
+        if not load.lora_weights:  # and their gradients, before they are divided
+            largest = max(load.shape.root_weights, load.shape.layer_weights)
+            num_bytes += largest * _MASTER_BYTES
+        terms.append(Term("gathered weights", num_bytes, "take a smaller model"))
+    elif load.compute_bytes == 2 and not load.lora_weights:
+        # Layers keep them for the backward pass; of those computed again, one at a time.
+        layer = load.shape.layer_weights
+        cast = load.shape.root_weights + layer if load.checkpointing else load.shape.weights
+        num_bytes = cast * load.compute_bytes
+        terms.append(Term("weights in 16 bits", num_bytes, "raise learner.ranks and learner.slots"))
+    if load.on_gpu:
+        nccl = _NCCL_BYTES if load.ranks > 1 else 0
+        terms.append(Term("CUDA and transfer buffers", _CONTEXT_BYTES + nccl + TRANSFER_BYTES))
+    return [term for term in terms if term.num_bytes]
+
+
+def _stored(load: LearnerLoad) -> list[Term]:
+    """Return what stays from step to step, and the gradients."""
+    shape, share = load.shape, 0 if load.offload else 1
+    others = sum(model.weights for model in load.updated)
+    updated = load.trained + others
+    # What is not trained is kept in the dtype that it computes in.
+    own = shape.weights * (load.compute_bytes if load.lora_weights else _MASTER_BYTES)
+    own += load.lora_weights * _MASTER_BYTES
+    state = updated * _ADAMW_BYTES
+    if load.optimizer == "muon":
+        roots = sum(model.root_weights for model in load.updated)
+        roots += 0 if load.lora_weights else shape.root_weights
+        state -= (updated - roots) * (_ADAMW_BYTES - _MUON_BYTES)
+
+    def divided(num_bytes: int) -> int:
+        return share * num_bytes // load.shards
+
+    by_ranks = "raise learner.ranks and learner.slots"
+    fewer = by_ranks if load.lora_weights else f"set lora.rank, or {by_ranks}"
+    by_offload = "" if load.optimizer == "muon" else ", or set learner.cpu_offload"
+    lighter = ", learner.optimizer=muon" if load.optimizer == "adamw" else ""
+    state_fewer = fewer if load.lora_weights else f"set lora.rank{lighter}, or {by_ranks}"
+    frozen = sum(model.weights for model in load.frozen)
+    return [
+        Term("weights", divided(own), f"{by_ranks}{by_offload}"),
+        Term("optimiser states", divided(state), f"{state_fewer}{by_offload}"),
+        Term("gradients", divided(updated * _MASTER_BYTES) + _head_gradient(load), fewer),
+        Term(
+            "critic and other policies",
+            divided(others * _MASTER_BYTES),
+            f"name smaller models for critic.path and policies, or {by_ranks}",
+        ),
+        Term(
+            "reference and teachers",
+            divided(frozen * load.compute_bytes),
+            "set lora.rank, or algorithm.kl_coef=0, or name smaller teachers",
+        ),
+    ]
+
+
+def _head_gradient(load: LearnerLoad) -> int:
+    """Return what the output layer's gradient takes before it is added to that of others."""
+    whole = not (load.lora_weights or load.is_sharded)
+    return load.shape.embedding_weights * _MASTER_BYTES if whole else 0
+
+
+def _less_activations(load: LearnerLoad) -> str:
+    if not load.checkpointing:
+        return "set learner.gradient_checkpointing=true, or lower learner.microbatch_tokens"
+    if load.microbatch_tokens > load.row_tokens:
+        return "lower learner.microbatch_tokens"
+    return (
+        "lower learner.max_row_tokens with rollout.max_response_tokens, or raise "
+        "learner.context_parallel"
+    )
+
+
+def _activations(load: LearnerLoad) -> int:
+    """Return what autograd keeps of a micro-batch's forward pass."""
+    shape = load.shape
+    tokens = -(-load.microbatch_tokens // load.context_parallel)
+    layer = layer_bytes_per_token(load)
+    stream_bytes = load.compute_bytes
+    kept = shape.layers * (stream_bytes * shape.hidden if load.checkpointing else layer)
+    final = 3 * 4 * shape.hidden
+    rows = load.microbatch_tokens // max(1, load.row_tokens)
+    mask = rows * load.row_tokens**2 * (1 + load.compute_bytes) if load.dense_mask else 0
+    again = 0
+    if load.checkpointing:  # a layer is computed again when the logits are gone
+        again = max(0, tokens * layer - _logits(load) - _head_gradient(load))
+    return tokens * (kept + final) + mask + again
+
+
+def layer_bytes_per_token(load: LearnerLoad) -> int:
+    """Return the bytes that autograd keeps of a decoder layer, for one token."""
+    shape, c = load.shape, load.compute_bytes
+    width, narrow = shape.attention_width, shape.kv_width
+    trains_norms = not load.lora_weights
+    # Two norms read the stream in float32; their weights' gradients need what was normed, too.
+    if c == 4:
+        stream, normed_head = (24 if trains_norms else 16), (8 if trains_norms else 4)
+    else:
+        stream, normed_head = (16 if trains_norms else 12), (6 if trains_norms else 4)
+    num_bytes = stream * shape.hidden
+    if shape.normed_heads:
+        num_bytes += normed_head * (width + narrow)
+    keys_and_values = 2 * (width if load.dense_mask else narrow)  # SDPA repeats them with a mask
+    num_bytes += c * (2 * width + keys_and_values) + 4 * shape.heads
+    num_bytes += 4 * c * shape.intermediate
+    if shape.experts:
+        num_bytes += 3 * c * shape.chosen_experts * shape.hidden + 12 * shape.experts
+    if load.lora_weights:
+        num_bytes += 2 * c * load.lora_rank * len(shape.linear_shapes()) // 2
+    return num_bytes
+
+
+def _logits(load: LearnerLoad) -> int:
+    """Return what the output layer takes; its logits are computed in chunks."""
+    tokens = -(-load.microbatch_tokens // load.context_parallel)
+    whole = 4 * load.shape.vocab * tokens
+    held = min(whole, _LOGITS_BYTES[load.on_gpu])
+    return _LOGITS_COPIES * held
+
+
+# -- a generator's card ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """What decides about the memory of one card of a generator."""
+
+    shape: ModelShape
+    is_vllm: bool
+    weight_bytes: float
+    """Bytes of one weight: 4, 2, or 1 for FP8."""
+    cache_bytes: int
+    """Bytes of a number in the KV cache."""
+    cards: int
+    """Over which the model is divided."""
+    max_context: int
+    max_requests: int
+    batched_tokens: int
+    """Tokens of one prefill."""
+    compiled: bool = False
+    kv_cache_bytes: int = 0
+    """As configured; 0: what is left."""
+    other_weights: int = 0
+    """Of the policies of other roles, on the same card."""
+    share: float = VLLM_SHARE
+    """Of the card, for vLLM."""
+    beside_bytes: int = 0
+    """What a learner on the same card keeps while the engine generates."""
+
+    @property
+    def token_bytes(self) -> int:
+        """KV cache of one token on one card."""
+        heads = max(1, self.shape.kv_heads // self.cards)
+        return 2 * self.shape.layers * heads * self.shape.head_size * self.cache_bytes
+
+
+def engine_terms(load: EngineLoad, memory_bytes: int) -> list[Term]:
+    """Return what an engine takes of a card of so much memory, the KV cache last."""
+    shape = load.shape
+    weights = int((shape.weights + load.other_weights) * load.weight_bytes) // load.cards
+    quantise = "raise generator.tensor_parallel and generator.slots"
+    widest = 2 * shape.hidden + 3 * shape.intermediate + shape.attention_width + 2 * shape.kv_width
+    activations = load.batched_tokens * widest * 2 // load.cards
+    logits = 3 * 4 * shape.vocab * load.max_requests
+    terms = [
+        Term("weights", weights, quantise),
+        Term("activations", activations, "lower generator.max_requests"),
+        Term("logits", logits, "lower generator.max_requests"),
+        Term("CUDA and transfer buffers", _CONTEXT_BYTES + TRANSFER_BYTES),
+    ]
+    if load.is_vllm:
+        terms += [Term("CUDA graphs", _GRAPHS_BYTES, "set generator.compile=false")]
+        terms = [term for term in terms if load.compiled or term.name != "CUDA graphs"]
+    else:
+        terms += [
+            Term("weights of the next version", weights, "set generator.engine=vllm"),
+            Term("earlier turns", _PREFIX_CACHE_BYTES),
+        ]
+    if load.beside_bytes:
+        remedy = "set lora.rank, or give the learner a card of its own"
+        terms.append(Term("weights and optimiser of the learner", load.beside_bytes, remedy))
+    usable = usable_bytes(memory_bytes, load.share if load.is_vllm else None)
+    left = max(0, usable - sum(term.num_bytes for term in terms))
+    cache = load.kv_cache_bytes or min(
+        left, load.token_bytes * load.max_context * load.max_requests
+    )
+    needed = max(cache, load.token_bytes * load.max_context)  # one request of the longest
+    return [*terms, Term("KV cache", needed, "lower generator.max_context, or rollout's lengths")]
+
+
+def usable_bytes(memory_bytes: int, share: float | None = None) -> int:
+    """Return what of a card's memory an actor can have, by default all but fragments."""
+    return int(memory_bytes * (1 - _UNUSABLE if share is None else share))
+
+
+def stored_bytes(terms: Iterable[Term]) -> int:
+    """Return what of a learner's terms stays on its card between two steps."""
+    return sum(term.num_bytes for term in terms if term.name in STORED)

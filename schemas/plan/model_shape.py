@@ -1,0 +1,314 @@
+"""The shape of a model, from its config.json and the headers of its weights. No torch.
+
+Numbers of weights follow from the shape; where the weights are there, their safetensors headers say
+them exactly. A model that is not here, neither as a folder nor in the cache of the hub, is looked
+up by its name among published ones.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+from ..model_catalogue import CATALOGUE, catalogue_folder
+from ..wire.errors import ModelError
+
+_CONFIG = "config.json"
+_MAX_CONFIG_BYTES = 16 << 20
+_MAX_HEADER_BYTES = 64 << 20
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_VISION = re.compile(r"(?:^|\.)(?:visual|vision_tower|vision_model)\.")
+_EXPERTS = re.compile(r"\.experts\.")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a decoder decides about memory and time."""
+
+    kind: str
+    """`model_type`."""
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate: int
+    """Width of a dense layer's MLP; of a mixture, of all experts that read a token together."""
+    vocab: int
+    tied: bool
+    """Whether the output layer is the embedding."""
+    normed_heads: bool
+    """Whether queries and keys are normed, as in Qwen3."""
+    layer_weights: int
+    """Weights of a decoder layer."""
+    active_layer_weights: int
+    """Of these, those that compute a token."""
+    vision_weights: int = 0
+    """Weights of what reads images."""
+    quantization: str = ""
+    """How the weights are quantised (`fp8`, `awq`), if they are."""
+    max_positions: int = 0
+    """Longest sequence; 0: unknown."""
+    experts: int = 0
+    """Experts of a layer; 0: it is dense."""
+    chosen_experts: int = 0
+    """Experts that read a token."""
+
+    @property
+    def embedding_weights(self) -> int:
+        """Weights of the embedding; the output layer has as many."""
+        return self.vocab * self.hidden
+
+    @property
+    def root_weights(self) -> int:
+        """Weights outside of the layers, images aside."""
+        return self.embedding_weights * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def weights(self) -> int:
+        """All weights."""
+        return self.layers * self.layer_weights + self.root_weights + self.vision_weights
+
+    @property
+    def active_weights(self) -> int:
+        """Weights of the products that compute a token, output layer included."""
+        return self.layers * self.active_layer_weights + self.embedding_weights
+
+    @property
+    def attention_width(self) -> int:
+        """Width of all query heads."""
+        return self.heads * self.head_size
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads, and of all value heads."""
+        return self.kv_heads * self.head_size
+
+    def linear_shapes(self) -> list[tuple[str, int, int]]:
+        """Return name, inputs and outputs of a layer's linear layers, those of experts aside."""
+        hidden, wide, narrow = self.hidden, self.attention_width, self.kv_width
+        attention = [
+            ("q_proj", hidden, wide),
+            ("k_proj", hidden, narrow),
+            ("v_proj", hidden, narrow),
+            ("o_proj", wide, hidden),
+        ]
+        if self.experts:
+            return attention
+        mlp = [("gate_proj", hidden, self.intermediate), ("up_proj", hidden, self.intermediate)]
+        return [*attention, *mlp, ("down_proj", self.intermediate, hidden)]
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """Return the shape that a config.json describes.
+
+    Raises ModelError for one without the numbers of a decoder.
+    """
+    inner = config.get("text_config")
+    text = cast("Mapping[str, Any]", inner) if isinstance(inner, Mapping) else config
+    try:
+        shape = _decoder(text, str(config.get("model_type", "?")))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"the model's config.json does not say {error}, without which its memory cannot be "
+            "estimated",
+            hint="give a decoder as transformers saves it",
+        ) from error
+    quantization = config.get("quantization_config") or {}
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    vision = config.get("vision_config")
+    return replace(
+        shape,
+        tied=bool(tied),
+        quantization=str(quantization.get("quant_method", "")),
+        vision_weights=_vision_weights(vision, shape.hidden) if vision else 0,
+    )
+
+
+def _decoder(text: Mapping[str, Any], kind: str) -> ModelShape:
+    hidden, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
+    kv_heads = int(text.get("num_key_value_heads") or heads)
+    head_size = int(text.get("head_dim") or hidden // heads)
+    own = str(text.get("model_type", kind))
+    normed = own.startswith("qwen3") or own in ("olmo2", "gemma3", "gemma3_text")
+    biased = bool(text.get("attention_bias", own.startswith("qwen2")))
+    wide, narrow = heads * head_size, kv_heads * head_size
+    attention = 2 * hidden * (wide + narrow) + (wide + 2 * narrow if biased else 0)
+    attention += 2 * hidden + (2 * head_size if normed else 0)
+    experts = int(text.get("num_experts") or text.get("num_local_experts") or 0)
+    width = int(text["intermediate_size"])
+    mlp = active = 3 * hidden * width
+    chosen = 0
+    if experts:
+        chosen = int(text["num_experts_per_tok"])
+        each = int(text.get("moe_intermediate_size") or width)
+        shared = int(text.get("shared_expert_intermediate_size") or 0)
+        router = hidden * experts
+        width = chosen * each + shared
+        mlp = 3 * hidden * (experts * each + shared) + router
+        active = 3 * hidden * width + router
+    return ModelShape(
+        kind=own,
+        hidden=hidden,
+        layers=int(text["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        intermediate=width,
+        vocab=int(text["vocab_size"]),
+        tied=False,
+        normed_heads=normed,
+        layer_weights=attention + mlp,
+        active_layer_weights=attention + active,
+        max_positions=int(text.get("max_position_embeddings") or 0),
+        experts=experts,
+        chosen_experts=chosen,
+    )
+
+
+def _vision_weights(vision: Mapping[str, Any], text_hidden: int) -> int:
+    """Return about how many weights a vision tower has, with what leads into the decoder."""
+    hidden = int(vision.get("hidden_size") or vision.get("embed_dim") or 0)
+    width = int(vision.get("intermediate_size") or 4 * hidden)
+    depth = int(vision.get("depth") or vision.get("num_hidden_layers") or 0)
+    merged = hidden * int(vision.get("spatial_merge_size") or 1) ** 2
+    return depth * (4 * hidden**2 + 3 * hidden * width) + merged * (merged + text_hidden)
+
+
+def with_counted_weights(shape: ModelShape, folder: Path) -> ModelShape:
+    """Return the shape with the numbers of weights of a folder's safetensors files, if it has some.
+
+    An adapter's folder, and files that cannot be read, leave it as it is.
+    """
+    counted = dict.fromkeys(("layers", "experts", "vision", "root"), 0)
+    for file in sorted(folder.glob("model*.safetensors")):
+        header = _header(file)
+        if header is None:
+            return shape
+        for name, tensor in header.items():
+            part = "vision" if _VISION.search(name) else "layers" if _LAYER.search(name) else "root"
+            part = "experts" if part == "layers" and _EXPERTS.search(name) else part
+            counted[part] += prod(tensor["shape"]) if name != "__metadata__" else 0
+    if not counted["layers"] or shape.quantization:
+        return shape
+    experts, dense = counted["experts"] // shape.layers, counted["layers"] // shape.layers
+    read = experts * shape.chosen_experts // max(1, shape.experts)
+    return replace(
+        shape,
+        tied=counted["root"] < 2 * shape.embedding_weights,
+        layer_weights=dense + experts,
+        active_layer_weights=dense + read,
+        vision_weights=counted["vision"],
+    )
+
+
+def _header(file: Path) -> dict[str, Any] | None:
+    """Return a safetensors file's header; None for a file that has none."""
+    try:
+        if not file.is_file():
+            return None
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            if not 0 < size <= _MAX_HEADER_BYTES:
+                return None
+            return cast("dict[str, Any]", json.loads(opened.read(size)))
+    except (OSError, ValueError):
+        return None
+
+
+# -- finding a model -------------------------------------------------------------------------------
+
+
+def find_shape(path: str) -> ModelShape | None:
+    """Return the shape of a model: of its folder, of the hub's cache, or of a published name.
+
+    None for one that is not known here. Raises ModelError for a config.json that describes no
+    decoder.
+    """
+    folder = catalogue_folder(path) if path in CATALOGUE else _home(path)
+    for place in (folder, *_cached(path)):
+        config = _read(place / _CONFIG)
+        if config is not None:
+            return with_counted_weights(shape_of(config), place)
+    base = _read(folder / "adapter_config.json")
+    if base is not None and isinstance(base.get("base_model_name_or_path"), str):
+        return find_shape(base["base_model_name_or_path"])
+    known = _PUBLISHED.get(path.rsplit("/", 1)[-1].lower().removesuffix("-instruct"))
+    return None if known is None else shape_of(known)
+
+
+def _home(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # of a user who does not exist
+        return Path(path)
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        if not file.is_file() or file.stat().st_size > _MAX_CONFIG_BYTES:
+            return None
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
+
+
+def _cached(path: str) -> list[Path]:
+    """Return where the hub's client keeps a model, newest first."""
+    if path.count("/") > 1 or path.startswith(("/", ".", "~")):
+        return []
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface"))
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    snapshots = cache / f"models--{path.replace('/', '--')}" / "snapshots"
+    found = snapshots.glob("*") if snapshots.is_dir() else ()
+    return sorted(found, key=lambda one: one.stat().st_mtime, reverse=True)
+
+
+def _published(kind: str, tied: bool, vocab: int, sizes: str, head_size: int = 0) -> dict[str, Any]:
+    """Return a config of width, layers, heads, key-value heads and MLP width."""
+    hidden, layers, heads, kv_heads, width = map(int, sizes.split())
+    return {
+        "model_type": kind,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": width,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 131072 if kind == "llama" else 32768,
+        **({"head_dim": head_size} if head_size else {}),
+    }
+
+
+_PUBLISHED = {
+    "qwen2.5-0.5b": _published("qwen2", True, 151936, "896 24 14 2 4864"),
+    "qwen2.5-1.5b": _published("qwen2", True, 151936, "1536 28 12 2 8960"),
+    "qwen2.5-3b": _published("qwen2", True, 151936, "2048 36 16 2 11008"),
+    "qwen2.5-7b": _published("qwen2", False, 152064, "3584 28 28 4 18944"),
+    "qwen2.5-14b": _published("qwen2", False, 152064, "5120 48 40 8 13824"),
+    "qwen2.5-32b": _published("qwen2", False, 152064, "5120 64 40 8 27648"),
+    "qwen2.5-72b": _published("qwen2", False, 152064, "8192 80 64 8 29568"),
+    "qwen3-0.6b": _published("qwen3", True, 151936, "1024 28 16 8 3072", 128),
+    "qwen3-1.7b": _published("qwen3", True, 151936, "2048 28 16 8 6144", 128),
+    "qwen3-4b": _published("qwen3", True, 151936, "2560 36 32 8 9728", 128),
+    "qwen3-8b": _published("qwen3", False, 151936, "4096 36 32 8 12288", 128),
+    "qwen3-14b": _published("qwen3", False, 151936, "5120 40 40 8 17408", 128),
+    "qwen3-32b": _published("qwen3", False, 151936, "5120 64 64 8 25600", 128),
+    "qwen3-30b-a3b": {
+        **_published("qwen3_moe", False, 151936, "2048 48 32 4 6144", 128),
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    "llama-3.2-1b": _published("llama", True, 128256, "2048 16 32 8 8192", 64),
+    "llama-3.2-3b": _published("llama", True, 128256, "3072 28 24 8 8192", 128),
+    "llama-3.1-8b": _published("llama", False, 128256, "4096 32 32 8 14336", 128),
+    "llama-3.1-70b": _published("llama", False, 128256, "8192 80 64 8 28672", 128),
+}
+"""Configurations of published models, by the name at the hub without `-instruct`."""

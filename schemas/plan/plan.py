@@ -1,0 +1,605 @@
+"""Will a job fit on GPUs, and how long does a step take? Settings are chosen by the same estimate.
+
+Memory of each card is the sum of `memory.py`. Times follow from the data sheet of the card and from
+efficiencies, measured where a report of `make test-gpu` is given and assumed otherwise. Episodes
+count at their longest, so times are upper bounds for a run whose episodes end earlier.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from ..config.job import JobConfig
+from ..config.sections import resolve_dtype
+from ..wire.errors import ConfigError, ModelError, PlacementError
+from .cards import Card, CardSet, find_card
+from .memory import (
+    GIB,
+    VLLM_SHARE,
+    EngineLoad,
+    Term,
+    adapter_weights,
+    engine_terms,
+    learner_load,
+    learner_terms,
+    stored_bytes,
+    usable_bytes,
+)
+from .model_shape import ModelShape, find_shape
+
+_MICROBATCHES = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024, 512)
+"""Tokens that are tried for a forward and backward pass, the most first."""
+_WITHOUT_CHECKPOINTING = 8192
+"""Fewer tokens a pass are slower than computing activations again."""
+_CHOSEN_SHARE = 0.9
+"""Of what a card can hold, for settings that are chosen: estimates err."""
+_LARGE_CARD = 60 * GIB
+_LARGE_REQUESTS, _SMALL_REQUESTS = 1024, 256
+_LARGE_BATCHED, _SMALL_BATCHED = 8192, 2048
+
+
+# -- the models of a job ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class JobModels:
+    """The shapes of all models that a job loads."""
+
+    policy: ModelShape
+    updated: tuple[ModelShape, ...] = ()
+    """The critic and the policies of other roles."""
+    roles: tuple[ModelShape, ...] = ()
+    """The policies of other roles, which generators load, too."""
+    frozen: tuple[ModelShape, ...] = ()
+    """The reference and teachers that the learner loads."""
+
+
+def find_models(job: JobConfig) -> JobModels | None:
+    """Return the shapes of a job's models; None if one is not known here."""
+    algorithm = job.algorithm
+    critic = [job.critic.path or job.model.path] if algorithm.advantage == "gae" else []
+    has_reference = algorithm.kl_coef and (algorithm.reference.path or not job.lora.rank)
+    reference = [algorithm.reference.path or job.model.path] if has_reference else []
+    frozen = [*reference, *algorithm.loaded_teachers.values()]
+    try:
+        policy = find_shape(job.model.path)
+        roles = _shapes(job.policies.values())
+        updated, others = _shapes(critic), _shapes(frozen)
+    except ModelError:
+        return None
+    if policy is None or roles is None or updated is None or others is None:
+        return None
+    return JobModels(policy, (*updated, *roles), roles, others)
+
+
+def _shapes(paths: Iterable[str]) -> tuple[ModelShape, ...] | None:
+    found = [find_shape(path) for path in paths]
+    known = tuple(shape for shape in found if shape is not None)
+    return known if len(known) == len(found) else None
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+
+class LearnerSettings(NamedTuple):
+    """What a learner computes with, as configured or chosen for a card."""
+
+    microbatch_tokens: int
+    gradient_checkpointing: bool
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine computes with, as configured or chosen for a card."""
+
+    max_requests: int
+    batched_tokens: int
+    """Tokens of one prefill of vLLM."""
+
+
+def choose_learner_settings(job: JobConfig, models: JobModels, card: Card) -> LearnerSettings:
+    """Return the settings of a learner on cards of this kind; `auto` keys are chosen.
+
+    As many tokens a pass as fit; activations are computed again only where few would. If nothing
+    fits, the settings that take least.
+    """
+    learner = job.learner
+    given, recompute = learner.microbatch_tokens, learner.gradient_checkpointing
+    sizes = [tokens for tokens in _MICROBATCHES if tokens > learner.max_row_tokens]
+    sizes = [*sizes, learner.max_row_tokens] if given == "auto" else [given]
+    ways = [False, True] if recompute == "auto" else [recompute]
+    usable = _CHOSEN_SHARE * usable_bytes(card.memory_bytes)
+    for checkpointing in ways:
+        for tokens in sizes:
+            is_slow = tokens < _WITHOUT_CHECKPOINTING and tokens != sizes[0]
+            if is_slow and not checkpointing and len(ways) > 1:
+                break
+            settings = LearnerSettings(tokens, checkpointing)
+            if sum(term.num_bytes for term in _terms(job, models, settings)) <= usable:
+                return settings
+    return LearnerSettings(sizes[-1], ways[-1])
+
+
+def _terms(job: JobConfig, models: JobModels, settings: LearnerSettings) -> list[Term]:
+    load = learner_load(
+        job,
+        models.policy,
+        microbatch_tokens=settings.microbatch_tokens,
+        checkpointing=settings.gradient_checkpointing,
+        updated=models.updated,
+        frozen=models.frozen,
+    )
+    return learner_terms(load)
+
+
+def choose_engine_settings(job: JobConfig, models: JobModels, card: Card) -> EngineSettings:
+    """Return the settings of a generator's engine on cards of this kind."""
+    is_large = card.memory_bytes >= _LARGE_CARD
+    batched = job.generator.max_batched_tokens
+    batched = batched or (_LARGE_BATCHED if is_large else _SMALL_BATCHED)
+    given = job.generator.max_requests
+    if given is not None:
+        return EngineSettings(given, batched)
+    most = _LARGE_REQUESTS if is_large and job.generator.engine == "vllm" else _SMALL_REQUESTS
+    most = min(most, job.episodes_at_once)
+    load = _engine_load(job, models, EngineSettings(most, batched))
+    cache = engine_terms(load, card.memory_bytes)[-1].num_bytes
+    # Episodes are on average half as long as they may get.
+    return EngineSettings(
+        max(1, min(most, 2 * cache // (load.token_bytes * load.max_context))), batched
+    )
+
+
+def _engine_load(
+    job: JobConfig, models: JobModels, settings: EngineSettings, beside_bytes: int = 0
+) -> EngineLoad:
+    generator = job.generator
+    num_bytes = 4 if resolve_dtype(generator.dtype, on_gpu=True) == "float32" else 2
+    quantised = "fp8" in (generator.quantization, models.policy.quantization)
+    return EngineLoad(
+        shape=models.policy,
+        is_vllm=generator.engine == "vllm",
+        weight_bytes=1 if quantised else num_bytes,
+        cache_bytes=1 if generator.kv_cache_dtype == "fp8" else num_bytes,
+        cards=generator.tensor_parallel,
+        max_context=generator.max_context or job.rollout.max_tokens,
+        max_requests=settings.max_requests,
+        batched_tokens=settings.batched_tokens,
+        compiled=generator.compile,
+        kv_cache_bytes=(generator.kv_cache_mb or 0) << 20,
+        other_weights=sum(shape.weights for shape in models.roles),
+        share=generator.memory_share or VLLM_SHARE,
+        beside_bytes=beside_bytes,
+    )
+
+
+# -- memory of the actors --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ActorMemory:
+    """What one card of an actor holds."""
+
+    actor: str
+    cards: int
+    """Cards of all such actors together."""
+    terms: tuple[Term, ...]
+    usable_bytes: int
+    """What of the card it can have."""
+
+    @property
+    def num_bytes(self) -> int:
+        """All terms."""
+        return sum(term.num_bytes for term in self.terms)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the card holds them."""
+        return self.num_bytes <= self.usable_bytes
+
+    @property
+    def largest(self) -> Term:
+        """The term that takes most, of those that a key shrinks."""
+        return max((term for term in self.terms if term.remedy), key=lambda term: term.num_bytes)
+
+
+def estimate_memory(
+    job: JobConfig,
+    models: JobModels,
+    card: Card,
+    learner: LearnerSettings,
+    engine: EngineSettings,
+    *,
+    shared: bool = False,
+) -> list[ActorMemory]:
+    """Return what the cards of each kind of actor hold.
+
+    If learner and generator share one card, the engine sleeps while the learner trains, and the
+    learner's weights and optimiser stay while the engine generates.
+    """
+    terms = _terms(job, models, learner)
+    usable = usable_bytes(card.memory_bytes)
+    actors = [ActorMemory("learner", job.learner.slots, tuple(terms), usable)]
+    cards = job.generator.count * job.generator_slots
+    if cards:
+        share = job.generator.memory_share or VLLM_SHARE
+        load = _engine_load(job, models, engine, stored_bytes(terms) if shared else 0)
+        held = tuple(engine_terms(load, card.memory_bytes))
+        usable = usable_bytes(card.memory_bytes, share if load.is_vllm else None)
+        actors.append(ActorMemory("generator", cards, held, usable))
+    return actors
+
+
+def refuse_too_large(
+    job: JobConfig, models: JobModels, card: Card, *, shared: bool = False
+) -> list[ActorMemory]:
+    """Return what the cards of each actor hold; raise PlacementError for what a card cannot hold.
+
+    `shared`: learner and generator are on one card. The error names figures, the largest term and
+    the keys that shrink it.
+    """
+    _refuse_missing_kernels(job, models, card)
+    learner = choose_learner_settings(job, models, card)
+    engine = choose_engine_settings(job, models, card)
+    actors = estimate_memory(job, models, card, learner, engine, shared=shared)
+    for actor in actors:
+        if actor.fits:
+            continue
+        largest = actor.largest
+        settings = ""
+        if actor.actor == "learner":
+            again = "with" if learner.gradient_checkpointing else "without"
+            settings = (
+                f" (micro-batches of {learner.microbatch_tokens} tokens, {again} gradient "
+                "checkpointing)"
+            )
+        raise PlacementError(
+            f"a card of the {actor.actor} would hold {_gib(actor.num_bytes)}{settings}, and "
+            f"{card.name} has {_gib(actor.usable_bytes)} for it: {largest.name} take "
+            f"{_gib(largest.num_bytes)}",
+            hint=largest.remedy,
+        )
+    return actors
+
+
+def _refuse_missing_kernels(job: JobConfig, models: JobModels, card: Card) -> None:
+    if models.policy.quantization == "fp8" and not card.has_fp8:
+        raise PlacementError(
+            f"model.path={job.model.path} has FP8 weights, for which {card.name} has no kernels",
+            hint="take the model's bfloat16 weights, or cards of Hopper, Ada or later (H100, L40S)",
+        )
+    kinds = {
+        "quantization": job.generator.quantization,
+        "kv_cache_dtype": job.generator.kv_cache_dtype,
+    }
+    for key, kind in kinds.items():
+        if kind == "fp8" and not card.has_fp8:
+            raise PlacementError(
+                f"generator.{key}=fp8, for which {card.name} has no kernels",
+                hint=f"remove generator.{key}, or take cards of Hopper, Ada or later (H100, L40S)",
+            )
+    sections = {"learner": job.learner.dtype, "generator": job.generator.dtype}
+    for section, dtype in sections.items():
+        in_half = resolve_dtype(dtype, on_gpu=True) == "bfloat16"
+        if in_half and not card.has_bfloat16:
+            raise PlacementError(
+                f"{section}.dtype=bfloat16, which {card.name} does not compute with",
+                hint=f"set {section}.dtype=float32, or take an A100 or later",
+            )
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+# -- times -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Efficiencies:
+    """What of a card's data sheet is reached."""
+
+    learner_of_peak: float = 0.4
+    """Operations of the learner over those of the data sheet (MFU)."""
+    decode_of_bandwidth: float = 0.8
+    """Bytes that decoding reads over those of the data sheet."""
+    weights_bytes_per_s: float = 0.0
+    """New weights to the generators; 0: by the transport."""
+    source: str = "assumed"
+    """Where the numbers are from."""
+
+
+_OBJECT_BYTES_PER_S = 0.4e9
+"""Weights through NATS or files, all steps of their way together."""
+_LINK_SHARE = 0.5
+_STEP_OVERHEAD_S = {True: 0.5e-3, False: 12e-3}
+"""Of one decoding step besides its reads: with CUDA graphs, and without."""
+
+
+def read_efficiencies(path: str | Path) -> Efficiencies:
+    """Return what a report of `make test-gpu` measured.
+
+    The report is a JSON object with `efficiencies`, an object with some of `learner_of_peak`,
+    `decode_of_bandwidth` and `weights_bytes_per_s`. Raises ConfigError for another file.
+    """
+    names = ("learner_of_peak", "decode_of_bandwidth", "weights_bytes_per_s")
+    hint = "give the JSON report that `make test-gpu` writes"
+    try:
+        report = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the report {path} cannot be read: {error}", hint=hint) from error
+    found = cast("dict[str, Any]", report).get("efficiencies") if isinstance(report, dict) else None
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"the report {path} has no efficiencies", hint=hint)
+    values = {name: value for name, value in cast("dict[str, Any]", found).items() if name in names}
+    wrong = [name for name, value in values.items() if not _is_positive(value)]
+    if wrong or not values:
+        raise ConfigError(
+            f"the report {path}: efficiencies {wrong or 'without a known name'} are no positive "
+            "numbers",
+            hint=hint,
+        )
+    return Efficiencies(**values, source=f"measured, {path}")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a training step's parts, and of a step in a run."""
+
+    generation_s: float
+    training_s: float
+    weights_s: float
+    step_s: float
+    """From one version to the next: parts overlap unless training is on-policy."""
+
+
+def estimate_times(
+    job: JobConfig,
+    models: JobModels,
+    cards: CardSet,
+    learner: LearnerSettings,
+    engine: EngineSettings,
+    reached: Efficiencies,
+) -> StepTimes:
+    """Return the times of a step whose episodes are as long as they may get."""
+    generation = _generation_s(job, models.policy, cards.card, engine, reached)
+    training = _training_s(job, models, cards.card, learner, reached)
+    weights = _weights_s(job, models.policy, cards, reached)
+    overlaps = job.training.max_staleness != 0 and not shares_card(job, cards.num)
+    total = max(generation, training + weights) if overlaps else generation + training + weights
+    return StepTimes(generation, training, weights, total)
+
+
+def _generation_s(
+    job: JobConfig, shape: ModelShape, card: Card, engine: EngineSettings, reached: Efficiencies
+) -> float:
+    generator, rollout = job.generator, job.rollout
+    if not generator.count or job.sft.data:
+        return 0.0
+    width = generator.tensor_parallel
+    episodes = job.training.batch_size * rollout.group_size / generator.count
+    at_once = max(1.0, min(engine.max_requests, job.episodes_at_once, episodes))
+    load = _engine_load(job, JobModels(shape), engine)
+    context = rollout.max_prompt_tokens + rollout.response_limit / 2
+    read = shape.active_weights * load.weight_bytes / width + at_once * context * load.token_bytes
+    in_half = resolve_dtype(generator.dtype, on_gpu=True) == "bfloat16"
+    flops = card.bfloat16_flops if in_half else card.tf32_flops
+    computed = 2 * shape.active_weights * at_once / (width * flops * reached.learner_of_peak)
+    is_graph = load.is_vllm and load.compiled
+    step = max(read / (card.bandwidth * reached.decode_of_bandwidth), computed)
+    decoding = episodes / at_once * rollout.response_limit * (step + _STEP_OVERHEAD_S[is_graph])
+    prompts = job.training.batch_size / generator.count * rollout.max_prompt_tokens
+    prefill = 2 * shape.active_weights * prompts / (width * flops * reached.learner_of_peak)
+    return decoding + prefill
+
+
+def _training_s(
+    job: JobConfig, models: JobModels, card: Card, learner: LearnerSettings, reached: Efficiencies
+) -> float:
+    rollout, tasks = job.rollout, job.training.batch_size
+    prompts = tasks * (1 if job.learner.share_prompts else rollout.group_size)
+    tokens = prompts * rollout.max_prompt_tokens
+    tokens += tasks * rollout.group_size * rollout.response_limit
+    again = 1 if learner.gradient_checkpointing else 0
+    updates = (3 + again) * job.learner.ppo_epochs
+    scored = 1 if job.learner.num_updates > 1 else 0
+    forward = _forward_flops(models.policy, rollout.max_tokens)
+    flops = forward * (updates + scored)
+    for shape in models.frozen:
+        flops += _forward_flops(shape, rollout.max_tokens)
+    for shape in models.updated:
+        flops += _forward_flops(shape, rollout.max_tokens) * (updates + 1)
+    in_half = resolve_dtype(job.learner.dtype, on_gpu=True) == "bfloat16"
+    rate = card.bfloat16_flops if in_half else card.tf32_flops
+    return tokens * flops / (job.learner.ranks * rate * reached.learner_of_peak)
+
+
+def _forward_flops(shape: ModelShape, length: int) -> float:
+    """Return the operations of one token's forward pass, with causal attention."""
+    return 2 * shape.active_weights + 2 * shape.layers * shape.attention_width * length
+
+
+def _weights_s(job: JobConfig, shape: ModelShape, cards: CardSet, reached: Efficiencies) -> float:
+    if not job.generator.count or job.sft.data:
+        return 0.0
+    width = 4 if job.learner.published_dtype(on_gpu=True) == "float32" else 2
+    num_bytes = (adapter_weights(job, shape) or shape.weights) * width
+    rate = _OBJECT_BYTES_PER_S
+    if shares_card(job, cards.num):
+        rate = cards.card.bandwidth * _LINK_SHARE
+    elif job.weights.transport == "nccl" and cards.card.link:
+        rate = cards.card.link * _LINK_SHARE
+    return num_bytes / (reached.weights_bytes_per_s or rate)
+
+
+# -- a plan ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job takes on some cards."""
+
+    cards: CardSet
+    models: JobModels
+    learner: LearnerSettings
+    engine: EngineSettings
+    actors: list[ActorMemory]
+    times: StepTimes
+    reached: Efficiencies
+    refusal: PlacementError | None
+    """Why it cannot run there."""
+    shares_card: bool = False
+    """Whether learner and generator are on one card."""
+
+    def to_map(self) -> dict[str, Any]:
+        """Return all figures, as JSON can write them."""
+        return {
+            "gpus": str(self.cards),
+            "shares_card": self.shares_card,
+            "fits": self.refusal is None,
+            "error": None if self.refusal is None else self.refusal.message,
+            "hint": None if self.refusal is None else self.refusal.hint,
+            "model": {
+                "weights": self.models.policy.weights,
+                "layers": self.models.policy.layers,
+                "hidden": self.models.policy.hidden,
+            },
+            "settings": {
+                "learner.microbatch_tokens": self.learner.microbatch_tokens,
+                "learner.gradient_checkpointing": self.learner.gradient_checkpointing,
+                "generator.max_requests": self.engine.max_requests,
+            },
+            "actors": [_actor_map(actor) for actor in self.actors],
+            "seconds": {
+                "generation": self.times.generation_s,
+                "training": self.times.training_s,
+                "weights": self.times.weights_s,
+                "step": self.times.step_s,
+                "efficiencies": self.reached.source,
+            },
+        }
+
+    def lines(self) -> list[str]:
+        """Return the same for people."""
+        shape = self.models.policy
+        lines = [f"{self.cards}, a model of {shape.weights / 1e9:.2f} B weights"]
+        for actor in self.actors:
+            verdict = "fits" if actor.fits else "does not fit"
+            lines.append(
+                f"{actor.actor}, {actor.cards} card(s): {_gib(actor.num_bytes)} of "
+                f"{_gib(actor.usable_bytes)} on each, {verdict}"
+            )
+            order = sorted(actor.terms, key=lambda term: -term.num_bytes)
+            lines += [f"  {term.num_bytes / GIB:7.2f} GiB  {term.name}" for term in order]
+            lines.append(f"  largest: {actor.largest.name}; {actor.largest.remedy}")
+        if self.shares_card:
+            lines.append("both share the card: the engine sleeps while the learner trains")
+        again = "with" if self.learner.gradient_checkpointing else "without"
+        lines.append(
+            f"settings: learner.microbatch_tokens={self.learner.microbatch_tokens}, {again} "
+            f"gradient checkpointing, generator.max_requests={self.engine.max_requests}"
+        )
+        times = self.times
+        lines.append(
+            f"a step: {times.step_s:.1f} s (generation {times.generation_s:.1f} s, training "
+            f"{times.training_s:.1f} s, weights {times.weights_s:.1f} s), by the card's data sheet "
+            f"and efficiencies that are {self.reached.source}, episodes at their longest"
+        )
+        return lines
+
+
+def _actor_map(actor: ActorMemory) -> dict[str, Any]:
+    return {
+        "actor": actor.actor,
+        "cards": actor.cards,
+        "bytes": actor.num_bytes,
+        "usable_bytes": actor.usable_bytes,
+        "fits": actor.fits,
+        "largest": actor.largest.name,
+        "remedy": actor.largest.remedy,
+        "terms": {term.name: term.num_bytes for term in actor.terms},
+    }
+
+
+def make_plan(
+    job: JobConfig, models: JobModels, cards: CardSet, reached: Efficiencies | None = None
+) -> Plan:
+    """Return what a job takes on some cards, and why it cannot run there, if it cannot."""
+    reached = reached or Efficiencies()
+    shared = shares_card(job, cards.num)
+    learner = choose_learner_settings(job, models, cards.card)
+    engine = choose_engine_settings(job, models, cards.card)
+    refusal = None
+    try:
+        refuse_too_few(job, cards)
+        refuse_too_large(job, models, cards.card, shared=shared)
+    except PlacementError as error:
+        refusal = error
+    return Plan(
+        cards,
+        models,
+        learner,
+        engine,
+        estimate_memory(job, models, cards.card, learner, engine, shared=shared),
+        estimate_times(job, models, cards, learner, engine, reached),
+        reached,
+        refusal,
+        shared,
+    )
+
+
+def shares_card(job: JobConfig, num_cards: int) -> bool:
+    """Whether learner and generator of a job are on one card, of so many."""
+    return job.may_colocate and (job.placement == "colocated" or num_cards == 1)
+
+
+def needed_cards(job: JobConfig, num_cards: int) -> int:
+    """Return the cards of a job's learner and generators, of so many."""
+    if shares_card(job, num_cards):
+        return 1
+    return job.learner.slots + job.generator.count * job.generator_slots
+
+
+def refuse_too_few(job: JobConfig, cards: CardSet) -> None:
+    """Raise PlacementError for actors that need more cards than there are: none is shared."""
+    needed = needed_cards(job, cards.num)
+    if needed <= cards.num:
+        return
+    raise PlacementError(
+        f"the job needs {needed} cards, {job.learner.slots} for the learner and "
+        f"{needed - job.learner.slots} for generators, and {cards} has {cards.num}: these "
+        "cannot share a card",
+        hint="lower learner.slots, generator.count or generator.slots, take more cards, or set "
+        "placement=colocated for one learner and one generator of one slot each",
+    )
+
+
+# -- the cards of a pool ---------------------------------------------------------------------------
+
+
+def plan_for_pool(job: JobConfig, gpus: Iterable[tuple[str, int]]) -> Plan | None:
+    """Return the plan of a job on the first kind of a pool's GPUs that holds it, else on the first.
+
+    `gpus` are model and memory of each GPU. How many there are does not count. None for GPUs or
+    models that are not known here.
+    """
+    there = list(gpus)
+    kinds = dict.fromkeys(there)
+    models = find_models(job) if kinds and not job.tinker.base else None
+    if models is None:
+        return None
+    plans: list[Plan] = []
+    for name, memory_bytes in kinds:
+        try:
+            card = find_card(name, memory_bytes)
+        except ConfigError:
+            return None
+        cards = CardSet(card, 1, needed_cards(job, len(there)))
+        plans.append(make_plan(job, models, cards))
+    return next((plan for plan in plans if plan.refusal is None), plans[0])

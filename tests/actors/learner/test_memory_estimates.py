@@ -1,0 +1,200 @@
+"""The estimate of a learner's memory agrees with what a real step allocates."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tinkermq.actors.training.batch import TrainingBatch, assemble
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.step import Trainer
+from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.plan.memory import layer_bytes_per_token, learner_load, learner_terms
+from tinkermq.schemas.plan.model_shape import find_shape
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from benchmarks.learner_step import StepSequences
+from tests.support.allocations import largest_allocation
+
+torch.set_num_threads(1)
+
+TOLERANCE = 0.15
+LENGTH, NUM_EPISODES, ROWS = 257, 6, 2
+"""A sequence takes a column less than it has tokens; each of three passes has two rows."""
+
+
+def _shape(hidden: int, layers: int, heads: int, mlp: int, vocab: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 2,
+        "intermediate_size": mlp,
+        "vocab_size": vocab,
+    }
+
+
+SIZES = {
+    "1 M": Qwen2Config(**_shape(128, 4, 4, 512, 1024), tie_word_embeddings=True),
+    "5 M": Qwen2Config(**_shape(256, 6, 8, 768, 2048), tie_word_embeddings=True),
+    "14 M": Qwen2Config(**_shape(320, 8, 10, 1280, 3072), tie_word_embeddings=False),
+}
+KINDS = {
+    "Qwen3": Qwen3Config(**_shape(256, 4, 4, 768, 2048), head_dim=128, tie_word_embeddings=True),
+    "Llama": LlamaConfig(**_shape(256, 4, 4, 768, 2048)),
+    "experts": Qwen3MoeConfig(
+        **_shape(256, 4, 4, 768, 2048),
+        head_dim=64,
+        moe_intermediate_size=256,
+        num_experts=8,
+        num_experts_per_tok=2,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+def _saved(config: PretrainedConfig, folder: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def _config(folder: Path, **sections: dict[str, Any]) -> JobConfig:
+    columns = LENGTH - 1
+    learner = {
+        "lr": 1e-6,
+        "max_row_tokens": columns,
+        "microbatch_tokens": ROWS * columns,
+        "gradient_checkpointing": False,
+    }
+    lengths = {"max_prompt_tokens": 33, "max_turn_tokens": 128, "max_response_tokens": 223}
+    return JobConfig.model_validate(
+        {
+            "model": {"path": str(folder)},
+            "env": {"game": "none"},
+            "rollout": lengths,
+            "algorithm": {"correction": "none"},
+            **sections,
+            "learner": learner | sections.get("learner", {}),
+        }
+    )
+
+
+def _batch(vocab: int) -> TrainingBatch:
+    work, rng = StepSequences(vocab, LENGTH, NUM_EPISODES), np.random.default_rng(0)
+    work.ids = [rng.integers(8, vocab, LENGTH) for _ in range(NUM_EPISODES)]
+    return assemble(work.groups())
+
+
+def _measured(config: JobConfig) -> int:
+    """Return the most bytes of a step: weights and states before it, and what it allocates."""
+    model = load_model(config.model, config.learner, lora=config.lora)
+    trainer = Trainer(model, config, total_steps=4)
+    batch = _batch(int(model.config.vocab_size))
+    trainer.step(batch, 1)  # the optimiser has its states after it
+    trainer.optimizer.zero_grad()
+    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    there = [*model.parameters(), *filter(torch.is_tensor, states)]
+    before = sum(tensor.numel() * tensor.element_size() for tensor in there)
+    return before + largest_allocation(lambda: trainer.step(batch, 2))
+
+
+def _estimated(config: JobConfig) -> int:
+    shape = find_shape(config.model.path)
+    assert shape is not None
+    learner = config.learner
+    load = learner_load(
+        config,
+        shape,
+        microbatch_tokens=learner.pass_tokens,
+        checkpointing=learner.recomputes,
+        on_gpu=False,
+    )
+    return sum(term.num_bytes for term in learner_terms(load))
+
+
+def _assert_close(config: JobConfig) -> None:
+    measured, estimated = _measured(config), _estimated(config)
+    assert estimated == pytest.approx(measured, rel=TOLERANCE), (measured, estimated)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("rank", [0, 8], ids=["full", "adapter"])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_estimate_of_a_step_is_what_torch_allocates(
+    tmp_path: Path, size: str, rank: int, checkpointing: bool
+) -> None:
+    lora = {"lora": {"rank": rank}} if rank else {}
+    learner = {"gradient_checkpointing": checkpointing}
+    _assert_close(_config(_saved(SIZES[size], tmp_path), learner=learner, **lora))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_for_other_decoders_too(tmp_path: Path, kind: str) -> None:
+    _assert_close(_config(_saved(KINDS[kind], tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"learner": {"dtype": "bfloat16"}},
+        {"learner": {"dtype": "bfloat16", "gradient_checkpointing": True}},
+        {"learner": {"dtype": "bfloat16"}, "lora": {"rank": 8}},
+        {"learner": {"optimizer": "muon"}},
+        {"algorithm": {"kl_coef": 0.1}},
+    ],
+    ids=str,
+)
+def test_it_is_for_other_settings_too(tmp_path: Path, sections: dict[str, Any]) -> None:
+    config = _config(_saved(SIZES["5 M"], tmp_path), **sections)
+    if config.algorithm.kl_coef:
+        estimated = _estimated(config) + 4 * _num_weights(tmp_path)  # the reference
+        assert estimated == pytest.approx(_measured_with_reference(config), rel=TOLERANCE)
+        return
+    _assert_close(config)
+
+
+def _num_weights(folder: Path) -> int:
+    shape = find_shape(str(folder))
+    assert shape is not None
+    return shape.weights
+
+
+def _measured_with_reference(config: JobConfig) -> int:
+    return _measured(config) + 4 * _num_weights(Path(config.model.path))
+
+
+@pytest.mark.parametrize("config", [*SIZES.values(), *KINDS.values()], ids=[*SIZES, *KINDS])
+def test_weights_are_counted_from_the_config_as_from_the_files(
+    tmp_path: Path, config: PretrainedConfig
+) -> None:
+    model = AutoModelForCausalLM.from_config(config)
+    counted = sum(weight.numel() for weight in model.parameters())
+    config.save_pretrained(tmp_path)
+    by_config = find_shape(str(tmp_path))
+    model.save_pretrained(tmp_path)
+    by_files = find_shape(str(tmp_path))
+    assert by_config is not None
+    assert by_files is not None
+    assert by_config.weights == by_files.weights == counted
+    assert by_config.active_weights == pytest.approx(by_files.active_weights, rel=0.01)
+
+
+def test_a_token_of_seven_billion_weights_keeps_six_megabytes_in_16_bits() -> None:
+    shape = find_shape("Qwen/Qwen2.5-7B-Instruct")
+    assert shape is not None
+    assert shape.weights == pytest.approx(7.62e9, rel=0.005)
+    sections = {"dtype": "bfloat16", "ranks": 4, "slots": 4}
+    config = JobConfig.model_validate(
+        {"model": {"path": "m"}, "env": {"game": "none"}, "learner": sections}
+    )
+    load = learner_load(config, shape, microbatch_tokens=8192, checkpointing=False)
+    assert shape.layers * layer_bytes_per_token(load) == pytest.approx(6.3e6, rel=0.03)

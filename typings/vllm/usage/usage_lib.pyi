@@ -1,0 +1,4 @@
+from enum import Enum
+
+class UsageContext(str, Enum):
+    LLM_CLASS = "LLM_CLASS"
