@@ -207,7 +207,7 @@ class SampledPath:
         self, broker: Broker, query: ChatRequest | CompletionRequest
     ) -> AsyncGenerator[InferPart, None]:
         """Ask one of the samplers; closing the generator cancels the work."""
-        return self.trainers.answer(broker.user, broker, self.job, query)
+        return self.trainers.answer(broker, self.job, query)
 
     def shown(self) -> dict[str, Any]:
         """Return it as OpenAI tells of a model."""
@@ -240,7 +240,7 @@ class ServedModels:
                 f"{path} was saved to be downloaded, and is not sampled from",
                 hint="save the model with save_weights_for_sampler, and name that path",
             )
-        job = await self._trainers.job_of_checkpoint(broker.user, broker, name)
+        job = await self._trainers.job_of_checkpoint(broker, name)
         return SampledPath(str(name), job, self._trainers)
 
 

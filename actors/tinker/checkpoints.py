@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from pyrage import RecipientError, encrypt_file, x25519  # pyright: ignore[reportMissingModuleSource]
 
-from ...schemas.config.sections import ADAPTER_CONFIG
+from ...schemas.config.sections import ADAPTER_CONFIG, ADAPTER_FILES
 from ...schemas.tinker.checkpoints import (
     MAX_METADATA_BYTES,
     PART_BYTES,
@@ -84,14 +84,8 @@ def metadata_of(given: Any) -> Metadata | None:
     return texts
 
 
-# A ticket, signed by this trainer, stands for one checkpoint and its reader until it
-# expires, so that a URL with it needs no key. It opens nothing that this user could not read then.
-
 # Adapters for other programs: as PEFT reads them, or encrypted for an age key (the format
 # age-encryption.org/v1 with X25519 recipients).
-
-WEIGHTS = "adapter_model.safetensors"
-FILES = (ADAPTER_CONFIG, WEIGHTS)
 
 
 def make_external(stored: StoredCheckpoint, recipients: Sequence[str]) -> None:
@@ -103,7 +97,7 @@ def make_external(stored: StoredCheckpoint, recipients: Sequence[str]) -> None:
         keys = [_read_recipient(recipient) for recipient in recipients]
         (stored.folder / ADAPTER_CONFIG).write_bytes(config_of(stored))
         for file in list(stored.folder.iterdir()):
-            if file.name not in FILES:
+            if file.name not in ADAPTER_FILES:
                 file.unlink()
             elif keys:
                 encrypt_file(str(file), str(file.with_name(f"{file.name}.age")), keys)
@@ -134,6 +128,9 @@ def _read_recipient(text: str) -> x25519.Recipient:
             hint="take a native key: age1 and 58 characters",
         ) from error
 
+
+# A ticket, signed by this trainer, stands for one checkpoint and its reader until it
+# expires, so that a URL with it needs no key. It opens nothing that this user could not read then.
 
 TICKET_S = 1800.0
 _SECRET = ".tickets"  # noqa: S105  the name of a file
@@ -206,7 +203,7 @@ class Exports:
 
 def _files(stored: StoredCheckpoint) -> list[tuple[str, int]]:
     """Return the names and sizes of the files that are given out."""
-    names = [*FILES, *(f"{name}.age" for name in FILES)]
+    names = [*ADAPTER_FILES, *(f"{name}.age" for name in ADAPTER_FILES)]
     matches = [(name, stored.folder / name) for name in names]
     return [
         (name, len(config_of(stored)) if name == ADAPTER_CONFIG else file.stat().st_size)

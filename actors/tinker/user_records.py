@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...broker.client.rpc import RequestContext, Service
+from ...schemas.config.sections import ADAPTER_FILES
 from ...schemas.tinker.checkpoints import (
     ChangeCheckpoint,
     CheckpointExport,
@@ -50,8 +51,6 @@ from .checkpoints import (
     write_record,
 )
 from .models import Models
-
-# -- sessions: their owner, what was reported, whether they go on ----------------------------------
 
 # -- training runs: models that were made, in memory or not ----------------------------------------
 
@@ -168,6 +167,8 @@ def _run_in(value: dict[str, Any]) -> StoredRun | None:
     except (KeyError, TypeError, ValueError, MessageError):
         return None
 
+
+# -- sessions: their owner, what was reported, whether they go on ----------------------------------
 
 MAX_SESSIONS = 10_000
 """Of one user: the oldest is forgotten."""
@@ -390,8 +391,6 @@ class CheckpointEndpoints:
 # Requests of samplers. A sampler that shares the trainer's disk reads adapters there (a mark in the
 # folder shows that it is the same disk); others fetch the files in parts.
 
-FILES = ("adapter_config.json", "adapter_model.safetensors")
-"""What an adapter is sampled with."""
 PART_BYTES = 512 << 10
 _MARK = ".mark"
 
@@ -439,7 +438,7 @@ class SnapshotEndpoints:
         name = CheckpointName.parse(request.path)
         stored = find_snapshot(self._folders, request.user, name, moves=request.moves)
         try:
-            sizes = {file: (stored.folder / file).stat().st_size for file in FILES}
+            sizes = {file: (stored.folder / file).stat().st_size for file in ADAPTER_FILES}
         except OSError as error:
             raise missing(name) from error
         return FoundSnapshot(
@@ -452,7 +451,7 @@ class SnapshotEndpoints:
     def _part(self, request: FetchSnapshot) -> SnapshotPart:
         name = CheckpointName.parse(request.path)
         stored = self._folders.find(request.user, name)
-        if stored.seq != request.seq or request.file not in FILES:
+        if stored.seq != request.seq or request.file not in ADAPTER_FILES:
             raise NotFoundError(f"{name} was saved anew", hint="sample again")
         try:
             with (stored.folder / request.file).open("rb") as file:

@@ -369,6 +369,8 @@ class LearnerConfig(Section):
 
 ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's file that marks the folder of an adapter."""
+ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors")
+"""The files of an adapter, as PEFT writes them."""
 
 
 class LoraConfig(Section):

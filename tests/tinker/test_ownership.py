@@ -261,10 +261,10 @@ async def test_nothing_of_somebody_else_is_there_over_nats(pool: Pool, adas: Mad
         trainers = Trainers()
         for method, request, reply in asked:
             with pytest.raises(NotFoundError, match="there is no"):
-                await trainers.ask("bob", bob, pool.job, method, request, reply)
+                await trainers.ask(bob, pool.job, method, request, reply)
         forged = FetchFile(ticket="WyJhZGEiXQ.AAAA", file="adapter_config.json")
         with pytest.raises(AuthError, match="no URL of a checkpoint"):
-            await trainers.ask("bob", bob, pool.job, "fetch", forged, FilePart)
+            await trainers.ask(bob, pool.job, "fetch", forged, FilePart)
         for user in ("ada", "gateway"):
             for method in ("info", "change", "fetch", "submit"):
                 await refused_publish(bob, rpc(user, f"tinker-{pool.job}", method))
@@ -306,7 +306,7 @@ async def test_a_path_is_a_model_for_who_may_read_it(pool: Pool, adas: Made) -> 
             await refused_publish(broker, rpc("ada", service, verb))
         request = CompletionRequest(request="r1", adapter=path, prompts=[[20, 21]])
         with pytest.raises(NotFoundError, match="there is no checkpoint"):
-            await last_part(Trainers().answer("bob", broker, pool.job, request))
+            await last_part(Trainers().answer(broker, pool.job, request))
 
 
 async def test_what_is_published_is_read_by_all_and_changed_by_its_owner_alone(
@@ -383,7 +383,7 @@ async def test_a_used_up_quota_pauses_a_program_and_its_samples_until_it_is_rais
     request = CompletionRequest(request="r2", adapter=path, prompts=[[20, 21]])
     async with await connect(pool.state.url, name="cay", api_key=cay) as broker:
         with pytest.raises(ExhaustedError, match="used all tokens of the quota"):
-            await last_part(Trainers().answer("cay", broker, pool.job, request))
+            await last_part(Trainers().answer(broker, pool.job, request))
     quota(10**6)
     assert "step 39" in await running.done()
     await eventually(lambda: answered(200), "samples to go on")

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
 from ....broker.client.connection import Broker
+from ....schemas.config.sections import ADAPTER_FILES
 from ....schemas.tinker.checkpoints import (
     ChangeCheckpoint,
     CheckpointExport,
@@ -279,9 +280,7 @@ def _checkpoint(one: TinkerCheckpoint) -> dict[str, Any]:
 # -- downloads -------------------------------------------------------------------------------------
 
 FILES = "/tinker/api/v1/files"
-_GATEWAY = "gateway"
 _ARCHIVE = "checkpoint.tar"
-_ARCHIVED = ("adapter_config.json", "adapter_model.safetensors")
 _COMPLETE = "checkpoint_complete"
 """A file that shows the SDK that an archive is complete."""
 _FILE = "training_runs/{run}/checkpoints/{kind}/{name}"
@@ -313,7 +312,7 @@ class Downloads:
     async def archive(self, request: Request) -> Response:
         """Lead to the archive of a checkpoint, as SDKs before the URLs of files ask for it."""
         job, export = await self._exported(request)
-        if {file.name for file in export.files} != set(_ARCHIVED):
+        if {file.name for file in export.files} != set(ADAPTER_FILES):
             raise errors.NotFoundError(
                 "an encrypted checkpoint is not given as an archive",
                 hint="take the URLs of its files",
@@ -334,13 +333,12 @@ class Downloads:
                 message = FetchFile(ticket=ticket, file=file, offset=offset)
             except ValidationError:
                 raise errors.NotFoundError("this is no URL of a checkpoint's file") from None
-            user = _GATEWAY if gateway_of(request).sessions.with_keys else "local"
-            return await self._trainers.ask(user, broker, job, "fetch", message, FilePart)
+            return await self._trainers.ask(broker, job, "fetch", message, FilePart)
 
         if name != _ARCHIVE:
             first = await part(name, 0)
             return _streamed(_contents(part, name, first), first.size_bytes, name)
-        firsts = [await part(item, 0) for item in _ARCHIVED]
+        firsts = [await part(item, 0) for item in ADAPTER_FILES]
         sizes = [tarfile.BLOCKSIZE + _padded(item.size_bytes) for item in firsts]
         size = sum(sizes) + 3 * tarfile.BLOCKSIZE
         return _streamed(_archived(part, firsts), size, name)
@@ -380,7 +378,7 @@ async def _contents(fetch: Fetch, name: str, first: FilePart) -> AsyncIterator[b
 
 async def _archived(fetch: Fetch, firsts: list[FilePart]) -> AsyncIterator[bytes]:
     """Yield a tar archive of a checkpoint."""
-    for name, first in zip(_ARCHIVED, firsts, strict=True):
+    for name, first in zip(ADAPTER_FILES, firsts, strict=True):
         yield _header(name, first.size_bytes)
         async for some in _contents(fetch, name, first):
             yield some
@@ -436,7 +434,7 @@ async def services_of(request: Request, visitor: Visitor) -> list[ServiceView]:
 
     async def one(offer: TrainerOffer) -> ServiceView:
         try:
-            seen = await trainers.sessions(visitor.user, visitor.broker, offer.job)
+            seen = await trainers.sessions(visitor.broker, offer.job)
         except (errors.NobodyAnswersError, errors.DeadlineError):
             seen = None
         return ServiceView(offer, seen)
@@ -453,7 +451,7 @@ async def curves_of(request: Request, visitor: Visitor) -> ModelCurves:
             f"there is no base model of job {job[:80]!r}", hint="see `/tinker`"
         )
     model = request.path_params["model"][:80]
-    return await trainers.curves(visitor.user, visitor.broker, job, model)
+    return await trainers.curves(visitor.broker, job, model)
 
 
 async def get_sessions(request: Request) -> Response:

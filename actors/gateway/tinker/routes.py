@@ -181,7 +181,7 @@ class TinkerApi:
         if body.get("model_id") is not None:
             return await self._operate(visitor, "load_weights", requests.name_of_json(body), raw)
         name = OperationName(requests.new_model(body), 0)
-        job = await self._trainers.job_of_checkpoint(visitor.user, visitor.broker, source)
+        job = await self._trainers.job_of_checkpoint(visitor.broker, source)
         return await self._submit(visitor, job, "load_weights", name, raw)
 
     async def get_info(self, request: Request) -> Response:
@@ -189,8 +189,8 @@ class TinkerApi:
         visitor = await requests.visitor_of_key(request)
         _, body = await requests.json_body(request)
         model = ModelName.parse(requests.text_in(body, "model_id"))
-        job = await self._trainers.job_of_model(visitor.user, visitor.broker, model)
-        info = await self._trainers.info(visitor.user, visitor.broker, model, job)
+        job = await self._trainers.job_of_model(visitor.broker, model)
+        info = await self._trainers.info(visitor.broker, model, job)
         return JSONResponse(
             {
                 "type": "get_info",
@@ -212,7 +212,7 @@ class TinkerApi:
         visitor = await requests.visitor_of_key(request)
         _, body = await requests.json_body(request)
         name = await self._trainers.source(visitor.broker, requests.text_in(body, "tinker_path"))
-        info = await self._trainers.checkpoint(visitor.user, visitor.broker, name)
+        info = await self._trainers.checkpoint(visitor.broker, name)
         return JSONResponse(
             {
                 "base_model": info.base,
@@ -261,8 +261,8 @@ class TinkerApi:
         name = OperationName.parse(text)
         wanted = AwaitResult(model=str(name.model), seq=name.seq)
         try:
-            job = await self._trainers.job_of_model(visitor.user, visitor.broker, name.model)
-            result = await self._trainers.result(visitor.user, visitor.broker, job, wanted)
+            job = await self._trainers.job_of_model(visitor.broker, name.model)
+            result = await self._trainers.result(visitor.broker, job, wanted)
         except (errors.BrokerError, errors.DeadlineError, errors.NobodyAnswersError) as error:
             await asyncio.sleep(_PAUSE_S)  # it is restarted; what it took is in its log
             return requests.not_ready(str(name), error.message)
@@ -277,12 +277,12 @@ class TinkerApi:
             raise errors.MessageError(
                 f"request {text[:80]!r} cannot be cancelled", hint="only samples can be"
             )
-        job = await self._trainers.job_of_sampler(visitor.user, visitor.broker, name.sampler)
+        job = await self._trainers.job_of_sampler(visitor.broker, name.sampler)
         wanted = AwaitSample(request=f"{name.sampler}:{name.seq}", wait_s=0, cancel=True)
         with suppress(
             errors.NotFoundError, errors.DeadlineError
         ):  # it has ended, with its sampler maybe
-            await self._trainers.sampled(visitor.user, visitor.broker, job, name.actor, wanted)
+            await self._trainers.sampled(visitor.broker, job, name.actor, wanted)
         return JSONResponse({})
 
     async def create_sampling_session(self, request: Request) -> Response:
@@ -295,11 +295,11 @@ class TinkerApi:
         session = requests.text_in(body, "session_id")
         if body.get("model_path") is not None:
             path = await self._trainers.source(visitor.broker, requests.text_in(body, "model_path"))
-            await self._trainers.checkpoint(visitor.user, visitor.broker, path)
+            await self._trainers.checkpoint(visitor.broker, path)
             name = SamplerName.of_checkpoint(session, number, path)
         else:
             name = SamplerName.of_base(session, number, requests.text_in(body, "base_model"))
-            await self._trainers.job_of_sampler(visitor.user, visitor.broker, name)
+            await self._trainers.job_of_sampler(visitor.broker, name)
         opened = TellSession(session=session_name(session), event="sampler", sampler=str(name))
         await self._records.report_event(visitor, opened)
         fields = {"type": "create_sampling_session", "sampling_session_id": str(name)}
@@ -310,7 +310,7 @@ class TinkerApi:
         visitor = await requests.visitor_of_key(request)
         name = SamplerName.parse(request.path_params["sampler"])
         if (base := name.base) is None:
-            held = await self._trainers.checkpoint(visitor.user, visitor.broker, name.checkpoint)
+            held = await self._trainers.checkpoint(visitor.broker, name.checkpoint)
             base = held.base
         path = None if name.base is not None else str(name.checkpoint)
         return JSONResponse({"sampler_id": str(name), "base_model": base, "model_path": path})
@@ -323,21 +323,19 @@ class TinkerApi:
             raise HTTPException(413, f"a prompt may have {MAX_SAMPLE_BYTES:,} bytes")
         sampler = SamplerName.parse(requests.text_in(body, "sampling_session_id"))
         seq = requests.number_in_body(body.get("seq_id"), "seq_id", 0, 10**19)
-        job = await self._trainers.job_of_sampler(visitor.user, visitor.broker, sampler)
+        job = await self._trainers.job_of_sampler(visitor.broker, sampler)
         wanted = SampleRequest(source=sampler.source, request=f"{sampler}:{seq}", body=raw)
-        taken = await self._trainers.sample(visitor.user, visitor.broker, job, wanted)
+        taken = await self._trainers.sample(visitor.broker, job, wanted)
         name = SampleName(sampler, seq, taken.actor)
         ids = [f"{sampler}:{seq}:{number}" for number in range(taken.num_samples)]
         return JSONResponse({"request_id": str(name), "sample_sequence_ids": ids})
 
     async def _sampled(self, visitor: Visitor, name: SampleName) -> Response:
         """Answer with continuations; where their sampler has died the client samples again."""
-        job = await self._trainers.job_of_sampler(visitor.user, visitor.broker, name.sampler)
+        job = await self._trainers.job_of_sampler(visitor.broker, name.sampler)
         wanted = AwaitSample(request=f"{name.sampler}:{name.seq}")
         try:
-            result = await self._trainers.sampled(
-                visitor.user, visitor.broker, job, name.actor, wanted
-            )
+            result = await self._trainers.sampled(visitor.broker, job, name.actor, wanted)
         except (errors.NotFoundError, errors.DeadlineError) as error:
             return JSONResponse({"detail": error.message}, _GONE)
         return requests.answered(str(name), result)
@@ -351,7 +349,7 @@ class TinkerApi:
         *,
         is_zstd: bool = False,
     ) -> Response:
-        job = await self._trainers.job_of_model(visitor.user, visitor.broker, name.model)
+        job = await self._trainers.job_of_model(visitor.broker, name.model)
         return await self._submit(visitor, job, kind, name, raw, is_zstd=is_zstd)
 
     async def _submit(
@@ -367,7 +365,7 @@ class TinkerApi:
         operation = ModelOperation(
             kind=kind, model=str(name.model), seq=name.seq, body=raw, is_zstd=is_zstd
         )
-        taken = await self._trainers.submit(visitor.user, visitor.broker, job, operation)
+        taken = await self._trainers.submit(visitor.broker, job, operation)
         self._trainers.remember(visitor.user, name.model, job)
         return JSONResponse({"request_id": taken.request_id, "model_id": str(name.model)})
 

@@ -92,20 +92,20 @@ class Trainers:
             f"there is no base model {base[:200]!r} here", hint=f"this pool offers {there}"
         )
 
-    async def job_of_model(self, user: str, broker: Broker, model: ModelName) -> str:
+    async def job_of_model(self, broker: Broker, model: ModelName) -> str:
         """Return the job that has a user's model; raises NotFoundError, NobodyAnswersError."""
-        if (known := self._jobs.get((user, str(model)))) is not None:
+        if (known := self._jobs.get((broker.user, str(model)))) is not None:
             return known
         away: errors.NobodyAnswersError | None = None
         for offer in await self.offers(broker):
             try:
-                await self.info(user, broker, model, offer.job)
+                await self.info(broker, model, offer.job)
             except errors.NobodyAnswersError as error:  # it may have the model
                 away = error
             except errors.NotFoundError:
                 continue
             else:
-                self.remember(user, model, offer.job)
+                self.remember(broker.user, model, offer.job)
                 return offer.job
         if away is not None:
             raise away
@@ -117,9 +117,9 @@ class Trainers:
         """Note which job has a user's model."""
         self._jobs[user, str(model)] = job
 
-    async def info(self, user: str, broker: Broker, model: ModelName, job: str) -> ModelInfo:
+    async def info(self, broker: Broker, model: ModelName, job: str) -> ModelInfo:
         """Return a trainer's information about a model; raises NotFoundError."""
-        return await self.ask(user, broker, job, "info", AboutModel(model=str(model)), ModelInfo)
+        return await self.ask(broker, job, "info", AboutModel(model=str(model)), ModelInfo)
 
     async def source(self, broker: Broker, path: str) -> CheckpointName:
         """Return the name of a checkpoint; one of a run (`tinker://RUN@STEP`) is taken over."""
@@ -127,26 +127,26 @@ class Trainers:
             await SchedulerCalls(broker).take_checkpoint(path)
         return CheckpointName.parse(path)
 
-    async def checkpoint(self, user: str, broker: Broker, name: CheckpointName) -> ModelInfo:
+    async def checkpoint(self, broker: Broker, name: CheckpointName) -> ModelInfo:
         """Return what a checkpoint holds that a user may read; raises NotFoundError."""
-        job = await self.job_of_checkpoint(user, broker, name)
+        job = await self.job_of_checkpoint(broker, name)
         request = AboutCheckpoint(path=str(name))
-        return await self.ask(user, broker, job, "checkpoint", request, ModelInfo)
+        return await self.ask(broker, job, "checkpoint", request, ModelInfo)
 
-    async def job_of_checkpoint(self, user: str, broker: Broker, name: CheckpointName) -> str:
+    async def job_of_checkpoint(self, broker: Broker, name: CheckpointName) -> str:
         """Return the job that has a checkpoint which a user may read.
 
         Raises NotFoundError, NobodyAnswersError.
         """
-        if (known := self._jobs.get((user, str(name.model)))) is not None:
+        if (known := self._jobs.get((broker.user, str(name.model)))) is not None:
             return known
         request = AboutCheckpoint(path=str(name))
-        job, _ = await self.first(user, broker, "checkpoint", request, ModelInfo)
-        self.remember(user, name.model, job)
+        job, _ = await self.first(broker, "checkpoint", request, ModelInfo)
+        self.remember(broker.user, name.model, job)
         return job
 
     async def first(
-        self, user: str, broker: Broker, method: str, request: Message, reply: type[R]
+        self, broker: Broker, method: str, request: Message, reply: type[R]
     ) -> tuple[str, R]:
         """Return the job of the trainer that has what is asked for, and its answer.
 
@@ -157,7 +157,7 @@ class Trainers:
         away: errors.NobodyAnswersError | None = None
         for offer in await self.offers(broker):
             try:
-                return offer.job, await self.ask(user, broker, offer.job, method, request, reply)
+                return offer.job, await self.ask(broker, offer.job, method, request, reply)
             except errors.NobodyAnswersError as error:
                 away = error
             except errors.CheckpointGoneError:
@@ -173,17 +173,15 @@ class Trainers:
             )
         )
 
-    async def sessions(self, user: str, broker: Broker, job: str) -> SessionsShown:
+    async def sessions(self, broker: Broker, job: str) -> SessionsShown:
         """Return a user's models on one base, and each user's waiting operations there."""
-        return await self.ask(user, broker, job, "sessions", AboutSessions(), SessionsShown, 5.0)
+        return await self.ask(broker, job, "sessions", AboutSessions(), SessionsShown, 5.0)
 
-    async def curves(self, user: str, broker: Broker, job: str, model: str) -> ModelCurves:
+    async def curves(self, broker: Broker, job: str, model: str) -> ModelCurves:
         """Return the curves of a user's model; raises NotFoundError."""
-        return await self.ask(user, broker, job, "curves", AboutModel(model=model), ModelCurves)
+        return await self.ask(broker, job, "curves", AboutModel(model=model), ModelCurves)
 
-    async def submit(
-        self, user: str, broker: Broker, job: str, operation: ModelOperation
-    ) -> OperationTaken:
+    async def submit(self, broker: Broker, job: str, operation: ModelOperation) -> OperationTaken:
         """Hand an operation to a trainer; returns once it is in the log.
 
         Handed over again where no answer comes, since a trainer may die with it; its first form
@@ -191,65 +189,58 @@ class Trainers:
         """
         for _ in range(_SUBMITS - 1):
             with suppress(errors.DeadlineError):
-                return await self.ask(
-                    user, broker, job, "submit", operation, OperationTaken, _SUBMIT_S
-                )
-        return await self.ask(user, broker, job, "submit", operation, OperationTaken, _SUBMIT_S)
+                return await self.ask(broker, job, "submit", operation, OperationTaken, _SUBMIT_S)
+        return await self.ask(broker, job, "submit", operation, OperationTaken, _SUBMIT_S)
 
-    async def result(
-        self, user: str, broker: Broker, job: str, request: AwaitResult
-    ) -> OperationResult:
+    async def result(self, broker: Broker, job: str, request: AwaitResult) -> OperationResult:
         """Return the result of an operation, or what it waits for."""
 
         async def ask(wait_s: float) -> OperationResult:
             part = request.model_copy(update={"wait_s": wait_s})
             late_s = wait_s + _LATE_S
-            return await self.ask(user, broker, job, "result", part, OperationResult, late_s)
+            return await self.ask(broker, job, "result", part, OperationResult, late_s)
 
         return await _in_parts(ask, request.wait_s)
 
-    async def sample(
-        self, user: str, broker: Broker, job: str, request: SampleRequest
-    ) -> SampleTaken:
+    async def sample(self, broker: Broker, job: str, request: SampleRequest) -> SampleTaken:
         """Hand a request to one of a job's samplers."""
-        return await self.ask(user, broker, job, "sample", request, SampleTaken)
+        return await self.ask(broker, job, "sample", request, SampleTaken)
 
     async def sampled(
-        self, user: str, broker: Broker, job: str, actor: str, request: AwaitSample
+        self, broker: Broker, job: str, actor: str, request: AwaitSample
     ) -> OperationResult:
         """Return what a sampler has made of a request, or that it is not done."""
 
         async def ask(wait_s: float) -> OperationResult:
             part = request.model_copy(update={"wait_s": wait_s})
             method, late_s = f"sampled-{actor}", wait_s + _LATE_S
-            return await self.ask(user, broker, job, method, part, OperationResult, late_s)
+            return await self.ask(broker, job, method, part, OperationResult, late_s)
 
         return await _in_parts(ask, request.wait_s)
 
     def answer(
-        self, user: str, broker: Broker, job: str, query: ChatRequest | CompletionRequest
+        self, broker: Broker, job: str, query: ChatRequest | CompletionRequest
     ) -> AsyncGenerator[InferPart, None]:
         """Have one of a job's samplers answer in parts; closing the generator cancels the work."""
         service, verb = f"tinker-{job}", "chat" if isinstance(query, ChatRequest) else "complete"
         return ask_parts(
             broker,
-            rpc(user, service, verb),
+            rpc(broker.user, service, verb),
             query,
             InferPart,
             waiting_for=f"a sampler of the Tinker service {job}",
-            cancel=(rpc(user, service, "cancel"), CancelInference(request=query.request)),
-            shared=self._replies_of(user, broker).inbox,
+            cancel=(rpc(broker.user, service, "cancel"), CancelInference(request=query.request)),
+            shared=self._replies_of(broker).inbox,
         )
 
-    async def job_of_sampler(self, user: str, broker: Broker, name: SamplerName) -> str:
+    async def job_of_sampler(self, broker: Broker, name: SamplerName) -> str:
         """Return the job that samples for a session; raises NotFoundError."""
         if name.base is not None:
             return await self.job_of_base(broker, name.base)
-        return await self.job_of_checkpoint(user, broker, name.checkpoint)
+        return await self.job_of_checkpoint(broker, name.checkpoint)
 
     async def ask(
         self,
-        user: str,
         broker: Broker,
         job: str,
         method: str,
@@ -261,14 +252,14 @@ class Trainers:
 
         Raises what it raised, NobodyAnswersError, DeadlineError, MessageError.
         """
-        JobScope(user, job)  # a name that comes from a URL may be anything
-        subject = rpc(user, f"tinker-{job}", method)
-        replies = self._replies_of(user, broker)
+        JobScope(broker.user, job)  # a name that comes from a URL may be anything
+        subject = rpc(broker.user, f"tinker-{job}", method)
+        replies = self._replies_of(broker)
         return await replies.ask(subject, request, reply, job=job, timeout_s=timeout_s)
 
-    def _replies_of(self, user: str, broker: Broker) -> "_Replies":
+    def _replies_of(self, broker: Broker) -> "_Replies":
         if broker not in self._replies:
-            self._replies[broker] = _Replies(broker, user)
+            self._replies[broker] = _Replies(broker)
         return self._replies[broker]
 
 
@@ -295,9 +286,9 @@ async def _in_parts(
 class _Replies:
     """The one subscription of a visitor's connection to all trainers."""
 
-    def __init__(self, broker: Broker, user: str) -> None:
+    def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        self.inbox = SharedInbox(broker, tinker_inbox(user))
+        self.inbox = SharedInbox(broker, tinker_inbox(broker.user))
 
     async def ask(
         self, subject: str, request: Message, reply: type[R], *, job: str, timeout_s: float
@@ -470,7 +461,7 @@ class TrainerRecords:
     async def _ask(
         self, visitor: Visitor, job: str, method: str, request: Message, reply: type[R]
     ) -> R:
-        return await self._trainers.ask(visitor.user, visitor.broker, job, method, request, reply)
+        return await self._trainers.ask(visitor.broker, job, method, request, reply)
 
     async def _jobs(self, visitor: Visitor) -> list[str]:
         return [offer.job for offer in await self._trainers.offers(visitor.broker)]
@@ -478,7 +469,7 @@ class TrainerRecords:
     async def _first(
         self, visitor: Visitor, method: str, request: Message, reply: type[R]
     ) -> tuple[str, R]:
-        return await self._trainers.first(visitor.user, visitor.broker, method, request, reply)
+        return await self._trainers.first(visitor.broker, method, request, reply)
 
     async def _merged(
         self, visitor: Visitor, part: Part[I], offset: int, limit: int

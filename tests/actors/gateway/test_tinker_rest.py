@@ -274,9 +274,9 @@ async def test_a_model_whose_trainer_may_be_away_is_not_said_to_be_missing(
         await service.endpoint("trainers", rpc("*", "scheduler", "trainers"), Empty, offers)
         await service.endpoint("info", rpc("*", "tinker-here", "info"), AboutModel, info)
         trainers = Trainers()
-        assert await trainers.job_of_model("local", own_broker, MODEL) == "here"
+        assert await trainers.job_of_model(own_broker, MODEL) == "here"
         with pytest.raises(NobodyAnswersError):
-            await trainers.job_of_model("local", own_broker, ModelName("s1", 1))
+            await trainers.job_of_model(own_broker, ModelName("s1", 1))
         assert await trainers.job_of_base(own_broker, "b/away") == "away"
         with pytest.raises(NotFoundError, match="this pool offers b/away, b/here"):
             await trainers.job_of_base(own_broker, "b/other")
@@ -301,4 +301,4 @@ async def test_that_a_checkpoint_has_expired_is_told_by_the_service_that_had_it(
             subject = rpc("*", f"tinker-{job}", "checkpoint")
             await service.endpoint(job, subject, AboutCheckpoint, answer)
         with pytest.raises(CheckpointGoneError, match="best has expired"):
-            await Trainers().job_of_checkpoint("local", own_broker, name)
+            await Trainers().job_of_checkpoint(own_broker, name)

@@ -12,7 +12,6 @@ import torch
 from pyrage import decrypt, x25519  # pyright: ignore[reportMissingModuleSource]
 from safetensors.torch import load_file
 from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders, StoredCheckpoint
-from tinkermq.actors.tinker import checkpoints as external
 from tinkermq.actors.tinker.archive import OperationArchive, place_of, read_archived
 from tinkermq.actors.tinker.checkpoints import Exports
 from tinkermq.actors.tinker.models import TrainedModel
@@ -24,6 +23,7 @@ from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
+from tinkermq.schemas.config.sections import ADAPTER_FILES
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.tinker.checkpoints import (
     ChangeCheckpoint,
@@ -197,11 +197,11 @@ def test_an_export_can_be_encrypted_for_an_age_key(kept: Kept) -> None:
     recipient = str(identity.to_public())
     plain = kept.save("plain", 1, "external_weights")
     stored = kept.save("out", 2, "external_weights", age_encryption_recipients=[recipient])
-    assert sorted(one.name for one in plain.folder.iterdir()) == list(external.FILES)
+    assert sorted(one.name for one in plain.folder.iterdir()) == list(ADAPTER_FILES)
     assert sorted(one.name for one in stored.folder.iterdir()) == [
-        f"{name}.age" for name in external.FILES
+        f"{name}.age" for name in ADAPTER_FILES
     ]
-    for name in external.FILES:
+    for name in ADAPTER_FILES:
         sealed = (stored.folder / f"{name}.age").read_bytes()
         assert decrypt(sealed, [identity]) == (plain.folder / name).read_bytes()
     for wrong in (recipient[:-1] + "q", "ssh-ed25519 AAAA", recipient[:-1], "age1"):

@@ -13,7 +13,7 @@ from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders
 from tinkermq.actors.tinker import models
 from tinkermq.actors.tinker.models import Models
 from tinkermq.actors.tinker.sampling.engines import FairSlots, Snapshots
-from tinkermq.actors.tinker.user_records import FILES, SnapshotEndpoints, mark_of
+from tinkermq.actors.tinker.user_records import SnapshotEndpoints, mark_of
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.feed import read_events
@@ -21,6 +21,7 @@ from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.operations import OperationLog
 from tinkermq.schemas.config.job import LimitsConfig
+from tinkermq.schemas.config.sections import ADAPTER_FILES
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.tinker.checkpoints import (
     ChangeCheckpoint,
@@ -460,7 +461,7 @@ async def test_a_sampler_finds_what_is_saved_wherever_the_disk_is(
             assert local.folder is not None
             assert remote.folder is None
             fetched = await away.fetch(remote)
-            for file in FILES:
+            for file in ADAPTER_FILES:
                 assert (fetched / file).read_bytes() == (local.folder / file).read_bytes()
             away.free(remote)
             assert not fetched.exists()
