@@ -1,9 +1,7 @@
 """What no program in a sandbox can do, and how hostile ones end.
 
-What no program in a sandbox can do, whatever the sandbox is used for.
-
-Each test runs the same tries as code of a model, as an agent program, as a hosted game and as a
-learner with functions of a user. What only one use has is tested beside that use.
+Each test of the first part runs the same tries as code of a model, as an agent program, as a
+hosted game and as a learner with functions of a user. What only one use has is tested beside it.
 """
 
 import asyncio
