@@ -378,8 +378,8 @@ class LearnerConfigDict(TypedDict, total=False):
     """Times that a batch is gone through, with `num_minibatches` updates each; ratios and clips are those to the policy before the first."""
     dtype: Literal['float32', 'bfloat16']
     """Compute dtype; master weights and optimiser state are float32."""
-    publish_dtype: Literal['float32', 'bfloat16']
-    """Dtype of the weights that generators get."""
+    publish_dtype: Literal['auto', 'float32', 'bfloat16']
+    """Dtype of the weights that generators get; auto: that of `generator.dtype`."""
     row_tokens: int
     """Sequences are packed into rows of up to this many tokens."""
     microbatch_tokens: int
@@ -517,7 +517,7 @@ class WeightsConfigDict(TypedDict, total=False):
     chunk_bytes: int
     """Size of one message."""
     differences: bool
-    """Send 16-bit weights (`learner.publish_dtype: bfloat16`) as differences where smaller; learner, generators and evaluators then hold two versions in memory."""
+    """Send 16-bit weights as differences where smaller; learner, generators and evaluators then hold two versions in memory."""
     whole_every: int
     """Every N versions one is stored whole, for receivers that join or were away."""
     stock_digest: bool

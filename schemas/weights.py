@@ -4,10 +4,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from .wire.message import Message
+from .wire.message import Message, Request
 
 LATEST = "latest"
 """Key of the newest version's manifest."""
+
+
+_MAX_BYTES = 1 << 44
 
 
 def manifest_key(version: int) -> str:
@@ -130,3 +133,21 @@ class Round(Message):
     """Rank of the receiver; the learner's is 0."""
     size: int = Field(default=0, ge=0)
     """Size of the group, with the learner."""
+
+
+class WeightsRoom(Request):
+    """The learner asks for room for the versions that it publishes."""
+
+    job: str
+    """Its job, of the requesting user."""
+    wanted_bytes: int = Field(ge=1, le=_MAX_BYTES)
+    """For all versions that may be needed at a time."""
+    least_bytes: int = Field(ge=1, le=_MAX_BYTES)
+    """For those without which a run stands still."""
+
+
+class WeightsBound(Message):
+    """The bound of the bucket of a job's weights."""
+
+    num_bytes: int
+    """Bytes."""

@@ -16,6 +16,8 @@ from ...schemas.wire.subjects import BUCKET_EVALS, JobScope
 _LOOK_S = 2.0
 """The longest time without a look: what is written is heard, but for what the connection lost."""
 _MAX_OPEN = 4
+MOST_EVALUATIONS = _MAX_OPEN + 1
+"""Versions that may wait for an evaluation at a time: the last one does in any case."""
 
 
 class Evaluations:

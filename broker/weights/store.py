@@ -33,7 +33,13 @@ from ...schemas.weights import (
     WeightsAnnouncement,
     manifest_key,
 )
-from ...schemas.wire.errors import BrokerError, ConfigError, ModelError, NotFoundError
+from ...schemas.wire.errors import (
+    BrokerError,
+    ConfigError,
+    ModelError,
+    NotFoundError,
+    StorageError,
+)
 from ...schemas.wire.subjects import JobScope
 from ..client.connection import Broker, Msg
 from ..client.replies import Listening
@@ -104,6 +110,10 @@ def _digest(file: Path) -> str:
 
 
 _LOOK_S = 2.0
+NEWEST = 2
+"""Versions that stay whatever happens: a receiver may be loading the one before the newest."""
+_EXTRA_SHARE, _EXTRA_BYTES = 0.02, 1 << 20
+"""What chunks and entries add to the bytes of a version."""
 _KEY = re.compile(r"v([0-9]{1,18})")
 _NOTHING = WeightHistory(enabled=False, whole_every=1)
 
@@ -117,6 +127,15 @@ the package then tell that they differ. A test holds payloads of this format."""
 def software() -> str:
     """Return the version of tinkermq that runs here, and its format of published weights."""
     return f"{package_version('tinkermq')} (weights format {FORMAT})"
+
+
+def room_for(num_versions: int, version_bytes: int) -> int:
+    """Return how large a bucket must be for so many whole versions at a time."""
+    return num_versions * _stored(version_bytes)
+
+
+def _stored(num_bytes: int) -> int:
+    return int(num_bytes * (1 + _EXTRA_SHARE)) + _EXTRA_BYTES
 
 
 class WeightStore:
@@ -180,7 +199,7 @@ class WeightStore:
         """Store a version, then tell of it; publishing one again replaces it.
 
         The tensors' memory must not change until this returns. Raises BrokerError, DeadlineError,
-        StorageError (file transport).
+        and StorageError; where that is full nothing is left of the version.
         """
         entries = layout(tensors)
         await asyncio.to_thread(lambda: self._files.digests)  # reads them, once
@@ -210,16 +229,32 @@ class WeightStore:
         """
         payload = await asyncio.to_thread(joined, views)
         made = await asyncio.to_thread(self._history.encode, version, entries, payload)
-        stored = [await self._put_difference(version, base, text) for base, text in made]
-        if not made or self._history.is_anchor(version):
-            manifest = await self._put_whole(version, "full", entries, [payload], stored)
-            payload = await self._offered(manifest.digest, [payload]) or payload
-            self._history.restart(Whole(version, entries, manifest.digest, payload))
-            return manifest
+        stored: list[Difference] = []
+        try:
+            for base, text in made:
+                stored.append(await self._put_difference(version, base, text))
+            if not made or self._history.is_anchor(version):
+                return await self._publish_anchor(version, entries, payload, stored)
+        except StorageError:
+            places = (one.location for one in stored)
+            await self._payloads.remove(self._payloads.transport, places)
+            raise
         digest = await asyncio.to_thread(digest_of, [payload])
         payload = await self._offered(digest, [payload]) or payload
         self._history.hold(Whole(version, entries, digest, payload), made[-1][0])
         return self._manifest(version, "delta", entries, digest, differences=stored)
+
+    async def _publish_anchor(
+        self,
+        version: int,
+        entries: list[TensorEntry],
+        payload: memoryview,
+        differences: list[Difference],
+    ) -> Manifest:
+        manifest = await self._put_whole(version, "full", entries, [payload], differences)
+        payload = await self._offered(manifest.digest, [payload]) or payload
+        self._history.restart(Whole(version, entries, manifest.digest, payload))
+        return manifest
 
     async def _offered(self, digest: str, views: Sequence[memoryview]) -> memoryview | None:
         """Leave a version in memory for this machine's receivers; files are mapped anyway."""
@@ -443,6 +478,30 @@ class WeightStore:
             await self.remove(version)
         if self._holder is not None:
             await self._holder.secure(manifests[one].location for one in versions & set(manifests))
+
+    async def make_room(self, tensors: Mapping[str, TensorBytes], versions: Set[int]) -> None:
+        """Remove what nobody needs before a version of these tensors is published.
+
+        `versions` stay, and the newest two: a receiver may be loading the older one. Where the new
+        version does not fit beside both, only the newest stays; who loads the other takes that.
+        """
+        await self.keep(versions, newest=NEWEST)
+        needed = _stored(sum(one.data.nbytes for one in tensors.values()))
+        if self._holder is None and await self._payloads.free_bytes() < needed:
+            await self.keep(versions, newest=1)
+
+    async def bound_bytes(self) -> int:
+        """Return how much all versions may take: the bucket's bound, or the room of the disk.
+
+        Raises NotFoundError when the bucket is gone.
+        """
+        held = [one.value for one in await self._manifests.items()]
+        distinct = {one.version: one.stored_bytes for one in held if self._is_own(one)}
+        return sum(distinct.values()) + await self._payloads.free_bytes()
+
+    def _is_own(self, manifest: Manifest) -> bool:
+        """Whether the payload lies where this store puts its own."""
+        return manifest.transport == self._payloads.transport
 
     async def sweep(self) -> None:
         """Remove payloads in NATS that no manifest names: of a learner that died publishing."""

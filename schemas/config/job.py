@@ -249,8 +249,8 @@ class WeightsConfig(Section):
     )
     """Size of one message."""
     differences: bool = Field(default=True, json_schema_extra=when("transport", "object", "file"))
-    """Send 16-bit weights (`learner.publish_dtype: bfloat16`) as differences where smaller;
-    learner, generators and evaluators then hold two versions in memory."""
+    """Send 16-bit weights as differences where smaller; learner, generators and evaluators then
+    hold two versions in memory."""
     whole_every: int = Field(default=16, ge=2, json_schema_extra=when("differences", True))
     """Every N versions one is stored whole, for receivers that join or were away."""
     stock_digest: bool = Field(default=True, json_schema_extra=when("transport", "object"))
@@ -366,6 +366,12 @@ class JobConfig(Section):
     def has_evaluator(self) -> bool:
         """Whether versions are validated, by a game."""
         return self.env.num_val > 0
+
+    @property
+    def publish_dtype(self) -> Literal["float32", "bfloat16"]:
+        """Dtype of published weights: that in which engines compute, unless another is set."""
+        own = self.learner.publish_dtype
+        return self.generator.dtype if own == "auto" else own
 
     @property
     def generator_slots(self) -> int:

@@ -207,8 +207,8 @@ class LearnerConfig(Section):
     those to the policy before the first."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; master weights and optimiser state are float32."""
-    publish_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights that generators get."""
+    publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of the weights that generators get; auto: that of `generator.dtype`."""
     row_tokens: int = Field(default=4096, ge=16)
     """Sequences are packed into rows of up to this many tokens."""
     microbatch_tokens: int = Field(default=16384, ge=16)
