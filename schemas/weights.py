@@ -1,6 +1,6 @@
 """Published weights: manifests and transfers."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -113,6 +113,12 @@ class JoinRound(Message):
     """Port of the TCPStore that it is connected to; 0: none."""
     group: str = Field(default="", max_length=64)
     """Group that it still belongs to, if any."""
+    num_ranks: int = Field(default=1, ge=1, le=1024)
+    """Places that it takes: one, or one for each worker of its engine."""
+    gpus: list[Annotated[str, Field(max_length=64)]] = Field(
+        default_factory=list[Annotated[str, Field(max_length=64)]], max_length=1024
+    )
+    """UUIDs of the GPUs of these places."""
 
 
 class Round(Message):
@@ -127,10 +133,10 @@ class Round(Message):
     """Port of the TCPStore."""
     group: str = ""
     """The sending group."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Device and backend: `cpu` with gloo, `cuda` with NCCL."""
+    device: Literal["cpu", "cuda", "ipc"] = "cpu"
+    """Device and backend: `cpu` with gloo, `cuda` with NCCL, `ipc` with CUDA IPC on one GPU."""
     rank: int = Field(default=0, ge=0)
-    """Rank of the receiver; the learner's is 0."""
+    """First rank of the receiver; the learner's is 0."""
     size: int = Field(default=0, ge=0)
     """Size of the group, with the learner."""
 

@@ -1,5 +1,7 @@
 """Where an actor computes: on the GPU that its node gives it, else on the CPU."""
 
+from typing import Any, cast
+
 import torch
 
 
@@ -11,3 +13,10 @@ def first_device(num_gpus: int) -> torch.device:
 def own_device() -> torch.device:
     """Return where this process computes: a node shows each actor its own GPUs, or none."""
     return first_device(torch.cuda.device_count())
+
+
+def gpu_of(device: torch.device) -> str:
+    """Return the UUID of a GPU, by which processes find that they compute on one; empty: none."""
+    if device.type != "cuda":
+        return ""
+    return str(cast(Any, torch.cuda).get_device_properties(device).uuid)

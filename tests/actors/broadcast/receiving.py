@@ -72,7 +72,7 @@ def die(url: str, scope: JobScope, dies_at: DiesAt) -> None:
             assert manifest is not None
             place = await receiver._place(manifest)
             if dies_at == "met":
-                await asyncio.to_thread(receiver._meet, place)
+                await asyncio.to_thread(receiver._member._meet, place)
             os.kill(os.getpid(), signal.SIGKILL)
 
     asyncio.run(run())
