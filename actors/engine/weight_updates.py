@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 
 import structlog
 import torch
 
 from ...broker.weights.payloads import TensorBytes
 from ...broker.weights.store import WeightStore
+from ...schemas.weights import Manifest
 from ...schemas.wire.errors import DeadlineError, EngineError, NotFoundError
 from ..weights.job_weights import as_sources
 from ..weights.tensors import TensorSource, as_tensor, shape_of
@@ -24,6 +26,35 @@ async def load_policies(
     """Make a fetched version the weights of engines, each by its policy."""
     for policy, engine in engines.items():
         await engine.load_weights(version, as_sources(tensors, policy), kv)
+
+
+async def load_version(
+    store: WeightStore, engines: Mapping[str, Engine], manifest: Manifest, kv: KvOnSwap
+) -> None:
+    """Make a published version the weights of engines, each by its policy.
+
+    An engine that takes it from the learner by itself does so; else it is fetched here. Raises what
+    `WeightStore.fetch` raises.
+    """
+    only = next(iter(engines.values())) if len(engines) == 1 else None
+    if isinstance(only, DirectEngine) and only.takes_from_learner(manifest):
+        await only.receive_weights(manifest, store, kv)
+        return
+    tensors = await store.fetch(manifest)
+    await load_policies(engines, manifest.version, tensors, kv)
+
+
+@runtime_checkable
+class DirectEngine(Protocol):
+    """An engine whose workers may take versions from the learner, past this process."""
+
+    def takes_from_learner(self, manifest: Manifest) -> bool:
+        """Whether they take this one."""
+        ...
+
+    async def receive_weights(self, manifest: Manifest, store: WeightStore, kv: KvOnSwap) -> None:
+        """Have them take it and make it the engine's weights."""
+        ...
 
 
 class WeightFollower:
@@ -45,7 +76,7 @@ class WeightFollower:
             if manifest is None:
                 continue
             try:
-                tensors = await self._store.fetch(manifest)
+                await load_version(self._store, self._engines, manifest, self._kv)
             except NotFoundError:
                 _log.info("weights_gone", version=manifest.version)
                 await asyncio.sleep(_GONE_S)  # removed under us: a newer one is out, or comes
@@ -53,7 +84,6 @@ class WeightFollower:
             except DeadlineError as error:  # whatever serves goes on with what it has
                 _log.warning("weights_late", version=manifest.version, error=error.message)
                 continue
-            await load_policies(self._engines, manifest.version, tensors, self._kv)
             async with self._changed:
                 self.version = manifest.version
                 self._changed.notify_all()

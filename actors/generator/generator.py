@@ -26,7 +26,7 @@ from ...schemas.rollout import Group
 from ...schemas.wire.errors import NotFoundError
 from ...schemas.wire.trace import GENERATOR_KINDS
 from ..engine.engine import Engine, report_engine
-from ..engine.weight_updates import WeightFollower, load_policies
+from ..engine.weight_updates import WeightFollower, load_version
 from ..policy.chat import make_chat
 from ..policy.policies import MAIN, check_weights
 from ..rollout.agent_loop import EpisodeSampling
@@ -88,10 +88,9 @@ class OpponentPoolFollower:
         if manifest is None:
             return False
         try:
-            tensors = await self._store.fetch(manifest)
+            await load_version(self._store, self._engines, manifest, "recompute")
         except NotFoundError:
             return False
-        await load_policies(self._engines, version, tensors, "recompute")
         self._version = version
         return True
 

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeAlias, TypeVar, cast
@@ -153,7 +153,7 @@ class ProcessGroup:
         deque(self._move(buckets_of(payload)), maxlen=0)
         return payload
 
-    def stream(self, num_bytes: int) -> Iterator[Tensor]:
+    def stream(self, num_bytes: int) -> Generator[Tensor, None, None]:
         """Yield uint8[N] from the learner in buckets, for who has no room for all of it.
 
         Raises ProcessGroupFailed. Who does not take the last bucket has left the group.
@@ -174,7 +174,7 @@ class ProcessGroup:
                 target=_end, args=([backend],), name=f"leave {self.name}", daemon=True
             ).start()
 
-    def _move(self, buckets: Iterable[Tensor]) -> Iterator[Tensor]:
+    def _move(self, buckets: Iterable[Tensor]) -> Generator[Tensor, None, None]:
         """Broadcast one bucket after the other, of which two are on their way at a time."""
         backend = self._backend
         if backend is None:

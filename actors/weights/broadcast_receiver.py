@@ -45,7 +45,8 @@ class BroadcastReceiver:
         A learner that is away, or has not trained so far again, is waited for for `patience_s`.
         """
         self._broker = broker
-        self._scope = scope
+        self.scope = scope
+        """The job whose weights it receives."""
         self._member: Member = member or LocalMember(device or torch.device("cpu"), meet_s)
         self._patience_s = patience_s
         self._name = uuid.uuid4().hex
@@ -132,7 +133,7 @@ class BroadcastReceiver:
         )
         return await call(
             self._broker,
-            self._scope.weights_join,
+            self.scope.weights_join,
             request,
             Round,
             timeout_s=JOIN_S,

@@ -14,7 +14,7 @@ import os
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -128,7 +128,7 @@ class SharedBufferGroup:
         deque(self._read(buckets_of(payload)), maxlen=0)
         return payload
 
-    def stream(self, num_bytes: int) -> Iterator[Tensor]:
+    def stream(self, num_bytes: int) -> Generator[Tensor, None, None]:
         """Yield uint8[N] from the learner in buckets; see `ProcessGroup.stream`."""
         bucket = torch.empty(min(num_bytes, BUCKET_BYTES), dtype=torch.uint8, device=self.device)
         sizes = (min(BUCKET_BYTES, num_bytes - at) for at in range(0, num_bytes, BUCKET_BYTES))
@@ -138,7 +138,7 @@ class SharedBufferGroup:
         """Give up the buffer; whoever still waits fails after a bucket's deadline."""
         self._buffer = None
 
-    def _read(self, targets: Any) -> Iterator[Tensor]:
+    def _read(self, targets: Iterable[Tensor]) -> Generator[Tensor, None, None]:
         with _as_failed(self):
             for target in targets:
                 number = self._num_moved + 1

@@ -32,6 +32,7 @@ from ..jetstream.objects import (
     new_digest,
 )
 from .history import ITEM_BYTES
+from .shared_memory import MappedFile
 
 # Weights as files on a path that learner and generators share.
 #
@@ -76,7 +77,7 @@ def read_file(path: Path, num_bytes: int) -> tuple[str, memoryview]:
     """
     try:
         with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            mapped = MappedFile(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except FileNotFoundError as error:
         raise NotFoundError(
             f"there is no weights file {path}",
@@ -85,6 +86,7 @@ def read_file(path: Path, num_bytes: int) -> tuple[str, memoryview]:
         ) from error
     except (OSError, ValueError) as error:
         raise StorageError(f"the weights file {path} cannot be read: {error}") from error
+    mapped.path = path
     with contextlib.suppress(AttributeError, OSError):  # only a hint to the kernel
         mapped.madvise(mmap.MADV_WILLNEED)
     payload = memoryview(mapped)[len(mapped) - min(num_bytes, len(mapped)) :]

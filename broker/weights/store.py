@@ -19,11 +19,11 @@ import hashlib
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from functools import cache, cached_property, partial
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, TypeVar, cast
 
 from ...schemas.weights import (
     LATEST,
@@ -109,6 +109,7 @@ def _digest(file: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+T = TypeVar("T")
 _LOOK_S = 2.0
 NEWEST = 2
 """Versions that stay whatever happens: a receiver may be loading the one before the newest."""
@@ -173,8 +174,8 @@ class WeightStore:
 
         Raises ConfigError for the file transport without a folder.
         """
-        self._broker = broker
-        self._scope = scope
+        self.broker = broker
+        self.scope = scope
         self._payloads = Payloads(
             broker, scope, transport, folder, chunk_bytes, stock_digest=stock_digest
         )
@@ -213,8 +214,8 @@ class WeightStore:
         old = await self._manifests.find(manifest_key(version))
         await self._manifests.put(manifest_key(version), manifest)
         await self._advance_latest(manifest)
-        await self._broker.publish(
-            self._scope.weights, WeightsAnnouncement(version=version).to_bytes()
+        await self.broker.publish(
+            self.scope.weights, WeightsAnnouncement(version=version).to_bytes()
         )
         if old is not None:
             await self._remove_payload(old.value)
@@ -346,7 +347,7 @@ class WeightStore:
         -1 waits for the first version.
         """
         if self._listening is None:
-            self._listening = await self._broker.listen(self._scope.weights, self._hear)
+            self._listening = await self.broker.listen(self.scope.weights, self._hear)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while True:
@@ -370,12 +371,11 @@ class WeightStore:
         DeadlineError, StorageError (file transport), ModelError for a machine that sees other files
         than the learner's.
         """
-        check_layout(manifest)
-        await asyncio.to_thread(self._files.check, manifest)
+        await self._check(manifest)
         try:
             payload = await self._payload(manifest, self._history.step_to)
         except DigestMismatch:
-            payload = await self._payload_again(manifest)
+            payload = await self._again(manifest, lambda: self._payload(manifest, _NOTHING.step_to))
         return {
             entry.name: TensorBytes(
                 entry.dtype,
@@ -385,10 +385,27 @@ class WeightStore:
             for entry in manifest.tensors
         }
 
-    async def _payload_again(self, manifest: Manifest) -> Payload:
+    async def receive(
+        self, manifest: Manifest, receive: Callable[[Manifest], Awaitable[object]]
+    ) -> None:
+        """Have `receive` take a version of the nccl transport, checked and repeated as in `fetch`.
+
+        For who needs no payload in this process. Raises what `fetch` raises.
+        """
+        await self._check(manifest)
+        try:
+            await receive(manifest)
+        except DigestMismatch:
+            await self._again(manifest, lambda: receive(manifest))
+
+    async def _check(self, manifest: Manifest) -> None:
+        check_layout(manifest)
+        await asyncio.to_thread(self._files.check, manifest)
+
+    async def _again(self, manifest: Manifest, fetch: Callable[[], Awaitable[T]]) -> T:
         """Fetch once more, and nothing that is held counts."""
         try:
-            return await self._payload(manifest, _NOTHING.step_to)
+            return await fetch()
         except DigestMismatch as error:
             if manifest.software != (own := software()):
                 theirs = (
@@ -432,7 +449,7 @@ class WeightStore:
         if anchor is None:
             raise NotFoundError(
                 f"version {step.base}, of which version {manifest.version} of job "
-                f"{self._scope.job} is made, was removed",
+                f"{self.scope.job} is made, was removed",
                 hint="take the newest version",
             )
         if anchor.digest != step.base_digest or anchor.kind != "full":
