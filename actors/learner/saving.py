@@ -23,12 +23,13 @@ from ...schemas.config.sections import BROKER
 from ...schemas.weights import WeightsBound, WeightsRoom
 from ...schemas.wire.errors import StorageError
 from ...schemas.wire.subjects import rpc
-from ..policy.lora import has_adapter, policy_tensors
+from ..policy.lora import has_adapter
 from ..policy.policies import MAIN
 from ..runtime import JobContext
 from ..storage.checkpoints import CheckpointMirror, Uploads
 from ..storage.stores import BrokerStore
 from ..training.checkpoint import CheckpointStore
+from ..training.parallel import snapshot_bytes
 from ..training.state import LearnerState
 from ..weights.job_weights import make_sender, open_weights
 from .evaluations import MOST_EVALUATIONS
@@ -289,7 +290,7 @@ class Publisher:
         """
         if self._sender is not None:
             return
-        num_bytes = published_bytes(self._models, self._dtype)
+        num_bytes = snapshot_bytes(self._models, self._dtype)
         wanted, least = (room_for(number, num_bytes) for number in num_versions(self._config))
         bound = await self._store.bound_bytes()
         if self._config.weights.transport == "file" and bound < least:
@@ -359,17 +360,6 @@ class Publisher:
         await with_room(publish, f"the weights of version {version}", self._missing)
         self.send_s = time.perf_counter() - started
         await self._store.keep(self._pinned | keep(), newest=NEWEST)
-
-
-def published_bytes(models: Mapping[str, nn.Module], dtype: torch.dtype) -> int:
-    """Return the bytes of one whole version of these models, by policy."""
-    num_bytes = 0
-    for model in models.values():
-        changing = {id(tensor): tensor for tensor in policy_tensors(model).values()}
-        for tensor in changing.values():
-            item = dtype if tensor.is_floating_point() else tensor.dtype
-            num_bytes += tensor.numel() * item.itemsize
-    return num_bytes
 
 
 def num_versions(config: JobConfig) -> tuple[int, int]:

@@ -116,9 +116,12 @@ class Sender:
     async def put(
         self, version: int, entries: list[TensorEntry], views: Sequence[memoryview]
     ) -> tuple[str, str]:
-        """Hold a copy of a payload; return its location and digest. Raises StorageError."""
+        """Hold a payload; return its location and digest. Raises StorageError.
+
+        One that is the whole of an array is held as it is, of any other a copy.
+        """
         pinned = self._device.type == "cuda"  # its GPU then copies at the speed of its bus
-        payload = await asyncio.to_thread(_copied, views, pinned=pinned)
+        payload = await asyncio.to_thread(_held_or_copied, views, pinned=pinned)
         digest = await asyncio.to_thread(fingerprint, payload)
         older = list(self._held)[:-_IN_MEMORY]
         await self.secure(older)
@@ -322,8 +325,13 @@ def _apart(askers: Mapping[str, _Asker]) -> tuple[dict[str, _Asker], dict[str, _
     return now, {name: asker for name, asker in askers.items() if name not in now}
 
 
-def _copied(views: Sequence[memoryview], *, pinned: bool) -> Tensor:
+def _held_or_copied(views: Sequence[memoryview], *, pinned: bool) -> Tensor:
+    """Return the bytes of views: their array itself where they are all of one, else a copy."""
     size = sum(len(view) for view in views)
+    whole = views[0].obj if views else None
+    is_whole = all(view.obj is whole for view in views)
+    if isinstance(whole, np.ndarray) and whole.nbytes == size and is_whole:
+        return torch.as_tensor(whole.view(np.uint8).reshape(-1))
     payload = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
     place = 0
     for view in views:

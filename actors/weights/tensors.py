@@ -56,11 +56,11 @@ def bytes_of(source: TensorSource) -> np.ndarray:
     return data
 
 
-def as_tensor(source: TensorSource) -> torch.Tensor:
-    """Return new weights as a tensor; EngineError where they are none."""
+def as_tensor(source: TensorSource, *, pinned: bool = False) -> torch.Tensor:
+    """Return new weights as a tensor, of bytes in `pinned` memory; EngineError if they are none."""
     if isinstance(source, torch.Tensor):
         return source.detach()
-    tensor = torch.empty(tuple(source[1]), dtype=dtype_of(source))
+    tensor = torch.empty(tuple(source[1]), dtype=dtype_of(source), pin_memory=pinned)
     if tensor.numel():
         np.copyto(tensor.view(-1).view(torch.uint8).numpy(), bytes_of(source))
     else:

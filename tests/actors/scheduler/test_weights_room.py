@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tinkermq.actors.learner.saving import Publisher, num_versions, published_bytes
+from tinkermq.actors.learner.saving import Publisher, num_versions
 from tinkermq.actors.policy.policies import MAIN
+from tinkermq.actors.training.parallel import snapshot, snapshot_bytes
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.jetstream.streams import WEIGHTS_BYTES, create_shared, stream_info
@@ -124,7 +125,14 @@ def test_weights_are_published_in_the_dtype_of_the_engine_unless_another_is_set(
     assert config_of(**set_one).publish_dtype == "float32"
 
 
-def test_tied_tensors_count_once() -> None:
-    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(4, 8, bias=False))
+def test_tied_tensors_count_once_and_lie_in_one_buffer() -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.Linear(3, 8, bias=False))
     model[1].weight = model[0].weight
-    assert published_bytes({MAIN: model}, torch.bfloat16) == 64
+    models = {MAIN: model, "role": nn.Linear(1, 1)}
+    assert snapshot_bytes(models, torch.bfloat16) == 2 * (24 + 8 + 2)
+    tensors = snapshot(models, torch.bfloat16)
+    assert sum(len(memoryview(one.data)) for one in tensors.values()) == 68
+    assert len({id(memoryview(one.data).obj) for one in tensors.values()}) == 1
+    for name, one in (("0.weight", model[0].weight), ("role/bias", models["role"].bias)):
+        raw = one.detach().bfloat16().flatten().view(torch.uint8).numpy().tobytes()
+        assert bytes(tensors[name].data) == raw
