@@ -278,6 +278,8 @@ class Publisher:
         self._kind: Literal["full", "lora"] = "lora" if has_adapter(models[MAIN]) else "full"
         self._dtype: torch.dtype = getattr(torch, config.publish_dtype)
         self._models = models
+        differences = config.weights.differences and self._dtype.itemsize == 2
+        self._num_versions = num_versions(config, differences=differences)
         self._sending: asyncio.Task[None] | None = None
         self._pinned: set[int] = set()
         self.send_s = 0.0
@@ -291,7 +293,7 @@ class Publisher:
         if self._sender is not None:
             return
         num_bytes = snapshot_bytes(self._models, self._dtype)
-        wanted, least = (room_for(number, num_bytes) for number in num_versions(self._config))
+        wanted, least = (room_for(number, num_bytes) for number in self._num_versions)
         bound = await self._store.bound_bytes()
         if self._config.weights.transport == "file" and bound < least:
             raise StorageError(
@@ -362,7 +364,7 @@ class Publisher:
         await self._store.keep(self._pinned | keep(), newest=NEWEST)
 
 
-def num_versions(config: JobConfig) -> tuple[int, int]:
+def num_versions(config: JobConfig, *, differences: bool) -> tuple[int, int]:
     """Return how many whole versions may be needed at a time, and without how many a run stands.
 
     Needed are the newest two and the one that is stored, those that are evaluated, and opponents
@@ -371,8 +373,6 @@ def num_versions(config: JobConfig) -> tuple[int, int]:
     """
     opponents = config.self_play.pool_size if config.self_play.past_share else 0
     evaluated = int(config.has_evaluator)
-    anchors = 0
-    if config.weights.differences and config.publish_dtype == "bfloat16":
-        anchors = 1 + evaluated + opponents
+    anchors = 1 + evaluated + opponents if differences else 0
     wanted = 3 + MOST_EVALUATIONS * evaluated + opponents + anchors
     return wanted, 2 + evaluated + opponents + anchors

@@ -59,7 +59,7 @@ async def test_a_learner_gets_the_bound_of_its_model_and_what_it_may_hold_counts
     context = await job_context(stack.broker, job.scope, "learner", config)
     publisher = Publisher(context, models, lambda _: {})
     await publisher.reserve()
-    wanted, _ = num_versions(config)
+    wanted, _ = num_versions(config, differences=True)
     assert await bound_of(stack, job) == room_for(wanted, LARGE)
     held = (await stack.until(job, lambda now: now.stored_bytes > LARGE)).stored_bytes
     assert held > room_for(wanted, LARGE)
@@ -100,22 +100,19 @@ async def test_a_disk_that_cannot_hold_the_least_is_named_at_the_start(
 
 
 @pytest.mark.parametrize(
-    ("sections", "versions"),
+    ("sections", "differences", "versions"),
     [
-        ({"env": {"game": "bandit", "num_val": 0}}, (3, 2)),
-        ({}, (8, 3)),
-        ({"generator": {"dtype": "bfloat16"}}, (10, 5)),
-        (
-            {"learner": {"publish_dtype": "bfloat16"}, "weights": {"differences": False}},
-            (8, 3),
-        ),
-        ({"self_play": {"past_share": 0.5, "pool_size": 4}}, (12, 7)),
+        ({"env": {"game": "bandit", "num_val": 0}}, False, (3, 2)),
+        ({}, False, (8, 3)),
+        ({}, True, (10, 5)),
+        ({"self_play": {"past_share": 0.5, "pool_size": 4}}, False, (12, 7)),
+        ({"self_play": {"past_share": 0.5, "pool_size": 4}}, True, (18, 13)),
     ],
 )
 def test_versions_that_may_be_needed_follow_from_the_configuration(
-    sections: dict[str, object], versions: tuple[int, int]
+    sections: dict[str, object], differences: bool, versions: tuple[int, int]
 ) -> None:
-    assert num_versions(config_of(**sections)) == versions
+    assert num_versions(config_of(**sections), differences=differences) == versions
 
 
 def test_weights_are_published_in_the_dtype_of_the_engine_unless_another_is_set() -> None:
