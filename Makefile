@@ -12,7 +12,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip -qq
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart venv programs test test-gpu test-long test-vllm test-vllm-engine \
+.PHONY: help quickstart quickstart-real venv programs test test-gpu test-long test-vllm test-vllm-engine \
   test-vllm-stack extras ray test-ray agents test-agents tinker test-tinker locks sbom audit lint format check docs site screenshots bench bench-quick
 
 help:  ## List the targets
@@ -20,6 +20,9 @@ help:  ## List the targets
 
 quickstart: $(VENV)/worker.stamp  ## Train a tiny model on this machine and watch its reward rise
 	$(BIN)/tinkermq quickstart
+
+quickstart-real: $(VENV)/worker.stamp  ## Train a language model of 135 million weights, in about ten minutes
+	$(BIN)/tinkermq quickstart --real
 
 venv: $(VENV)/dev.stamp  ## Make .venv with everything that development needs
 

@@ -87,7 +87,7 @@ def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> fl
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=steps)
     count = min(steps * recipe.batch, recipe.conversations)
     known = [_tokens(chat, one) for one in itertools.islice(_conversations(game, seed), count)]
-    row_tokens = _ROW_CONVERSATIONS * max(len(one.token_ids) for one in known)
+    max_row_tokens = _ROW_CONVERSATIONS * max(len(one.token_ids) for one in known)
     seen = {
         one.images: reader.read_images(model, one.token_ids, one.images)
         for one in known
@@ -100,7 +100,7 @@ def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> fl
             rows = rng.choices(known, k=recipe.batch)
             (packed,) = pack(
                 rows,
-                row_tokens=row_tokens,
+                max_row_tokens=max_row_tokens,
                 microbatch_tokens=_BATCH_TOKENS,
                 see=lambda one: seen.get(one.images),
             )

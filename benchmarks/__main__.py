@@ -54,6 +54,7 @@ NAMES = (
     "scheduler",
     "lab_year",
     "scaling",
+    "gpu_pool",
     "gomoku",
 )
 

@@ -141,7 +141,7 @@ def _config(num_calls: int) -> JobConfig:
                 "max_turn_tokens": _GENERATED,
                 "max_response_tokens": limit,
             },
-            "learner": {"row_tokens": 2 * limit, "microbatch_tokens": 2 * limit},
+            "learner": {"max_row_tokens": 2 * limit, "microbatch_tokens": 2 * limit},
         }
     )
 

@@ -175,7 +175,7 @@ def _train(folder: Path, steps: int, scattered: float, seed: int) -> float:
     loss: Any = torch.zeros(())
     for _ in range(steps):
         rows = rng.choices(known, k=64)
-        (packed,) = pack(rows, row_tokens=_ROW_TOKENS, microbatch_tokens=1 << 16)
+        (packed,) = pack(rows, max_row_tokens=_ROW_TOKENS, microbatch_tokens=1 << 16)
         loss = -scorer.score(packed).logprobs_N.mean()
         optimizer.zero_grad()
         loss.backward()

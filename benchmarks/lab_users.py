@@ -139,7 +139,7 @@ class Clients:
             "model": {"path": "models/none"},
             "env": {"game": "bandit", "hosts": 0, "num_val": 0},
             "generator": {"count": width - 1},
-            "limits": {"max_losses": 1000},
+            "limits": {"max_node_failures": 1000},
             "output_dir": str(self.folder / "outputs" / user.name),
         }
         request = SubmitRequest(

@@ -156,7 +156,7 @@ def _configured(way: StepWay, longest: int, *, compiled: bool) -> JobConfig:
                 "dtype": way.dtype,
                 "compile": compiled,
                 "gradient_checkpointing": way.checkpointing,
-                "row_tokens": 2 * longest,
+                "max_row_tokens": 2 * longest,
                 "microbatch_tokens": max(way.budget, 2 * longest),
                 "threads": torch.get_num_threads(),
             },

@@ -56,7 +56,7 @@ def make_rows(tokens: int, vocab: int) -> MicroBatch:
     sequences = [
         TokenSequence(rng.integers(8, vocab, length + 1), mask) for _ in range(tokens // length)
     ]
-    (packed,) = pack(sequences, row_tokens=tokens, microbatch_tokens=tokens)
+    (packed,) = pack(sequences, max_row_tokens=tokens, microbatch_tokens=tokens)
     return packed
 
 

@@ -150,7 +150,7 @@ def mismatches(trained: Trained, scorer: Scorer) -> NDArray[np.float64]:
     """Return |log p_learner − log p_behaviour| of each trained answer."""
     found: list[float] = []
     for row, ends in zip(trained.rows, trained.ends, strict=True):
-        (packed,) = pack([row], row_tokens=len(row.token_ids), microbatch_tokens=1 << 16)
+        (packed,) = pack([row], max_row_tokens=len(row.token_ids), microbatch_tokens=1 << 16)
         with torch.no_grad():
             logprobs = scorer.score(packed).logprobs_N.double().numpy()
         at = np.flatnonzero(row.mask)

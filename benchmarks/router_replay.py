@@ -140,7 +140,7 @@ def flipped(config: JobConfig, groups: list[Group]) -> tuple[float, float]:
     differs: list[np.ndarray] = []
     for item in (item for group in groups for item in group.trajectories):
         sequence = TokenSequence(item.token_ids, item.mask)
-        [packed] = pack([sequence], row_tokens=CONTEXT, microbatch_tokens=CONTEXT)
+        [packed] = pack([sequence], max_row_tokens=CONTEXT, microbatch_tokens=CONTEXT)
         scorer.score(packed)
         own, told = recorder.take_choices(), cast("np.ndarray", item.experts)
         differs.append((own[..., None] != told[..., None, :]).all(-1).reshape(len(own), -1))

@@ -109,7 +109,7 @@ def addition_job(model: Path, num_steps: int) -> dict[str, Any]:
         "learner": {
             "lr": 2.5e-4,
             "betas": [0.9, 0.99],
-            "row_tokens": 512,
+            "max_row_tokens": 512,
             "microbatch_tokens": 8192,
         },
         "training": {"num_steps": num_steps, "batch_size": 16, "max_staleness": 2},
@@ -139,7 +139,7 @@ def slow_calculator_job(model: Path, num_steps: int, scale: float) -> dict[str, 
         "learner": {
             "lr": 5e-4,
             "betas": [0.9, 0.99],
-            "row_tokens": 1024,
+            "max_row_tokens": 1024,
             "microbatch_tokens": 8192,
         },
         "training": {"num_steps": num_steps, "batch_size": 16, "max_staleness": 2},
@@ -160,7 +160,7 @@ def coin_job(
             "max_response_tokens": tokens,
         },
         "generator": {"max_episodes": 4 * tasks * group, "max_requests": tasks * group},
-        "learner": {"lr": 1e-5, "row_tokens": 512, "microbatch_tokens": 4096},
+        "learner": {"lr": 1e-5, "max_row_tokens": 512, "microbatch_tokens": 4096},
         "training": {
             "num_steps": num_steps,
             "batch_size": tasks,

@@ -90,12 +90,12 @@ def batch_of(shape: Shape, episodes: int) -> TrainingBatch:
     return assemble([Group(task=task, trajectories=rows, source="benchmark")])
 
 
-def columns_of(batch: TrainingBatch, row_tokens: int, hidden_size: int, *, share: bool) -> int:
+def columns_of(batch: TrainingBatch, max_row_tokens: int, hidden_size: int, *, share: bool) -> int:
     """Return the columns of a pass through the model, padding included."""
     packed = pack(
         batch.sequences,
-        row_tokens=row_tokens,
-        microbatch_tokens=row_tokens,
+        max_row_tokens=max_row_tokens,
+        microbatch_tokens=max_row_tokens,
         share_prompts=share,
         hidden_size=hidden_size,
     )
@@ -106,7 +106,7 @@ def measure(
     folder: Path, shape: Shape, batch: TrainingBatch, steps: int, *, share: bool
 ) -> tuple[int, float]:
     """Return the columns of a pass through the model, and the seconds of a step."""
-    row_tokens = 4 * shape.longest
+    max_row_tokens = 4 * shape.longest
     config = JobConfig.model_validate(
         {
             "model": {"path": str(folder)},
@@ -120,15 +120,15 @@ def measure(
             "learner": {
                 "lr": 1e-6,
                 "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
-                "row_tokens": row_tokens,
-                "microbatch_tokens": row_tokens,
+                "max_row_tokens": max_row_tokens,
+                "microbatch_tokens": max_row_tokens,
                 "share_prompts": share,
                 "threads": torch.get_num_threads(),
             },
         }
     )
     model = load_model(config.model, config.learner)
-    columns = columns_of(batch, row_tokens, int(model.config.hidden_size), share=share)
+    columns = columns_of(batch, max_row_tokens, int(model.config.hidden_size), share=share)
     trainer = Trainer(model, config, total_steps=steps + 1, parallel=Parallel.alone())
     device = next(model.parameters()).device
 
@@ -183,7 +183,7 @@ def compare(arguments: argparse.Namespace, report: Report) -> None:
         tokens = factor * shape.longest
         trees = columns_of(batch, tokens, hidden_size, share=True)
         rows.append((f"{factor} × the longest", f"{trees:,}", f"{columns[1] / trees:.1f}×"))
-    report.table("by learner.row_tokens", ("row_tokens", "columns as trees", "fewer"), rows)
+    report.table("by learner.max_row_tokens", ("max_row_tokens", "columns as trees", "fewer"), rows)
     report.at_least("columns: a row for each call over trees", columns[1] / columns[0], 3.0)
     report.at_least("step: a row for each call over trees", seconds[1] / seconds[0], None)
 

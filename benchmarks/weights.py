@@ -145,9 +145,9 @@ async def run(arguments: argparse.Namespace) -> dict[str, list[Timed]]:
             beside = WeightStore(generator, SCOPE, shared_bytes=room)
             object_store = WeightStore(learner, SCOPE, chunk_bytes=chunk_bytes)
             shared = WeightStore(learner, SCOPE, chunk_bytes=chunk_bytes, shared_bytes=room)
-            fast = WeightStore(learner, SCOPE, chunk_bytes=chunk_bytes, stock_digest=False)
+            fast = WeightStore(learner, SCOPE, chunk_bytes=chunk_bytes, sha256=False)
             fast_shared = WeightStore(
-                learner, SCOPE, chunk_bytes=chunk_bytes, shared_bytes=room, stock_digest=False
+                learner, SCOPE, chunk_bytes=chunk_bytes, shared_bytes=room, sha256=False
             )
             file_store = WeightStore(learner, SCOPE, "file", folder=Path(folder) / "weights")
             sender = Sender(learner, SCOPE, Path(folder) / "held")

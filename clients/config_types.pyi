@@ -374,18 +374,18 @@ class LearnerConfigDict(TypedDict, total=False):
     """Largest gradient norm."""
     num_minibatches: int
     """Optimiser updates per batch and version, each on a part of it."""
-    batch_epochs: int
+    ppo_epochs: int
     """Times that a batch is gone through, with `num_minibatches` updates each; ratios and clips are those to the policy before the first."""
     dtype: Literal['float32', 'bfloat16']
     """Compute dtype; master weights and optimiser state are float32."""
     publish_dtype: Literal['auto', 'float32', 'bfloat16']
     """Dtype of the weights that generators get; auto: that of `generator.dtype`."""
-    row_tokens: int
+    max_row_tokens: int
     """Sequences are packed into rows of up to this many tokens."""
     microbatch_tokens: int
     """Tokens per forward and backward pass; gradients are accumulated."""
     share_prompts: bool
-    """Compute a group's prompt, and common beginnings of an agent episode's rows, once, if they fit into a row of `row_tokens`, some multiple of the longest episode (same result; sdpa only)."""
+    """Compute a group's prompt, and common beginnings of an agent episode's rows, once, if they fit into a row of `max_row_tokens`, a multiple of the longest episode (same result; sdpa only)."""
     gradient_checkpointing: bool
     """Recompute activations in the backward pass to save memory."""
     compile: bool
@@ -518,9 +518,9 @@ class WeightsConfigDict(TypedDict, total=False):
     """Size of one message."""
     differences: bool
     """Send 16-bit weights as differences where smaller; learner, generators and evaluators then hold two versions in memory."""
-    whole_every: int
+    full_snapshot_every: int
     """Every N versions one is stored whole, for receivers that join or were away."""
-    stock_digest: bool
+    sha256: bool
     """Also compute the SHA-256 that `nats object get` requires; without CPU instructions for it, this takes longer than sending."""
     shared_bytes: int
     """Space in each machine's /dev/shm in which the job's actors share a version, at most half of what is free. 0: each reads for itself."""
@@ -544,8 +544,8 @@ class LimitsConfigDict(TypedDict, total=False):
     """Log lines, metrics and events, and traces, each; the oldest go first."""
     max_restarts: int
     """Failures of one actor within ten minutes, or in a row without any finished work (a step, group, evaluation or answer), after which the job fails."""
-    max_losses: int
-    """Node losses after which the job fails."""
+    max_node_failures: int
+    """Nodes that the job may lose before it fails."""
     untrainable_groups: int | None
     """Untrainable groups in a row (equal returns, filtered, stale, malformed) that end the run with a checkpoint; default: 20 batches, at least 256; 0: never."""
     idle_s: float

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from ..schemas.config.job import JobConfig
 from ..schemas.config.load_config import all_keys
-from ..schemas.config.sections import LearnerConfig, RolloutConfig
+from ..schemas.config.sections import LearnerConfig, RolloutConfig, rename_keys
 from ..schemas.wire.errors import ConfigError
 from .validation import did_you_mean
 
@@ -179,7 +179,7 @@ def translate(config: Mapping[str, Any]) -> dict[str, Any]:
     key.
     """
     tree: dict[str, Any] = {}
-    flat = dict(flatten(config))
+    flat = rename_keys(dict(flatten(config)), warn=True)
     refused: list[ConfigError] = []
     for take in (
         _translate_lora,
@@ -332,8 +332,8 @@ def _fit_lengths(tree: dict[str, Any]) -> None:
         int, "max_new_tokens", response
     )
     learner = tree.setdefault("learner", {})
-    if "row_tokens" not in learner and longest > LearnerConfig().row_tokens:
-        learner["row_tokens"] = longest
+    if "max_row_tokens" not in learner and longest > LearnerConfig().max_row_tokens:
+        learner["max_row_tokens"] = longest
     if "microbatch_tokens" not in learner and longest > LearnerConfig().microbatch_tokens:
         learner["microbatch_tokens"] = longest
     if not learner:

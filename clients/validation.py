@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from ..schemas.config.sections import ADAPTER_CONFIG, is_url
 from ..schemas.job import BEST_STEP, LAST_STEP
+from ..schemas.model_catalogue import CATALOGUE, find_model
 from ..schemas.tinker.names import is_path
 from ..schemas.wire.errors import ConfigError, DataError, ModelError
 
@@ -72,6 +73,8 @@ def resolve_paths(
     for key in {"path", "tokenizer"} & model.keys():
         if model[key] is not None:
             model[key] = _existing(str(model[key]))
+            if is_local_pool(broker_url):
+                model[key] = find_model(model[key])
     for section, keys in (("env", {"train_data", "val_data"}), ("sft", {"data"})):
         data: dict[str, Any] = resolved.get(section) or {}
         for key in keys & data.keys():
@@ -163,9 +166,12 @@ def check_model_folder(path: str, *, here: bool, has_tokenizer: bool = False) ->
             return f"{path} will be fetched from the store; not checked"
         if path.count("/") == 1 and not path.startswith((".", "/", "~")):
             return f"{path} is not a folder here: it will be fetched from the hub"
+        if path in CATALOGUE:
+            return check_model_folder(find_model(path), here=here, has_tokenizer=has_tokenizer)
         raise ModelError(
             f"there is no model folder {path!r}",
-            hint="give a Hugging Face folder, or the name of a model on the hub (owner/name)",
+            hint="give a Hugging Face folder, the name of a model on the hub (owner/name), or one "
+            f"of `tinkermq model list`: {', '.join(CATALOGUE)}",
         )
     if (folder / ADAPTER_CONFIG).is_file():
         return f"{folder} (an adapter, put on its base)"

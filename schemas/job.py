@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from .config.sections import MAX_NOTES, MAX_TAGS, Label
+from .config.sections import MAX_NOTES, MAX_TAGS, Label, rename_keys
 from .metric import Event
 from .tinker.usage import SamplerTokens
 from .wire.message import Message, Request
@@ -148,7 +148,7 @@ class JobRecord(Message):
     """Why it is in this state."""
     priority: int = 0
     """Jobs of a higher priority are placed first."""
-    config: dict[str, Any]
+    config: Annotated[dict[str, Any], AfterValidator(rename_keys)]
     """The effective configuration."""
     configured: bool = True
     """False until a client has completed the configuration (`set_config`, `fit`)."""

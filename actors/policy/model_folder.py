@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ...schemas.config.sections import LoraConfig
+from ...schemas.model_catalogue import find_model
 from ...schemas.wire.errors import ModelError, TinkermqError
 from ..storage.adapters import base_of, is_adapter
 from ..storage.digests import check_digests
@@ -138,8 +139,10 @@ def check_model_folder(path: str, *, hollow: bool = False) -> None:
 def check_model_is_here(path: str) -> None:
     """Raise ModelError for a model that this machine cannot have; reads no weights.
 
-    A name of the hub is asked there, which takes as long as the hub does.
+    A name of the hub is asked there, which takes as long as the hub does; one of the catalogue must
+    have been fetched.
     """
+    path = find_model(path)
     _check_files(path)
     if not Path(path).is_dir():
         check_hub_model(path)

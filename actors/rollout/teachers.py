@@ -423,7 +423,7 @@ class TeacherContext:
             raise DataError(
                 f"what the teacher reads is {more} tokens longer than the prompt, "
                 f"algorithm.teacher_context_tokens is {self._max_tokens}",
-                hint=f"raise it to {more}, with learner.row_tokens, or let the game tell less",
+                hint=f"raise it to {more}, with learner.max_row_tokens, or let the game tell less",
             )
         return prompt
 

@@ -428,7 +428,9 @@ class Reconciler:
     async def _advance(self, record: JobRecord, group: asyncio.TaskGroup) -> None:
         silent = self._pool.silent(actor.node for actor in record.actors)
         statuses = self._statuses(record)
-        max_losses = self._view.config(record).limits.max_losses if record.configured else 0
+        max_node_failures = (
+            self._view.config(record).limits.max_node_failures if record.configured else 0
+        )
 
         def told(now: JobRecord) -> JobRecord:
             return now.model_copy(update={"actors": with_statuses(now, statuses, silent)})
@@ -436,7 +438,7 @@ class Reconciler:
         try:
             if told(record) != record:
                 record = await self._jobs.update(record, told)
-            step = next_state(record, statuses, silent, max_losses)
+            step = next_state(record, statuses, silent, max_node_failures)
             if step is not None:
                 record = await self._move(record, step)
         except _MEANWHILE:

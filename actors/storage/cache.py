@@ -24,13 +24,12 @@ from ...schemas.config.algorithm import AlgorithmConfig
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import is_url
 from ...schemas.job import JobRecord
+from ...schemas.model_catalogue import cache_folder, find_model
 from ...schemas.wire.errors import ModelError, StorageError
 from .digests import is_state
 from .stores import StoredObject, Stores, UrlStore
 from .trees import fetch_tree
 
-FOLDER_VARIABLE = "TINKERMQ_CACHE"
-"""Of the environment of nodes: the folder; default `~/.cache/tinkermq`."""
 BYTES_VARIABLE = "TINKERMQ_CACHE_BYTES"
 """Of the environment of nodes: how much it may hold."""
 _DEFAULT_BYTES = 200 << 30
@@ -56,14 +55,13 @@ class FolderCache:
     @classmethod
     def of_machine(cls) -> "FolderCache":
         """Open the cache that the environment names. Raises StorageError for an odd bound."""
-        folder = os.environ.get(FOLDER_VARIABLE) or Path.home() / ".cache" / "tinkermq"
         bound = os.environ.get(BYTES_VARIABLE) or str(_DEFAULT_BYTES)
         if not bound.isdecimal() or not int(bound):
             raise StorageError(
                 f"${BYTES_VARIABLE} is {bound!r}",
                 hint="write a number of bytes, such as 200000000000",
             )
-        return cls(Path(folder).expanduser(), int(bound))
+        return cls(cache_folder(), int(bound))
 
     def hold(self, key: str, num_bytes: int, fetch: Callable[[Path], None]) -> Path:
         """Return the folder under a key, which stays as long as this process, or until `release`.
@@ -176,7 +174,7 @@ async def bring_here(
 
 
 def with_models_here(config: JobConfig, stores: Stores) -> JobConfig:
-    """Return a configuration whose models are folders of this machine where they were URLs.
+    """Return a configuration whose models are folders of this machine: URLs and catalogue names.
 
     Raises StorageError, ModelError for a URL below which there is nothing.
     """
@@ -206,18 +204,19 @@ def with_checkpoints_here(
 
 def _with_teachers(algorithm: AlgorithmConfig, stores: Stores) -> AlgorithmConfig:
     named = {*algorithm.loaded_teachers.values(), algorithm.reference.path or ""}
-    return algorithm.renamed({path: _local(path, stores, True) for path in named if is_url(path)})
+    return algorithm.renamed({path: _local(path, stores, True) for path in named if path})
 
 
 def _with_local(stores: Stores, section: Any, *keys: str) -> Any:
-    named = {key: value for key in keys if (value := getattr(section, key)) and is_url(value)}
-    if not named:
-        return section
-    return section.model_copy(update={key: _local(value, stores) for key, value in named.items()})
+    named = {key: value for key in keys if (value := getattr(section, key))}
+    changes = {key: _local(value, stores) for key, value in named.items()}
+    return section.model_copy(update=changes) if changes != named else section
 
 
 def _local(path: str, stores: Stores, weights_only: bool = False) -> str:
-    return fetch_model(path, stores, weights_only=weights_only) if is_url(path) else path
+    if is_url(path):
+        return fetch_model(path, stores, weights_only=weights_only)
+    return find_model(path)
 
 
 def fetch_model(url: str, stores: Stores | None = None, *, weights_only: bool = False) -> str:

@@ -197,7 +197,7 @@ def first_fit_decreasing(lengths: Sequence[int] | IntArray, budget: int) -> list
         if items[item] > budget:
             raise ConfigError(
                 f"a sequence of {items[item]} tokens does not fit into a row of {budget}",
-                hint=f"set learner.row_tokens (and learner.microbatch_tokens) to at least "
+                hint=f"set learner.max_row_tokens (and learner.microbatch_tokens) to at least "
                 f"{items[item]}, or lower rollout.max_response_tokens",
             )
         place = int(np.argmax(free[: len(bins) + 1] >= items[item]))
@@ -229,11 +229,11 @@ def group_rows(row_lengths: Sequence[int], microbatch_tokens: int) -> list[list[
 
 def choose_row_tokens(
     lengths: Sequence[int],
-    row_tokens: int,
+    max_row_tokens: int,
     hidden_size: int,
     cut: Callable[[int], Sequence[int]] | None = None,
 ) -> int:
-    """Choose the row length, at most `row_tokens`, that costs the least computation.
+    """Choose the row length, at most `max_row_tokens`, that costs the least computation.
 
     Long rows waste fewer columns, short rows waste less attention: a column costs about
     1 + T / (6 · hidden_size), the second term being attention over a masked row of T columns.
@@ -241,13 +241,13 @@ def choose_row_tokens(
     `lengths` are the shortest then.
     """
     longest = max(lengths, default=1)
-    candidates = [min(longest * factor, row_tokens) for factor in (1, 2, 3, 4, 6, 8, 12, 16)]
+    candidates = [min(longest * factor, max_row_tokens) for factor in (1, 2, 3, 4, 6, 8, 12, 16)]
 
     def cost(tokens: int) -> float:
         num_rows = len(first_fit_decreasing(lengths if cut is None else cut(tokens), tokens))
         return num_rows * tokens * (1 + tokens / (6 * hidden_size))
 
-    return min(sorted(set(candidates)), key=cost) if longest <= row_tokens else row_tokens
+    return min(sorted(set(candidates)), key=cost) if longest <= max_row_tokens else max_row_tokens
 
 
 class RowWriter:
@@ -400,17 +400,18 @@ class DepthFirst:
 def make_tree_units(
     sequences: Sequence[TokenSequence],
     layout: TokenLayout,
-    row_tokens: int,
+    max_row_tokens: int,
     hidden_size: int | None,
     see: See,
 ) -> tuple[list[TreeUnit], int]:
     """Cut the trees of a batch into units; return them and the length of the rows for them.
 
-    With `hidden_size` that is the length, at most `row_tokens`, of the least computation.
+    With `hidden_size` that is the length, at most `max_row_tokens`, of the least computation.
     """
     trees = DepthFirst.of(sequences, layout.totals, see)
+    row_tokens = max_row_tokens
     if hidden_size is not None:
-        row_tokens = choose_row_tokens(trees.totals, row_tokens, hidden_size, trees.lengths)
+        row_tokens = choose_row_tokens(trees.totals, max_row_tokens, hidden_size, trees.lengths)
     return trees.cut(row_tokens), row_tokens
 
 

@@ -366,12 +366,12 @@ class Scorer:
         same_prompt = TokenSequence(np.concatenate([ids[:4], ids[16:]]), mask)
         [together] = pack(
             [first, second, same_prompt],
-            row_tokens=32,
+            max_row_tokens=32,
             microbatch_tokens=32,
             share_prompts=not self.flat_rows,
         )
         alone = [
-            self.score(pack([each], row_tokens=32, microbatch_tokens=32)[0]).logprobs_N
+            self.score(pack([each], max_row_tokens=32, microbatch_tokens=32)[0]).logprobs_N
             for each in (second, same_prompt)
         ]
         error_N = self.score(together).logprobs_N[len(alone[0]) :] - torch.cat(alone)

@@ -111,7 +111,7 @@ def _key(sequence: TokenSequence, start: int, end: int) -> tuple[bytes, ...]:
 def make_prompt_units(
     sequences: Sequence[TokenSequence],
     layout: TokenLayout,
-    row_tokens: int,
+    max_row_tokens: int,
     share_prompts: bool,
     see: See,
 ) -> list[PromptUnit]:
@@ -129,7 +129,7 @@ def make_prompt_units(
         seen = see(sequences[members[0]])
         copies = _same_columns(members, sequences, layout)
         responses = [totals[same[0]] - length for same in copies]
-        for part in _split_to_budget(responses, row_tokens - length):
+        for part in _split_to_budget(responses, max_row_tokens - length):
             total = length + sum(responses[item] for item in part)
             units.append(PromptUnit(prompt, tuple(copies[item] for item in part), total, seen))
     return units
@@ -206,7 +206,7 @@ def _see_nothing(_: TokenSequence) -> None:
 def pack(
     sequences: Sequence[TokenSequence],
     *,
-    row_tokens: int,
+    max_row_tokens: int,
     microbatch_tokens: int,
     share_prompts: bool = False,
     hidden_size: int | None = None,
@@ -215,9 +215,9 @@ def pack(
     """Pack a batch into micro-batches of at most `microbatch_tokens` columns, padding included.
 
     Each sequence lies in one row; one without generated tokens is in no micro-batch. Rows have at
-    most `row_tokens` columns; with `hidden_size` their length is chosen for the least computation
-    (`choose_row_tokens`). `see` finds the images of a sequence, for a model that sees them.
-    Deterministic. Raises ConfigError for a sequence that does not fit.
+    most `max_row_tokens` columns; with `hidden_size` their length is chosen for the least
+    computation (`choose_row_tokens`). `see` finds the images of a sequence, for a model that sees
+    them. Deterministic. Raises ConfigError for a sequence that does not fit.
     """
     if not sequences:
         return []
@@ -226,13 +226,14 @@ def pack(
     if share_prompts and any(
         sequence.branches and sequence.experts is None for sequence in sequences
     ):
-        units, row_tokens = make_tree_units(sequences, layout, row_tokens, hidden_size, see)
+        units, row_tokens = make_tree_units(sequences, layout, max_row_tokens, hidden_size, see)
         lengths = [unit.length for unit in units]
     else:
-        units = make_prompt_units(sequences, layout, row_tokens, share_prompts, see)
+        units = make_prompt_units(sequences, layout, max_row_tokens, share_prompts, see)
         lengths = [unit.length for unit in units]
+        row_tokens = max_row_tokens
         if hidden_size is not None:
-            row_tokens = choose_row_tokens(lengths, row_tokens, hidden_size)
+            row_tokens = choose_row_tokens(lengths, max_row_tokens, hidden_size)
     bins = first_fit_decreasing(lengths, row_tokens)
     row_lengths = [sum(lengths[unit] for unit in bin_) for bin_ in bins]
     return [

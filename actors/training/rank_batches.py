@@ -93,7 +93,7 @@ class RankPacker:
             return []
         packed = pack(
             sequences,
-            row_tokens=self._learner.row_tokens,
+            max_row_tokens=self._learner.max_row_tokens,
             microbatch_tokens=self._learner.microbatch_tokens,
             share_prompts=self._shares_prompts,
             hidden_size=self._scorer.hidden_size,

@@ -207,7 +207,7 @@ class Trainer:
         if self.critic is not None and credit.targets is not None:
             self.critic.begin_step(self._rate(step, self.config.critic.lr), credit.targets)
         sums = StepSums()
-        for part_S in minibatches(batch, learner.num_minibatches) * learner.batch_epochs:
+        for part_S in minibatches(batch, learner.num_minibatches) * learner.ppo_epochs:
             kept_S = part_S & credit.kept_S
             of_part_N = part_S[batch.seq_N]
             if step > self.config.critic.warmup_steps:

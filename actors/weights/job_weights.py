@@ -32,12 +32,12 @@ def open_weights(context: JobContext, sender: Sender | None = None) -> WeightSto
         folder=config.folder or context.run_dir / "weights",
         chunk_bytes=config.chunk_bytes,
         differences=config.differences,
-        whole_every=config.whole_every,
+        full_snapshot_every=config.full_snapshot_every,
         holder=sender,
         receiver=BroadcastReceiver(context.broker, context.scope, device),
         files=SeenFiles([*model_paths(context.config).values()]),
         shared_bytes=config.shared_bytes,
-        stock_digest=config.stock_digest,
+        sha256=config.sha256,
     )
 
 

@@ -278,13 +278,13 @@ class ObjectStore:
         bucket: str,
         *,
         chunk_bytes: int = CHUNK_BYTES,
-        stock_digest: bool = True,
+        sha256: bool = True,
     ) -> None:
         """Name a bucket that `streams` has made.
 
-        Without `stock_digest` the stock tools list what is put, and refuse to read it.
+        Without `sha256` the stock tools list what is put, and refuse to read it.
         """
-        self._stock_digest = stock_digest
+        self._sha256 = sha256
         self._broker = broker
         self._bucket = bucket
         self._stream = f"OBJ_{bucket}"
@@ -297,7 +297,7 @@ class ObjectStore:
         """
         in_thread = partial(asyncio.get_running_loop().run_in_executor, None)
         digesting = in_thread(digest_of, views)
-        stock_digesting = in_thread(_stock_digest, views if self._stock_digest else views[:0])
+        sha256_hashing = in_thread(_sha256, views if self._sha256 else views[:0])
         attempts: list[str] = []
 
         async def attempt() -> tuple[int, int]:
@@ -314,7 +314,7 @@ class ObjectStore:
             await self._purge_chunks(attempts[-1])
             raise self._refused(name, error) from error
         info = ObjectInfo(name, attempts[-1], num_bytes, num_chunks, await digesting)
-        await self._put_info(info, await stock_digesting)
+        await self._put_info(info, await sha256_hashing)
         return info
 
     async def get_into(self, info: ObjectInfo, buffer: memoryview, *, deadline_s: float) -> None:
@@ -396,8 +396,8 @@ class ObjectStore:
         finally:
             link.close()
 
-    async def _put_info(self, info: ObjectInfo, stock_digest: bytes) -> None:
-        stock = f"SHA-256={base64.urlsafe_b64encode(stock_digest).decode()}"
+    async def _put_info(self, info: ObjectInfo, sha256: bytes) -> None:
+        stock = f"SHA-256={base64.urlsafe_b64encode(sha256).decode()}"
         meta = {
             "name": info.name,
             "bucket": self._bucket,
@@ -405,8 +405,8 @@ class ObjectStore:
             "size": info.num_bytes,
             "chunks": info.num_chunks,
             "mtime": datetime.now(UTC).isoformat(),
-            "digest": stock if self._stock_digest else "",
-            "description": "" if self._stock_digest else _UNREADABLE,
+            "digest": stock if self._sha256 else "",
+            "description": "" if self._sha256 else _UNREADABLE,
             "metadata": {_DIGEST: info.digest},
             "options": {"max_chunk_size": self._chunk_bytes},
         }
@@ -565,7 +565,7 @@ def _joined(parts: list[memoryview]) -> memoryview:
     return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
 
-def _stock_digest(views: Sequence[memoryview]) -> bytes:
+def _sha256(views: Sequence[memoryview]) -> bytes:
     digest = hashlib.sha256()
     for view in views:
         digest.update(view)

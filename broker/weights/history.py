@@ -189,10 +189,10 @@ class Step:
 class WeightHistory:
     """The newest version and its anchor."""
 
-    def __init__(self, *, enabled: bool, whole_every: int) -> None:
+    def __init__(self, *, enabled: bool, full_snapshot_every: int) -> None:
         """Hold nothing yet, and without `enabled` never anything."""
         self._enabled = enabled
-        self._whole_every = whole_every
+        self._full_snapshot_every = full_snapshot_every
         self.held: list[Whole] = []
         """Newest first; its anchor is the last, which may be itself."""
 
@@ -226,7 +226,7 @@ class WeightHistory:
 
     def is_anchor(self, version: int) -> bool:
         """Whether a new version is to be a whole one for those who come to later ones."""
-        return not self.held or version >= self.held[-1].version + self._whole_every
+        return not self.held or version >= self.held[-1].version + self._full_snapshot_every
 
     def step_to(self, manifest: Manifest) -> Step | None:
         """Return how to make a version by a difference; None if it is to be fetched whole."""

@@ -190,11 +190,11 @@ class Payloads:
         folder: Path | str | None,
         chunk_bytes: int,
         *,
-        stock_digest: bool = True,
+        sha256: bool = True,
     ) -> None:
         """`transport` is how `put` stores; `get` is told for each payload.
 
-        Without `stock_digest` the stock tools do not read what is put.
+        Without `sha256` the stock tools do not read what is put.
 
         Raises ConfigError for the file transport without a folder.
         """
@@ -207,7 +207,7 @@ class Payloads:
         self._scope = scope
         self._folder = Path(folder) if folder is not None else None
         self._objects = ObjectStore(
-            broker, scope.object_weights, chunk_bytes=chunk_bytes, stock_digest=stock_digest
+            broker, scope.object_weights, chunk_bytes=chunk_bytes, sha256=sha256
         )
 
     async def put(

@@ -116,7 +116,7 @@ NEWEST = 2
 _EXTRA_SHARE, _EXTRA_BYTES = 0.02, 1 << 20
 """What chunks and entries add to the bytes of a version."""
 _KEY = re.compile(r"v([0-9]{1,18})")
-_NOTHING = WeightHistory(enabled=False, whole_every=1)
+_NOTHING = WeightHistory(enabled=False, full_snapshot_every=1)
 
 
 FORMAT = 1
@@ -151,39 +151,37 @@ class WeightStore:
         folder: Path | str | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         differences: bool = True,
-        whole_every: int = 16,
+        full_snapshot_every: int = 16,
         look_s: float = _LOOK_S,
         holder: Holder | None = None,
         receiver: Receiver | None = None,
         files: SeenFiles | None = None,
         shared_bytes: int = 0,
-        stock_digest: bool = True,
+        sha256: bool = True,
     ) -> None:
         """`transport` is how `publish` sends; `fetch` follows each manifest.
 
         In so many `shared_bytes` of its memory a machine keeps versions for all who fetch there;
-        without `stock_digest` the stock tools do not read what is published.
+        without `sha256` the stock tools do not read what is published.
 
         `files` are told with each version, and compared with what a fetched version tells.
 
         By `nccl` a learner publishes with its `holder` and others fetch with their `receiver`.
 
         With `differences`, 16-bit weights are published and kept as the module says; every
-        `whole_every`-th version is a whole one. Who waits for a version looks for it every
+        `full_snapshot_every`-th version is whole. Who waits for a version looks for it every
         `look_s`, should its announcement be lost.
 
         Raises ConfigError for the file transport without a folder.
         """
         self.broker = broker
         self.scope = scope
-        self._payloads = Payloads(
-            broker, scope, transport, folder, chunk_bytes, stock_digest=stock_digest
-        )
+        self._payloads = Payloads(broker, scope, transport, folder, chunk_bytes, sha256=sha256)
         self._manifests = Bucket(broker, scope.bucket_weights, Manifest)
         self._holder = holder
         self._receiver = receiver
         kept = differences and transport != "nccl"
-        self._history = WeightHistory(enabled=kept, whole_every=whole_every)
+        self._history = WeightHistory(enabled=kept, full_snapshot_every=full_snapshot_every)
         self._shared = SharedMemory(scope, shared_bytes)
         self._look_s = look_s
         self._files = files or SeenFiles([])

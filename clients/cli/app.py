@@ -179,6 +179,10 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("label", "runs:label", "Change a run's tags, group and notes."),
         _Command("cost", "runs:cost", "Show the slot-hours that runs have used."),
     ],
+    "Models": [
+        _Command("model get", "models:get", "Write a model as a folder, by its short name."),
+        _Command("model list", "models:list_models", "List the models that have short names."),
+    ],
     "Inference": [
         _Command("serve", "serving:serve", "Serve a model: a folder, a run, or RUN@STEP."),
         _Command("infer", "serving:infer", "Play a game with a model and report its scores."),
@@ -252,6 +256,7 @@ _FAMILIES = {
     "agent": ("Writing your own", "Create, check, play and host agent programs."),
     "config": ("Writing your own", "Show the configuration of a job."),
     "data": ("Writing your own", "Prepare data."),
+    "model": ("Models", "Get models by short names."),
     "tinker": ("Tinker API", "Serve the Tinker API."),
     "deploy": ("Stack", "Check machines on which systemd runs the pool."),
     "env": ("Writing your own", "Create, check, play, evaluate and serve games."),

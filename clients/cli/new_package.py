@@ -133,7 +133,7 @@ class _Kind:
     max_prompt: int = 96
     max_turn: int = 8
     max_response: int = 16
-    row_tokens: int = 1024
+    max_row_tokens: int = 1024
     sft_epochs: int = 4
     num_steps: int = 40
     lr: str = "5.0e-4"

@@ -1,10 +1,11 @@
-"""`tinkermq quickstart`: watch a tiny model learn to use a tool, from nothing, on this machine.
+"""`tinkermq quickstart`: watch a model learn, from nothing, on this machine.
 
-It makes a dataset and a warm-started model of 0.4 million parameters, starts broker, scheduler and
-node on free ports, trains the two-turn calculator task asynchronously with GRPO at a staleness
-bound of 2, and shows the reward before and after. The warm start teaches the model to call the tool
-in some of its answers and to guess in the others; reinforcement learning finds out by itself which
-of the two pays. All files are below one folder, and no process is left behind.
+It makes a dataset and a model, starts broker, scheduler and node on free ports, trains
+asynchronously with GRPO at a staleness bound of 2, and shows the reward before and after. There are
+two examples. The calculator trains a model of 0.4 million parameters, warm-started to call a tool
+in some of its answers and to guess in the others, and finds out which of the two pays. Sums
+(`--real`) train SmolLM2-135M-Instruct, a language model, and show its answers before and after. All
+files but that model are below one folder, and no process is left behind.
 """
 
 import importlib.util
@@ -19,6 +20,8 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from types import FrameType
@@ -26,6 +29,7 @@ from typing import Any
 
 from ...broker.service_process import die_with
 from ...schemas.config.load_config import load_config
+from ...schemas.model_catalogue import catalogue_folder
 from ...schemas.wire.errors import ConfigError, ModelError, StorageError
 from ..follow import RunProgress
 from ..home import Home
@@ -33,7 +37,15 @@ from ..plots import curve_svg, text_plot
 from ..pool import Pool
 from ..validation import resolve_paths
 from .live import print_submitted
-from .output import literal, print_commands, print_note, print_plain, print_text, stdout
+from .output import (
+    literal,
+    print_commands,
+    print_note,
+    print_plain,
+    print_table,
+    print_text,
+    stdout,
+)
 from .session import with_pool
 from .stack import start_detached, stop_detached
 from .supervisor import StackOptions
@@ -41,27 +53,42 @@ from .train import show_run
 
 # Before training: a configuration, a model, data.
 
-GAME = "calculator"
+
+@dataclass(frozen=True)
+class QuickstartExample:
+    """A task that the quickstart trains."""
+
+    game: str
+    """Its configuration is `<game>.yaml` beside this module."""
+    validated_on: str
+    catalogue_model: str | None = None
+    """Model of the catalogue; None: one that is warm-started here."""
+    num_questions: int = 0
+    """Questions whose answers are shown before and after."""
+
+
+CALCULATOR = QuickstartExample("calculator", "held-out products")
+SUMS = QuickstartExample("sums", "held-out sums", catalogue_model="smollm2", num_questions=3)
 _NEEDS = ("torch", "transformers", "safetensors", "peft", "blake3", "psutil")
 _OUTPUTS = re.compile(r"\boutputs/[\w./-]+")
 """The paths in the packaged configuration."""
 _HEAD = "# Written by `tinkermq quickstart`, which writes it again: change a copy.\n"
 
 
-def check_worker() -> None:
-    """Raise ConfigError if packages for training are not installed."""
+def check_worker(what: str = "the quickstart trains on this machine") -> None:
+    """Raise ConfigError if the packages for `what` are not installed."""
     lacking = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if lacking:
         raise ConfigError(
-            f"the quickstart trains on this machine, and {', '.join(lacking)} "
+            f"{what}, and {', '.join(lacking)} "
             f"{'is' if len(lacking) == 1 else 'are'} not installed here",
             hint="pip install 'tinkermq[worker]'",
         )
 
 
-def write_config(folder: Path) -> Path:
+def write_config(folder: Path, example: QuickstartExample = CALCULATOR) -> Path:
     """Write the example's configuration, with its paths below `folder`; return the file."""
-    text = (files("tinkermq.clients") / "cli" / f"{GAME}.yaml").read_text(encoding="utf-8")
+    text = (files("tinkermq.clients") / "cli" / f"{example.game}.yaml").read_text(encoding="utf-8")
 
     def below(found: re.Match[str]) -> str:
         # JSON's quotes are YAML's, whatever characters are in the folder's name.
@@ -75,15 +102,26 @@ def write_config(folder: Path) -> Path:
     return file
 
 
-def make_model(folder: Path) -> None:
+def get_catalogue_model(name: str) -> None:
+    """Fetch a model of the catalogue, unless it is there; raises ModelError."""
+    model = catalogue_folder(name)
+    if (model / "config.json").is_file():
+        print_plain(f"model      {model} (fetched before)")
+    elif code := run_module("tinkermq.actors.get_model", name, str(model)):
+        raise ModelError(
+            f"model {name} could not be fetched: exit code {code}", hint="its message is above"
+        )
+
+
+def make_model(folder: Path, game: str) -> None:
     """Warm-start the model, unless it is there; raises ModelError."""
-    model = folder / "models" / GAME
-    if _run("tinkermq.actors.recipes", GAME, str(model)) == 0:
+    model = folder / "models" / game
+    if run_module("tinkermq.actors.recipes", game, str(model)) == 0:
         print_plain(f"model      {model} (made before)")
         return
     print_plain("model      making it on this machine, a minute or two, once")
     model.parent.mkdir(parents=True, exist_ok=True)
-    code = _run("tinkermq.actors.warm_start", GAME, str(model))
+    code = run_module("tinkermq.actors.warm_start", game, str(model))
     if code:
         raise ModelError(
             f"the warm start ended with code {code}",
@@ -91,8 +129,8 @@ def make_model(folder: Path) -> None:
         )
 
 
-def _run(module: str, *words: str) -> int:
-    """Run a module of the actors in a process of its own, as it needs torch."""
+def run_module(module: str, *words: str) -> int:
+    """Run a module of the actors in a process of its own, as it needs torch; return its code."""
     return subprocess.run(
         [sys.executable, "-m", module, *words],
         check=False,
@@ -103,14 +141,12 @@ def _run(module: str, *words: str) -> int:
     ).returncode
 
 
-def prepare_data(folder: Path) -> None:
+def prepare_data(folder: Path, game: str) -> None:
     """Write the dataset, unless it is there."""
-    from ...envs.games.calculator import make_data
-
-    place = folder / "data" / GAME
+    place = folder / "data" / game
     train, val = place / "train.parquet", place / "val.parquet"
     if not (train.exists() and val.exists()):
-        make_data(place)
+        import_module(f"tinkermq.envs.games.{game}").make_data(place)
     print_text(f"data       {train}, {val}")
 
 
@@ -122,7 +158,7 @@ _MAX_WIDTH = 72
 Points = list[tuple[float, float]]
 
 
-def print_outcome(progress: RunProgress, config: Path) -> int:
+def print_outcome(progress: RunProgress, config: Path, example: QuickstartExample) -> int:
     """Print reward before and after, the curve, the run folder, and what to try next."""
     record = progress.record
     if record.state != "COMPLETED":
@@ -139,13 +175,39 @@ def print_outcome(progress: RunProgress, config: Path) -> int:
     took = (record.finished or time.time()) - (record.started or record.created)
     print_text(
         f"\n[bold green]reward {validation[0][1]:.2f} → {validation[-1][1]:.2f}[/]  "
-        f"on held-out products, {progress.step} steps in {took:.0f} s"
+        f"on {example.validated_on}, {progress.step} steps in {took:.0f} s"
     )
+    if example.num_questions:
+        _print_answers(Path(record.run_dir), config, example.num_questions)
     print_plain(f"plot       {_short(picture)}")
     print_plain(f"run folder {_short(Path(record.run_dir))}")
     print_plain("\ntry next")
     _print_next(config)
     return 0
+
+
+def _print_answers(run_folder: Path, config: Path, count: int) -> None:
+    """Print answers of the model before and after, to questions of the validation set.
+
+    They are the first of the set, and answered greedily.
+    """
+    settings = load_config(config)
+    first = str(catalogue_folder(settings.model.path))
+    words = [first, str(run_folder / "latest"), settings.env.val_data[0], str(count)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tinkermq.actors.show_answers", *words],
+        check=False,
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+        preexec_fn=die_with(os.getpid()),
+    )
+    if done.returncode:
+        print_note(f"the answers cannot be shown: {done.stderr.strip().splitlines()[-1:]}")
+        return
+    rows = [tuple(map(str, json.loads(line))) for line in done.stdout.splitlines()]
+    print_plain("")
+    print_table(("question", "before", "after"), rows)
 
 
 def smoothed_rewards(progress: RunProgress) -> Points:
@@ -193,8 +255,8 @@ SLOTS = 2
 INTERRUPTED = 130
 
 
-def quickstart(*overrides: str, output_dir: Path = Path("outputs")) -> int:
-    """Train a tiny model on this machine, from scratch, and watch its reward rise.
+def quickstart(*overrides: str, real: bool = False, output_dir: Path = Path("outputs")) -> int:
+    """Train a model on this machine, from scratch, and watch its reward rise.
 
     It needs no checkout, no GPU and no pool. It creates a model of 0.4 million parameters and its
     data (once), starts its own stack, trains the two-turn calculator task, and stops the stack.
@@ -204,21 +266,28 @@ def quickstart(*overrides: str, output_dir: Path = Path("outputs")) -> int:
     ----------
     overrides
         `section.key=value`, such as `training.num_steps=20`.
+    real
+        Train a language model of 135 million parameters on sums instead, in about ten minutes on
+        two cores; fetches 93 MB once, takes 6 GB of memory, and shows its answers before and after.
     output_dir
         Folder for model, data, configuration and run.
     """
     check_worker()
+    example = SUMS if real else CALCULATOR
     _make_folder(output_dir)
     try:
         with _terminated_as_interrupted():
-            config = write_config(output_dir)
-            make_model(output_dir)
-            prepare_data(output_dir)
+            config = write_config(output_dir, example)
+            if example.catalogue_model:
+                get_catalogue_model(example.catalogue_model)
+            else:
+                make_model(output_dir, example.game)
+            prepare_data(output_dir, example.game)
             progress = _train_in_own_stack(output_dir, config, overrides)
     except KeyboardInterrupt:
         print_note("interrupted; everything was stopped")
         return INTERRUPTED
-    return print_outcome(progress, config)
+    return print_outcome(progress, config, example)
 
 
 def _make_folder(folder: Path) -> None:

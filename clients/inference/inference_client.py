@@ -10,6 +10,7 @@ from ...broker.calls import new_request_id
 from ...broker.presence import presences
 from ...schemas.config.sections import ADAPTER_CONFIG, RolloutConfig
 from ...schemas.job import FINAL_STATES, LAST_STEP, JobRecord
+from ...schemas.model_catalogue import CATALOGUE, find_model
 from ...schemas.tinker.names import is_path
 from ...schemas.wire.codec import merged
 from ...schemas.wire.errors import ConfigError, DeadlineError, ModelError, NotFoundError
@@ -49,6 +50,9 @@ async def find_source(pool: Pool, name: str) -> ModelSource:
     if is_path(name):
         return await _tinker_source(pool, name)
     folder, run = _folder(name), name.partition("@")[0]
+    if name in CATALOGUE and folder is None and not await pool.has_run(run):
+        folder = _folder(find_model(name)) if is_local_pool(pool.broker.url) else None
+        return ModelSource(model_config(name, folder))
     if is_token(run) and (folder is None or await pool.has_run(run)):
         return await _run_source(pool, name)
     if folder is not None:

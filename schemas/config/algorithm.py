@@ -592,9 +592,10 @@ TEACHER_RULES = (
         lambda job: (
             job.algorithm.teacher_context
             and job.rollout.max_tokens + job.algorithm.teacher_context_tokens
-            > job.learner.row_tokens
+            > job.learner.max_row_tokens
         ),
         "({algorithm.teacher_context_tokens}) and rollout.max_tokens ({rollout.max_tokens}) are "
-        "over learner.row_tokens ({learner.row_tokens}): raise it with learner.microbatch_tokens",
+        "over learner.max_row_tokens ({learner.max_row_tokens}): raise it with "
+        "learner.microbatch_tokens",
     ),
 )

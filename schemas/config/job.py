@@ -28,6 +28,7 @@ from .sections import (
     Section,
     SelfPlayConfig,
     StorageConfig,
+    rename_keys,
     when,
 )
 
@@ -251,9 +252,9 @@ class WeightsConfig(Section):
     differences: bool = Field(default=True, json_schema_extra=when("transport", "object", "file"))
     """Send 16-bit weights as differences where smaller; learner, generators and evaluators then
     hold two versions in memory."""
-    whole_every: int = Field(default=16, ge=2, json_schema_extra=when("differences", True))
+    full_snapshot_every: int = Field(default=16, ge=2, json_schema_extra=when("differences", True))
     """Every N versions one is stored whole, for receivers that join or were away."""
-    stock_digest: bool = Field(default=True, json_schema_extra=when("transport", "object"))
+    sha256: bool = Field(default=True, json_schema_extra=when("transport", "object"))
     """Also compute the SHA-256 that `nats object get` requires; without CPU instructions for it,
     this takes longer than sending."""
     shared_bytes: int = Field(
@@ -296,8 +297,8 @@ class LimitsConfig(Section):
     max_restarts: int = Field(default=5, ge=0, le=1000)
     """Failures of one actor within ten minutes, or in a row without any finished work (a step,
     group, evaluation or answer), after which the job fails."""
-    max_losses: int = Field(default=5, ge=0, le=1000)
-    """Node losses after which the job fails."""
+    max_node_failures: int = Field(default=5, ge=0, le=1000)
+    """Nodes that the job may lose before it fails."""
     untrainable_groups: int | None = Field(default=None, ge=0)
     """Untrainable groups in a row (equal returns, filtered, stale, malformed) that end the run with
     a checkpoint; default: 20 batches, at least 256; 0: never."""
@@ -400,7 +401,7 @@ class JobConfig(Section):
         """Add what an SFT or agent job implies, and refuse keys without effect."""
         if not isinstance(values, dict):
             return values
-        tree = without_removed(cast("dict[str, Any]", values))
+        tree = current_keys(cast("dict[str, Any]", values))
         return settle_tinker(settle_agent(settle_sft(tree)))
 
     @model_validator(mode="after")
@@ -451,12 +452,13 @@ _REMOVED = {
 }
 
 
-def without_removed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without the removed keys that change nothing.
+def current_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with renamed keys, and without removed ones that change nothing.
 
-    Raises ValueError, saying what to use instead, for removed keys and values that do.
+    Raises ValueError, saying what to use instead, for other removed keys and values, and
+    ConfigError for a key under both its names.
     """
-    tree = dict(values)
+    tree = rename_keys(values)
     for path, removed in _REMOVED.items():
         name, _, key = path.partition(".")
         section: Any = tree.get(name)

@@ -17,7 +17,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ..wire.errors import ConfigError
-from .job import JobConfig, without_removed
+from .job import JobConfig, current_keys
+from .sections import rename_keys
 
 # Values of YAML, read by the type of their key: in files and in `key=value` alike.
 #
@@ -337,7 +338,8 @@ def parse_yaml(text: str, what: str, model: type[BaseModel] = JobConfig) -> dict
             f"{what} holds a {kind}, not a map of keys to values",
             hint="begin with `model:` and `env:`; examples/ has one for each game",
         )
-    return cast("dict[str, Any]", value)
+    values = cast("dict[str, Any]", value)
+    return rename_keys(values, warn=True) if model is JobConfig else values
 
 
 def apply_override(
@@ -353,7 +355,10 @@ def apply_override(
         raise ConfigError(
             f"override {override!r} has no '='", hint="write it as key=value: learner.lr=1e-5"
         )
-    *parents, last = path = key.strip().split(".")
+    key = key.strip()
+    if model is JobConfig:
+        (key,) = rename_keys({key: text}, warn=True)
+    *parents, last = path = key.split(".")
     place = values
     for parent in parents:
         inner = place.setdefault(parent, {})
@@ -380,7 +385,9 @@ def check_keys(values: dict[str, Any]) -> None:
     """
     _refuse_strange(values)
     try:
-        current = without_removed(values)
+        current = current_keys(values)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(str(error)[:_MAX_SHOWN]) from error
     _refuse_unknown(current, JobConfig, "")

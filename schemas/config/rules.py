@@ -364,7 +364,7 @@ RULES = (
     *_REPLAY_RULES,
     # -- lengths and slots
     _over("rollout.max_turn_tokens", "rollout.max_response_tokens"),
-    _over("learner.row_tokens", "learner.microbatch_tokens"),
+    _over("learner.max_row_tokens", "learner.microbatch_tokens"),
     _over("learner.ranks", "learner.slots"),
     Rule(
         "learner.ranks ({learner.ranks})",
@@ -427,11 +427,11 @@ RULES = (
         "(rollout.max_turn_tokens with one turn, else rollout.max_response_tokens)",
     ),
     Rule(
-        "learner.row_tokens ({learner.row_tokens})",
-        lambda job: job.rollout.max_tokens > job.learner.row_tokens,
+        "learner.max_row_tokens ({learner.max_row_tokens})",
+        lambda job: job.rollout.max_tokens > job.learner.max_row_tokens,
         "is under the {rollout.max_tokens} tokens that an episode may have "
-        "(rollout.max_prompt_tokens + rollout.max_response_tokens): raise learner.row_tokens and "
-        "learner.microbatch_tokens",
+        "(rollout.max_prompt_tokens + rollout.max_response_tokens): raise learner.max_row_tokens "
+        "and learner.microbatch_tokens",
     ),
     Rule(
         "rollout.group_size + rollout.oversample",

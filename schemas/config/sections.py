@@ -3,7 +3,8 @@
 import math
 import re
 import string
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
@@ -115,6 +116,57 @@ class Section(BaseModel):
         return self._unmet(rule["key"]) or (None if met else rule)
 
 
+# Keys that earlier versions named otherwise.
+
+RENAMED = {
+    "limits.max_losses": "limits.max_node_failures",
+    "learner.batch_epochs": "learner.ppo_epochs",
+    "learner.row_tokens": "learner.max_row_tokens",
+    "weights.stock_digest": "weights.sha256",
+    "weights.whole_every": "weights.full_snapshot_every",
+}
+"""Keys of earlier versions, each in the section of its new name."""
+
+
+class RenamedKeyWarning(UserWarning):
+    """A configuration names a key as an earlier version did."""
+
+
+def rename_keys(values: Mapping[str, Any], *, warn: bool = False) -> dict[str, Any]:
+    """Return sections, or values by dotted key, with the present names of renamed keys.
+
+    With `warn`, one warning names those that were found. Raises ConfigError for a key under both
+    names.
+    """
+    tree: dict[str, Any] = dict(values)
+    found: list[str] = []
+    for old, new in RENAMED.items():
+        name, _, key = old.partition(".")
+        section: Any = tree.get(name)
+        if old in tree:
+            tree = _renamed(tree, old, new, old)
+        elif isinstance(section, Mapping) and key in section:
+            inner = cast("Mapping[str, Any]", section)
+            tree[name] = _renamed(inner, key, new.removeprefix(f"{name}."), old)
+        else:
+            continue
+        found.append(f"{old} is now {new}")
+    if found and warn:
+        warnings.warn(
+            f"renamed configuration keys: {'; '.join(found)}", RenamedKeyWarning, stacklevel=2
+        )
+    return tree
+
+
+def _renamed(values: Mapping[str, Any], key: str, present: str, path: str) -> dict[str, Any]:
+    if present in values:
+        raise ConfigError(
+            f"{path} is the former name of {RENAMED[path]}, and both are set",
+            hint=f"remove {path}",
+        )
+    return {present if one == key else one: value for one, value in values.items()}
+
+
 # Configuration of episodes: number, sampling, and length.
 
 MAX_EPISODES = 4096
@@ -202,20 +254,20 @@ class LearnerConfig(Section):
     """Largest gradient norm."""
     num_minibatches: int = Field(default=1, ge=1)
     """Optimiser updates per batch and version, each on a part of it."""
-    batch_epochs: int = Field(default=1, ge=1, le=64)
+    ppo_epochs: int = Field(default=1, ge=1, le=64)
     """Times that a batch is gone through, with `num_minibatches` updates each; ratios and clips are
     those to the policy before the first."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype; master weights and optimiser state are float32."""
     publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the weights that generators get; auto: that of `generator.dtype`."""
-    row_tokens: int = Field(default=4096, ge=16)
+    max_row_tokens: int = Field(default=4096, ge=16)
     """Sequences are packed into rows of up to this many tokens."""
     microbatch_tokens: int = Field(default=16384, ge=16)
     """Tokens per forward and backward pass; gradients are accumulated."""
     share_prompts: bool = True
     """Compute a group's prompt, and common beginnings of an agent episode's rows, once, if they fit
-    into a row of `row_tokens`, some multiple of the longest episode (same result; sdpa only)."""
+    into a row of `max_row_tokens`, a multiple of the longest episode (same result; sdpa only)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     compile: bool = False
@@ -229,7 +281,7 @@ class LearnerConfig(Section):
     @property
     def num_updates(self) -> int:
         """Optimiser updates per batch."""
-        return self.num_minibatches * self.batch_epochs
+        return self.num_minibatches * self.ppo_epochs
 
     @property
     def spread(self) -> list[int]:

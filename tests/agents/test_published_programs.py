@@ -52,7 +52,7 @@ async def played(
         {
             "model": {"path": str(folder)},
             "env": {"train_data": [str(data)]},
-            "learner": {"row_tokens": 2 * ROOM, "microbatch_tokens": 2 * ROOM},
+            "learner": {"max_row_tokens": 2 * ROOM, "microbatch_tokens": 2 * ROOM},
             "agent": {**agent.section, "timeout_s": PLAY_S, "memory_mb": 4096},
             "rollout": {
                 "max_prompt_tokens": ROOM,

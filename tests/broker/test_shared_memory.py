@@ -87,7 +87,7 @@ def weights(seed: int) -> dict[str, TensorBytes]:
 async def test_the_second_receiver_of_a_machine_pulls_nothing_from_the_broker(
     broker: Broker, nats_server: NatsServer, scope: JobScope
 ) -> None:
-    learner = WeightStore(broker, scope, whole_every=2)
+    learner = WeightStore(broker, scope, full_snapshot_every=2)
     objects = ObjectStore(broker, scope.object_weights)
     async with (
         await connect(nats_server.url, name="first") as first,

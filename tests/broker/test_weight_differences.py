@@ -36,7 +36,7 @@ class Learner:
         self.words = self.draw.integers(0, 1 << 16, NUM_WORDS, np.uint16)
         self.published: dict[int, bytes] = {}
         self.version = -1
-        self.open = lambda: WeightStore(broker, scope, whole_every=4, **store)
+        self.open = lambda: WeightStore(broker, scope, full_snapshot_every=4, **store)
         self.store = self.open()
 
     async def publish(self, share: float = 0.02) -> Manifest:

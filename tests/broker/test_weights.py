@@ -318,7 +318,7 @@ async def test_the_stock_object_store_reads_what_was_published(
 async def test_without_its_digest_the_stock_object_store_lists_and_refuses_it(
     broker: Broker, scope: JobScope
 ) -> None:
-    store = WeightStore(broker, scope, stock_digest=False)
+    store = WeightStore(broker, scope, sha256=False)
     manifest = await store.publish(0, _tensors(0))
     assert _same(await store.fetch(manifest), _tensors(0))
     objects = await broker.nc.jetstream().object_store(scope.object_weights)

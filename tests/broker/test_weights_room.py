@@ -34,7 +34,9 @@ class Learner:
         self._differences = differences
         self.needed: set[int] = set()
         self.published: dict[int, bytes] = {}
-        self.open = lambda: WeightStore(broker, scope, differences=differences, whole_every=4)
+        self.open = lambda: WeightStore(
+            broker, scope, differences=differences, full_snapshot_every=4
+        )
         self.store = self.open()
 
     async def publish(self, version: int) -> None:

@@ -41,7 +41,7 @@ def test_a_whole_opentinker_configuration_becomes_a_valid_job() -> None:
     assert config.rollout.max_response_tokens == 8192
     assert config.rollout.max_turn_tokens == 1024
     assert config.rollout.max_turns == 3
-    assert config.learner.row_tokens == 1024 + 8192
+    assert config.learner.max_row_tokens == 1024 + 8192
     assert (config.algorithm.kl_coef, config.algorithm.kl_in) == (0.002, "loss")
     assert config.name == "qwen2-5-3b-try"
 

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tinkermq.clients.cli.quickstart import write_config
+from tinkermq.clients.cli.quickstart import SUMS, write_config
 from tinkermq.schemas.config.load_config import load_config
 
 from tests.clients.conftest import Cli
@@ -35,3 +35,11 @@ def test_in_another_folder_all_paths_of_the_configuration_are_below_it(tmp_path:
     assert config.env.train_data == [str(folder / "data" / "calculator" / "train.parquet")]
     assert config.env.val_data == [str(folder / "data" / "calculator" / "val.parquet")]
     assert config.output_dir == str(folder)
+
+
+def test_the_model_of_the_real_example_stays_a_name_and_its_data_lie_below_the_folder(
+    tmp_path: Path,
+) -> None:
+    config = load_config(write_config(tmp_path, SUMS))
+    assert config.model.path == SUMS.catalogue_model == "smollm2"
+    assert config.env.val_data == [str(tmp_path / "data" / "sums" / "val.parquet")]

@@ -5,21 +5,21 @@ import random
 import pytest
 from tinkermq.envs.check import check_game
 from tinkermq.envs.dataset import Dataset
-from tinkermq.envs.games import addition, bandit, calculator, guess
+from tinkermq.envs.games import addition, bandit, calculator, guess, sums
 from tinkermq.schemas.config.job import EnvConfig
 
 MODULES = {"addition": addition, "calculator": calculator, "bandit": bandit, "guess": guess}
 
 
 def config_of(name, folder):
-    module = MODULES[name]
+    module = {**MODULES, "sums": sums}[name]
     if not hasattr(module, "make_data"):
         return EnvConfig(game=name)
     train, val = module.make_data(folder, 32, 8, seed=3)
     return EnvConfig(game=name, train_data=[str(train)], val_data=[str(val)])
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", [*MODULES, "sums"])
 def test_every_check_of_the_game_passes(name, tmp_path):
     results = check_game(config_of(name, tmp_path))
     assert [result for result in results if not result.ok] == []
@@ -53,6 +53,16 @@ def test_addition_gives_1_for_the_sum_alone():
         return game.step(action).reward
 
     assert [reward(action) for action in ("12", " 12 ", "?", "1 12", "")] == [1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [("85", 1), ("47 + 38 = 85.", 1), ("85 is 47 + 38", 0), ("eighty-five", 0), ("", 0)],
+)
+def test_the_last_number_of_an_answer_to_a_sum_counts(answer, reward):
+    game = sums.SumsGame()
+    game.reset(ground_truth="85")
+    assert game.step(answer).reward == reward
 
 
 def test_most_demonstrations_of_addition_give_up():

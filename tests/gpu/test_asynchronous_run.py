@@ -40,7 +40,7 @@ async def test_a_run_trains_each_task_once_and_within_the_staleness_bound(
         "learner": {
             "lr": 1e-3,
             "dtype": policy.dtype,
-            "row_tokens": 512,
+            "max_row_tokens": 512,
             "microbatch_tokens": 2048,
         },
         "training": {

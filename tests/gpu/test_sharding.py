@@ -42,7 +42,7 @@ def test_ranks_train_as_one_process_does(
         "lr": 0.1,
         "eps": 1.0,
         "grad_clip": 0.5,
-        "row_tokens": 256,
+        "max_row_tokens": 256,
         "microbatch_tokens": 256,
     }
     # one GPU divides nothing; its weights pass through FSDP2 from the machine's memory

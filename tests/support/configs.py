@@ -23,7 +23,7 @@ def small_job(model: Path, **sections: Mapping[str, Any]) -> dict[str, Any]:
             "max_response_tokens": 24,
         },
         "generator": {"max_episodes": 64, "max_requests": 64, "ack_wait_s": 3},
-        "learner": {"lr": 1e-3, "row_tokens": 512, "microbatch_tokens": 2048},
+        "learner": {"lr": 1e-3, "max_row_tokens": 512, "microbatch_tokens": 2048},
         "training": {
             "num_steps": 12,
             "batch_size": 4,

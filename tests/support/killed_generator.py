@@ -27,7 +27,7 @@ def job_of_long_calls(model: Path, **sections: Mapping[str, Any]) -> dict[str, A
             "max_turn_tokens": 300,
             "max_response_tokens": 900,
         },
-        learner={"row_tokens": 2048, "microbatch_tokens": 2048},
+        learner={"max_row_tokens": 2048, "microbatch_tokens": 2048},
         training={"num_steps": 3, "batch_size": 2, "save_freq": 1, "keep_rollouts": True},
         env={"game": "agent", "hosts": 0},
         agent={"client": True, "timeout_s": 120},

@@ -22,7 +22,7 @@ async def test_an_asynchronous_run_trains_and_tells_success_by_type(
         "max_response_tokens": 1024,
     }
     training = {"num_steps": 2, "batch_size": 2, "test_freq": 2, "save_freq": 2}
-    learner = {"row_tokens": 2048, "microbatch_tokens": 4096}
+    learner = {"max_row_tokens": 2048, "microbatch_tokens": 4096}
     job = await stack.submit(
         small_job(model, env=env, rollout=limits, learner=learner, training=training)
     )

@@ -23,7 +23,7 @@ async def test_a_run_of_components_is_replayed_to_the_bit(stack: Stack, model: P
             model,
             env={"game": "tests.support.games:ScoredBandit", "num_val": 0},
             algorithm=algorithm,
-            learner={"batch_epochs": 2, "num_minibatches": 2},
+            learner={"ppo_epochs": 2, "num_minibatches": 2},
         )
     )
     await job.until("COMPLETED")

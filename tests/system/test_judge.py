@@ -37,7 +37,7 @@ def lessons(folder: Path) -> dict[str, Any]:
         "model": {"path": str(warm_model("bandit"))},
         "sft": {"data": [str(write_rows(folder / "lessons.jsonl", rows))]},
         "rollout": limits,
-        "learner": {"lr": 3e-3, "row_tokens": 512, "microbatch_tokens": 4096},
+        "learner": {"lr": 3e-3, "max_row_tokens": 512, "microbatch_tokens": 4096},
         "training": {"num_steps": 60, "batch_size": 32, "save_freq": 30},
     }
 

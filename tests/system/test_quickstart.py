@@ -92,6 +92,24 @@ def test_control_c_stops_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.learns
+def test_a_language_model_learns_sums_and_its_answers_are_shown_before_and_after(
+    tmp_path: Path,
+) -> None:
+    mark = uuid.uuid4().hex
+    folder = ("--output-dir", str(tmp_path))
+    process = start(mark, "--real", *folder, "training.num_steps=10", "training.test_freq=10")
+    out, _ = process.communicate()
+    assert process.returncode == 0, out
+    told = re.search(r"^reward (0\.\d\d) → (0\.\d\d|1\.00) ", out, re.MULTILINE)
+    assert told, out
+    assert float(told[1]) <= 0.15
+    assert float(told[2]) >= float(told[1]) + 0.15
+    assert len(re.findall(r"^What is \d\d \+ \d\d\?", out, re.MULTILINE)) == 3
+    assert_nothing_left(mark)
+
+
+@pytest.mark.long
 def test_a_killed_quickstart_takes_its_stack_with_it(tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
     with start(mark, f"output_dir={tmp_path}", "training.num_steps=500") as process:

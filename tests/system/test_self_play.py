@@ -111,7 +111,7 @@ async def test_a_step_of_gomoku_is_trained_against_itself(stack: Stack, model: P
             "max_turn_tokens": 8,
             "max_response_tokens": 600,
         },
-        learner={"row_tokens": 1200, "microbatch_tokens": 4800},
+        learner={"max_row_tokens": 1200, "microbatch_tokens": 4800},
         training={"num_steps": 2, "batch_size": 1},
         evaluation={"reset_kwargs": {"opponent": ["random", "alphabeta:1"]}},
     )

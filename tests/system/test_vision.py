@@ -144,7 +144,7 @@ async def test_conversations_with_images_are_learnt_once_and_replayed_to_the_bit
         "model": {"path": str(make_vision_model(tmp_path / "model"))},
         "sft": {"data": [str(write_rows(tmp_path / "squares.parquet", rows))]},
         "rollout": {"max_prompt_tokens": 64, "max_turn_tokens": 8, "max_response_tokens": 64},
-        "learner": {"lr": 3e-3, "row_tokens": 512, "microbatch_tokens": 4096},
+        "learner": {"lr": 3e-3, "max_row_tokens": 512, "microbatch_tokens": 4096},
         "training": {"num_steps": 80, "batch_size": 32, "save_freq": 20, "keep_rollouts": True},
     }
     job = await stack.submit(config)

@@ -226,7 +226,7 @@ def next_state(
     record: JobRecord,
     statuses: Mapping[str, ActorStatus],
     silent: frozenset[str],
-    max_losses: int,
+    max_node_failures: int,
 ) -> Transition | None:
     """Return the state that the job moves to now, or None if it stays.
 
@@ -236,7 +236,7 @@ def next_state(
     if record.state in FINAL_STATES:
         return None
     if record.state in {"QUEUED", "LOST"}:
-        return _waiting(record, max_losses)
+        return _waiting(record, max_node_failures)
     if not record.actors:
         return Transition("FAILED", "its record names no actors")
     current = {
@@ -254,11 +254,11 @@ def next_state(
     )
 
 
-def _waiting(record: JobRecord, max_losses: int) -> Transition | None:
+def _waiting(record: JobRecord, max_node_failures: int) -> Transition | None:
     """Judge a job none of whose actors run."""
     if record.stop != "no":
         return Transition("CANCELLED", "stopped while it waited for a node")
-    if record.state == "LOST" and record.losses > max_losses:
+    if record.state == "LOST" and record.losses > max_node_failures:
         return Transition("FAILED", f"lost its node {record.losses} times: {record.reason}")
     if record.state == "LOST":
         return Transition("QUEUED", f"queued again from its last checkpoint: {record.reason}")

@@ -25,6 +25,7 @@ from ....schemas.config.sections import (
     check_judge_prompt,
     is_url,
     model_paths,
+    rename_keys,
 )
 from ....schemas.job import ActorPlacement, ConfigureRequest, JobRecord, SubmitRequest
 from ....schemas.node import ModelAnswer, ModelQuestion, NodeStatus
@@ -371,7 +372,7 @@ class Submission:
         """
         async with self.lock(user):
             record = await self._view.get(user, request.job)
-            config = merged(record.config, request.config)
+            config = merged(record.config, rename_keys(request.config))
             if record.configured:
                 return already_configured(record, config)
             if record.state != "QUEUED":

@@ -62,7 +62,7 @@ def pack_data(
         positions = ranges(first[chosen], lengths[chosen])
         result = pack(
             [sequences[at] for at in chosen],
-            row_tokens=columns,
+            max_row_tokens=columns,
             microbatch_tokens=columns,
             share_prompts=share_prompts,
             hidden_size=hidden_size,

@@ -196,7 +196,7 @@ def plain_step(
     kept = m2po_kept(old, data.behaviour)
     num_groups = data.group[-1] + 1
     parts = np.array_split(np.arange(num_groups), learner.num_minibatches)
-    for part in parts * learner.batch_epochs:
+    for part in parts * learner.ppo_epochs:
         chosen = [at for at, group in enumerate(data.group) if group in part]
         optimizer.zero_grad()
         now, entropies = plain_logprobs(

@@ -29,7 +29,12 @@ def one_step(folder: Path, **algorithm: Any) -> tuple[dict[str, float], torch.Te
             "model": {"path": str(folder)},
             "env": {"game": "none"},
             "rollout": {"max_prompt_tokens": 32, "max_response_tokens": 32, "max_turn_tokens": 16},
-            "learner": {"lr": 1e-3, "microbatch_tokens": 128, "row_tokens": 64, "grad_clip": 1e9},
+            "learner": {
+                "lr": 1e-3,
+                "microbatch_tokens": 128,
+                "max_row_tokens": 64,
+                "grad_clip": 1e9,
+            },
             "algorithm": algorithm,
         }
     )

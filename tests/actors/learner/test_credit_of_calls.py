@@ -153,7 +153,7 @@ def config_of(**algorithm: Any) -> JobConfig:
             "model": {"path": "m"},
             "agent": {"command": ["run.sh"]},
             "algorithm": algorithm,
-            "learner": {"lr": 0.1, "eps": 1.0, "microbatch_tokens": 64, "row_tokens": 64},
+            "learner": {"lr": 0.1, "eps": 1.0, "microbatch_tokens": 64, "max_row_tokens": 64},
             "rollout": {"max_prompt_tokens": 32, "max_turn_tokens": 8, "max_response_tokens": 32},
         }
     )

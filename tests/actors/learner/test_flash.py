@@ -127,7 +127,7 @@ def test_packed_rows_have_the_scores_and_gradients_of_sdpa(
         scorer = Scorer(model, temperature=1.0, dtype="float32")
         batch = _batch()
         logprobs_N = torch.zeros(batch.num_tokens)
-        for packed in pack(batch.sequences, row_tokens=64, microbatch_tokens=128):
+        for packed in pack(batch.sequences, max_row_tokens=64, microbatch_tokens=128):
             logprobs_N = logprobs_N.index_copy(0, packed.index_N, scorer.score(packed).logprobs_N)
         (logprobs_N * torch.linspace(-1, 1, len(logprobs_N))).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -173,7 +173,7 @@ def test_images_are_seen_as_by_sdpa(tmp_path: Path, kernel: Kernel) -> None:
         {
             "model": {"path": str(make_vision_model(tmp_path, "qwen2_5_vl"))},
             "env": {"game": "geo3k"},
-            "learner": {"row_tokens": 64, "share_prompts": False},
+            "learner": {"max_row_tokens": 64, "share_prompts": False},
             "rollout": {
                 "max_prompt_tokens": 32,
                 "max_turn_tokens": 16,
@@ -190,7 +190,9 @@ def test_images_are_seen_as_by_sdpa(tmp_path: Path, kernel: Kernel) -> None:
 
 
 def test_rows_with_shared_prompts_are_refused() -> None:
-    [packed] = pack(_batch().sequences, row_tokens=4096, microbatch_tokens=4096, share_prompts=True)
+    [packed] = pack(
+        _batch().sequences, max_row_tokens=4096, microbatch_tokens=4096, share_prompts=True
+    )
     with pytest.raises(ValueError, match="share a prompt"):
         flatten(packed)
 

@@ -91,7 +91,7 @@ def test_packed_rows_with_images_score_as_the_models_own_pass(
     batch = assemble(groups)
     micros = pack(
         batch.sequences,
-        row_tokens=64,
+        max_row_tokens=64,
         microbatch_tokens=160,
         share_prompts=share_prompts,
         see=lambda one: (

@@ -118,7 +118,7 @@ def _plainly(groups: list[Group], model: nn.Module, config: JobConfig, behaviour
 def test_the_gradient_is_that_of_the_fresh_tokens_with_the_advantages_of_whole_episodes(
     folder: Path, algorithm: dict[str, Any], num_minibatches: int
 ) -> None:
-    learner = {"num_minibatches": num_minibatches, "row_tokens": 64, "microbatch_tokens": 64}
+    learner = {"num_minibatches": num_minibatches, "max_row_tokens": 64, "microbatch_tokens": 64}
     config = _config(folder, algorithm=algorithm, learner=learner)
     model = load_model(config.model, config.learner)
     plain, groups = copy.deepcopy(model), _groups()

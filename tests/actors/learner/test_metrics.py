@@ -97,7 +97,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"algorithm": {"correction": "m2po"}},
     {"algorithm": {"advantage": "gae"}},
     {"learner": {"num_minibatches": 3}},
-    {"learner": {"row_tokens": 64, "microbatch_tokens": 64}},
+    {"learner": {"max_row_tokens": 64, "microbatch_tokens": 64}},
     {"learner": {"share_prompts": False}},
 ]
 
@@ -109,7 +109,7 @@ def test_they_do_not_change_with_other_keys(folder: Path, sections: dict[str, An
     assert _of_all_tokens(_numbers(folder, **sections)) == pytest.approx(wanted, rel=1e-4)
 
 
-@pytest.mark.parametrize("learner", [{"row_tokens": 64, "microbatch_tokens": 64}], ids=str)
+@pytest.mark.parametrize("learner", [{"max_row_tokens": 64, "microbatch_tokens": 64}], ids=str)
 def test_kl_and_clipped_share_of_the_updates_cover_all_tokens_too(
     folder: Path, learner: dict[str, Any]
 ) -> None:

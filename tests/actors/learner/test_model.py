@@ -94,7 +94,7 @@ def _scored(scorer: Scorer, **options: Any) -> tuple[torch.Tensor, torch.Tensor]
     """Score a batch in packed rows; return what a plain forward pass gives beside it."""
     batch = _batch()
     ours = torch.empty(batch.num_tokens)
-    for packed in pack(batch.sequences, row_tokens=64, microbatch_tokens=128, **options):
+    for packed in pack(batch.sequences, max_row_tokens=64, microbatch_tokens=128, **options):
         ours[packed.index_N] = scorer.score(packed).logprobs_N.detach()
     rng = np.random.default_rng(0)
     groups = [random_group(rng, number, turns=3) for number in range(3)]
@@ -160,7 +160,7 @@ def test_sequences_that_see_each_other_are_refused() -> None:
 def test_logits_in_chunks_change_neither_scores_nor_gradients() -> None:
     model = _random(_mistral(4096))
     batch = _batch()
-    [packed] = pack(batch.sequences, row_tokens=64, microbatch_tokens=4096)
+    [packed] = pack(batch.sequences, max_row_tokens=64, microbatch_tokens=4096)
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     for chunk_bytes in (1 << 28, 4 * 264 * 7):
         model.zero_grad()
@@ -175,7 +175,7 @@ def test_logits_in_chunks_change_neither_scores_nor_gradients() -> None:
 
 def test_the_entropy_is_the_same_with_and_without_a_gradient() -> None:
     scorer = Scorer(_random(_mistral(4096)), temperature=0.8, dtype="float32")
-    [packed] = pack(_batch().sequences, row_tokens=64, microbatch_tokens=4096)
+    [packed] = pack(_batch().sequences, max_row_tokens=64, microbatch_tokens=4096)
     with_gradient = scorer.score(packed, ScoreOptions(entropy_gradient=True)).entropy_N
     without = scorer.score(packed).entropy_N
     assert with_gradient.requires_grad

@@ -111,14 +111,14 @@ def gradients(model, logprobs_N):
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
-@pytest.mark.parametrize(("row_tokens", "microbatch_tokens"), [(400, 400), (48, 48), (40, 120)])
+@pytest.mark.parametrize(("max_row_tokens", "microbatch_tokens"), [(400, 400), (48, 48), (40, 120)])
 def test_packed_rows_give_the_log_probs_of_each_sequence_alone(
-    model, share_prompts, row_tokens, microbatch_tokens
+    model, share_prompts, max_row_tokens, microbatch_tokens
 ):
     episodes = groups_of_episodes()
     packs = pack(
         episodes,
-        row_tokens=row_tokens,
+        max_row_tokens=max_row_tokens,
         microbatch_tokens=microbatch_tokens,
         share_prompts=share_prompts,
     )
@@ -131,7 +131,7 @@ def test_packed_rows_give_the_log_probs_of_each_sequence_alone(
 @pytest.mark.parametrize("share_prompts", [False, True])
 def test_packed_rows_give_the_gradients_of_a_padded_batch(model, share_prompts):
     episodes = groups_of_episodes(seed=1)
-    packs = pack(episodes, row_tokens=48, microbatch_tokens=96, share_prompts=share_prompts)
+    packs = pack(episodes, max_row_tokens=48, microbatch_tokens=96, share_prompts=share_prompts)
     expected = gradients(model, padded_logprobs(model, episodes))
     for name, gradient in gradients(model, packed_logprobs(model, packs)).items():
         torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-5, msg=name)
@@ -145,7 +145,7 @@ def test_changing_one_sequence_leaves_the_others_of_its_row_alone(model, share_p
     ids = other[changed].token_ids.copy()
     ids[other[changed].mask == 1] = (ids[other[changed].mask == 1] + 7) % VOCAB
     other[changed] = TokenSequence(ids, other[changed].mask)
-    packing = {"row_tokens": 400, "microbatch_tokens": 400, "share_prompts": share_prompts}
+    packing = {"max_row_tokens": 400, "microbatch_tokens": 400, "share_prompts": share_prompts}
     packs = pack(episodes, **packing)
     assert [packed.input_ids_BT.shape[0] for packed in packs] == [1]
     with torch.no_grad():
@@ -160,7 +160,7 @@ def test_changing_one_sequence_leaves_the_others_of_its_row_alone(model, share_p
 
 def test_a_prompt_of_a_group_is_stored_once_and_the_last_token_never():
     episodes = [sequence([5, 6, 7], [8, 9], [1, 1]), sequence([5, 6, 7], [10], [1])]
-    [packed] = pack(episodes, row_tokens=16, microbatch_tokens=16, share_prompts=True)
+    [packed] = pack(episodes, max_row_tokens=16, microbatch_tokens=16, share_prompts=True)
     assert packed.input_ids_BT.tolist() == [[5, 6, 7, 8]]
     assert packed.position_ids_BT.tolist() == [[0, 1, 2, 3]]
     assert packed.segment_ids_BT.tolist() == [[1, 1, 1, 2]]
@@ -174,7 +174,7 @@ def test_a_prompt_of_a_group_is_stored_once_and_the_last_token_never():
 
 def test_rows_of_separate_sequences_restart_their_positions():
     episodes = [sequence([5, 6], [8, 9], [1, 1]), sequence([7], [10, 11], [1, 1])]
-    [packed] = pack(episodes, row_tokens=8, microbatch_tokens=8)
+    [packed] = pack(episodes, max_row_tokens=8, microbatch_tokens=8)
     assert packed.input_ids_BT.tolist() == [[5, 6, 8, 7, 10]]
     assert packed.position_ids_BT.tolist() == [[0, 1, 2, 0, 1]]
     assert packed.segment_ids_BT.tolist() == [[1, 1, 1, 2, 2]]
@@ -185,7 +185,7 @@ def test_rows_of_separate_sequences_restart_their_positions():
 
 def test_an_observation_takes_columns_but_predicts_nothing():
     episode = sequence([1], [2, 3, 4, 5], [1, 0, 0, 1])
-    [packed] = pack([episode], row_tokens=8, microbatch_tokens=8)
+    [packed] = pack([episode], max_row_tokens=8, microbatch_tokens=8)
     assert packed.input_ids_BT.tolist() == [[1, 2, 3, 4]]
     assert packed.source_col_N.tolist() == [0, 3]
     assert packed.target_N.tolist() == [2, 5]
@@ -193,24 +193,24 @@ def test_an_observation_takes_columns_but_predicts_nothing():
 
 def test_a_sequence_without_generated_tokens_is_in_no_micro_batch():
     episodes = [sequence([1, 2], [3], [0]), sequence([1, 2], [3], [1])]
-    [packed] = pack(episodes, row_tokens=8, microbatch_tokens=8)
+    [packed] = pack(episodes, max_row_tokens=8, microbatch_tokens=8)
     assert packed.seq_S.tolist() == [1]
     assert packed.index_N.tolist() == [0]
 
 
 def test_a_sequence_that_begins_with_a_generated_token_is_refused():
     with pytest.raises(ValueError, match="nothing predicts it"):
-        pack([sequence([], [1, 2], [1, 1])], row_tokens=8, microbatch_tokens=8)
+        pack([sequence([], [1, 2], [1, 1])], max_row_tokens=8, microbatch_tokens=8)
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
 def test_a_sequence_longer_than_a_row_names_the_key_to_change(share_prompts):
     episodes = [sequence([1] * 4, [2] * 20, [1] * 20), sequence([1] * 4, [2], [1])]
     with pytest.raises(ConfigError) as caught:
-        pack(episodes, row_tokens=16, microbatch_tokens=16, share_prompts=share_prompts)
+        pack(episodes, max_row_tokens=16, microbatch_tokens=16, share_prompts=share_prompts)
     assert "of 23 tokens" in caught.value.message
     assert "row of 16" in caught.value.message
-    assert "learner.row_tokens" in caught.value.hint
+    assert "learner.max_row_tokens" in caught.value.hint
 
 
 def test_a_row_longer_than_a_micro_batch_names_the_key_to_change():
@@ -227,7 +227,7 @@ def test_first_fit_decreasing_places_each_length_into_the_first_bin_with_room():
 
 def test_a_group_too_long_for_one_row_repeats_its_prompt():
     episodes = [sequence([1, 2, 3], [4 + seq] * 6, [1] * 6) for seq in range(4)]
-    packs = pack(episodes, row_tokens=13, microbatch_tokens=13, share_prompts=True)
+    packs = pack(episodes, max_row_tokens=13, microbatch_tokens=13, share_prompts=True)
     assert [packed.input_ids_BT.tolist()[0][:3] for packed in packs] == [[1, 2, 3], [1, 2, 3]]
     assert sorted(seq for packed in packs for seq in packed.seq_S.tolist()) == [0, 1, 2, 3]
 
@@ -235,12 +235,12 @@ def test_a_group_too_long_for_one_row_repeats_its_prompt():
 def test_responses_that_differ_in_their_last_token_only_take_the_same_columns():
     ends = ([5, 6, 7], [5, 6, 8], [9, 6, 7], [5, 6, 7])
     episodes = [sequence([1, 2], end, [1, 1, 1]) for end in ends]
-    [packed] = pack(episodes, row_tokens=32, microbatch_tokens=32, share_prompts=True)
+    [packed] = pack(episodes, max_row_tokens=32, microbatch_tokens=32, share_prompts=True)
     assert packed.input_ids_BT.tolist() == [[1, 2, 5, 6, 9, 6]]
     assert packed.source_col_N.tolist() == [1, 2, 3, 1, 2, 3, 1, 4, 5, 1, 2, 3]
     assert packed.target_N.tolist() == [token for end in ends for token in end]
     assert packed.seq_N.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
-    [one] = pack(episodes[:2], row_tokens=32, microbatch_tokens=32, share_prompts=True)
+    [one] = pack(episodes[:2], max_row_tokens=32, microbatch_tokens=32, share_prompts=True)
     assert one.input_ids_BT.tolist() == [[1, 2, 5, 6]]
     assert one.seen_until_BT.tolist() == [[4, 4, 4, 4]]
     assert one.source_col_N.tolist() == [1, 2, 3, 1, 2, 3]
@@ -304,13 +304,13 @@ def test_micro_batches_hold_each_row_once_and_stay_within_their_tokens(row_lengt
     st.integers(24, 100),
 )
 def test_every_generated_token_is_placed_once_with_its_own_context(
-    seed, num_groups, group_size, share_prompts, row_tokens
+    seed, num_groups, group_size, share_prompts, max_row_tokens
 ):
     episodes = groups_of_episodes(seed, num_groups, group_size)
     packs = pack(
         episodes,
-        row_tokens=row_tokens,
-        microbatch_tokens=2 * row_tokens,
+        max_row_tokens=max_row_tokens,
+        microbatch_tokens=2 * max_row_tokens,
         share_prompts=share_prompts,
     )
     counts = [int(episode.mask.sum()) for episode in episodes]
@@ -318,7 +318,7 @@ def test_every_generated_token_is_placed_once_with_its_own_context(
     places = torch.cat([packed.index_N for packed in packs])
     assert sorted(places.tolist()) == list(range(starts[-1]))
     for packed in packs:
-        assert math.prod(packed.input_ids_BT.shape) <= 2 * row_tokens
+        assert math.prod(packed.input_ids_BT.shape) <= 2 * max_row_tokens
         mask_BTT = block_causal_mask(packed.seen_until_BT)[:, 0]
         assert all(a <= b for a, b in pairwise(packed.seq_N.tolist()))
         for n in range(len(packed.target_N)):

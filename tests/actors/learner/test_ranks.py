@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(folder: Path, ranks: int, **sections: dict[str, Any]) -> JobConfig:
     """Updates are nearly proportional to gradients, and each takes several micro-batches."""
     learner = {"lr": 0.1, "eps": 1.0, "grad_clip": 0.5, "ranks": ranks, "slots": ranks}
-    rows = {"row_tokens": 96, "microbatch_tokens": 96}
+    rows = {"max_row_tokens": 96, "microbatch_tokens": 96}
     return JobConfig.model_validate(
         {
             "model": {"path": str(folder)},

@@ -124,7 +124,7 @@ def test_packed_rows_with_experts_have_the_scores_and_gradients_of_each_sequence
     ]
     torch.cat(expected).sum().backward()
     found = torch.zeros(sum(len(part) for part in expected))
-    for micro in pack(sequences, row_tokens=48, microbatch_tokens=96, share_prompts=True):
+    for micro in pack(sequences, max_row_tokens=48, microbatch_tokens=96, share_prompts=True):
         scores = scorer.score(micro).logprobs_N
         found[micro.index_N] = scores.detach()
         scores.sum().backward()
@@ -136,7 +136,7 @@ def test_packed_rows_with_experts_have_the_scores_and_gradients_of_each_sequence
 def test_experts_go_with_their_tokens_into_flat_and_divided_rows(folder: Path) -> None:
     rng = np.random.default_rng(1)
     sequences = assemble([with_experts(random_group(rng), rng)]).sequences
-    [packed] = pack(sequences, row_tokens=40, microbatch_tokens=200)
+    [packed] = pack(sequences, max_row_tokens=40, microbatch_tokens=200)
     flat = flatten(packed)
     divided = columns_of(packed, 1, 3)
     for rows in (flat, divided):
@@ -156,7 +156,7 @@ def test_only_what_was_computed_with_the_same_experts_is_shared() -> None:
     other = experts.copy()
     other[0] = (other[0] + 1) % EXPERTS
     for sequences, columns in ((same, 9), ([*same, replace(same[0], experts=other)], 18)):
-        [packed] = pack(sequences, row_tokens=64, microbatch_tokens=64, share_prompts=True)
+        [packed] = pack(sequences, max_row_tokens=64, microbatch_tokens=64, share_prompts=True)
         assert packed.num_tokens == columns
 
 
@@ -224,7 +224,7 @@ def test_with_the_generators_experts_no_log_prob_hangs_on_a_near_tie(
 
     def differs(told: np.ndarray | None) -> tuple[float, bool]:
         one = TokenSequence(np.array(transcript.token_ids), np.array(transcript.mask), experts=told)
-        [packed] = pack([one], row_tokens=256, microbatch_tokens=256)
+        [packed] = pack([one], max_row_tokens=256, microbatch_tokens=256)
         with torch.no_grad():
             found = scorer.score(packed).logprobs_N.numpy()
         flipped = not np.array_equal(np.sort(recorder.take_choices()), np.sort(experts))

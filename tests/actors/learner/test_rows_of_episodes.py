@@ -97,7 +97,7 @@ def test_a_step_is_the_same_with_each_call_in_a_row_of_its_own(
             "model": {"path": str(folder)},
             "env": {"game": "none"},
             "algorithm": {"advantage": advantage, "loss_agg": loss_agg, "loss": "cispo"},
-            "learner": {"lr": 0.1, "eps": 1.0, "microbatch_tokens": 24, "row_tokens": 24},
+            "learner": {"lr": 0.1, "eps": 1.0, "microbatch_tokens": 24, "max_row_tokens": 24},
             "rollout": {"max_prompt_tokens": 8, "max_turn_tokens": 8, "max_response_tokens": 16},
         }
     )

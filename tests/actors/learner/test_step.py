@@ -224,7 +224,7 @@ def test_the_entropy_bonus_and_the_temperature_enter_the_gradient(
 def test_a_batch_is_gone_through_several_times(
     folder: Path, policy: PreTrainedModel, algorithm: dict[str, Any], num_minibatches: int
 ) -> None:
-    learner = {"batch_epochs": 3, "num_minibatches": num_minibatches, "lr": 0.01}
+    learner = {"ppo_epochs": 3, "num_minibatches": num_minibatches, "lr": 0.01}
     clips = {"clip_low": 0.5, "clip_high": 0.5}
     config = _config(folder, algorithm=clips | algorithm, learner=learner)
     report = _assert_same_training(policy, config, _groups())
@@ -327,7 +327,7 @@ def test_the_same_step_from_the_same_state_gives_the_same_bits(
     folder: Path, policy: PreTrainedModel
 ) -> None:
     config = _config(
-        folder, learner={"eps": 1e-8, "lr": 1e-3, "row_tokens": 64, "microbatch_tokens": 128}
+        folder, learner={"eps": 1e-8, "lr": 1e-3, "max_row_tokens": 64, "microbatch_tokens": 128}
     )
     weights: list[torch.Tensor] = []
     for _ in range(2):
@@ -339,7 +339,7 @@ def test_the_same_step_from_the_same_state_gives_the_same_bits(
 
 
 def test_gradients_add_up_over_small_micro_batches(folder: Path, policy: PreTrainedModel) -> None:
-    learner = {"row_tokens": 64, "microbatch_tokens": 64}
+    learner = {"max_row_tokens": 64, "microbatch_tokens": 64}
     _assert_same_training(policy, _config(folder, learner=learner), _groups(num=6))
 
 

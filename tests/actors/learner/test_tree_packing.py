@@ -96,29 +96,29 @@ def num_distinct(sequences: list[TokenSequence]) -> int:
 @settings(max_examples=100)
 @given(st.lists(st.integers(0, 10_000), min_size=1, max_size=4), st.integers(110, 400))
 def test_each_token_sees_exactly_its_path_wherever_trees_are_cut(
-    seeds: list[int], row_tokens: int
+    seeds: list[int], max_row_tokens: int
 ) -> None:
     sequences = [path for seed in seeds for path in paths_of(seed)]
     for hidden_size in (None, 64):
         micros = pack(
             sequences,
-            row_tokens=row_tokens,
-            microbatch_tokens=2 * row_tokens,
+            max_row_tokens=max_row_tokens,
+            microbatch_tokens=2 * max_row_tokens,
             share_prompts=True,
             hidden_size=hidden_size,
         )
         expected = contexts(sequences)
         assert seen_contexts(micros, len(expected)) == expected
         for micro in micros:
-            assert micro.input_ids_BT.shape[1] <= row_tokens
-            assert math.prod(micro.input_ids_BT.shape) <= 2 * row_tokens
+            assert micro.input_ids_BT.shape[1] <= max_row_tokens
+            assert math.prod(micro.input_ids_BT.shape) <= 2 * max_row_tokens
             assert all(a <= b for a, b in pairwise(micro.seq_N.tolist()))
 
 
 @given(st.integers(0, 10_000))
 def test_a_tree_that_fits_into_a_row_costs_its_distinct_tokens(seed: int) -> None:
     sequences = paths_of(seed)
-    micros = pack(sequences, row_tokens=4096, microbatch_tokens=4096, share_prompts=True)
+    micros = pack(sequences, max_row_tokens=4096, microbatch_tokens=4096, share_prompts=True)
     assert sum(micro.num_tokens for micro in micros) == num_distinct(sequences)
     assert len(micros) <= 1
 
@@ -133,7 +133,7 @@ def test_a_chain_of_ancestors_by_hand() -> None:
         path([1, 2, 7, 9], [0, 0, 1, 1]),
         path([1, 2, 3, 5, 8], [0, 0, 1, 0, 1]),
     ]
-    [micro] = pack(sequences, row_tokens=16, microbatch_tokens=16, share_prompts=True)
+    [micro] = pack(sequences, max_row_tokens=16, microbatch_tokens=16, share_prompts=True)
     assert micro.input_ids_BT.tolist() == [[1, 2, 3, 4, 5, 6, 7]]
     assert micro.position_ids_BT.tolist() == [[0, 1, 2, 3, 3, 4, 2]]
     assert micro.segment_ids_BT.tolist() == [[1, 1, 1, 1, 2, 3, 4]]
@@ -141,7 +141,7 @@ def test_a_chain_of_ancestors_by_hand() -> None:
     assert micro.target_N.tolist() == [9, 6, 9, 7, 9, 3, 8]
     assert micro.source_col_N.tolist() == [3, 4, 5, 1, 6, 1, 4]
     with pytest.raises(ConfigError, match="a sequence of 5 tokens does not fit into a row of 4"):
-        pack(sequences, row_tokens=4, microbatch_tokens=16, share_prompts=True)
+        pack(sequences, max_row_tokens=4, microbatch_tokens=16, share_prompts=True)
 
 
 def _scores(scorer: Scorer, micros: list[MicroBatch], num_tokens: int) -> Tensor:
@@ -151,9 +151,9 @@ def _scores(scorer: Scorer, micros: list[MicroBatch], num_tokens: int) -> Tensor
     return logprobs_N
 
 
-@pytest.mark.parametrize("row_tokens", [96, 4096])
+@pytest.mark.parametrize("max_row_tokens", [96, 4096])
 def test_log_probs_and_gradients_are_those_of_a_row_for_each_path(
-    folder: Path, row_tokens: int
+    folder: Path, max_row_tokens: int
 ) -> None:
     model = load_model(ModelConfig(path=str(folder)), LearnerConfig())
     scorer = Scorer(model, temperature=1.0, dtype="float32")
@@ -162,7 +162,9 @@ def test_log_probs_and_gradients_are_those_of_a_row_for_each_path(
     found: list[tuple[Tensor, Tensor]] = []
     for share in (False, True):
         model.zero_grad()
-        micros = pack(sequences, row_tokens=row_tokens, microbatch_tokens=4096, share_prompts=share)
+        micros = pack(
+            sequences, max_row_tokens=max_row_tokens, microbatch_tokens=4096, share_prompts=share
+        )
         logprobs_N = _scores(scorer, micros, num_tokens)
         (logprobs_N * torch.linspace(-1, 1, num_tokens)).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -232,7 +234,7 @@ def test_an_episode_rendered_anew_at_each_call_takes_a_third_of_the_columns() ->
         sum(
             math.prod(micro.input_ids_BT.shape)
             for micro in pack(
-                sequences, row_tokens=1024, microbatch_tokens=4096, share_prompts=share
+                sequences, max_row_tokens=1024, microbatch_tokens=4096, share_prompts=share
             )
         )
         for share in (False, True)
@@ -250,10 +252,10 @@ def test_a_games_episodes_are_no_trees() -> None:
 
 def test_flash_attention_reads_paths_one_by_one() -> None:
     sequences = [path for seed in range(4) for path in paths_of(seed)]
-    [shared] = pack(sequences, row_tokens=400, microbatch_tokens=4096, share_prompts=True)
+    [shared] = pack(sequences, max_row_tokens=400, microbatch_tokens=4096, share_prompts=True)
     with pytest.raises(ValueError, match="share a prompt"):
         flatten(shared)
-    flat = [flatten(micro) for micro in pack(sequences, row_tokens=400, microbatch_tokens=4096)]
+    flat = [flatten(micro) for micro in pack(sequences, max_row_tokens=400, microbatch_tokens=4096)]
     expected = contexts(sequences)
     assert seen_contexts(flat, len(expected)) == expected
 
@@ -295,7 +297,7 @@ def test_an_image_behind_the_first_answer_is_seen_once_by_all_that_share_it(
     sequences = assemble([group]).sequences
     [micro] = pack(
         sequences,
-        row_tokens=64,
+        max_row_tokens=64,
         microbatch_tokens=64,
         share_prompts=True,
         see=lambda one: (

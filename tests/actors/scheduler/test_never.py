@@ -296,7 +296,7 @@ def test_no_id_of_a_job_follows_from_that_of_another() -> None:
 @pytest.mark.faults
 async def test_a_job_that_keeps_losing_its_nodes_fails_in_the_end(stack: Stack) -> None:
     await stack.scheduler(replace(FAST, silent_s=5.0))
-    job = await stack.submit(limits={"max_losses": 1})
+    job = await stack.submit(limits={"max_node_failures": 1})
     for name in ("n1", "n2"):
         node = await stack.node_process(name)
         await stack.until(

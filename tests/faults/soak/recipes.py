@@ -20,7 +20,7 @@ _SMALL: Config = {
     },
     "generator": {"count": 2},
     "evaluation": {"samples": 2},
-    "learner": {"lr": 1e-3, "row_tokens": 512, "microbatch_tokens": 2048},
+    "learner": {"lr": 1e-3, "max_row_tokens": 512, "microbatch_tokens": 2048},
     "training": {"batch_size": 4, "save_freq": 4, "keep_rollouts": True},
 }
 

