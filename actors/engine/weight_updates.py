@@ -1,8 +1,9 @@
 """Weight updates of an engine: fetch the newest version, swap it in, notify who waits for it."""
 
 import asyncio
-from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import structlog
 import torch
@@ -28,20 +29,23 @@ async def load_policies(
         await engine.load_weights(version, as_sources(tensors, policy), kv)
 
 
-async def load_version(
-    store: WeightStore, engines: Mapping[str, Engine], manifest: Manifest, kv: KvOnSwap
-) -> None:
-    """Make a published version the weights of engines, each by its policy.
+Load: TypeAlias = Callable[[KvOnSwap], Awaitable[None]]
+"""Makes a version the weights of engines. Raises what `WeightStore.fetch` raises."""
 
-    An engine that takes it from the learner by itself does so; else it is fetched here. Raises what
-    `WeightStore.fetch` raises.
+
+async def fetch_version(
+    store: WeightStore, engines: Mapping[str, Engine], manifest: Manifest
+) -> Load:
+    """Fetch a published version; return what makes it the weights of engines, each by its policy.
+
+    An engine whose workers take it from the learner by themselves does so then, and nothing is
+    fetched here. Raises what `WeightStore.fetch` raises.
     """
     only = next(iter(engines.values())) if len(engines) == 1 else None
     if isinstance(only, DirectEngine) and only.takes_from_learner(manifest):
-        await only.receive_weights(manifest, store, kv)
-        return
+        return partial(only.receive_weights, manifest, store)
     tensors = await store.fetch(manifest)
-    await load_policies(engines, manifest.version, tensors, kv)
+    return partial(load_policies, engines, manifest.version, tensors)
 
 
 @runtime_checkable
@@ -76,7 +80,8 @@ class WeightFollower:
             if manifest is None:
                 continue
             try:
-                await load_version(self._store, self._engines, manifest, self._kv)
+                load = await fetch_version(self._store, self._engines, manifest)
+                await load(self._kv)
             except NotFoundError:
                 _log.info("weights_gone", version=manifest.version)
                 await asyncio.sleep(_GONE_S)  # removed under us: a newer one is out, or comes

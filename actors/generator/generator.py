@@ -26,7 +26,7 @@ from ...schemas.rollout import Group
 from ...schemas.wire.errors import NotFoundError
 from ...schemas.wire.trace import GENERATOR_KINDS
 from ..engine.engine import Engine, report_engine
-from ..engine.weight_updates import WeightFollower, load_version
+from ..engine.weight_updates import WeightFollower, fetch_version
 from ..policy.chat import make_chat
 from ..policy.policies import MAIN, check_weights
 from ..rollout.agent_loop import EpisodeSampling
@@ -88,7 +88,8 @@ class OpponentPoolFollower:
         if manifest is None:
             return False
         try:
-            await load_version(self._store, self._engines, manifest, "recompute")
+            load = await fetch_version(self._store, self._engines, manifest)
+            await load("recompute")
         except NotFoundError:
             return False
         self._version = version

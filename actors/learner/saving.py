@@ -295,13 +295,14 @@ class Publisher:
         num_bytes = snapshot_bytes(self._models, self._dtype)
         wanted, least = (room_for(number, num_bytes) for number in self._num_versions)
         bound = await self._store.bound_bytes()
-        if self._config.weights.transport == "file" and bound < least:
+        is_file = self._config.weights.transport == "file"
+        if is_file and bound < least:
             raise StorageError(
                 f"the versions of weights need {least:,} bytes, and the disk of weights.folder "
                 f"has room for {bound:,}",
                 hint="free some space, name another folder, or set learner.publish_dtype=bfloat16",
             )
-        if self._config.weights.transport == "object" and bound < wanted:
+        if not is_file and bound < wanted:
             scope = self._context.scope
             await call(
                 self._context.broker,

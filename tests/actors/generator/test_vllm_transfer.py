@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 import torch
 from nats.aio.msg import Msg
-from tinkermq.actors.engine.engine import Engine, Sampling
-from tinkermq.actors.engine.weight_updates import load_version
+from tinkermq.actors.engine.engine import Engine, KvOnSwap, Sampling
+from tinkermq.actors.engine.weight_updates import fetch_version
 from tinkermq.actors.policy.policies import MAIN
 from tinkermq.actors.weights.broadcast_receiver import BroadcastReceiver
 from tinkermq.actors.weights.broadcast_sender import Sender
@@ -110,6 +110,13 @@ async def vllm(folder: Path, in_vllm: InVllm) -> AsyncIterator[Any]:
     engine = await start_vllm(configured(folder), base=await in_vllm(folder))
     yield engine
     await engine.close()
+
+
+async def load_version(
+    store: WeightStore, engines: dict[str, Engine], manifest: Manifest, kv: KvOnSwap
+) -> None:
+    load = await fetch_version(store, engines, manifest)
+    await load(kv)
 
 
 async def check(engine: Engine, learner: Learner, version: int, name: str = "") -> None:
