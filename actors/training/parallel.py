@@ -394,12 +394,12 @@ def whole_tensors(
 def snapshot(models: Mapping[str, nn.Module], dtype: torch.dtype) -> dict[str, TensorBytes]:
     """Copy what changes from version to version, of each policy, once for tied tensors.
 
-    All of it into one buffer, which is pinned for models on a GPU.
+    All of it into one buffer, which is pinned for models on a GPU, and not changed any more.
     """
     pinned = any(one.is_cuda for model in models.values() for one in model.parameters())
     size = snapshot_bytes(models, dtype)
     buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-    whole_buffer: Any = memoryview(cast(Any, buffer.numpy()))
+    whole_buffer: Any = memoryview(cast(Any, buffer.numpy())).toreadonly()
     tensors: dict[str, TensorBytes] = {}
     start = 0
     for policy, model in models.items():

@@ -118,7 +118,7 @@ class Sender:
     ) -> tuple[str, str]:
         """Hold a payload; return its location and digest. Raises StorageError.
 
-        One that is the whole of an array is held as it is, of any other a copy.
+        One that is all of an array, and read-only, is held as it is, of any other a copy.
         """
         pinned = self._device.type == "cuda"  # its GPU then copies at the speed of its bus
         payload = await asyncio.to_thread(_held_or_copied, views, pinned=pinned)
@@ -329,7 +329,7 @@ def _held_or_copied(views: Sequence[memoryview], *, pinned: bool) -> Tensor:
     """Return the bytes of views: their array itself where they are all of one, else a copy."""
     size = sum(len(view) for view in views)
     whole = views[0].obj if views else None
-    is_whole = all(view.obj is whole for view in views)
+    is_whole = all(view.obj is whole and view.readonly for view in views)
     if isinstance(whole, np.ndarray) and whole.nbytes == size and is_whole:
         return torch.as_tensor(whole.view(np.uint8).reshape(-1))
     payload = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)

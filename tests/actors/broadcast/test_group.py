@@ -5,6 +5,7 @@ import inspect
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tinkermq.actors.weights import broadcast_group, shared_buffer
@@ -14,7 +15,7 @@ from tinkermq.actors.weights.broadcast_group import (
     open_store,
     reach_store,
 )
-from tinkermq.actors.weights.broadcast_sender import _apart, _Asker, route
+from tinkermq.actors.weights.broadcast_sender import _apart, _Asker, _held_or_copied, route
 from tinkermq.actors.weights.shared_buffer import SharedBufferGroup
 from tinkermq.schemas.weights import JoinRound
 from torch.multiprocessing import reductions
@@ -146,3 +147,13 @@ async def test_receivers_on_one_card_have_rounds_of_their_own() -> None:
     askers = {"one": asker("a"), "two": asker("b", "a"), "three": asker("b"), "cpu": asker()}
     now, later = _apart(askers)
     assert (set(now), set(later)) == ({"one", "three", "cpu"}, {"two"})
+
+
+def test_a_payload_that_is_all_of_a_buffer_nobody_changes_is_not_copied() -> None:
+    array = np.arange(8, dtype=np.uint8)
+    whole = memoryview(array).toreadonly()
+    assert _held_or_copied([whole[:3], whole[3:]], pinned=False).data_ptr() == array.ctypes.data
+    for views in ([whole[:3]], [memoryview(array)], [memoryview(bytes(8))], []):
+        held = _held_or_copied(views, pinned=False)
+        assert held.data_ptr() != array.ctypes.data
+        assert held.tolist() == list(b"".join(views))
