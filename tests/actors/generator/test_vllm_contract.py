@@ -1,5 +1,6 @@
 """What is called of the real vLLM has the names and arguments that it is called with."""
 
+import importlib
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 import torch
 from tinkermq.actors.policy.lora import policy_tensors
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support.gateway import free_port
 
 pytestmark = pytest.mark.vllm
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -75,6 +78,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+def of_vllm(module: str) -> Any:
+    """Return a module of vLLM, of which more is looked at here than is used elsewhere."""
+    return importlib.import_module(f"vllm.{module}")
+
+
 def parameters(function: Any) -> set[str]:
     return set(inspect.signature(function).parameters)
 
@@ -109,50 +117,39 @@ def test_the_transfer_engine_is_one_of_vllms_and_its_factory_makes_it() -> None:
         TakeVersion,
     )
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-    from vllm.v1.worker.gpu_worker import Worker
 
+    factory = of_vllm("distributed.weight_transfer.factory").WeightTransferEngineFactory
     assert not inspect.isabstract(MemoryTransferEngine)
     for name, method in inspect.getmembers(WeightTransferEngine, inspect.isfunction):
         own = getattr(MemoryTransferEngine, name)
         assert list(inspect.signature(own).parameters) == list(
             inspect.signature(method).parameters
         ), name
-    assert WeightTransferEngineFactory._registry[BACKEND]() is MemoryTransferEngine
+    assert factory._registry[BACKEND]() is MemoryTransferEngine
     ours = {name for name in dir(worker.WorkerExtension) if not name.startswith("__")}
-    assert not ours & set(dir(Worker))
+    assert not ours & set(dir(of_vllm("v1.worker.gpu_worker").Worker))
     for made in (JoinGroup(address="a", port=1), TakeVersion([], [], [], [], 0)):
         assert made
 
 
 def test_workers_say_which_gpu_they_have_as_the_learner_does() -> None:
     """vLLM's own `ipc` engine compares the same UUIDs."""
-    from vllm.distributed.weight_transfer import ipc_engine, packed_tensor
-
-    for module in (ipc_engine, packed_tensor):
+    packed = of_vllm("distributed.weight_transfer.packed_tensor")
+    for module in (of_vllm("distributed.weight_transfer.ipc_engine"), packed):
         assert "get_device_properties(device_index)" in inspect.getsource(module)
-    assert "uuid" in inspect.getsource(packed_tensor.packed_ipc_consumer)
+    assert "uuid" in inspect.getsource(packed.packed_ipc_consumer)
 
 
 @pytest.fixture(scope="module")
 def one_worker() -> Iterator[None]:
     """What vLLM's layers need of their process."""
-    from vllm.distributed import (
-        cleanup_dist_env_and_memory,
-        ensure_model_parallel_initialized,
-        init_distributed_environment,
-    )
-
-    from tests.support.gateway import free_port
-
-    address = f"tcp://127.0.0.1:{free_port()}"
-    from vllm.config import VllmConfig, set_current_vllm_config
-
-    with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, address, 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
+    distributed, config = of_vllm("distributed"), of_vllm("config")
+    with config.set_current_vllm_config(config.VllmConfig()):
+        address = f"tcp://127.0.0.1:{free_port()}"
+        distributed.init_distributed_environment(1, 0, address, 0, "gloo")
+        distributed.ensure_model_parallel_initialized(1, 1)
     yield
-    cleanup_dist_env_and_memory()
+    distributed.cleanup_dist_env_and_memory()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -160,18 +157,18 @@ def test_the_names_that_a_learner_publishes_are_those_that_vllm_loads(
     name: str, one_worker: None, tmp_path: Any
 ) -> None:
     """Models of real widths without memory: each of vLLM's parameters is loaded, in its shape."""
-    from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
-    from vllm.model_executor.model_loader.utils import initialize_model
-
+    vllm_of, loading = of_vllm("config"), of_vllm("model_executor.model_loader.utils")
     fields = dict(CONFIGS[name])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         published = policy_tensors(AutoModelForCausalLM.from_config(config))
-    model_config = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16")
-    vllm_config = VllmConfig(model_config=model_config)
-    with set_current_vllm_config(vllm_config), torch.device("meta"):
-        model: Any = initialize_model(vllm_config)
+    model_config = vllm_of.ModelConfig(
+        model=str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16"
+    )
+    vllm_config = vllm_of.VllmConfig(model_config=model_config)
+    with vllm_of.set_current_vllm_config(vllm_config), torch.device("meta"):
+        model: Any = loading.initialize_model(vllm_config)
         once = {id(tensor): (key, tensor) for key, tensor in reversed(list(published.items()))}
         loaded = model.load_weights(
             (key, tensor.detach().bfloat16()) for key, tensor in once.values()

@@ -39,9 +39,7 @@ MEET_S = 3.0
 def as_bytes(weights: dict[str, torch.Tensor]) -> dict[str, TensorBytes]:
     """Return tensors as a learner publishes them."""
     return {
-        name: TensorBytes(
-            "float32", tuple(one.shape), memoryview(one.contiguous().numpy()).cast("B")
-        )
+        name: TensorBytes("float32", tuple(one.shape), memoryview(one.numpy().tobytes()))
         for name, one in weights.items()
     }
 

@@ -1,6 +1,7 @@
 """A learner asks the scheduler for room for its versions; the bound is that of its model."""
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -123,13 +124,14 @@ def test_weights_are_published_in_the_dtype_of_the_engine_unless_another_is_set(
 
 
 def test_tied_tensors_count_once_and_lie_in_one_buffer() -> None:
-    model = nn.Sequential(nn.Linear(3, 8), nn.Linear(3, 8, bias=False))
-    model[1].weight = model[0].weight
-    models = {MAIN: model, "role": nn.Linear(1, 1)}
+    first, second, other = nn.Linear(3, 8), nn.Linear(3, 8, bias=False), nn.Linear(1, 1)
+    second.weight = first.weight
+    models = {MAIN: nn.Sequential(first, second), "role": other}
     assert snapshot_bytes(models, torch.bfloat16) == 2 * (24 + 8 + 2)
     tensors = snapshot(models, torch.bfloat16)
-    assert sum(len(memoryview(one.data)) for one in tensors.values()) == 68
-    assert len({id(memoryview(one.data).obj) for one in tensors.values()}) == 1
-    for name, one in (("0.weight", model[0].weight), ("role/bias", models["role"].bias)):
+    views = {name: cast("memoryview", one.data) for name, one in tensors.items()}
+    assert sum(len(view) for view in views.values()) == 68
+    assert len({id(view.obj) for view in views.values()}) == 1
+    for name, one in (("0.weight", first.weight), ("role/bias", other.bias)):
         raw = one.detach().bfloat16().flatten().view(torch.uint8).numpy().tobytes()
-        assert bytes(tensors[name].data) == raw
+        assert bytes(views[name]) == raw
