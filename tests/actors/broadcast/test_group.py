@@ -4,6 +4,7 @@ import asyncio
 import inspect
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -150,7 +151,7 @@ async def test_receivers_on_one_card_have_rounds_of_their_own() -> None:
 
 
 def test_a_payload_that_is_all_of_a_buffer_nobody_changes_is_not_copied() -> None:
-    array = np.arange(8, dtype=np.uint8)
+    array: Any = np.arange(8, dtype=np.uint8)
     whole = memoryview(array).toreadonly()
     assert _held_or_copied([whole[:3], whole[3:]], pinned=False).data_ptr() == array.ctypes.data
     for views in ([whole[:3]], [memoryview(array)], [memoryview(bytes(8))], []):

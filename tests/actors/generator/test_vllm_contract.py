@@ -13,6 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.gateway import free_port
 
+# Not installed for development; typings/vllm has what is used of it.
+# pyright: reportMissingModuleSource=false
+
 pytestmark = pytest.mark.vllm
 CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen2.5-0.5B": {
