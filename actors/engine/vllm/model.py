@@ -482,10 +482,6 @@ class VllmModel:
         outcomes = [tuple(one) for one in await self.ask_workers("transfer_outcome")]
         return min(outcomes, key=lambda outcome: _WORST_FIRST.index(outcome[0]))
 
-    async def leave_learner(self) -> None:
-        """Have all workers leave the learner's group."""
-        await self._call(self._llm.shutdown_weight_transfer_engine())
-
     def new_adapter(self) -> str:
         """Return a name for one more adapter."""
         return f"adapter-{next(self._numbers)}"

@@ -101,7 +101,6 @@ def test_the_calls_of_a_weight_update_are_those_of_vllm(folder: Path) -> None:
     assert parameters(AsyncLLM.init_weight_transfer_engine) == {"self", "request"}
     assert parameters(AsyncLLM.update_weights) == {"self", "request"}
     assert parameters(AsyncLLM.start_weight_update) == {"self"}
-    assert parameters(AsyncLLM.shutdown_weight_transfer_engine) == {"self"}
     assert parameters(AsyncLLM.finish_weight_update) == {"self", "weight_version"}
     assert {"mode", "clear_cache"} <= parameters(AsyncLLM.pause_generation)
     assert "weight_transfer_config" in parameters(AsyncEngineArgs)
