@@ -5,7 +5,8 @@
 Needs the environment of `make test-vllm`. Prints tokens per second of both engines and their ratio
 (each alternates with the other), by how much their log-probs differ from a plain forward pass, and
 how long generation stands still at a weight swap; and the time from a published version to the
-first token of it, through NATS and from the learner's memory (by gloo). `--quick` takes some seconds beside vLLM's start.
+first token of it, through NATS and from the learner's memory (by gloo). `--quick` takes some
+seconds beside vLLM's start.
 """
 
 import asyncio
