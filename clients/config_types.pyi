@@ -511,7 +511,7 @@ class SelfPlayConfigDict(TypedDict, total=False):
 
 class WeightsConfigDict(TypedDict, total=False):
     transport: Literal['object', 'file', 'nccl']
-    """object: through NATS; file: a shared folder; nccl: from the learner's memory by torch.distributed, with NCCL between GPUs and gloo otherwise."""
+    """object: through NATS; file: a shared folder; nccl: from the learner's memory by torch.distributed, with NCCL between GPUs, CUDA IPC on one GPU, and gloo otherwise."""
     folder: str | None
     """The shared folder; default: the run folder."""
     chunk_bytes: int

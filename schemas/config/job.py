@@ -242,7 +242,7 @@ class WeightsConfig(Section):
 
     transport: Literal["object", "file", "nccl"] = "object"
     """object: through NATS; file: a shared folder; nccl: from the learner's memory by
-    torch.distributed, with NCCL between GPUs and gloo otherwise."""
+    torch.distributed, with NCCL between GPUs, CUDA IPC on one GPU, and gloo otherwise."""
     folder: str | None = Field(default=None, json_schema_extra=when("transport", "file"))
     """The shared folder; default: the run folder."""
     chunk_bytes: int = Field(
