@@ -132,7 +132,7 @@ async def spread(broker: Broker, url: str, scope: JobScope, found: Trained) -> d
 
     First each for itself, then with one read for all.
     """
-    await create_job_streams(broker, scope, LimitsConfig())
+    await create_job_streams(broker, scope, LimitsConfig(), weights_bytes=64 << 30)
     manifests = await publish_all(WeightStore(broker, scope), found)
     alone = await fetch_all(url, scope, manifests)
     together = await fetch_all(url, scope, manifests, shared_bytes=SHARED_BYTES)
@@ -143,7 +143,7 @@ async def spread_from_memory(
     broker: Broker, url: str, scope: JobScope, found: Trained
 ) -> dict[int, Any]:
     """Return the same for the `nccl` transport: in a new group, and in one that is there."""
-    await create_job_streams(broker, scope, LimitsConfig())
+    await create_job_streams(broker, scope, LimitsConfig(), weights_bytes=64 << 30)
     service = await Service.start(broker, name="learner", description="a learner")
     with tempfile.TemporaryDirectory() as folder:
         sender = Sender(broker, scope, Path(folder))

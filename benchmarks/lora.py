@@ -102,7 +102,7 @@ async def run(arguments: argparse.Namespace) -> dict[int, Measured]:
             Path(place) / "model", width=arguments.width, layers=arguments.layers, heads=8
         )
         async with await connect(server.url, name="bench") as broker:
-            await create_job_streams(broker, SCOPE, LimitsConfig())
+            await create_job_streams(broker, SCOPE, LimitsConfig(), weights_bytes=64 << 30)
             return {rank: await measure(folder, rank, broker, arguments.rounds) for rank in RANKS}
 
 

@@ -4,26 +4,40 @@
 
 Needs the environment of `make test-vllm`. Prints tokens per second of both engines and their ratio
 (each alternates with the other), by how much their log-probs differ from a plain forward pass, and
-how long generation stands still at a weight swap. `--quick` takes some seconds beside vLLM's start.
+how long generation stands still at a weight swap; and the time from a published version to the
+first token of it, through NATS and from the learner's memory (by gloo). `--quick` takes some
+seconds beside vLLM's start.
 """
 
 import asyncio
 import tempfile
+import time
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from tinkermq.actors.engine.engine import Engine, Generation, Sampling
+from tinkermq.actors.engine.weight_updates import fetch_version
 from tinkermq.actors.policy.model_folder import load_causal_lm
+from tinkermq.actors.policy.policies import MAIN
 from tinkermq.actors.rollout.players import start_engine
-from tinkermq.schemas.config.job import JobConfig
+from tinkermq.actors.training.parallel import snapshot
+from tinkermq.actors.weights.broadcast_sender import Sender
+from tinkermq.broker.client.connection import connect
+from tinkermq.broker.client.rpc import Service
+from tinkermq.broker.jetstream.streams import create_job_streams
+from tinkermq.broker.nats_server import NatsServer
+from tinkermq.broker.weights.store import WeightStore
+from tinkermq.schemas.config.job import JobConfig, LimitsConfig
+from tinkermq.schemas.wire.subjects import JobScope
 from transformers import PreTrainedModel
 
 from benchmarks.engine import CONTEXT, TINY, Load, make_load, run_engine, save
 from benchmarks.report import Report, parser
 
+WAYS: dict[Literal["object", "nccl"], str] = {"object": "one machine", "nccl": "memory to memory"}
 ENGINES: dict[str, dict[str, Any]] = {
     "vllm, eager": {"engine": "vllm", "compile": False, "kv_cache_mb": 512},
     "vllm, compiled": {"engine": "vllm", "compile": True, "kv_cache_mb": 512},
@@ -69,6 +83,9 @@ async def compare(
         report.at_most(f"{label}, {size}: largest difference of log-probs", 1e6 * worst, 1e3, "e-6")
     pause = await swap(theirs, model)
     report.at_most(f"{name}, {size}: stands still at a swap, caches kept", pause, None, " ms")
+    for transport, way in WAYS.items():
+        seconds = await publish_to_token(theirs, model, transport)
+        report.at_most(f"{name}, {size}: {way}, publish to first new token", seconds, None, " s")
     await ours.close()
     await theirs.close()
     return rows
@@ -109,6 +126,40 @@ async def swap(engine: Engine, model: PreTrainedModel) -> float:
         engine.cancel(str(index))
     await asyncio.gather(*running)
     return median(pauses)
+
+
+async def publish_to_token(
+    engine: Engine, model: PreTrainedModel, transport: Literal["object", "nccl"]
+) -> float:
+    """Return the seconds from a snapshot to the first token of its version, of three the median."""
+    scope = JobScope("local", "bench")
+    room = 1 << 30
+    with tempfile.TemporaryDirectory() as folder, NatsServer(Path(folder) / "nats") as server:
+        async with (
+            await connect(server.url, name="learner") as learner,
+            await connect(server.url, name="generator") as generator,
+        ):
+            await create_job_streams(learner, scope, LimitsConfig())
+            sender = Sender(learner, scope, Path(folder) / "weights")
+            service = await Service.start(learner, name="learner", description="a learner")
+            await sender.open(service)
+            serving = asyncio.create_task(sender.serve())
+            holder = sender if transport == "nccl" else None
+            store = WeightStore(learner, scope, transport, holder=holder, shared_bytes=room)
+            taking = WeightStore(generator, scope, shared_bytes=room)
+            times: list[float] = []
+            for version in range(10, 13):
+                tensors = snapshot({MAIN: model}, torch.float32)
+                started = time.perf_counter()
+                manifest = await store.publish(version, tensors)
+                load = await fetch_version(taking, {MAIN: engine}, manifest)
+                await load("keep")
+                token = await engine.generate([9, 10, 11], Sampling(1), request_id="first")
+                times.append(time.perf_counter() - started)
+                assert token.versions[0] == version
+            serving.cancel()
+            await service.stop(0)
+    return median(times)
 
 
 async def run(report: Report, *, quick: bool) -> None:

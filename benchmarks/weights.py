@@ -7,7 +7,8 @@ nats-server with file storage. Peers in the same run: one copy within memory, BL
 digest that every transfer is checked by), SHA-256 alone (by which the stock tools check; on
 processors without instructions for it it limits publishing), and put and get of nats-py's
 ObjectStore. On one machine the learner leaves what it publishes in shared memory, where the
-generator maps it. The last column is the longest time for which the event loop stood still.
+generator maps it; from memory to memory it goes by gloo, in the place of NCCL. The last column is
+the longest time for which the event loop stood still.
 """
 
 import argparse
@@ -24,7 +25,10 @@ from typing import Any
 
 import numpy as np
 import uvloop
+from tinkermq.actors.weights.broadcast_receiver import BroadcastReceiver
+from tinkermq.actors.weights.broadcast_sender import Sender
 from tinkermq.broker.client.connection import connect
+from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.objects import digest_of
 from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.nats_server import NatsServer
@@ -134,7 +138,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, list[Timed]]:
             await connect(server.url, name="learner") as learner,
             await connect(server.url, name="generator") as generator,
         ):
-            await create_job_streams(learner, SCOPE, LimitsConfig())
+            await create_job_streams(learner, SCOPE, LimitsConfig(), weights_bytes=64 << 30)
             chunk_bytes = int(arguments.chunk_mb * 2**20)
             room = 4 * len(payload)
             reader = WeightStore(generator, SCOPE)
@@ -146,12 +150,19 @@ async def run(arguments: argparse.Namespace) -> dict[str, list[Timed]]:
                 learner, SCOPE, chunk_bytes=chunk_bytes, shared_bytes=room, sha256=False
             )
             file_store = WeightStore(learner, SCOPE, "file", folder=Path(folder) / "weights")
+            sender = Sender(learner, SCOPE, Path(folder) / "held")
+            service = await Service.start(learner, name="learner", description="a learner")
+            await sender.open(service)
+            serving = asyncio.create_task(sender.serve())
+            memory_store = WeightStore(learner, SCOPE, "nccl", holder=sender)
+            member = WeightStore(generator, SCOPE, receiver=BroadcastReceiver(generator, SCOPE))
             stores = {
                 "object": (object_store, reader),
                 "one machine": (shared, beside),
                 "no SHA-256": (fast, reader),
                 "one machine, no SHA-256": (fast_shared, beside),
                 "file": (file_store, reader),
+                "memory to memory": (memory_store, member),
             }
             for version in range(arguments.rounds):
                 for name, seconds in run_memory(payload).items():
@@ -163,6 +174,8 @@ async def run(arguments: argparse.Namespace) -> dict[str, list[Timed]]:
                 put, got = await run_stock(learner, payload)
                 times.setdefault("stock object store: put", []).append(put)
                 times.setdefault("stock object store: get", []).append(got)
+            serving.cancel()
+            await service.stop(0)
     return times
 
 

@@ -311,6 +311,7 @@ def _learner(scope: JobScope, actor: str) -> tuple[str, ...]:
         f"$JS.API.STREAM.PURGE.OBJ_{checkpoints}",
         *_readable(f"OBJ_{checkpoints}"),
         *_readable(*(f"tmq-{scope.user}-{scope.job}-{kind}" for kind in STREAMS)),
+        rpc(scope.user, "scheduler", "weights-room"),
         _env(scope),
     )
 

@@ -152,7 +152,14 @@ from tinkermq.schemas.user import (
     UserRecord,
     UserReply,
 )
-from tinkermq.schemas.weights import JoinRound, Manifest, Round, WeightsAnnouncement
+from tinkermq.schemas.weights import (
+    JoinRound,
+    Manifest,
+    Round,
+    WeightsAnnouncement,
+    WeightsBound,
+    WeightsRoom,
+)
 from tinkermq.schemas.wire import subjects
 from tinkermq.schemas.wire.message import Empty, Message
 from tinkermq.schemas.wire.trace import StepTrace
@@ -231,6 +238,7 @@ TOPICS: tuple[Topic, ...] = (
     _scheduler("trainers", Empty, TrainerOffers),
     _scheduler("take_checkpoint", TakeCheckpoint, ModelInfo),
     _scheduler("tinker-usage", TrainerUsage, TenantShares),
+    _scheduler("weights-room", WeightsRoom, WeightsBound),
     _scheduler("stop", StopRequest, JobReply),
     _scheduler("resume", ResumeRequest, JobReply),
     _scheduler("scale", ScaleRequest, JobReply),

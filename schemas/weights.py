@@ -1,13 +1,16 @@
 """Published weights: manifests and transfers."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .wire.message import Message
+from .wire.message import Message, Request
 
 LATEST = "latest"
 """Key of the newest version's manifest."""
+
+
+_MAX_BYTES = 1 << 44
 
 
 def manifest_key(version: int) -> str:
@@ -106,6 +109,12 @@ class JoinRound(Message):
     """Port of the TCPStore that it is connected to; 0: none."""
     group: str = Field(default="", max_length=64)
     """Group that it still belongs to, if any."""
+    num_ranks: int = Field(default=1, ge=1, le=1024)
+    """Places that it takes: one, or one for each worker of its engine."""
+    gpus: list[Annotated[str, Field(max_length=64)]] = Field(
+        default_factory=list[Annotated[str, Field(max_length=64)]], max_length=1024
+    )
+    """UUIDs of the GPUs of these places."""
 
 
 class Round(Message):
@@ -120,9 +129,27 @@ class Round(Message):
     """Port of the TCPStore."""
     group: str = ""
     """The sending group."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Device and backend: `cpu` with gloo, `cuda` with NCCL."""
+    device: Literal["cpu", "cuda", "ipc"] = "cpu"
+    """Device and backend: `cpu` with gloo, `cuda` with NCCL, `ipc` with CUDA IPC on one GPU."""
     rank: int = Field(default=0, ge=0)
-    """Rank of the receiver; the learner's is 0."""
+    """First rank of the receiver; the learner's is 0."""
     size: int = Field(default=0, ge=0)
     """Size of the group, with the learner."""
+
+
+class WeightsRoom(Request):
+    """The learner asks for room for the versions that it publishes."""
+
+    job: str
+    """Its job, of the requesting user."""
+    wanted_bytes: int = Field(ge=1, le=_MAX_BYTES)
+    """For all versions that may be needed at a time."""
+    least_bytes: int = Field(ge=1, le=_MAX_BYTES)
+    """For those without which a run stands still."""
+
+
+class WeightsBound(Message):
+    """The bound of the bucket of a job's weights."""
+
+    num_bytes: int
+    """Bytes."""

@@ -5,8 +5,10 @@ older than the loaded one the engines go back, once no episode runs that began w
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import structlog
 import torch
@@ -31,6 +33,38 @@ async def load_policies(
     """Make a fetched version the weights of engines, each by its policy."""
     for policy, engine in engines.items():
         await engine.load_weights(version, as_sources(tensors, policy), kv)
+
+
+Load: TypeAlias = Callable[[KvOnSwap], Awaitable[None]]
+"""Makes a version the weights of engines. Raises what `WeightStore.fetch` raises."""
+
+
+async def fetch_version(
+    store: WeightStore, engines: Mapping[str, Engine], manifest: Manifest
+) -> Load:
+    """Fetch a published version; return what makes it the weights of engines, each by its policy.
+
+    An engine whose workers take it from the learner by themselves does so then, and nothing is
+    fetched here. Raises what `WeightStore.fetch` raises.
+    """
+    only = next(iter(engines.values())) if len(engines) == 1 else None
+    if isinstance(only, DirectEngine) and only.takes_from_learner(manifest):
+        return partial(only.receive_weights, manifest, store)
+    tensors = await store.fetch(manifest)
+    return partial(load_policies, engines, manifest.version, tensors)
+
+
+@runtime_checkable
+class DirectEngine(Protocol):
+    """An engine whose workers may take versions from the learner, past this process."""
+
+    def takes_from_learner(self, manifest: Manifest) -> bool:
+        """Whether they take this one."""
+        ...
+
+    async def receive_weights(self, manifest: Manifest, store: WeightStore, kv: KvOnSwap) -> None:
+        """Have them take it and make it the engine's weights."""
+        ...
 
 
 class WeightFollower:
@@ -59,7 +93,8 @@ class WeightFollower:
             if manifest is None:
                 continue
             try:
-                tensors = await self._store.fetch(manifest)
+                load = await fetch_version(self._store, self._engines, manifest)
+                await self._advance(manifest.version, load)
             except NotFoundError:
                 _log.info("weights_gone", version=manifest.version)
                 await asyncio.sleep(_GONE_S)  # removed under us: a newer one is out, or comes
@@ -67,7 +102,6 @@ class WeightFollower:
             except DeadlineError as error:  # whatever serves goes on with what it has
                 _log.warning("weights_late", version=manifest.version, error=error.message)
                 continue
-            await self._advance(manifest.version, tensors)
 
     async def wait_for(self, version: int) -> None:
         """Wait until the engine is at `version` or newer."""
@@ -113,10 +147,10 @@ class WeightFollower:
         try:
             async with self._swap:
                 if self.version != version:
-                    tensors = await self._fetch(version)
+                    load = await self._fetch(version)
                     if version < self.version:
                         await self._until(lambda: self._num_users == 0)
-                    await self._load(version, tensors)
+                    await self._load(version, load)
         except BaseException:
             self.unpin()
             raise
@@ -151,26 +185,25 @@ class WeightFollower:
             newer.cancel()
             back.cancel()
 
-    async def _advance(self, version: int, tensors: Mapping[str, TensorBytes]) -> None:
+    async def _advance(self, version: int, load: Load) -> None:
         """Load a version that is newer, as soon as none is pinned."""
         while True:
             await self._until(lambda: self._pinned is None)
             async with self._swap:
                 if self._pinned is None:
                     if version > self.version:
-                        await self._load(version, tensors)
+                        await self._load(version, load)
                     return
 
-    async def _load(self, version: int, tensors: Mapping[str, TensorBytes]) -> None:
+    async def _load(self, version: int, load: Load) -> None:
         await self.until_room()
-        kv = "recompute" if version < self.version else self._kv
-        await load_policies(self._engines, version, tensors, kv)
+        await load("recompute" if version < self.version else self._kv)
         self.version = version
         self._newest = max(self._newest, version)
         self._notify()
 
-    async def _fetch(self, version: int) -> Mapping[str, TensorBytes]:
-        """Return the weights of a version, as soon as it is published."""
+    async def _fetch(self, version: int) -> Load:
+        """Fetch a version as soon as it is published; return what loads it."""
         manifest = await self._store.manifest(version)
         while manifest is None:
             latest = await self._store.latest()
@@ -182,7 +215,7 @@ class WeightFollower:
                 )
             await self._store.wait_newer(version - 1, timeout_s=_LOOK_S)
             manifest = await self._store.manifest(version)
-        return await self._store.fetch(manifest)
+        return await fetch_version(self._store, self._engines, manifest)
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         while not holds():

@@ -27,7 +27,7 @@ from ...schemas.rollout import Group
 from ...schemas.wire.errors import NotFoundError
 from ...schemas.wire.trace import GENERATOR_KINDS
 from ..engine.engine import Engine, report_engine
-from ..engine.weight_updates import WeightFollower, load_policies
+from ..engine.weight_updates import WeightFollower, fetch_version
 from ..policy.chat import make_chat
 from ..policy.policies import MAIN, check_weights
 from ..rollout.agent_loop import EpisodeSampling
@@ -91,11 +91,11 @@ class OpponentPoolFollower:
         if manifest is None:
             return False
         try:
-            tensors = await self._store.fetch(manifest)
+            load = await fetch_version(self._store, self._engines, manifest)
+            await self._policy.until_room()
+            await load("recompute")
         except NotFoundError:
             return False
-        await self._policy.until_room()
-        await load_policies(self._engines, version, tensors, "recompute")
         self._version = version
         return True
 

@@ -27,6 +27,8 @@ _LOOK_S = 2.0
 """The longest time without a look: what is written is heard, but for what the connection lost."""
 _MAX_OPEN = 4
 _MAX_BLAME_CHARS = 8192
+MOST_EVALUATIONS = _MAX_OPEN + 1
+"""Versions that may wait for an evaluation at a time: the last one does in any case."""
 
 
 class Evaluations:

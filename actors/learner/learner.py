@@ -187,6 +187,7 @@ class Learner:
             ]
             await self.control.serve()
             await self._gpu.serve()
+            await self.publisher.reserve()
             await self._publish()
             await self._recover()
             await self._request_evaluation()
@@ -423,9 +424,10 @@ class Learner:
         step = self.state.step
         wanted = step == 0 or self._saver.is_due or self.evaluations.is_due(step, self.total_steps)
         if wanted or not self.config.sft.data:
-            past = pool(self.config.self_play, step)
-            kept_versions = self.evaluations.open_versions.union(past, [step] if wanted else [])
-            await self.publisher.publish(step, self._in_torch, keep=kept_versions)
+            kept = {*pool(self.config.self_play, step), *([step] if wanted else [])}
+            await self.publisher.publish(
+                step, self._in_torch, keep=lambda: self.evaluations.open_versions | kept
+            )
             self.evaluations.note_version(step)
 
     async def _request_evaluation(self) -> None:

@@ -6,19 +6,23 @@ New weights are a snapshot at once, sent in the background; versions that nobody
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Set
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from ...broker.client.rpc import call
 from ...broker.disk import with_room
 from ...broker.kept_rollouts import RolloutKeeper
 from ...broker.rollouts import RolloutLog
 from ...broker.weights.payloads import TensorBytes
+from ...broker.weights.store import NEWEST, room_for
+from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import BROKER
+from ...schemas.weights import WeightsBound, WeightsRoom
 from ...schemas.wire.errors import StorageError
+from ...schemas.wire.subjects import rpc
 from ..policy.devices import own_device
 from ..policy.lora import has_adapter
 from ..policy.policies import MAIN
@@ -26,11 +30,14 @@ from ..runtime import JobContext
 from ..storage.checkpoints import CheckpointMirror, Uploads
 from ..storage.stores import BrokerStore
 from ..training.checkpoint import CheckpointStore
+from ..training.parallel import snapshot_bytes
 from ..training.state import LearnerState
 from ..weights.job_weights import make_sender, open_weights
+from .evaluations import MOST_EVALUATIONS
 from .intake import Intake
 
 _FINAL_TRIES = 12
+_RESERVE_S = 60.0
 _LAST_ROLLOUTS_BYTES = 16 << 20
 """Of the log of a run that has ended so much stays, to be read by people."""
 _PAUSE_S = 5.0
@@ -251,7 +258,6 @@ def open_mirror(context: JobContext, *, tries: int = 6) -> CheckpointMirror | No
 
 # -- publishing weights ----------------------------------------------------------------------------
 
-_KEEP_NEWEST = 2
 InTorch = Callable[[Callable[[], Any]], Awaitable[Any]]
 Snapshot = Callable[[torch.dtype], dict[str, TensorBytes]]
 
@@ -263,7 +269,8 @@ class Publisher:
         self, context: JobContext, models: Mapping[str, nn.Module], snapshot: Snapshot
     ) -> None:
         """`models` by policy; `snapshot` copies what changes of them."""
-        config = context.config
+        config = self._config = context.config
+        self._context = context
         self._service = context.service
         self._missing = context.missing
         self._sender = make_sender(context)
@@ -271,21 +278,58 @@ class Publisher:
         self._snapshot = snapshot
         self._kind: Literal["full", "lora"] = "lora" if has_adapter(models[MAIN]) else "full"
         on_gpu = own_device().type == "cuda"
-        self._dtype: torch.dtype = getattr(torch, config.learner.published_dtype(on_gpu=on_gpu))
+        self._dtype: torch.dtype = getattr(torch, config.published_dtype(on_gpu=on_gpu))
+        self._models = models
+        differences = config.weights.differences and self._dtype.itemsize == 2
+        self._num_versions = num_versions(config, differences=differences)
         self._sending: asyncio.Task[None] | None = None
         self._pinned: set[int] = set()
         self.send_s = 0.0
         """Seconds that the last sending took, beside training."""
 
-    async def publish(self, version: int, in_torch: InTorch, *, keep: Set[int]) -> None:
-        """Publish the model as `version`; an earlier publication is waited for first."""
+    async def reserve(self) -> None:
+        """See to it that there is room for all versions that may be needed at a time.
+
+        Raises BrokerError, QuotaError or StorageError where there is not even the least.
+        """
+        if self._sender is not None:
+            return
+        num_bytes = snapshot_bytes(self._models, self._dtype)
+        wanted, least = (room_for(number, num_bytes) for number in self._num_versions)
+        bound = await self._store.bound_bytes()
+        is_file = self._config.weights.transport == "file"
+        if is_file and bound < least:
+            raise StorageError(
+                f"the versions of weights need {least:,} bytes, and the disk of weights.folder "
+                f"has room for {bound:,}",
+                hint="free some space, name another folder, or set learner.publish_dtype=bfloat16",
+            )
+        if not is_file and bound < wanted:
+            scope = self._context.scope
+            await call(
+                self._context.broker,
+                rpc(scope.user, "scheduler", "weights-room"),
+                WeightsRoom(job=scope.job, wanted_bytes=wanted, least_bytes=least),
+                WeightsBound,
+                timeout_s=_RESERVE_S,
+                waiting_for="room for versions of weights",
+                idempotent=True,
+            )
+
+    async def publish(
+        self, version: int, in_torch: InTorch, *, keep: Callable[[], Set[int]]
+    ) -> None:
+        """Publish the model as `version`; an earlier publication is waited for first.
+
+        `keep` tells which versions are needed now; it is asked whenever room is needed.
+        """
         await self.wait()
         if await self._store.is_out(version):
             return
         tensors = await in_torch(lambda: self._snapshot(self._dtype))
-        self._pinned &= set(keep)
+        self._pinned &= keep()
         self._sending = asyncio.create_task(
-            self._send(version, tensors, set(keep)), name=f"weights {version}"
+            self._send(version, tensors, keep), name=f"weights {version}"
         )
         if version == 0:
             await self.wait()
@@ -310,9 +354,28 @@ class Publisher:
             await self._sending
             self._sending = None
 
-    async def _send(self, version: int, tensors: dict[str, TensorBytes], keep: set[int]) -> None:
+    async def _send(
+        self, version: int, tensors: dict[str, TensorBytes], keep: Callable[[], Set[int]]
+    ) -> None:
+        async def publish() -> None:
+            await self._store.make_room(tensors, self._pinned | keep())
+            await self._store.publish(version, tensors, kind=self._kind)
+
         started = time.perf_counter()
-        publish = partial(self._store.publish, version, tensors, kind=self._kind)
         await with_room(publish, f"the weights of version {version}", self._missing)
         self.send_s = time.perf_counter() - started
-        await self._store.keep(self._pinned | keep, newest=_KEEP_NEWEST)
+        await self._store.keep(self._pinned | keep(), newest=NEWEST)
+
+
+def num_versions(config: JobConfig, *, differences: bool) -> tuple[int, int]:
+    """Return how many whole versions may be needed at a time, and without how many a run stands.
+
+    Needed are the newest two and the one that is stored, those that are evaluated, and opponents
+    in self-play; with differences also the anchors of which those are made. A run goes on, slower,
+    with room for the newest, the next, one that is evaluated, and the opponents.
+    """
+    opponents = config.self_play.pool_size if config.self_play.past_share else 0
+    evaluated = int(config.has_evaluator)
+    anchors = 1 + evaluated + opponents if differences else 0
+    wanted = 3 + MOST_EVALUATIONS * evaluated + opponents + anchors
+    return wanted, 2 + evaluated + opponents + anchors

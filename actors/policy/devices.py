@@ -44,3 +44,10 @@ def own_card() -> Card | None:
 def own_dtype(dtype: Dtype) -> Literal["float32", "bfloat16"]:
     """Return the dtype that a key means where this process computes."""
     return resolve_dtype(dtype, on_gpu=own_device().type == "cuda")
+
+
+def gpu_of(device: torch.device) -> str:
+    """Return the UUID of a GPU, by which processes find that they compute on one; empty: none."""
+    if device.type != "cuda":
+        return ""
+    return str(cast(Any, torch.cuda).get_device_properties(device).uuid)

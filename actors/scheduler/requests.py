@@ -7,6 +7,7 @@ from typing import cast
 
 from ...broker.client.connection import Broker
 from ...broker.client.rpc import Handler, RequestContext, Service
+from ...broker.jetstream.streams import bound_weights
 from ...broker.jobs import JobStore, is_final
 from ...broker.user_records import Audit
 from ...schemas.job import (
@@ -38,11 +39,21 @@ from ...schemas.tinker.checkpoints import TakeCheckpoint
 from ...schemas.tinker.operation import ModelInfo, TrainerOffers
 from ...schemas.tinker.usage import TenantShare, TenantShares, TrainerUsage
 from ...schemas.user import Quota, QuotaReply
-from ...schemas.wire.errors import StateError
+from ...schemas.weights import WeightsBound, WeightsRoom
+from ...schemas.wire.errors import BrokerError, QuotaError, StateError
 from ...schemas.wire.message import Empty, Message
 from ...schemas.wire.subjects import DEFAULT_USER, acting, rpc
 from .jobs.secrets import SecretStore
-from .jobs.states import check_priority, check_room, scaled, slots_of, with_usage
+from .jobs.states import (
+    ACTIVE,
+    check_priority,
+    check_room,
+    reserved_bytes,
+    scaled,
+    slots_of,
+    stored_bytes,
+    with_usage,
+)
 from .jobs.view import DamageReport, JobsView
 from .machines.keeper import MachineKeeper
 from .nodes import Nodes
@@ -112,6 +123,7 @@ class SchedulerRequests:
             ("trainers", Empty, self.trainers),
             ("take_checkpoint", TakeCheckpoint, self.take_checkpoint),
             ("tinker-usage", TrainerUsage, self.tinker_usage),
+            ("weights-room", WeightsRoom, self.weights_room),
             ("archive", JobRequest, partial(self._remove, removal="archive")),
             ("unarchive", JobRequest, partial(self._remove, removal="unarchive")),
             ("delete", JobRequest, partial(self._remove, removal="delete")),
@@ -197,6 +209,33 @@ class SchedulerRequests:
         if with_usage(record, usage) is not record:
             await self._jobs.update(record, lambda now: with_usage(now, usage))
         return TenantShares(users={user: self._share(user) for user in usage.tokens})
+
+    async def weights_room(self, request: WeightsRoom, context: RequestContext) -> WeightsBound:
+        """Bound the versions of weights of a running job by what its model needs.
+
+        Raises QuotaError, BrokerError when the server has no room, StateError.
+        """
+        record = await self._view.get(context.user, request.job)
+        if record.state not in ACTIVE:
+            raise StateError(
+                f"job {record.job} is {record.state} and publishes no weights",
+                hint="resume it: `tinkermq resume`",
+            )
+        try:
+            return await self._bound_weights(record, request.wanted_bytes)
+        except (QuotaError, BrokerError):
+            return await self._bound_weights(record, request.least_bytes)
+
+    async def _bound_weights(self, record: JobRecord, num_bytes: int) -> WeightsBound:
+        """Set the bound, which counts among the bytes of streams that the user may have."""
+        stored = reserved_bytes(self._view.config(record)) + num_bytes
+        user, more = record.user, stored - stored_bytes(record)
+        quota, held = self._view.quota(user), self._view.held(user)
+        check_room(user, quota, held, max_stored_bytes=more)
+        await bound_weights(self._broker, record.scope, num_bytes)
+        update = {"stored_bytes": stored}
+        await self._jobs.update(record, lambda now: now.model_copy(update=update))
+        return WeightsBound(num_bytes=num_bytes)
 
     def _share(self, user: str) -> TenantShare:
         quota = self._view.quota(user)

@@ -444,16 +444,38 @@ def whole_tensors(
 
 
 def snapshot(models: Mapping[str, nn.Module], dtype: torch.dtype) -> dict[str, TensorBytes]:
-    """Copy what changes from version to version, of each policy, once for tied tensors."""
+    """Copy what changes from version to version, of each policy, once for tied tensors.
+
+    All of it into one buffer, which is pinned for models on a GPU, and not changed any more.
+    """
+    pinned = any(one.is_cuda for model in models.values() for one in model.parameters())
+    size = snapshot_bytes(models, dtype)
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    whole_buffer: Any = memoryview(cast(Any, buffer.numpy())).toreadonly()
     tensors: dict[str, TensorBytes] = {}
+    start = 0
     for policy, model in models.items():
         for name, tensor in whole_tensors(model, dtype):
-            copy = tensor.to("cpu", copy=True).contiguous()
-            raw: Any = copy.flatten().view(torch.uint8).numpy()
+            raw = tensor.contiguous().flatten().view(torch.uint8)
+            end = start + raw.numel()
+            buffer[start:end].copy_(raw)
             tensors[f"{prefix_of(policy)}{name}"] = TensorBytes(
-                str(copy.dtype).removeprefix("torch."), tuple(copy.shape), memoryview(raw)
+                str(tensor.dtype).removeprefix("torch."),
+                tuple(tensor.shape),
+                whole_buffer[start:end],
             )
+            start = end
     return tensors
+
+
+def snapshot_bytes(models: Mapping[str, nn.Module], dtype: torch.dtype) -> int:
+    """Return the bytes of what changes from version to version, of all policies."""
+    num_bytes = 0
+    for model in models.values():
+        for tensor in {id(one): one for one in policy_tensors(model).values()}.values():
+            item = dtype if tensor.is_floating_point() else tensor.dtype
+            num_bytes += tensor.numel() * item.itemsize
+    return num_bytes
 
 
 def torch_thread(num_threads: int) -> ThreadPoolExecutor:

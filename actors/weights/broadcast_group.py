@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeAlias, TypeVar, cast
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ...broker.client.connection import Broker
 from ...schemas.wire.errors import BrokerError
+from .tensors import PART_BYTES
 
 MEET_S = 20.0
 """A member that is not there after so long is done without."""
@@ -92,12 +93,12 @@ def server_of(broker: Broker) -> tuple[str, int]:
     return url.hostname, url.port
 
 
-BUCKET_BYTES = 1 << 26
+BUCKET_BYTES = PART_BYTES
 BUCKET_S = 60.0
 """A bucket that takes longer is lost, and the round with it."""
 FORM_S = 2 * BUCKET_S
 """Bound of `Group.meet`, beyond all deadlines within it: NCCL has none of its own."""
-_POLL_S = 0.001
+POLL_S = 0.001
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ABORT_ONLY = "2"
 """A lost member ends the communicator; torch's default ends the process."""
@@ -130,21 +131,37 @@ class ProcessGroup:
         """
         own = dist.PrefixStore(name, store)
         try:
-            _wait_for_all(own, rank, size, meet_s)
+            wait_for_all(own, rank, size, meet_s)
             backend = _nccl(own, rank, size, device) if device.type == "cuda" else None
             return cls(name, device, backend or _gloo(own, rank, size, address))
         except RuntimeError as error:  # all that torch.distributed raises
-            raise ProcessGroupFailed(f"group {name} did not form: {error}", hint=_AGAIN) from error
+            raise ProcessGroupFailed(f"group {name} did not form: {error}", hint=AGAIN) from error
 
     def send(self, payload: Tensor) -> None:
         """Give uint8[N], in the machine's memory, to all; ProcessGroupFailed if one is lost."""
-        self._move(bucket.to(self.device) for bucket in _buckets(payload))
+        non_blocking = payload.is_pinned()
+        deque(
+            self._move(
+                bucket.to(self.device, non_blocking=non_blocking) for bucket in buckets_of(payload)
+            ),
+            maxlen=0,
+        )
 
     def receive(self, num_bytes: int) -> Tensor:
         """Return uint8[N] from the learner, on this group's device; ProcessGroupFailed."""
         payload = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        self._move(_buckets(payload))
+        deque(self._move(buckets_of(payload)), maxlen=0)
         return payload
+
+    def stream(self, num_bytes: int) -> Generator[Tensor, None, None]:
+        """Yield uint8[N] from the learner in buckets, for who has no room for all of it.
+
+        Raises ProcessGroupFailed. Who does not take the last bucket has left the group.
+        """
+        sizes = [min(BUCKET_BYTES, num_bytes - at) for at in range(0, num_bytes, BUCKET_BYTES)]
+        return self._move(
+            torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes
+        )
 
     def leave(self) -> None:
         """Give up the connections; whoever still waits in a collective fails soon.
@@ -157,11 +174,11 @@ class ProcessGroup:
                 target=_end, args=([backend],), name=f"leave {self.name}", daemon=True
             ).start()
 
-    def _move(self, buckets: Iterable[Tensor]) -> None:
+    def _move(self, buckets: Iterable[Tensor]) -> Generator[Tensor, None, None]:
         """Broadcast one bucket after the other, of which two are on their way at a time."""
         backend = self._backend
         if backend is None:
-            raise ProcessGroupFailed(f"group {self.name} was left", hint=_AGAIN)
+            raise ProcessGroupFailed(f"group {self.name} was left", hint=AGAIN)
         flying: deque[tuple[Any, Tensor]] = deque()
         try:
             if self.device.type == "cuda":
@@ -169,20 +186,23 @@ class ProcessGroup:
             for bucket in buckets:
                 flying.append((_start(backend, bucket), bucket))
                 if len(flying) > 1:
-                    _finish(flying.popleft()[0])
+                    yield _finish(*flying.popleft())
             while flying:
-                _finish(flying.popleft()[0])
+                yield _finish(*flying.popleft())
+        except GeneratorExit:
+            self.leave()
+            raise
         except (RuntimeError, TimeoutError) as error:
             self.leave()
             # Whoever keeps the error keeps these, and gloo's connections are open as long as they.
             backend = None
             flying.clear()
             raise ProcessGroupFailed(
-                f"group {self.name} broke: {error}", hint=_AGAIN
+                f"group {self.name} broke: {error}", hint=AGAIN
             ) from error.with_traceback(None)
 
 
-_AGAIN = "receivers that are still there ask again and form another group"
+AGAIN = "receivers that are still there ask again and form another group"
 
 
 def _end(last: list[Any]) -> None:
@@ -191,7 +211,7 @@ def _end(last: list[Any]) -> None:
     last.clear()
 
 
-def _buckets(payload: Tensor) -> list[Tensor]:
+def buckets_of(payload: Tensor) -> list[Tensor]:
     """Cut uint8[N] into views."""
     return [payload[at : at + BUCKET_BYTES] for at in range(0, payload.numel(), BUCKET_BYTES)]
 
@@ -203,17 +223,18 @@ def _start(backend: Any, bucket: Tensor) -> Any:
     return backend.broadcast([bucket], options)
 
 
-def _finish(work: Any) -> None:
-    """Wait until a bucket is there; a wait of NCCL's own would have no deadline."""
+def _finish(work: Any, bucket: Tensor) -> Tensor:
+    """Return a bucket once it is there; a wait of NCCL's own would have no deadline."""
     deadline = time.monotonic() + BUCKET_S
     while not work.is_completed():
         if time.monotonic() > deadline:
             raise TimeoutError(f"a bucket took longer than {BUCKET_S:g} s")
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
     work.wait()
+    return bucket
 
 
-def _wait_for_all(store: dist.PrefixStore, rank: int, size: int, meet_s: float) -> None:
+def wait_for_all(store: dist.PrefixStore, rank: int, size: int, meet_s: float) -> None:
     """Tell that this member is there, and wait for the others."""
     store.set(f"here/{rank}", "")
     places = [f"here/{other}" for other in range(size)]
@@ -222,9 +243,9 @@ def _wait_for_all(store: dist.PrefixStore, rank: int, size: int, meet_s: float) 
         if time.monotonic() > deadline:
             missing = [place for place in places if not store.check([place])]
             raise ProcessGroupFailed(
-                f"{len(missing)} of {size} members did not come within {meet_s:g} s", hint=_AGAIN
+                f"{len(missing)} of {size} members did not come within {meet_s:g} s", hint=AGAIN
             )
-        time.sleep(10 * _POLL_S)
+        time.sleep(10 * POLL_S)
 
 
 def _gloo(store: dist.PrefixStore, rank: int, size: int, address: str) -> Any:

@@ -11,6 +11,7 @@ import contextlib
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -21,15 +22,14 @@ from torch import Tensor
 
 from ...broker.client.connection import Broker
 from ...broker.client.rpc import Service
-from ...broker.weights.history import joined
 from ...broker.weights.payloads import read_file, remove_file, write_file
 from ...schemas.weights import JoinRound, Round, TensorEntry
 from ...schemas.wire.errors import NotFoundError
 from ...schemas.wire.subjects import JobScope
+from ..policy.devices import gpu_of
 from .broadcast_group import (
     FORM_S,
     MEET_S,
-    ProcessGroup,
     ProcessGroupFailed,
     Store,
     off_loop,
@@ -38,6 +38,7 @@ from .broadcast_group import (
     server_of,
 )
 from .broadcast_receiver import JOIN_S
+from .members import Group, meet_group
 from .tensors import fingerprint
 
 _IN_MEMORY = 2
@@ -63,17 +64,20 @@ class _Asker:
     """When it will have given up, in the loop's time."""
 
 
+Route = Literal["cpu", "cuda", "ipc"]
+
+
 class _Wanted(NamedTuple):
     location: str
     num_bytes: int
-    device: Literal["cpu", "cuda"]
+    device: Route
 
 
 @dataclass
 class _Last:
     """The group of the last round to a kind of device."""
 
-    group: ProcessGroup
+    group: Group
     members: list[str]
 
 
@@ -95,6 +99,7 @@ class Sender:
         self._scope = scope
         self._folder = folder
         self._device = device or torch.device("cpu")
+        self._gpu = gpu_of(self._device)
         self._window_s = window_s
         self._meet_s = meet_s
         self._newest = -1
@@ -111,8 +116,12 @@ class Sender:
     async def put(
         self, version: int, entries: list[TensorEntry], views: Sequence[memoryview]
     ) -> tuple[str, str]:
-        """Hold a copy of a payload; return its location and digest. Raises StorageError."""
-        payload = await asyncio.to_thread(_copied, views)
+        """Hold a payload; return its location and digest. Raises StorageError.
+
+        One that is all of an array, and read-only, is held as it is, of any other a copy.
+        """
+        pinned = self._device.type == "cuda"  # its GPU then copies at the speed of its bus
+        payload = await asyncio.to_thread(_held_or_copied, views, pinned=pinned)
         digest = await asyncio.to_thread(fingerprint, payload)
         older = list(self._held)[:-_IN_MEMORY]
         await self.secure(older)
@@ -192,7 +201,7 @@ class Sender:
         if not await self.holds(request.location):
             is_past = request.version <= self._newest
             return self._answer("removed" if is_past else "later", self._store)
-        device = request.device if self._device.type == "cuda" else "cpu"
+        device = route(self._gpu, request.gpus) if request.device == "cuda" else "cpu"
         loop = asyncio.get_running_loop()
         asker = _Asker(request, loop.create_future(), loop.time() + JOIN_S)
         wanted = _Wanted(request.location, request.num_bytes, device)
@@ -230,6 +239,10 @@ class Sender:
         askers = {name: entry for name, entry in waiting.items() if entry.until > now}
         for late in waiting.keys() - askers.keys():
             waiting[late].place.set_result(self._answer("later", store))
+        if wanted.device == "cuda":
+            askers, others = _apart(askers)
+            if others:
+                self._waiting.setdefault(wanted, {}).update(others)
         if not askers:
             return
         try:
@@ -245,16 +258,15 @@ class Sender:
             _log.warning("weights_round_failed", members=len(askers), error=str(error))
             self._leave(wanted.device)
 
-    async def _group(
-        self, askers: Mapping[str, _Asker], device: Literal["cpu", "cuda"], store: Store
-    ) -> ProcessGroup:
+    async def _group(self, askers: Mapping[str, _Asker], device: Route, store: Store) -> Group:
         """Tell the askers their places and return their group: the last one, or another."""
         last = self._last.get(device)
         again = last is not None and _are_all_of(last, askers)
         members = last.members if last and again else list(askers)
         name = last.group.name if last and again else uuid.uuid4().hex
-        size = 1 + len(members)
-        for rank, member in enumerate(members, 1):
+        size = 1 + sum(askers[member].request.num_ranks for member in members)
+        rank = 1
+        for member in members:
             place = Round(
                 answer="place",
                 address=self._address,
@@ -265,16 +277,14 @@ class Sender:
                 size=size,
             )
             askers[member].place.set_result(place)
+            rank += askers[member].request.num_ranks
         if last and again:
             return last.group
         self._leave(device)
         self._num_groups += 1
-        own = self._device if device == "cuda" else torch.device("cpu")
-        group = await off_loop(
-            lambda: ProcessGroup.meet(store, name, 0, size, own, self._address, self._meet_s),
-            f"group {name}",
-            FORM_S,
-        )
+        own = self._device if device != "cpu" else torch.device("cpu")
+        meet = partial(meet_group, device, store, name, 0, size, own, self._address, self._meet_s)
+        group = await off_loop(meet, f"group {name}", FORM_S)
         self._last[device] = _Last(group, members)
         return group
 
@@ -290,8 +300,45 @@ def _are_all_of(last: _Last, askers: Mapping[str, _Asker]) -> bool:
     return stayed == set(askers) == set(last.members)
 
 
-def _copied(views: Sequence[memoryview]) -> Tensor:
-    return torch.as_tensor(np.frombuffer(joined(views), np.uint8))
+def route(own: str, gpus: Sequence[str]) -> Route:
+    """Return how a receiver on these GPUs is reached from one, by their UUIDs.
+
+    NCCL refuses two ranks on one GPU: who computes where the learner does, and nowhere else, maps
+    its memory, and who computes there and elsewhere is sent to main memory.
+    """
+    if not own or not gpus:
+        return "cpu"
+    if own not in gpus:
+        return "cuda"
+    return "ipc" if set(gpus) == {own} else "cpu"
+
+
+def _apart(askers: Mapping[str, _Asker]) -> tuple[dict[str, _Asker], dict[str, _Asker]]:
+    """Divide receivers into those that share no GPU with each other, and the rest."""
+    taken: set[str] = set()
+    now: dict[str, _Asker] = {}
+    for name, asker in askers.items():
+        gpus = set(asker.request.gpus)
+        if not gpus & taken:
+            now[name] = asker
+            taken |= gpus
+    return now, {name: asker for name, asker in askers.items() if name not in now}
+
+
+def _held_or_copied(views: Sequence[memoryview], *, pinned: bool) -> Tensor:
+    """Return the bytes of views: their array itself where they are all of one, else a copy."""
+    size = sum(len(view) for view in views)
+    whole = views[0].obj if views else None
+    is_whole = all(view.obj is whole and view.readonly for view in views)
+    if isinstance(whole, np.ndarray) and whole.nbytes == size and is_whole:
+        return torch.as_tensor(whole.view(np.uint8).reshape(-1))
+    payload = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    place = 0
+    for view in views:
+        if len(view):
+            payload[place : place + len(view)].numpy()[:] = np.frombuffer(view, np.uint8)
+        place += len(view)
+    return payload
 
 
 def _view_of(payload: Tensor) -> memoryview:

@@ -7,7 +7,8 @@ and by just the right amounts. It finds damage; it does not keep out somebody wh
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import TypeAlias
 
@@ -55,11 +56,11 @@ def bytes_of(source: TensorSource) -> np.ndarray:
     return data
 
 
-def as_tensor(source: TensorSource) -> torch.Tensor:
-    """Return new weights as a tensor; EngineError where they are none."""
+def as_tensor(source: TensorSource, *, pinned: bool = False) -> torch.Tensor:
+    """Return new weights as a tensor, of bytes in `pinned` memory; EngineError if they are none."""
     if isinstance(source, torch.Tensor):
         return source.detach()
-    tensor = torch.empty(tuple(source[1]), dtype=dtype_of(source))
+    tensor = torch.empty(tuple(source[1]), dtype=dtype_of(source), pin_memory=pinned)
     if tensor.numel():
         np.copyto(tensor.view(-1).view(torch.uint8).numpy(), bytes_of(source))
     else:
@@ -76,16 +77,78 @@ def shape_of(source: TensorSource) -> tuple[int, ...]:
 
 _ROWS, _COLUMNS, _WORD_BYTES = 256, 512, 8
 _SQUARE_BYTES = _ROWS * _COLUMNS * _WORD_BYTES
-_PART_BYTES = 64 * _SQUARE_BYTES
+PART_BYTES = 64 * _SQUARE_BYTES
+"""Of the payload that is moved and digested at a time."""
 
 
 def fingerprint(payload: Tensor) -> str:
     """Return the digest of uint8[N], hexadecimal."""
-    digest = hashlib.sha256(payload.numel().to_bytes(8, "little"))
-    parts = [payload[at : at + _PART_BYTES] for at in range(0, payload.numel(), _PART_BYTES)]
-    if sums := [total for part in parts for total in _sums(part)]:
-        digest.update(torch.cat(sums).cpu().numpy().data)
+    digest = Fingerprint(payload.numel())
+    for at in range(0, payload.numel(), PART_BYTES):
+        digest.update(payload[at : at + PART_BYTES])
     return digest.hexdigest()
+
+
+class Fingerprint:
+    """The digest of a payload that comes in parts of `PART_BYTES`, of which the last is shorter."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """`num_bytes` is the size of the payload."""
+        self._digest = hashlib.sha256(num_bytes.to_bytes(8, "little"))
+        self._totals: list[Tensor] = []
+
+    def update(self, part: Tensor) -> None:
+        """Take in the next uint8[`PART_BYTES`]; its memory may be used again after this."""
+        self._totals.extend(_sums(part))
+
+    def hexdigest(self) -> str:
+        """Return the digest of all parts, hexadecimal."""
+        if self._totals:
+            self._digest.update(torch.cat(self._totals).cpu().numpy().data)
+            self._totals = []
+        return self._digest.hexdigest()
+
+
+class Assembler:
+    """Makes tensors of a payload that comes in parts, each as soon as it is whole."""
+
+    def __init__(self, entries: Iterable[tuple[str, str, Sequence[int], int]]) -> None:
+        """`entries` are name, dtype, shape, and first byte in the payload, in ascending order."""
+        self._entries = deque(
+            (name, DTYPES[dtype], tuple(shape), offset) for name, dtype, shape, offset in entries
+        )
+        self._place = 0
+        self._open: tuple[Tensor, int] | None = None
+        """The bytes of the first entry, and how many have come; None before its first one."""
+
+    def add(self, part: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Take in the next uint8[N]; yield the tensors that are whole now, on its device.
+
+        They have memory of their own; that of `part` may be used again after the last one.
+        """
+        end = self._place + part.numel()
+        while self._entries and self._entries[0][3] <= end:
+            name, dtype, shape, offset = self._entries[0]
+            if self._open is None:
+                size = prod(shape) * dtype.itemsize
+                self._open = torch.empty(size, dtype=torch.uint8, device=part.device), 0
+            buffer, filled = self._open
+            start = offset + filled - self._place
+            piece = part[start : start + buffer.numel() - filled]
+            buffer[filled : filled + piece.numel()].copy_(piece)
+            filled += piece.numel()
+            if filled < buffer.numel():
+                self._open = buffer, filled
+                break
+            self._open = None
+            self._entries.popleft()
+            yield name, buffer.view(dtype).view(shape)
+        self._place = end
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all tensors have come."""
+        return not self._entries
 
 
 def _sums(part: Tensor) -> tuple[Tensor, Tensor]:

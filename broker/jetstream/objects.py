@@ -15,6 +15,7 @@ import hashlib
 import json
 import socket
 import ssl
+import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -252,6 +253,10 @@ class DigestMismatch(BrokerError):
     """What was read is not what was stored."""
 
 
+class BucketFullError(BrokerError):
+    """An object does not fit into its bucket; nothing of it is left there."""
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
     """What the store says of one object."""
@@ -354,6 +359,15 @@ class ObjectStore:
         infos = (_read_info(message.payload) for message in messages)
         return [info for info in infos if info is not None]
 
+    async def free_bytes(self) -> int:
+        """Return how many more bytes the bucket's bound allows, with what each chunk adds.
+
+        Raises NotFoundError when the bucket is gone.
+        """
+        info = await self._retry(lambda: self._broker.api(f"STREAM.INFO.{self._stream}", None))
+        bound = int(info["config"]["max_bytes"])
+        return sys.maxsize if bound < 0 else max(bound - int(info["state"]["bytes"]), 0)
+
     async def delete(self, name: str) -> None:
         """Delete an object; harmless if it is gone."""
         info = await self.info(name)
@@ -430,10 +444,11 @@ class ObjectStore:
         return f"$O.{self._bucket}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"
 
     def _refused(self, name: str, error: Refused) -> BrokerError:
-        hint = "look at the bucket with `nats object info`"
+        message = f"object {name} was refused: {error.description}"
         if error.is_full:
-            hint = "its bucket is full: old versions are not removed, or the bound is too small"
-        return BrokerError(f"object {name} was refused: {error.description}", hint=hint)
+            hint = f"bucket {self._bucket} is full: remove objects, or raise its bound"
+            return BucketFullError(message, hint=hint)
+        return BrokerError(message, hint="look at the bucket with `nats object info`")
 
 
 class _Reading:

@@ -109,7 +109,8 @@ REQUEST_TTL_S = RESULT_TTL_S = SEGMENT_TTL_S = 24 * 3600
 REPLICAS_VARIABLE = "TINKERMQ_REPLICAS"
 BATCH_BYTES = 1 << 30
 DEAD_BYTES, MANIFEST_BYTES = 64 << 20, 256 << 20
-WEIGHTS_BYTES = 64 << 30
+WEIGHTS_BYTES = 1 << 30
+"""Of published versions, until the learner has told what its model needs; see `bound_weights`."""
 BUCKET_BYTES = 256 << 20
 PRESENCE_BYTES, EVALUATION_BYTES = 16 << 10, 64 << 10
 REQUEST_BYTES, SECRETS_BYTES = 4 << 10, 64 << 10
@@ -152,6 +153,29 @@ async def create_job_streams(
         await ensure_task_consumer(broker, scope, ack_wait_s)
         if validation:
             await ensure_task_consumer(broker, scope, ack_wait_s, validation=True)
+
+
+async def bound_weights(broker: Broker, scope: JobScope, num_bytes: int) -> None:
+    """Bound what the published versions of a running job take.
+
+    Raises BrokerError when the server has no room for that, NotFoundError, DeadlineError.
+    """
+    name = f"OBJ_{scope.object_weights}"
+    config = (await stream_info(broker, name))["config"] | {"max_bytes": num_bytes}
+    try:
+        await _ask(broker, f"STREAM.UPDATE.{name}", config)
+    except Refused as error:
+        hint = "look at it with `nats stream info`"
+        if error.err_code in _NO_SPACE:
+            hint = (
+                "raise max_file_store of nats-server, delete old jobs, set "
+                "learner.publish_dtype=bfloat16, or weights.transport=file or nccl"
+            )
+        raise errors.BrokerError(
+            f"the versions of weights of job {scope.job} need {num_bytes:,} bytes, for which the "
+            f"server has no room: {error.description}",
+            hint=hint,
+        ) from error
 
 
 async def settle_job_streams(broker: Broker, scope: JobScope) -> int:

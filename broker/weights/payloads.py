@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import mmap
+import shutil
 import struct
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,8 +24,15 @@ from ...schemas.weights import Manifest, TensorEntry
 from ...schemas.wire.errors import ConfigError, MessageError, NotFoundError, StorageError
 from ...schemas.wire.subjects import JobScope
 from ..client.connection import Broker
-from ..jetstream.objects import DigestMismatch, ObjectStore, digest_of, new_digest
+from ..jetstream.objects import (
+    BucketFullError,
+    DigestMismatch,
+    ObjectStore,
+    digest_of,
+    new_digest,
+)
 from .history import ITEM_BYTES
+from .shared_memory import MappedFile
 
 # Weights as files on a path that learner and generators share.
 #
@@ -69,7 +77,7 @@ def read_file(path: Path, num_bytes: int) -> tuple[str, memoryview]:
     """
     try:
         with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            mapped = MappedFile(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except FileNotFoundError as error:
         raise NotFoundError(
             f"there is no weights file {path}",
@@ -78,10 +86,17 @@ def read_file(path: Path, num_bytes: int) -> tuple[str, memoryview]:
         ) from error
     except (OSError, ValueError) as error:
         raise StorageError(f"the weights file {path} cannot be read: {error}") from error
+    mapped.path = path
     with contextlib.suppress(AttributeError, OSError):  # only a hint to the kernel
         mapped.madvise(mmap.MADV_WILLNEED)
     payload = memoryview(mapped)[len(mapped) - min(num_bytes, len(mapped)) :]
     return digest_of([payload]), payload
+
+
+def free_disk_bytes(folder: Path) -> int:
+    """Return the room on the disk of a folder, which may not exist yet."""
+    there = next((one for one in (folder, *folder.parents) if one.is_dir()), Path("/"))
+    return shutil.disk_usage(there).free
 
 
 def remove_file(path: Path) -> None:
@@ -200,15 +215,30 @@ class Payloads:
     ) -> tuple[str, str]:
         """Store bytes under a fresh name that begins with `label`; return location and digest.
 
-        As a file they are what `entries` say of them. Raises BrokerError, DeadlineError,
-        StorageError (file transport).
+        As a file they are what `entries` say of them. Raises BrokerError, DeadlineError, and
+        StorageError, which is full where there is no room.
         """
         name = f"{label}-{uuid.uuid4().hex[:8]}"
         if self._folder is not None and self.transport == "file":
             path = self._folder / f"{name}{'.safetensors' if entries else '.difference'}"
             return str(path), await asyncio.to_thread(write_file, path, entries or [], views)
-        info = await self._objects.put(name, views, deadline_s=TRANSFER_DEADLINE_S)
+        try:
+            info = await self._objects.put(name, views, deadline_s=TRANSFER_DEADLINE_S)
+        except BucketFullError as error:
+            full = StorageError(
+                f"the bucket of weights of job {self._scope.job} is full: {error.message}",
+                hint="room comes when evaluations of older versions end; it was bounded when the "
+                "learner started, so `tinkermq resume` after raising max_file_store of nats-server",
+            )
+            full.is_full = True
+            raise full from error
         return name, info.digest
+
+    async def free_bytes(self) -> int:
+        """Return how much more can be stored: of the bucket's bound, or of the folder's disk."""
+        if self._folder is not None and self.transport == "file":
+            return await asyncio.to_thread(free_disk_bytes, self._folder)
+        return await self._objects.free_bytes()
 
     async def get(
         self, transport: Transport, location: str, num_bytes: int, digest: str

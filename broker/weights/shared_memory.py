@@ -46,6 +46,24 @@ Fill = Callable[[memoryview], Awaitable[None]]
 _log = structlog.get_logger()
 
 
+class MappedFile(mmap.mmap):
+    """The bytes of a file, which other processes of this user can map, too."""
+
+    path: Path
+    """Where it lies as long as this is mapped; of a shared folder, until it is removed."""
+
+
+def place_of(view: memoryview) -> tuple[Path, int] | None:
+    """Return the file that a view of a `MappedFile` is in, and its first byte there; else None."""
+    import numpy as np
+
+    mapped = view.obj
+    if not isinstance(mapped, MappedFile) or not len(view):
+        return None
+    start: int = np.frombuffer(mapped, np.uint8).ctypes.data
+    return mapped.path, np.frombuffer(view, np.uint8).ctypes.data - start
+
+
 class SharedMemory:
     """Versions of one job in the shared memory of this machine."""
 
@@ -179,7 +197,7 @@ class _Half:
     def _named(self) -> memoryview:
         os.fchmod(self._lock, stat.S_IRUSR)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
-        mapped = _map(self._lock, self._num_bytes)
+        mapped = _map(self._lock, self._num_bytes, self._place)
         _half(self._place).rename(self._place)
         os.close(self._lock)
         return mapped
@@ -238,18 +256,20 @@ def _mapped(place: Path, num_bytes: int) -> memoryview | None:
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         os.utime(file)
-        return _map(file, num_bytes)
+        return _map(file, num_bytes, place)
     except BlockingIOError:
         return None
     finally:
         os.close(file)  # the mapping has a descriptor of its own, and with it the lock
 
 
-def _map(file: int, num_bytes: int) -> memoryview:
+def _map(file: int, num_bytes: int, place: Path) -> memoryview:
     status = os.fstat(file)
     if status.st_uid != os.geteuid() or status.st_size != num_bytes:
         raise _NotShared(f"a file of {status.st_size:,} bytes stands where {num_bytes:,} should")
-    return memoryview(mmap.mmap(file, num_bytes, access=mmap.ACCESS_COPY))
+    mapped = MappedFile(file, num_bytes, access=mmap.ACCESS_COPY)
+    mapped.path = place
+    return memoryview(mapped)
 
 
 def _claimed(place: Path) -> int | None:

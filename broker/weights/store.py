@@ -19,11 +19,11 @@ import hashlib
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from functools import cache, cached_property, partial
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, TypeVar, cast
 
 from ...schemas.weights import (
     LATEST,
@@ -33,7 +33,13 @@ from ...schemas.weights import (
     WeightsAnnouncement,
     manifest_key,
 )
-from ...schemas.wire.errors import BrokerError, ConfigError, ModelError, NotFoundError
+from ...schemas.wire.errors import (
+    BrokerError,
+    ConfigError,
+    ModelError,
+    NotFoundError,
+    StorageError,
+)
 from ...schemas.wire.subjects import JobScope
 from ..client.connection import Broker, Msg
 from ..client.replies import Listening
@@ -101,7 +107,12 @@ def _digest(file: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+T = TypeVar("T")
 _LOOK_S = 2.0
+NEWEST = 2
+"""Versions that stay whatever happens: a receiver may be loading the one before the newest."""
+_EXTRA_SHARE, _EXTRA_BYTES = 0.02, 1 << 20
+"""What chunks and entries add to the bytes of a version."""
 _KEY = re.compile(r"v([0-9]{1,18})")
 _NOTHING = WeightHistory(enabled=False, full_snapshot_every=1)
 
@@ -115,6 +126,15 @@ the package then report that they differ. A test holds payloads of this format."
 def software() -> str:
     """Return the version of tinkermq that runs here, and its format of published weights."""
     return f"{package_version('tinkermq')} (weights format {FORMAT})"
+
+
+def room_for(num_versions: int, version_bytes: int) -> int:
+    """Return how large a bucket must be for so many whole versions at a time."""
+    return num_versions * _stored(version_bytes)
+
+
+def _stored(num_bytes: int) -> int:
+    return int(num_bytes * (1 + _EXTRA_SHARE)) + _EXTRA_BYTES
 
 
 class WeightStore:
@@ -152,8 +172,8 @@ class WeightStore:
 
         Raises ConfigError for the file transport without a folder.
         """
-        self._broker = broker
-        self._scope = scope
+        self.broker = broker
+        self.scope = scope
         self._payloads = Payloads(broker, scope, transport, folder, chunk_bytes, sha256=sha256)
         self._manifests = Bucket(broker, scope.bucket_weights, Manifest)
         self._holder = holder
@@ -176,7 +196,7 @@ class WeightStore:
         """Store a version, then announce it; publishing one again replaces it.
 
         The tensors' memory must not change until this returns. Raises BrokerError, DeadlineError,
-        StorageError (file transport).
+        and StorageError; where that is full nothing is left of the version.
         """
         entries = layout(tensors)
         await asyncio.to_thread(lambda: self._files.digests)  # reads them, once
@@ -192,8 +212,8 @@ class WeightStore:
         old = await self._manifests.find(manifest_key(version))
         await self._manifests.put(manifest_key(version), manifest)
         await self._advance_latest(manifest)
-        await self._broker.publish(
-            self._scope.weights, WeightsAnnouncement(version=version).to_bytes()
+        await self.broker.publish(
+            self.scope.weights, WeightsAnnouncement(version=version).to_bytes()
         )
         if old is not None:
             await self._remove_payload(old.value)
@@ -208,16 +228,32 @@ class WeightStore:
         """
         payload = await asyncio.to_thread(joined, views)
         made = await asyncio.to_thread(self._history.encode, version, entries, payload)
-        stored = [await self._put_difference(version, base, text) for base, text in made]
-        if not made or self._history.is_anchor(version):
-            manifest = await self._put_whole(version, "full", entries, [payload], stored)
-            payload = await self._offered(manifest.digest, [payload]) or payload
-            self._history.restart(Whole(version, entries, manifest.digest, payload))
-            return manifest
+        stored: list[Difference] = []
+        try:
+            for base, text in made:
+                stored.append(await self._put_difference(version, base, text))
+            if not made or self._history.is_anchor(version):
+                return await self._publish_anchor(version, entries, payload, stored)
+        except StorageError:
+            places = (one.location for one in stored)
+            await self._payloads.remove(self._payloads.transport, places)
+            raise
         digest = await asyncio.to_thread(digest_of, [payload])
         payload = await self._offered(digest, [payload]) or payload
         self._history.hold(Whole(version, entries, digest, payload), made[-1][0])
         return self._manifest(version, "delta", entries, digest, differences=stored)
+
+    async def _publish_anchor(
+        self,
+        version: int,
+        entries: list[TensorEntry],
+        payload: memoryview,
+        differences: list[Difference],
+    ) -> Manifest:
+        manifest = await self._put_whole(version, "full", entries, [payload], differences)
+        payload = await self._offered(manifest.digest, [payload]) or payload
+        self._history.restart(Whole(version, entries, manifest.digest, payload))
+        return manifest
 
     async def _offered(self, digest: str, views: Sequence[memoryview]) -> memoryview | None:
         """Leave a version in memory for this machine's receivers; files are mapped anyway."""
@@ -309,7 +345,7 @@ class WeightStore:
         -1 waits for the first version.
         """
         if self._listening is None:
-            self._listening = await self._broker.listen(self._scope.weights, self._hear)
+            self._listening = await self.broker.listen(self.scope.weights, self._hear)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while True:
@@ -333,12 +369,11 @@ class WeightStore:
         DeadlineError, StorageError (file transport), ModelError for a machine that sees other files
         than the learner's.
         """
-        check_layout(manifest)
-        await asyncio.to_thread(self._files.check, manifest)
+        await self._check(manifest)
         try:
             payload = await self._payload(manifest, self._history.step_to)
         except DigestMismatch:
-            payload = await self._payload_again(manifest)
+            payload = await self._again(manifest, lambda: self._payload(manifest, _NOTHING.step_to))
         return {
             entry.name: TensorBytes(
                 entry.dtype,
@@ -348,10 +383,27 @@ class WeightStore:
             for entry in manifest.tensors
         }
 
-    async def _payload_again(self, manifest: Manifest) -> Payload:
+    async def receive(
+        self, manifest: Manifest, receive: Callable[[Manifest], Awaitable[object]]
+    ) -> None:
+        """Have `receive` take a version of the nccl transport, checked and repeated as in `fetch`.
+
+        For who needs no payload in this process. Raises what `fetch` raises.
+        """
+        await self._check(manifest)
+        try:
+            await receive(manifest)
+        except DigestMismatch:
+            await self._again(manifest, lambda: receive(manifest))
+
+    async def _check(self, manifest: Manifest) -> None:
+        check_layout(manifest)
+        await asyncio.to_thread(self._files.check, manifest)
+
+    async def _again(self, manifest: Manifest, fetch: Callable[[], Awaitable[T]]) -> T:
         """Fetch once more, and nothing that is held counts."""
         try:
-            return await self._payload(manifest, _NOTHING.step_to)
+            return await fetch()
         except DigestMismatch as error:
             if manifest.software != (own := software()):
                 theirs = (
@@ -395,7 +447,7 @@ class WeightStore:
         if anchor is None:
             raise NotFoundError(
                 f"version {step.base}, of which version {manifest.version} of job "
-                f"{self._scope.job} is made, was removed",
+                f"{self.scope.job} is made, was removed",
                 hint="take the newest version",
             )
         if anchor.digest != step.base_digest or anchor.kind != "full":
@@ -441,6 +493,30 @@ class WeightStore:
             await self.remove(version)
         if self._holder is not None:
             await self._holder.secure(manifests[one].location for one in versions & set(manifests))
+
+    async def make_room(self, tensors: Mapping[str, TensorBytes], versions: Set[int]) -> None:
+        """Remove what nobody needs before a version of these tensors is published.
+
+        `versions` stay, and the newest two: a receiver may be loading the older one. Where the new
+        version does not fit beside both, only the newest stays; who loads the other takes that.
+        """
+        await self.keep(versions, newest=NEWEST)
+        needed = _stored(sum(one.data.nbytes for one in tensors.values()))
+        if self._holder is None and await self._payloads.free_bytes() < needed:
+            await self.keep(versions, newest=1)
+
+    async def bound_bytes(self) -> int:
+        """Return how much all versions may take: the bucket's bound, or the room of the disk.
+
+        Raises NotFoundError when the bucket is gone.
+        """
+        held = [one.value for one in await self._manifests.items()]
+        distinct = {one.version: one.stored_bytes for one in held if self._is_own(one)}
+        return sum(distinct.values()) + await self._payloads.free_bytes()
+
+    def _is_own(self, manifest: Manifest) -> bool:
+        """Whether the payload lies where this store puts its own."""
+        return manifest.transport == self._payloads.transport
 
     async def sweep(self) -> None:
         """Remove payloads in NATS that no manifest names: of a learner that died publishing."""

@@ -30,6 +30,7 @@ from .sections import (
     SelfPlayConfig,
     StorageConfig,
     rename_keys,
+    resolve_dtype,
     when,
 )
 
@@ -281,8 +282,8 @@ class WeightsConfig(Section):
 
     transport: Literal["auto", "object", "file", "nccl"] = "auto"
     """object: through NATS; file: a shared folder; nccl: from the learner's memory by
-    torch.distributed, with NCCL between GPUs and gloo otherwise; auto: nccl where learner and
-    generator share a GPU, else object."""
+    torch.distributed, with NCCL between GPUs, CUDA IPC on one GPU, and gloo otherwise; auto: nccl
+    where learner and generator share a GPU, else object."""
     folder: str | None = Field(default=None, json_schema_extra=when("transport", "file"))
     """The shared folder; default: the run folder."""
     chunk_bytes: int = Field(
@@ -295,8 +296,8 @@ class WeightsConfig(Section):
     differences: bool = Field(
         default=True, json_schema_extra=when("transport", "auto", "object", "file")
     )
-    """Send 16-bit weights (`learner.publish_dtype: bfloat16`) as differences where smaller;
-    learner and generators then hold two versions in memory."""
+    """Send 16-bit weights as differences where smaller; learner and generators then hold two
+    versions in memory."""
     full_snapshot_every: int = Field(default=16, ge=2, json_schema_extra=when("differences", True))
     """Every N versions one is stored whole, for receivers that join or were away."""
     sha256: bool = Field(default=True, json_schema_extra=when("transport", "auto", "object"))
@@ -434,6 +435,11 @@ class JobConfig(Section):
     def evaluator_slots(self) -> int:
         """Slots of a separate evaluator: its engine is that of a generator."""
         return self.evaluation.slots or self.generator.slots
+
+    def published_dtype(self, *, on_gpu: bool) -> Literal["float32", "bfloat16"]:
+        """Dtype of published weights: that in which engines compute, unless another is set."""
+        own = self.learner.publish_dtype
+        return resolve_dtype(self.generator.dtype if own == "auto" else own, on_gpu=on_gpu)
 
     @property
     def generator_slots(self) -> int:

@@ -302,7 +302,7 @@ class LearnerConfig(Section):
     """Compute dtype; master weights, gradients and optimiser state are float32. auto: bfloat16 on a
     GPU, float32 on CPUs."""
     publish_dtype: Dtype = "auto"
-    """Dtype of the weights that generators get. auto: the learner's compute dtype."""
+    """Dtype of the weights that generators get. auto: that of `generator.dtype`."""
     deterministic: bool = False
     """Use deterministic CUDA kernels only, so that `tinkermq replay` comes to the same bits on a
     GPU: slower. On CPUs results are the same bits anyway."""
@@ -324,11 +324,6 @@ class LearnerConfig(Section):
     """Keep master weights, gradients and optimiser state in CPU memory: slower; needs a GPU."""
     threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads for torch, of each rank."""
-
-    def published_dtype(self, *, on_gpu: bool) -> Literal["float32", "bfloat16"]:
-        """Return the dtype of the weights that a learner on a GPU, or on CPUs, publishes."""
-        asked = self.dtype if self.publish_dtype == "auto" else self.publish_dtype
-        return resolve_dtype(asked, on_gpu=on_gpu)
 
     @property
     def pass_tokens(self) -> int:

@@ -438,7 +438,7 @@ def _forward_flops(shape: ModelShape, length: int) -> float:
 def _weights_s(job: JobConfig, shape: ModelShape, cards: CardSet, reached: Efficiencies) -> float:
     if not job.generator.count or job.sft.data:
         return 0.0
-    width = 4 if job.learner.published_dtype(on_gpu=True) == "float32" else 2
+    width = 4 if job.published_dtype(on_gpu=True) == "float32" else 2
     num_bytes = (adapter_weights(job, shape) or shape.weights) * width
     rate = _OBJECT_BYTES_PER_S
     if shares_card(job, cards.num):

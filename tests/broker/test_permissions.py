@@ -93,8 +93,11 @@ def test_only_the_learner_publishes_weights_tasks_and_batches(role: str) -> None
         f"{JOB}.weights",
         "$KV.tmq-ada-j1-weights.latest",
         "$O.tmq-ada-j1-weights.C.x",
+        "tmq.v1.rpc.ada.scheduler.weights-room",
     ):
         assert may_publish(permissions, subject) == (role == "learner")
+    update = "$JS.API.STREAM.UPDATE.OBJ_tmq-ada-j1-weights"  # would let it change more than a bound
+    assert not may_publish(permissions, update)
     can_append = role in ("learner", "generator")
     assert may_publish(permissions, f"{JOB}.rollout.1") == can_append
     assert not may_publish(permissions, "tmq.v1.job.ada.j2.rollout.1")

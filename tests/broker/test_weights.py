@@ -252,9 +252,10 @@ async def test_an_object_whose_chunks_are_gone_is_an_error_at_once(
 async def test_a_full_bucket_is_named(broker: Broker, scope: JobScope) -> None:
     await create_job_streams(broker, scope, LimitsConfig(), weights_bytes=1 << 20)
     store = WeightStore(broker, scope)
-    with pytest.raises(BrokerError, match="was refused: maximum bytes exceeded") as raised:
+    with pytest.raises(StorageError, match="was refused: maximum bytes exceeded") as raised:
         await store.publish(0, _tensors(0, num_values=200_000))
-    assert "its bucket is full" in raised.value.hint
+    assert raised.value.is_full
+    assert "raising max_file_store" in raised.value.hint
     assert await store.versions() == []
 
 

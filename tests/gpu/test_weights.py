@@ -82,7 +82,9 @@ def next_report(pipe: Connection, version: int) -> float:
             return seconds
 
 
+@pytest.mark.parametrize("where", ["apart", "on one GPU"])
 async def test_versions_go_from_memory_to_memory_to_the_bit(
+    where: str,
     own_broker: Broker,
     own_scope: JobScope,
     tmp_path: Path,
@@ -90,7 +92,10 @@ async def test_versions_go_from_memory_to_memory_to_the_bit(
     record_property: Callable[[str, object], None],
 ) -> None:
     num_bytes = 1 << (30 if on_gpu else 22)
-    device = "cuda:1" if torch.cuda.device_count() > 1 else "cpu"  # NCCL: one member on each GPU
+    if where == "on one GPU" and not on_gpu:
+        pytest.skip("CUDA IPC maps the memory of a GPU")
+    another = "cuda:1" if torch.cuda.device_count() > 1 else "cpu"  # NCCL: one member on each GPU
+    device = another if where == "apart" else "cuda:0"
     data = np.random.default_rng(0).integers(0, 255, num_bytes, np.uint8)
     seconds: list[float] = []
     async with serving(own_broker, own_scope, tmp_path / "weights") as store:
@@ -100,5 +105,5 @@ async def test_versions_go_from_memory_to_memory_to_the_bit(
                 tensor = TensorBytes("bfloat16", (num_bytes // 2,), data.data)
                 await store.publish(version, {"weights": tensor})
                 seconds.append(await asyncio.to_thread(next_report, pipe, version))
-    record_property("by", "gloo" if device == "cpu" else "NCCL")
+    record_property("by", {"cpu": "gloo", "cuda:0": "CUDA IPC"}.get(device, "NCCL"))
     record_property("MB/s", num_bytes / min(seconds[1:]) / 1e6)  # the first forms the group

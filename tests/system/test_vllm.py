@@ -70,6 +70,29 @@ async def test_a_job_learns_from_what_vllm_generates_validates_and_is_served(
     await _serve(stack, job)
 
 
+async def test_the_weights_of_a_job_go_from_its_learner_into_vllms_workers_whoever_is_killed(
+    stack: Stack,
+) -> None:
+    overrides = (
+        f"model.path={warm_model('guess')}",
+        "env={game: guess, num_val: 8}",
+        "generator={engine: vllm, compile: false, kv_cache_mb: 64, ack_wait_s: 3}",
+        "weights={transport: nccl}",
+        "training.num_steps=16",
+        "training.save_freq=4",
+    )
+    job = await stack.submit(example("guess", *overrides))
+    await job.until_step(4)
+    await job.kill("generator-0")
+    await job.until_step(9)
+    await job.kill("learner")
+    await job.until("COMPLETED", deadline_s=400)
+    metrics = [metric.values for metric in await job.metrics()]
+    mismatch = [values.get("staleness/abs_log_ratio/lag_0", 0.0) for values in metrics]
+    assert 0 < max(mismatch) < 1e-3
+    await assert_every_task_once(job)
+
+
 async def test_a_job_trains_with_the_experts_that_vllm_chose(stack: Stack, tmp_path: Path) -> None:
     """Each token tells its experts, and log-probs agree."""
     model = make_tiny_model(tmp_path, "qwen3_moe", heads=2)

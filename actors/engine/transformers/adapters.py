@@ -315,4 +315,5 @@ def _fill(target: torch.Tensor, source: TensorSource) -> None:
     if not isinstance(source, torch.Tensor) and in_place and dtype_of(source) == target.dtype:
         np.copyto(target.view(-1).view(torch.uint8).numpy(), bytes_of(source))
     else:
-        target.copy_(as_tensor(source))
+        on_gpu = target.is_cuda
+        target.copy_(as_tensor(source, pinned=on_gpu), non_blocking=on_gpu)

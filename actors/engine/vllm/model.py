@@ -19,11 +19,14 @@ import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from pathlib import Path
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
 from vllm import AsyncEngineArgs, SamplingParams
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
 from vllm.inputs import MultiModalInput, TokensInput, tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
@@ -66,6 +69,7 @@ from .request import (
     scores_of,
     scoring_parameters,
 )
+from .transfer import BACKEND
 
 # -- arguments and environment of vLLM -------------------------------------------------------------
 
@@ -118,6 +122,7 @@ def engine_arguments(
         "block_size": _CPU_BLOCK_TOKENS if on_cpu else None,
         "seed": secrets.randbits(31),  # or all generators of a job would draw the same tokens
         "logits_processors": [PROCESSOR],
+        "weight_transfer_config": {"backend": BACKEND},
         "worker_extension_cls": "tinkermq.actors.engine.vllm.worker.WorkerExtension",
         "use_tqdm_on_load": False,
         "disable_log_stats": True,  # its own; `Recorder` is given beside
@@ -233,6 +238,8 @@ class Recorder(StatLoggerBase):
 
 _MEMORY = ("weights", "kv_cache")
 """What vLLM frees when it sleeps, in the order in which it is taken back."""
+_OUTCOME_S = 0.02
+_WORST_FIRST = ("failed", "damaged", "", "done")
 _SHUTDOWN_S = 1.0
 """How long its processes may take to end by themselves; none of them holds what is needed later."""
 T = TypeVar("T")
@@ -262,6 +269,8 @@ class VllmModel:
         self._asleep: list[str] = []
         """Tags of the memory that is not there."""
         self._slept_at = 0.0
+        self._half: AsyncExitStack | None = None
+        """Ends the pause of a version that did not come whole; the next one does."""
         self._open = asyncio.Event()
         """Cleared while weights are swapped: a request that begins then would be cached wrongly."""
         self._open.set()
@@ -470,9 +479,64 @@ class VllmModel:
 
     # New weights ------------------------------------------------------------------------------
 
-    async def load_model(self, version: int, folder: Path, kv: KvOnSwap) -> None:
-        """Make the file in a folder the model's weights, between two steps."""
-        await self._swap("", version, kv, lambda: self.ask_workers("take_weights", str(folder)))
+    async def load_file(self, version: int, update: dict[str, Any], kv: KvOnSwap) -> None:
+        """Make what a file holds the model's weights, between two steps; see `TakeVersion`."""
+
+        async def take() -> None:
+            await self.take_weights(update)
+            kind, why = await self.transfer_outcome()
+            if kind != "done":
+                raise EngineError(f"new weights were not loaded: {why}", hint="see the log above")
+
+        await self._swap("", version, kv, take)
+
+    async def receive(
+        self,
+        version: int,
+        receive: Callable[[Callable[[], Awaitable[None]]], Awaitable[object]],
+        kv: KvOnSwap,
+    ) -> None:
+        """Make what `receive` has the workers take from the learner the model's weights.
+
+        `receive` awaits what it is given before the first byte comes: from then on vLLM stands
+        still. Where it raises after that, vLLM does so until the next version has come whole.
+        """
+
+        async def stand_still() -> None:
+            if self._half is None:
+                half = AsyncExitStack()
+                await half.enter_async_context(self._swapping_of("", kv))
+                self._half = half
+
+        await receive(stand_still)
+        await self._end_swap("", version)
+        half, self._half = self._half, None
+        if half is not None:
+            await half.aclose()
+
+    async def join_learner(self, joined: dict[str, Any]) -> tuple[str, str]:
+        """Have all workers connect to the learner, or form a group with it; see `JoinGroup`.
+
+        Returns the outcome. vLLM's steps go on meanwhile.
+        """
+        request = WeightTransferInitRequest(joined)
+        await self._call(self._llm.init_weight_transfer_engine(request))
+        while True:
+            outcome = await self.transfer_outcome()
+            if outcome[0]:
+                return outcome
+            await asyncio.sleep(_OUTCOME_S)
+
+    async def take_weights(self, update: dict[str, Any]) -> None:
+        """Have all workers take weights; the caller sees to it that no step runs."""
+        await self._call(self._llm.start_weight_update())
+        await self._call(self._llm.update_weights(WeightTransferUpdateRequest(update)))
+        await self._call(self._llm.finish_weight_update())
+
+    async def transfer_outcome(self) -> tuple[str, str]:
+        """Return what a transfer has come to in all workers: the worst of them."""
+        outcomes = [tuple(one) for one in await self.ask_workers("transfer_outcome")]
+        return min(outcomes, key=lambda outcome: _WORST_FIRST.index(outcome[0]))
 
     def new_adapter(self) -> str:
         """Return a name for one more adapter."""
@@ -527,6 +591,13 @@ class VllmModel:
     async def _swap(
         self, adapter: str, version: int, kv: KvOnSwap, take: Callable[[], Awaitable[object]]
     ) -> None:
+        async with self._swapping_of(adapter, kv):
+            await self._call(take())
+            await self._end_swap(adapter, version)
+
+    @asynccontextmanager
+    async def _swapping_of(self, adapter: str, kv: KvOnSwap) -> AsyncIterator[None]:
+        """Stand still while weights are replaced, and forget what was computed with the old."""
         started = time.perf_counter()
         poisoned = self._poisoned == self._label
         clear = poisoned or kv == "recompute"
@@ -535,13 +606,11 @@ class VllmModel:
                 await self._wake_memory("weights")
             elif not clear:
                 await self._take_back(adapter)
-            await self._call(take())
+            yield
             if self._sees:
                 await self._call(self._llm.reset_encoder_cache())
             if poisoned and not self._asleep:
                 await self.ask_workers("zero_caches")
-            await self.name_version(adapter, version)
-            self._note_swap(adapter, version)
         if not self._asleep:
             self.meter.paused(time.perf_counter() - started)
 
@@ -557,6 +626,10 @@ class VllmModel:
             yield
             await self._call(self._llm.resume_generation())
             self._open.set()
+
+    async def _end_swap(self, adapter: str, version: int) -> None:
+        await self.name_version(adapter, version)
+        self._note_swap(adapter, version)
 
     def _note_swap(self, adapter: str, version: int) -> None:
         """Tell the requests of an adapter which of their tokens the weights before have drawn."""

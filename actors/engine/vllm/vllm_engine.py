@@ -5,7 +5,7 @@ Several engines may share one model in vLLM, each with an adapter of its own. Wh
 """
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,14 +13,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ....broker.weights.store import WeightStore
 from ....schemas.config.job import JobConfig
 from ....schemas.config.sections import LoraConfig
+from ....schemas.weights import Manifest
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import ConfigError, EngineError, ModelError
 from ...policy.lora import read_lora
 from ...policy.model_folder import load_model_config, sees_images
 from ...policy.vision import ImageReader, Images, digest_of, load_image_reader
 from ...storage.adapters import base_of, is_adapter
+from ...weights.broadcast_receiver import BroadcastReceiver
 from ...weights.tensors import TensorSource
 from ..engine import (
     EngineStats,
@@ -45,6 +48,7 @@ from ..weight_updates import WeightNames
 from .model import VllmModel
 from .request import ShownImages, show
 from .weight_files import WeightFiles, hollow_model, reference_names
+from .workers import Workers, update_of_file, update_of_mapped
 
 _LEAST_TEMPERATURE = 0.01
 """vLLM replaces lower ones by this."""
@@ -87,6 +91,7 @@ class VllmEngine:
         self._files = WeightFiles()
         self._names: WeightNames | None = None
         self._loading = asyncio.Lock()
+        self._receiver: BroadcastReceiver | None = None
         self._tasks = set[asyncio.Task[None]]()
         self._closed: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
         model.add_owner()
@@ -245,9 +250,36 @@ class VllmEngine:
         """Swap weights between two steps; see `engine.Engine.load_weights`."""
         async with self._loading:
             self._check_alive()
-            folder = await asyncio.to_thread(self._write, version, tensors)
+            once = await asyncio.to_thread(self._checked, tensors)
+            if self._adapter:
+                await self._load_adapter(version, once, kv)
+                return
+            update = await asyncio.to_thread(self._update, version, once)
             self._check_alive()
-            await self._to_the_end(self._swap(version, folder, kv))
+            await self._to_the_end(self._model.load_file(version, update, kv))
+            self._files.keep_only(None)
+
+    def takes_from_learner(self, manifest: Manifest) -> bool:
+        """Whether vLLM's workers take a version from the learner by themselves."""
+        return manifest.transport == "nccl" and manifest.kind == "full" and not self._adapter
+
+    async def receive_weights(
+        self, manifest: Manifest, store: WeightStore, kv: KvOnSwap = "keep"
+    ) -> None:
+        """Have vLLM's workers take a version from the learner's memory; no file holds it.
+
+        From its first byte on until it has come whole no token is generated. Raises NotFoundError,
+        DeadlineError, BrokerError as `WeightStore.fetch` does.
+        """
+        async with self._loading:
+            self._check_alive()
+            await asyncio.to_thread(self._check_manifest, manifest)
+            receiver = await self._receiver_of(store)
+
+            async def receive(stand_still: Callable[[], Awaitable[None]]) -> None:
+                await store.receive(manifest, partial(receiver.receive, ready=stand_still))
+
+            await self._to_the_end(self._model.receive(manifest.version, receive, kv))
 
     async def sleep(self) -> None:
         """Free memory, that of all engines of this model; see `engine.Engine.sleep`."""
@@ -315,22 +347,36 @@ class VllmEngine:
             )
         return self._names
 
-    def _write(self, version: int, tensors: Mapping[str, TensorSource]) -> Path:
+    async def _receiver_of(self, store: WeightStore) -> BroadcastReceiver:
+        if self._receiver is None or self._receiver.scope != store.scope:
+            workers = Workers(self._model, await self._model.ask_workers("gpu"))
+            self._receiver = BroadcastReceiver(store.broker, store.scope, member=workers)
+        return self._receiver
+
+    def _check_manifest(self, manifest: Manifest) -> None:
+        names = self._reference()
+        names.check({one.name: (one.dtype, one.shape, b"") for one in manifest.tensors})
+
+    def _checked(self, tensors: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
         names = self._reference()
         names.check(tensors)
-        once = names.once(tensors)
-        if self._adapter:
-            return self._files.write_adapter(version, once, self._lora)
-        return self._files.write_model(version, once)
+        return names.once(tensors)
 
-    async def _swap(self, version: int, folder: Path, kv: KvOnSwap) -> None:
-        """Have vLLM read a folder; an adapter's stays, since vLLM may read it again."""
-        if self._adapter:
-            await self._model.load_adapter(self._adapter, version, str(folder), kv)
-            self._files.keep_only(folder)
-        else:
-            await self._model.load_model(version, folder, kv)
-            self._files.keep_only(None)
+    def _update(self, version: int, tensors: Mapping[str, TensorSource]) -> dict[str, Any]:
+        """Return what vLLM's workers take tensors by: the file that they lie in, or one of ours."""
+        found = update_of_mapped(tensors)
+        return found or update_of_file(*self._files.write_model(version, tensors), tensors)
+
+    async def _load_adapter(
+        self, version: int, tensors: Mapping[str, TensorSource], kv: KvOnSwap
+    ) -> None:
+        """Have vLLM read an adapter; its folder stays, since vLLM may read it again."""
+        write = partial(self._files.write_adapter, version, tensors, self._lora)
+        folder = await asyncio.to_thread(write)
+        self._check_alive()
+        loading = self._model.load_adapter(self._adapter, version, str(folder), kv)
+        await self._to_the_end(loading)
+        self._files.keep_only(folder)
 
     # What is refused, and the end -------------------------------------------------------------
 

@@ -1,4 +1,8 @@
-"""New weights as files of memory, for an engine that reads them in processes of its own."""
+"""New weights as files of memory, for an engine that reads them in processes of its own.
+
+Adapters are such files, since vLLM reads them from a folder; weights of a model only where no file
+of shared memory has them already.
+"""
 
 import json
 import os
@@ -8,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from safetensors import TensorSpec, serialize_file
 
@@ -35,9 +40,23 @@ class WeightFiles:
         _sweep(root)
         self._root = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=root))
 
-    def write_model(self, version: int, tensors: Mapping[str, TensorSource]) -> Path:
-        """Write tensors that were checked; return their folder."""
-        return self._write(version, "model.safetensors", tensors)
+    def write_model(
+        self, version: int, tensors: Mapping[str, TensorSource]
+    ) -> tuple[Path, dict[str, int]]:
+        """Write tensors that were checked, one after the other; return the file and their places.
+
+        For those that lie in no file of shared memory yet.
+        """
+        buffers = self._buffers(tensors)
+        path = Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self._root)) / "model"
+        offsets: dict[str, int] = {}
+        place = 0
+        with path.open("wb") as file:
+            for name, buffer in buffers.items():
+                offsets[name] = place
+                file.write(buffer.data)
+                place += buffer.nbytes
+        return path, offsets
 
     def write_adapter(
         self, version: int, tensors: Mapping[str, TensorSource], config: LoraConfig
@@ -74,15 +93,7 @@ class WeightFiles:
         shutil.rmtree(self._root, ignore_errors=True)
 
     def _write(self, version: int, file: str, tensors: Mapping[str, TensorSource]) -> Path:
-        buffers = {key: bytes_of(source) for key, source in tensors.items()}
-        size = sum(buffer.nbytes for buffer in buffers.values())
-        free = shutil.disk_usage(self._root).free
-        if size > free:
-            raise EngineError(
-                f"new weights of {size >> 20} MiB do not fit into {self._root.parent}, which has "
-                f"{free >> 20} MiB left",
-                hint="make it larger (`mount -o remount,size=…`, or --shm-size of a container)",
-            )
+        buffers = self._buffers(tensors)
         folder = Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self._root))
         specs = {
             key: TensorSpec(
@@ -95,6 +106,19 @@ class WeightFiles:
         }
         serialize_file(specs, folder / file, {"format": "pt"})
         return folder
+
+    def _buffers(self, tensors: Mapping[str, TensorSource]) -> dict[str, np.ndarray]:
+        """Return the bytes of tensors; EngineError where they do not fit."""
+        buffers = {key: bytes_of(source) for key, source in tensors.items()}
+        size = sum(buffer.nbytes for buffer in buffers.values())
+        free = shutil.disk_usage(self._root).free
+        if size > free:
+            raise EngineError(
+                f"new weights of {size >> 20} MiB do not fit into {self._root.parent}, which has "
+                f"{free >> 20} MiB left",
+                hint="make it larger (`mount -o remount,size=…`, or --shm-size of a container)",
+            )
+        return buffers
 
 
 def hollow_model(path: str, *, trust_remote_code: bool) -> "PreTrainedModel":

@@ -26,14 +26,11 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
     RoutedExpertsCapturer,
     bind_routed_experts_capturer,
 )
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
-    UnquantizedFusedMoEMethod,
-)
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
 
+from ...policy.devices import gpu_of
 from .constraints import ConstrainedLogits
+from .transfer import Outcome
 
 # -- experts of the tokens in the cache ------------------------------------------------------------
 
@@ -155,6 +152,8 @@ class WorkerExtension:
     """The worker's own: it inherits from this class."""
     reload_weights: Any
     wake_up: Any
+    device: torch.device
+    weight_transfer_engine: Any
     _experts: SlotExperts | None = None
 
     def end_with(self, pid: int) -> None:
@@ -169,25 +168,13 @@ class WorkerExtension:
 
         threading.Thread(target=watch, name="end_with", daemon=True).start()
 
-    def take_weights(self, folder: str) -> None:
-        """Make the file in a folder the weights; the caller sees to it that no step runs."""
-        if not current_platform.is_cpu():
-            self.reload_weights(weights_path=folder)
-            return
-        layers = list(self.model_runner.get_model().modules())
-        experts = [layer for layer in layers if _has_experts(layer)]
-        for layer in experts:
-            _make_room(layer)
-        self.reload_weights(weights_path=folder)
-        for layer in experts:
-            # On a CPU it packs the weights of experts when they are loaded first, and again never:
-            # what is loaded later would be read as if it were packed (vLLM 0.32).
-            layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
-        for layer in layers:
-            if isinstance(layer, ParallelLMHead):
-                # One that is tied to the embedding is not loaded, and on a CPU it multiplies with
-                # a packed copy of its own, which would stay as it was (vLLM 0.32).
-                layer.quant_method.process_weights_after_loading(layer)
+    def transfer_outcome(self) -> Outcome:
+        """Return what the weight transfer that was asked for last has come to."""
+        return self.weight_transfer_engine.outcome
+
+    def gpu(self) -> str:
+        """Return the UUID of this worker's GPU; empty: it computes on a CPU."""
+        return gpu_of(self.device)
 
     def record_experts(self) -> list[int]:
         """Record which experts read each token; return layers, and experts of a token in each."""
@@ -256,19 +243,3 @@ class WorkerExtension:
     def _constrained(self) -> ConstrainedLogits:
         every = self.model_runner.input_batch.logitsprocs.all
         return next(processor for processor in every if isinstance(processor, ConstrainedLogits))
-
-
-def _has_experts(layer: Any) -> bool:
-    return isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod)
-
-
-def _make_room(layer: Any) -> None:
-    """Give experts that were padded when they were packed the shape of what will be loaded."""
-    size = layer.quant_method.moe.intermediate_size_per_partition
-    num, _, hidden = layer.w13_weight.shape
-    for weight, shape in (
-        (layer.w13_weight, (num, 2 * size, hidden)),
-        (layer.w2_weight, (num, hidden, size)),
-    ):
-        if weight.shape != shape:
-            weight.data = weight.new_empty(shape)

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 from tinkermq.actors.weights.broadcast_receiver import BroadcastReceiver
+from tinkermq.actors.weights.members import LocalMember
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.weights.payloads import TensorBytes
 from tinkermq.broker.weights.store import WeightStore
@@ -72,7 +73,8 @@ def die(url: str, scope: JobScope, dies_at: DiesAt) -> None:
             assert manifest is not None
             place = await receiver._place(manifest)
             if dies_at == "met":
-                await asyncio.to_thread(receiver._meet, place)
+                assert isinstance(receiver._member, LocalMember)
+                await asyncio.to_thread(receiver._member._meet, place)
             os.kill(os.getpid(), signal.SIGKILL)
 
     asyncio.run(run())

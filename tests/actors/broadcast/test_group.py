@@ -1,20 +1,31 @@
 """Process groups whose members leave: who still waits for them is told."""
 
 import asyncio
+import inspect
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from tinkermq.actors.weights import broadcast_group, shared_buffer
 from tinkermq.actors.weights.broadcast_group import (
     ProcessGroup,
     ProcessGroupFailed,
     open_store,
     reach_store,
 )
+from tinkermq.actors.weights.broadcast_sender import _apart, _Asker, _held_or_copied, route
+from tinkermq.actors.weights.shared_buffer import SharedBufferGroup
+from tinkermq.schemas.weights import JoinRound
+from torch.multiprocessing import reductions
 
 from tests.support.waiting import PATIENCE_S
 
 HOST = "127.0.0.1"
 SIZE = 1 << 23
+SMALL = 1 << 12
 
 
 async def test_who_waits_for_a_member_that_has_failed_is_told() -> None:
@@ -33,3 +44,117 @@ async def test_who_waits_for_a_member_that_has_failed_is_told() -> None:
         async with asyncio.timeout(PATIENCE_S / 2):
             await asyncio.to_thread(waiting.receive, SIZE)
     assert kept.value.hint
+
+
+def _pair(size: int) -> list[SharedBufferGroup]:
+    """Return the groups of a learner and its receivers, formed as `ipc` is, in main memory."""
+    store = open_store(HOST)
+    stores = [store, *(reach_store(HOST, store.port) for _ in range(size - 1))]
+    device = torch.device("cpu")
+    with ThreadPoolExecutor(size) as threads:
+        meetings = [
+            threads.submit(SharedBufferGroup.meet, one, "one", rank, size, device)
+            for rank, one in enumerate(stores)
+        ]
+        return [meeting.result() for meeting in meetings]
+
+
+async def test_a_shared_buffer_gives_all_receivers_the_same_bits_time_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(broadcast_group, "BUCKET_BYTES", SMALL)
+    monkeypatch.setattr(shared_buffer, "BUCKET_BYTES", SMALL)
+    sender, *receivers = await asyncio.to_thread(_pair, 3)
+    for size in (0, 1, SMALL, 5 * SMALL + 7):
+        payload = torch.randint(0, 256, (size,), dtype=torch.uint8)
+        whole, streamed = receivers[0], receivers[1]
+        _, first, second = await asyncio.gather(
+            asyncio.to_thread(sender.send, payload),
+            asyncio.to_thread(whole.receive, size),
+            asyncio.to_thread(lambda n=size, g=streamed: [one.clone() for one in g.stream(n)]),
+        )
+        assert torch.equal(first, payload)
+        assert torch.equal(torch.cat([payload[:0], *second]), payload)
+
+
+async def test_a_receiver_that_has_left_a_shared_buffer_costs_the_learner_a_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared_buffer, "BUCKET_S", 0.2)
+    sender, receiver = await asyncio.to_thread(_pair, 2)
+    receiver.leave()
+    with pytest.raises(ProcessGroupFailed, match=r"broke: a receiver took longer than 0\.2 s"):
+        await asyncio.to_thread(sender.send, torch.zeros(9, dtype=torch.uint8))
+    with pytest.raises(ProcessGroupFailed, match="was left"):
+        await asyncio.to_thread(sender.send, torch.zeros(9, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_shared_buffer_with_a_missing_member_does_not_form_and_leaves_no_file(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_buffer, "_MEMORY", str(tmp_path))
+    with pytest.raises(ProcessGroupFailed, match="1 of 2 members did not come"):
+        SharedBufferGroup.meet(open_store(HOST), "one", rank, 2, torch.device("cpu"), 0.1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_opens_a_buffer_on_a_gpu_is_what_torch_takes() -> None:
+    """Nothing but numbers and bytes travels: the other arguments are known."""
+    names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    assert names[:6] == [
+        "tensor_cls",
+        "tensor_size",
+        "tensor_stride",
+        "tensor_offset",
+        "storage_cls",
+        "dtype",
+    ]
+    assert names[6:] == list(shared_buffer._REBUILT)
+
+
+@pytest.mark.parametrize(
+    ("own", "gpus", "expected"),
+    [
+        ("", [], "cpu"),
+        ("", ["a"], "cpu"),
+        ("a", [], "cpu"),
+        ("a", ["b"], "cuda"),
+        ("a", ["b", "c"], "cuda"),
+        ("a", ["a"], "ipc"),
+        ("a", ["a", "b"], "cpu"),
+    ],
+)
+def test_nccl_is_not_asked_for_two_ranks_on_one_card(
+    own: str, gpus: list[str], expected: str
+) -> None:
+    assert route(own, gpus) == expected
+
+
+async def test_receivers_on_one_card_have_rounds_of_their_own() -> None:
+    loop = asyncio.get_running_loop()
+
+    def asker(*gpus: str) -> _Asker:
+        request = JoinRound(
+            receiver="r",
+            version=1,
+            location="v1-00000000",
+            num_bytes=1,
+            device="cuda",
+            gpus=list(gpus),
+        )
+        return _Asker(request, loop.create_future(), 0.0)
+
+    askers = {"one": asker("a"), "two": asker("b", "a"), "three": asker("b"), "cpu": asker()}
+    now, later = _apart(askers)
+    assert (set(now), set(later)) == ({"one", "three", "cpu"}, {"two"})
+
+
+def test_a_payload_that_is_all_of_a_buffer_nobody_changes_is_not_copied() -> None:
+    array: Any = np.arange(8, dtype=np.uint8)
+    whole = memoryview(array).toreadonly()
+    assert _held_or_copied([whole[:3], whole[3:]], pinned=False).data_ptr() == array.ctypes.data
+    for views in ([whole[:3]], [memoryview(array)], [memoryview(bytes(8))], []):
+        held = _held_or_copied(views, pinned=False)
+        assert held.data_ptr() != array.ctypes.data
+        assert held.tolist() == list(b"".join(views))

@@ -98,8 +98,7 @@ async def fetched(store: WeightStore, manifest: Manifest) -> bytes:
 def group_of(store: WeightStore) -> str:
     receiver = store._receiver
     assert isinstance(receiver, BroadcastReceiver)
-    assert receiver._group is not None
-    return receiver._group.name
+    return receiver._member.group
 
 
 async def test_all_get_the_same_bits_and_their_group_is_used_again(learner, join) -> None:

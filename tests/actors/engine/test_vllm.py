@@ -13,14 +13,20 @@ import pytest_asyncio
 import torch
 from tinkermq.actors.engine.engine import Sampling
 from tinkermq.actors.policy.lora import policy_tensors
-from tinkermq.actors.policy.policies import config_of_folder
+from tinkermq.actors.policy.policies import MAIN, config_of_folder
 from tinkermq.actors.rollout.players import Base, load_base, start_engine
-from tinkermq.schemas.config.job import JobConfig
+from tinkermq.broker.client.connection import connect
+from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams
+from tinkermq.broker.nats_server import NatsServer
+from tinkermq.broker.weights.store import WeightStore
+from tinkermq.schemas.config.job import JobConfig, LimitsConfig
 from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import ConfigError, EngineError
+from tinkermq.schemas.wire.subjects import JobScope
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.actors.engine.conftest import InVllm
+from tests.actors.engine.test_vllm_transfer import Learner, check, load_version
 from tests.support.models import (
     adapted,
     changed,
@@ -95,10 +101,32 @@ async def test_two_workers_take_new_weights_together(pair: Pair) -> None:
         np.testing.assert_allclose(result.logprobs, expected, atol=1e-4)
 
 
+async def test_two_workers_take_new_weights_from_the_learner_together(
+    pair: Pair, nats_server: NatsServer, tmp_path: Path
+) -> None:
+    scope = JobScope("local", "pair")
+    async with (
+        await connect(nats_server.url, name="learner") as broker,
+        await connect(nats_server.url, name="generator") as other,
+    ):
+        await create_job_streams(broker, scope, LimitsConfig())
+        learner = Learner(broker, scope, tmp_path, pair.model)
+        await learner.start()
+        store = WeightStore(other, scope)
+        for version in (3, 4):
+            manifest = await learner.publish(version)
+            await load_version(store, {MAIN: pair.engine}, manifest, "keep")
+            await check(pair.engine, learner, version, "pair")
+        assert pair.engine._receiver._member.num_ranks == 2
+        await learner.close()
+        await delete_job_streams(broker, scope)
+
+
 async def test_more_requests_run_while_the_cache_has_room_and_fewer_after_a_preemption(
     pair: Pair,
 ) -> None:
     engine, model = pair.engine, pair.model
+    await engine.load_weights(5, model.state_dict())
     rng = np.random.default_rng(9)
     prompts = [rng.integers(8, 264, 10).astype(np.int32) for _ in range(40)]
     running = asyncio.gather(

@@ -14,6 +14,7 @@ from tinkermq.actors.training.model import Scorer, load_model
 from tinkermq.actors.training.packing import pack
 from tinkermq.actors.training.parallel import Inside, Parallel
 from tinkermq.actors.training.state import LearnerState, Numerics
+from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.sections import LearnerConfig, resolve_dtype
 from tinkermq.schemas.wire.errors import ModelError
 from torch import Tensor, nn
@@ -238,15 +239,18 @@ def test_a_step_runs_with_deterministic_kernels_alone(folder: Path) -> None:
     assert reports[0].numbers["actor/grad_norm"] > 0
 
 
-def test_weights_are_published_in_the_dtype_that_the_learner_computes_in() -> None:
-    for asked, on_gpu, published in (
-        ({}, False, "float32"),
-        ({}, True, "bfloat16"),
-        ({"dtype": "float32"}, True, "float32"),
-        ({"dtype": "bfloat16"}, False, "bfloat16"),
-        ({"dtype": "bfloat16", "publish_dtype": "float32"}, True, "float32"),
+def test_weights_are_published_in_the_dtype_that_engines_compute_in() -> None:
+    least = {"model": {"path": "m"}, "env": {"game": "g"}}
+    for engine, own, on_gpu, published in (
+        ("auto", "auto", False, "float32"),
+        ("auto", "auto", True, "bfloat16"),
+        ("float32", "auto", True, "float32"),
+        ("bfloat16", "auto", False, "bfloat16"),
+        ("bfloat16", "float32", True, "float32"),
     ):
-        assert LearnerConfig.model_validate(asked).published_dtype(on_gpu=on_gpu) == published
+        sections = {"generator": {"dtype": engine}, "learner": {"publish_dtype": own}}
+        config = JobConfig.model_validate({**least, **sections})
+        assert config.published_dtype(on_gpu=on_gpu) == published
 
 
 # -- what a replay may say -------------------------------------------------------------------------

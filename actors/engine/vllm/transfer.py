@@ -1,0 +1,242 @@
+"""New weights in vLLM's worker processes: the engine that vLLM's factory makes for each worker.
+
+A worker takes a version from the learner, as a member of its group (NCCL, gloo, or CUDA IPC on one
+card), or from a file of memory that another process of its machine has made. Both come as parts of
+64 MiB; a tensor goes to the model as soon as it is whole, so no second copy of the model is held.
+vLLM's own engines wait without a deadline for a trainer that has died; so the groups are those of
+`actors/weights`, and what a round comes to is told by `outcome`, not raised: an error would leave
+vLLM's layers half replaced, while a round that has failed is finished and begun anew.
+"""
+
+# Not installed for development; typings/vllm has what is used of it.
+# pyright: reportMissingModuleSource=false
+
+import threading
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from ...weights.broadcast_group import ProcessGroupFailed, Store, own_address, reach_store
+from ...weights.members import INSTEAD, Group, meet_group
+from ...weights.tensors import PART_BYTES, Assembler, Fingerprint
+
+BACKEND = "tinkermq"
+"""How vLLM's factory knows it."""
+Outcome = tuple[Literal["", "done", "failed", "damaged"], str]
+"""What the last that was asked for has come to, and why; "": it goes on."""
+
+
+@dataclass
+class JoinGroup(WeightTransferInitInfo):
+    """Connect to the learner's TCPStore, or form a group there."""
+
+    address: str
+    port: int
+    group: str = ""
+    """Name of the group; empty: only connect."""
+    rank: int = 0
+    """Of the first worker."""
+    size: int = 0
+    route: Literal["cpu", "cuda", "ipc"] = "cpu"
+
+
+@dataclass
+class TakeVersion(WeightTransferUpdateInfo):
+    """Take a version, from the group or from a file."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    offsets: list[int]
+    """First byte of each tensor in the payload, ascending."""
+    num_bytes: int
+    digest: str = ""
+    """Fingerprint of the payload; empty: it was checked."""
+    path: str = ""
+    """File that has the payload; empty: it comes from the group."""
+
+
+class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
+    """Takes new weights into one worker's model."""
+
+    init_info_cls = JoinGroup
+    update_info_cls = TakeVersion
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
+        """Be in no group."""
+        super().__init__(config, vllm_config, device, model)
+        self.outcome: Outcome = ("done", "")
+        self._store: Store | None = None
+        self._group: Group | None = None
+
+    def init_transfer_engine(self, init_info: JoinGroup) -> None:
+        """Begin to connect, or to form a group; `outcome` tells when that is done.
+
+        vLLM's steps go on meanwhile.
+        """
+        self.outcome = ("", "")
+        work = self._meet if init_info.group else self._connect
+
+        def run() -> None:
+            self.outcome = _outcome_of(lambda: work(init_info))
+
+        threading.Thread(target=run, name="weights group", daemon=True).start()
+
+    def start_weight_update(self) -> None:
+        """Let layers wait for all of their weights before they are replaced, in place."""
+        if self.device.type == "cpu":
+            for layer in self._experts():
+                _make_room(layer)
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Take a version; `outcome` tells whether it came."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def receive_weights(self, update_info: TakeVersion) -> None:
+        """Take a version into the model."""
+        self.outcome = _outcome_of(lambda: self._take(update_info))
+
+    def finish_weight_update(self) -> None:
+        """Let go of layers, also of those whose weights have not come."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type != "cpu":
+            return
+        for layer in self._experts():
+            # On a CPU it packs the weights of experts when they are loaded first, and again never:
+            # what is loaded later would be read as if it were packed (vLLM 0.32).
+            layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+        for layer in self.model.modules():
+            if isinstance(layer, ParallelLMHead):
+                # One that is tied to the embedding is not loaded, and on a CPU it multiplies with
+                # a packed copy of its own, which would stay as it was (vLLM 0.32).
+                layer.quant_method.process_weights_after_loading(layer)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.leave()
+
+    def _connect(self, info: JoinGroup) -> None:
+        self._store = reach_store(info.address, info.port, INSTEAD)
+
+    def _meet(self, info: JoinGroup) -> None:
+        self.shutdown()
+        if self._store is None:
+            raise ProcessGroupFailed("this worker is not connected to the learner")
+        self._group = meet_group(
+            info.route,
+            self._store,
+            info.group,
+            info.rank + self.parallel_config.rank,
+            info.size,
+            self.device,
+            own_address(info.address, info.port),
+        )
+
+    def _take(self, info: TakeVersion) -> str:
+        """Load a version as it comes; return what is wrong with it."""
+        entries = zip(info.names, info.dtype_names, info.shapes, info.offsets, strict=True)
+        assembler = Assembler(entries)
+        digest = Fingerprint(info.num_bytes) if info.digest else None
+        with disable_mtp_completeness_check(), closing(self._parts(info)) as parts:
+            for part in parts:
+                if digest is not None:
+                    digest.update(part)
+                self._load(assembler, part)
+        if not assembler.is_done:
+            self._load(assembler, torch.empty(0, dtype=torch.uint8, device=self.device))
+        if digest is None or (found := digest.hexdigest()) == info.digest:
+            return ""
+        return f"it has digest {found}, told was {info.digest}"
+
+    def _load(self, assembler: Assembler, part: Tensor) -> None:
+        if tensors := list(assembler.add(part)):
+            self.model.load_weights(tensors)
+
+    def _parts(self, info: TakeVersion) -> Generator[Tensor, None, None]:
+        if info.path:
+            return file_parts(Path(info.path), info.num_bytes, self.device)
+        if self._group is None:
+            raise ProcessGroupFailed("this worker is in no group")
+        return self._group.stream(info.num_bytes)
+
+    def _experts(self) -> list[Any]:
+        return [
+            layer
+            for layer in self.model.modules()
+            if isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod)
+        ]
+
+
+def file_parts(path: Path, num_bytes: int, device: torch.device) -> Generator[Tensor, None, None]:
+    """Yield the last bytes of a file in parts on a device.
+
+    On the way to a GPU they are copied into pinned memory, of which one part is filled while the
+    other is on its way.
+    """
+    size = path.stat().st_size
+    mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    whole = mapped[size - num_bytes :]
+    parts = (whole[at : at + PART_BYTES] for at in range(0, num_bytes, PART_BYTES))
+    return parts if device.type == "cpu" else _through_pinned(parts, device)
+
+
+def _through_pinned(parts: Iterable[Tensor], device: torch.device) -> Generator[Tensor, None, None]:
+    stages = [torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    copied = [torch.cuda.Event() for _ in stages]
+    for number, part in enumerate(parts):
+        stage, event = stages[number % 2][: part.numel()], copied[number % 2]
+        event.synchronize()  # of an event that was never recorded: nothing to wait for
+        stage.copy_(part)
+        there = stage.to(device, non_blocking=True)
+        event.record(torch.cuda.current_stream(device))
+        yield there
+
+
+def _outcome_of(work: Callable[[], str | None]) -> Outcome:
+    try:
+        trouble = work()
+    except ProcessGroupFailed as error:
+        return "failed", str(error)
+    except Exception as error:  # noqa: BLE001  of whatever library: told to who asks
+        return "failed", f"{type(error).__name__}: {error}"
+    return ("damaged", trouble) if trouble else ("done", "")
+
+
+def _make_room(layer: Any) -> None:
+    """Give experts that were padded when they were packed the shape of what will be loaded."""
+    size = layer.quant_method.moe.intermediate_size_per_partition
+    num, _, hidden = layer.w13_weight.shape
+    for weight, shape in (
+        (layer.w13_weight, (num, 2 * size, hidden)),
+        (layer.w2_weight, (num, hidden, size)),
+    ):
+        if weight.shape != shape:
+            weight.data = weight.new_empty(shape)
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, MemoryTransferEngine)
