@@ -18,8 +18,8 @@ class ModelConfigDict(TypedDict, total=False):
     """Hugging Face folder, or the name of a model on the hub."""
     tokenizer: str | None
     """Folder of the tokenizer; default: the model's own."""
-    attn_implementation: Literal['sdpa', 'flash_attention_2']
-    """Attention kernel of the learner. flash_attention_2 needs a GPU, the extra `flash-attn` and `learner.dtype=bfloat16`, and computes shared prompts once per episode and shared parts of agent episodes once per row."""
+    attn_implementation: Literal['auto', 'sdpa', 'varlen', 'flash_attention_2']
+    """Attention kernel of the learner. varlen: torch's for packed rows without masks (FlashAttention 2, or 3 and 4 where installed; one sequence after the other on CPUs); flash_attention_2: that of the extra `flash-attn`, on GPUs; sdpa: with a mask, in any dtype; auto: varlen on a GPU in bfloat16 where it can compute the model, else sdpa."""
     trust_remote_code: bool
     """Run code that comes with the model."""
     template_kwargs: dict[str, Any]
@@ -174,15 +174,29 @@ class GeneratorConfigDict(TypedDict, total=False):
     tensor_parallel: int
     """Slots per copy of the model, at most `slots`."""
     kv_cache_mb: int | None
-    """KV cache; default: vLLM's choice on a GPU, 1024 on a CPU."""
+    """KV cache; default: the rest of `memory_share` on a GPU, 1024 on a CPU."""
+    memory_share: float | None
+    """Share of a GPU's memory that a generator takes, all its engines together; default: 0.92 of a GPU of its own, and what fits beside the learner of one that they share."""
+    sleep: Literal['auto', 'always', 'never']
+    """Whether the engine frees its memory while a learner on the same GPU trains; auto: if both do not fit at once."""
+    kv_cache_dtype: Literal['auto', 'fp8']
+    """fp8: twice the tokens in the cache; log-probs then differ from the learner's. Needs compute capability 8.9."""
+    quantization: Literal['fp8'] | None
+    """Quantise weights when they are loaded, and at each new version: faster and smaller, and log-probs differ from the learner's. fp8 needs compute capability 8.9."""
+    batch_invariant: bool
+    """Use kernels of vLLM whose results do not depend on what else is in the batch: slower. Needs compute capability 8.0."""
+    prefix_caching: bool
+    """Compute common beginnings of prompts once."""
+    max_batched_tokens: int | None
+    """Tokens per forward pass, those of prompts included; default: vLLM's for the GPU."""
     compile: bool
     """Compile the model and record CUDA graphs: slower start, faster generation."""
-    dtype: Literal['float32', 'bfloat16']
-    """Compute dtype of the engine."""
+    dtype: Literal['auto', 'float32', 'bfloat16']
+    """Compute dtype of the engine. auto: bfloat16 on a GPU, float32 on CPUs."""
     max_episodes: int
     """Concurrent episodes per generator."""
-    max_requests: int
-    """Requests per forward pass."""
+    max_requests: int | None
+    """Requests per forward pass; default: 256, with vLLM its own for the GPU (1024 on an H100)."""
     max_context: int | None
     """Longest sequence; default: the longest episode of `rollout`."""
     kv_on_swap: Literal['keep', 'recompute']
@@ -376,18 +390,20 @@ class LearnerConfigDict(TypedDict, total=False):
     """Optimiser updates per batch and version, each on a part of it."""
     ppo_epochs: int
     """Times that a batch is gone through, with `num_minibatches` updates each; ratios and clips are those to the policy before the first."""
-    dtype: Literal['float32', 'bfloat16']
-    """Compute dtype; master weights and optimiser state are float32."""
+    dtype: Literal['auto', 'float32', 'bfloat16']
+    """Compute dtype; master weights, gradients and optimiser state are float32. auto: bfloat16 on a GPU, float32 on CPUs."""
     publish_dtype: Literal['auto', 'float32', 'bfloat16']
-    """Dtype of the weights that generators get; auto: that of `generator.dtype`."""
+    """Dtype of the weights that generators get. auto: that of `generator.dtype`."""
+    deterministic: bool
+    """Use deterministic CUDA kernels only, so that `tinkermq replay` comes to the same bits on a GPU: slower. On CPUs results are the same bits anyway."""
     max_row_tokens: int
     """Sequences are packed into rows of up to this many tokens."""
-    microbatch_tokens: int
-    """Tokens per forward and backward pass; gradients are accumulated."""
+    microbatch_tokens: int | Literal['auto']
+    """Tokens per forward and backward pass; gradients are accumulated. auto: as many as the GPU is estimated to hold (`tinkermq plan`); on a CPU 16384, or `max_row_tokens` if that is more."""
     share_prompts: bool
-    """Compute a group's prompt, and common beginnings of an agent episode's rows, once, if they fit into a row of `max_row_tokens`, a multiple of the longest episode (same result; sdpa only)."""
-    gradient_checkpointing: bool
-    """Recompute activations in the backward pass to save memory."""
+    """Compute a group's prompt, and common beginnings of an agent episode's rows, once, if they fit into a row of `max_row_tokens`, a multiple of the longest episode (same result)."""
+    gradient_checkpointing: bool | Literal['auto']
+    """Recompute activations in the backward pass to save memory. auto: where the GPU is estimated to hold few tokens otherwise; not on a CPU."""
     compile: bool
     """Use torch.compile for the model's layers: a minute or more at first use, equal results up to rounding. Needs a C++ compiler."""
     cpu_offload: bool
@@ -484,6 +500,10 @@ class TrainingConfigDict(TypedDict, total=False):
     """Send a notification when validation, or else the reward, has not improved for N steps; 0: never."""
 
 class EvaluationConfigDict(TypedDict, total=False):
+    slots: int
+    """Slots of a separate evaluator. 0: a training's generators play its validation tasks between their own; a job without generators, or of kind `eval`, has an evaluator with `generator.slots`."""
+    deadline_s: float
+    """Longest time for which a generator stays at a version to validate it. Episodes that have not ended by then count as failed."""
     samples: int
     """Episodes per validation task; more than 1 gives pass@k."""
     temperature: float
@@ -510,14 +530,14 @@ class SelfPlayConfigDict(TypedDict, total=False):
     """Versions after which a generator draws another opponent."""
 
 class WeightsConfigDict(TypedDict, total=False):
-    transport: Literal['object', 'file', 'nccl']
-    """object: through NATS; file: a shared folder; nccl: from the learner's memory by torch.distributed, with NCCL between GPUs, CUDA IPC on one GPU, and gloo otherwise."""
+    transport: Literal['auto', 'object', 'file', 'nccl']
+    """object: through NATS; file: a shared folder; nccl: from the learner's memory by torch.distributed, with NCCL between GPUs, CUDA IPC on one GPU, and gloo otherwise; auto: nccl where learner and generator share a GPU, else object."""
     folder: str | None
     """The shared folder; default: the run folder."""
     chunk_bytes: int
     """Size of one message."""
     differences: bool
-    """Send 16-bit weights as differences where smaller; learner, generators and evaluators then hold two versions in memory."""
+    """Send 16-bit weights as differences where smaller; learner and generators then hold two versions in memory."""
     full_snapshot_every: int
     """Every N versions one is stored whole, for receivers that join or were away."""
     sha256: bool
@@ -588,3 +608,5 @@ class JobConfigDict(TypedDict, total=False):
     weights: WeightsConfigDict
     storage: StorageConfigDict
     limits: LimitsConfigDict
+    placement: Literal['auto', 'separate', 'colocated']
+    """separate: learner and generators hold slots of their own; colocated: learner and generator share one GPU ([on one GPU](gpu.md#on-one-gpu)); auto: colocated in a pool of one GPU."""
