@@ -87,20 +87,7 @@ class Learner:
         self.context, self.config, self.state = context, config, state
         self.total_steps = policies.total_steps
         self.ledger = Ledger(state)
-        self.intake = Intake(
-            RolloutLog(broker, scope),
-            from_seq=state.log_seq,
-            decided=state.decided_seqs,
-            vocab_size=vocab_size,
-            max_tokens=config.rollout.max_tokens,
-            group_size=config.rollout.group_size,
-            greedy_baseline=config.algorithm.advantage == "remax",
-            was_issued=self.ledger.was_issued,
-            issued_instead_of=self.ledger.issued_instead_of,
-            check_readable=policies.check_readable,
-            why_no_rows=why_no_rows(config),
-            keeps=keeps_of(config.algorithm.own_filter),
-        )
+        self.intake = self._open_intake(policies, vocab_size)
         self.issuer = TaskIssuer(
             TaskQueue(broker, scope, ack_wait_s=config.generator.ack_wait_s),
             RolloutLog(broker, scope),
@@ -123,9 +110,9 @@ class Learner:
         )
         checkpoints.judged = self.evaluations
         self.publisher = Publisher(context, policies.models, policies.snapshot)
-        shared = context.record.is_colocated
-        models, critics = [*policies.models.values()], policies.critics
-        use = gpu_use_of(config, models, critics) if shared else None
+        models = [*policies.models.values()]
+        is_shared = context.record.is_colocated
+        use = gpu_use_of(config, models, policies.critics) if is_shared else None
         self._gpu = GpuTurns(context, use)
         self._tracer = TorchTracer(context.run_dir / "traces")
         self.control = LearnerControl(
@@ -166,6 +153,23 @@ class Learner:
         self._checkpoints, self._tokenizer = checkpoints, tokenizer
         self._kept_weights: tuple[int, Path] | None = None
         self._saver = Saver(context, checkpoints, state, self.intake, self._write_checkpoint)
+
+    def _open_intake(self, policies: Policies, vocab_size: int) -> Intake:
+        config, state = self.config, self.state
+        return Intake(
+            RolloutLog(self.context.broker, self.context.scope),
+            from_seq=state.log_seq,
+            decided=state.decided_seqs,
+            vocab_size=vocab_size,
+            max_tokens=config.rollout.max_tokens,
+            group_size=config.rollout.group_size,
+            greedy_baseline=config.algorithm.advantage == "remax",
+            was_issued=self.ledger.was_issued,
+            issued_instead_of=self.ledger.issued_instead_of,
+            check_readable=policies.check_readable,
+            why_no_rows=why_no_rows(config),
+            keeps=keeps_of(config.algorithm.own_filter),
+        )
 
     async def run(self) -> int:
         """Train until the last step is done or `stopping` is set; return the exit code."""
