@@ -90,7 +90,7 @@ class BatchLog:
             )
             for seq in seqs
         ]
-        return [BatchRecord.from_bytes(one.payload) for one in records if one is not None]
+        return [BatchRecord.from_bytes(record.payload) for record in records if record is not None]
 
     async def _all(self) -> list[StoredMessage]:
         """Read all records; in a cluster until a replica has as many as the leader."""

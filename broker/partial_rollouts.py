@@ -135,7 +135,7 @@ class SegmentWriter:
         """Raise Fenced for another generator's segment."""
         by = next(iter(_parsed([found])), None)
         if by is None or by.writer != self.writer:
-            whom = f"{by.writer} (delivery {by.delivery})" if by else "somebody else"
+            whom = f"{by.writer} (delivery {by.delivery})" if by else "another generator"
             raise Fenced(
                 f"{self._subject} was taken over by {whom}; this was delivery {self.delivery}",
                 hint="nothing to do: the first group of the task counts",

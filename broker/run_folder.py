@@ -173,10 +173,10 @@ class Folder:
     def _folders(self, name: str, depth: int = 0) -> Iterator[str]:
         if depth > MAX_DEPTH:
             raise StorageError(f"{self.path / name} lies more than {MAX_DEPTH} folders deep")
-        for one in self.entries(name):
-            if one.is_folder:
-                yield one.path
-                yield from self._folders(one.path, depth + 1)
+        for entry in self.entries(name):
+            if entry.is_folder:
+                yield entry.path
+                yield from self._folders(entry.path, depth + 1)
 
     def folder(self, name: str, *, make: bool = False) -> "Folder":
         """Open a folder below; make it, and those above it, if asked to."""
@@ -341,13 +341,13 @@ def _remove_folder(name: str, parent: int) -> None:
     fd = _unlocked(name, parent)
     try:
         while folders := _emptied(fd, fd):
-            for one in folders:
-                inner = _unlocked(one, fd)
+            for folder in folders:
+                inner = _unlocked(folder, fd)
                 try:
                     _emptied(inner, fd)
                 finally:
                     os.close(inner)
-                _remove_empty(one, fd)
+                _remove_empty(folder, fd)
     finally:
         os.close(fd)
     os.rmdir(name, dir_fd=parent)

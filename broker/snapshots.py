@@ -67,7 +67,7 @@ async def restore_all(broker: Broker, folder: Path) -> list[Saved]:
     BrokerError.
     """
     names: list[str] = _read(folder, MANIFEST, "streams")["streams"]
-    present = {one["config"]["name"]: one["state"] for one in await _streams(broker)}
+    present = {stream["config"]["name"]: stream["state"] for stream in await _streams(broker)}
     for name in names:
         if int(present.get(name, {}).get("messages", 0)):
             raise StateError(
@@ -145,7 +145,7 @@ async def _streams(broker: Broker) -> list[dict[str, Any]]:
 
 
 async def _stream_names(broker: Broker) -> list[str]:
-    names = [one["config"]["name"] for one in await _streams(broker)]
+    names = [stream["config"]["name"] for stream in await _streams(broker)]
     ours = [name for name in names if _OURS.match(name) and name not in _PASSING]
     return sorted(ours, key=lambda name: (_ORDER.get(name.rpartition("-")[2], 2), name))
 

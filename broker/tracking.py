@@ -376,8 +376,8 @@ class GuardedTracker(Tracker):
             while True:
                 lacks.append(self._calls.get_nowait())
                 self._calls.task_done()
-        steps = [one.step for one in lacks if one.what == "metrics" and one.step is not None]
-        points = sum(one.num_points for one in lacks)
+        steps = [lack.step for lack in lacks if lack.what == "metrics" and lack.step is not None]
+        points = sum(lack.num_points for lack in lacks)
         at = f" at step {call.step}" if call is not None and call.step is not None else ""
         lost = f"{len(steps)} steps ({points} points)"
         since = f"{lost}, from step {min(steps)} on" if steps else "what was not sent yet"

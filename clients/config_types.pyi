@@ -174,29 +174,15 @@ class GeneratorConfigDict(TypedDict, total=False):
     tensor_parallel: int
     """Slots per copy of the model, at most `slots`."""
     kv_cache_mb: int | None
-    """KV cache; default: the rest of `memory_share` on a GPU, 1024 on a CPU."""
-    memory_share: float | None
-    """Share of a GPU's memory that a generator takes, all its engines together; default: 0.92 of a GPU of its own, and what fits beside the learner of one that they share."""
-    sleep: Literal['auto', 'always', 'never']
-    """Whether the engine frees its memory while a learner on the same GPU trains; auto: if both do not fit at once."""
-    kv_cache_dtype: Literal['auto', 'fp8']
-    """fp8: twice the tokens in the cache; log-probs then differ from the learner's. Needs compute capability 8.9."""
-    quantization: Literal['fp8'] | None
-    """Quantise weights when they are loaded, and at each new version: faster and smaller, and log-probs differ from the learner's. fp8 needs compute capability 8.9."""
-    batch_invariant: bool
-    """Use kernels of vLLM whose results do not depend on what else is in the batch: slower. Needs compute capability 8.0."""
-    prefix_caching: bool
-    """Compute common beginnings of prompts once."""
-    max_batched_tokens: int | None
-    """Tokens per forward pass, those of prompts included; default: vLLM's for the GPU."""
+    """KV cache; default: vLLM's choice on a GPU, 1024 on a CPU."""
     compile: bool
     """Compile the model and record CUDA graphs: slower start, faster generation."""
     dtype: Literal['auto', 'float32', 'bfloat16']
     """Compute dtype of the engine. auto: bfloat16 on a GPU, float32 on CPUs."""
     max_episodes: int
     """Concurrent episodes per generator."""
-    max_requests: int | None
-    """Requests per forward pass; default: 256, with vLLM its own for the GPU (1024 on an H100)."""
+    max_requests: int
+    """Requests per forward pass."""
     max_context: int | None
     """Longest sequence; default: the longest episode of `rollout`."""
     kv_on_swap: Literal['keep', 'recompute']
@@ -398,12 +384,12 @@ class LearnerConfigDict(TypedDict, total=False):
     """Use deterministic CUDA kernels only, so that `tinkermq replay` comes to the same bits on a GPU: slower. On CPUs results are the same bits anyway."""
     max_row_tokens: int
     """Sequences are packed into rows of up to this many tokens."""
-    microbatch_tokens: int | Literal['auto']
-    """Tokens per forward and backward pass; gradients are accumulated. auto: as many as the GPU is estimated to hold (`tinkermq plan`); on a CPU 16384, or `max_row_tokens` if that is more."""
+    microbatch_tokens: int
+    """Tokens per forward and backward pass; gradients are accumulated."""
     share_prompts: bool
     """Compute a group's prompt, and common beginnings of an agent episode's rows, once, if they fit into a row of `max_row_tokens`, a multiple of the longest episode (same result)."""
-    gradient_checkpointing: bool | Literal['auto']
-    """Recompute activations in the backward pass to save memory. auto: where the GPU is estimated to hold few tokens otherwise; not on a CPU."""
+    gradient_checkpointing: bool
+    """Recompute activations in the backward pass to save memory."""
     compile: bool
     """Use torch.compile for the model's layers: a minute or more at first use, equal results up to rounding. Needs a C++ compiler."""
     cpu_offload: bool
@@ -500,10 +486,6 @@ class TrainingConfigDict(TypedDict, total=False):
     """Send a notification when validation, or else the reward, has not improved for N steps; 0: never."""
 
 class EvaluationConfigDict(TypedDict, total=False):
-    slots: int
-    """Slots of a separate evaluator. 0: a training's generators play its validation tasks between their own; a job without generators, or of kind `eval`, has an evaluator with `generator.slots`."""
-    deadline_s: float
-    """Longest time for which a generator stays at a version to validate it. Episodes that have not ended by then count as failed."""
     samples: int
     """Episodes per validation task; more than 1 gives pass@k."""
     temperature: float
@@ -530,14 +512,14 @@ class SelfPlayConfigDict(TypedDict, total=False):
     """Versions after which a generator draws another opponent."""
 
 class WeightsConfigDict(TypedDict, total=False):
-    transport: Literal['auto', 'object', 'file', 'nccl']
-    """object: through NATS; file: a shared folder; nccl: from the learner's memory by torch.distributed, with NCCL between GPUs and gloo otherwise; auto: nccl where learner and generator share a GPU, else object."""
+    transport: Literal['object', 'file', 'nccl']
+    """object: through NATS; file: a shared folder; nccl: from the learner's memory by torch.distributed, with NCCL between GPUs and gloo otherwise."""
     folder: str | None
     """The shared folder; default: the run folder."""
     chunk_bytes: int
     """Size of one message."""
     differences: bool
-    """Send 16-bit weights (`learner.publish_dtype: bfloat16`) as differences where smaller; learner and generators then hold two versions in memory."""
+    """Send 16-bit weights (`learner.publish_dtype: bfloat16`) as differences where smaller; learner, generators and evaluators then hold two versions in memory."""
     full_snapshot_every: int
     """Every N versions one is stored whole, for receivers that join or were away."""
     sha256: bool
@@ -608,5 +590,3 @@ class JobConfigDict(TypedDict, total=False):
     weights: WeightsConfigDict
     storage: StorageConfigDict
     limits: LimitsConfigDict
-    placement: Literal['auto', 'separate', 'colocated']
-    """separate: learner and generators hold slots of their own; colocated: learner and generator share one GPU ([on one GPU](gpu.md#on-one-gpu)); auto: colocated in a pool of one GPU."""

@@ -139,7 +139,7 @@ def read_map(value: Any, column: str, where: str) -> dict[str, Any]:
     if _is_absent(parsed):
         return {}
     entries = cast("list[Any]", parsed) if isinstance(parsed, list) else []
-    if all(isinstance(one, list) and len(cast("list[Any]", one)) == 2 for one in entries):
+    if all(isinstance(entry, list) and len(cast("list[Any]", entry)) == 2 for entry in entries):
         if entries:  # parquet's map type
             return {str(key): item for key, item in entries}
         if isinstance(parsed, list):

@@ -287,7 +287,7 @@ class Logins:
         self._program_rates = Rates(PROGRAM_LOGINS_S, PROGRAM_LOGINS_AT_ONCE)
         self._refusals = Rates(_REFUSALS_S, int(_REFUSALS_S))
 
-    def take(self, message: Msg) -> None:
+    def handle_login(self, message: Msg) -> None:
         """Begin to answer one log-in, or refuse a client with too many."""
         try:
             request = read_request(message.data)

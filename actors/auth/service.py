@@ -169,7 +169,7 @@ async def _answer(
         await JobKeys(jobs, job_secret).open(context.service)
         await EpisodeSecrets(jobs, job_secret).open(asking)
         await store.open()
-        await listen(callout, CALLOUT, logins.take, queue="auth")
+        await listen(callout, CALLOUT, logins.handle_login, queue="auth")
         context.set_state("working")
         async with asyncio.TaskGroup() as tasks:
             ends = JobEnds(system, jobs, every_s=times.look_s, grace_s=times.grace_s)

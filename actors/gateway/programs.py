@@ -24,7 +24,7 @@ from ...envs.agents.proxy.remote_episode import RemoteEpisode
 from ...envs.agents.proxy.routes import api_of, presented_keys, split_path
 from ...envs.http_server import give_connection_to
 from ...schemas.wire.errors import BusyError, LogInRefusedError, TinkermqError
-from .limits import Share
+from .limits import Share, content_length
 
 MAX_EPISODES = 1024
 MAX_OF_USER = 512
@@ -233,7 +233,7 @@ def _presented(scope: Scope) -> str:
 
 def _body_bytes(exchange: HttpExchange) -> int:
     """Return how large a body is, or may be."""
-    content_length = exchange.headers.get("content-length", "")
-    if content_length.isascii() and content_length.isdecimal() and len(content_length) < 12:
-        return min(int(content_length), MAX_BODY_BYTES)
+    length = content_length(exchange.headers)
+    if length is not None:
+        return min(length, MAX_BODY_BYTES)
     return MAX_BODY_BYTES if "transfer-encoding" in exchange.headers else 0

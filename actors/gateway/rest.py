@@ -472,7 +472,7 @@ def _unknown(operation: Operation, given: str, known: list[str]) -> MessageError
     if near:
         hint = f"did you mean {near[0]}?"
     else:
-        hint = f"it knows {', '.join(known)}" if known else "it takes none"
+        hint = f"it takes {', '.join(known)}" if known else "it takes none"
     return MessageError(
         f"{operation.method} {operation.path} has no query key {given!r}", hint=hint
     )

@@ -19,7 +19,7 @@ from ...schemas.wire.errors import BrokerError, DeadlineError, MessageError, Tin
 from .data.jobs import Figures
 from .data.metrics import Histories
 from .guard import HELD
-from .limits import Counters, max_body_bytes
+from .limits import Counters, content_length, max_body_bytes
 from .operations import Scheduler
 from .programs import ProgramEpisodes
 from .sessions import COOKIE, LogInError, Sessions, Visitor
@@ -102,15 +102,10 @@ def take_connection(request: Request, visitor: Visitor) -> None:
 
 def _body_bytes(request: Request) -> int:
     """Return how large the body of a request is, or may be."""
-    headers = request.headers
-    if "content-length" in headers:
-        content_length = headers["content-length"]
-        return (
-            int(content_length)
-            if content_length.isascii() and content_length.isdigit() and len(content_length) < 12
-            else 0
-        )
-    return max_body_bytes(request.url.path) if "transfer-encoding" in headers else 0
+    length = content_length(request.headers)
+    if length is not None:
+        return length
+    return max_body_bytes(request.url.path) if "transfer-encoding" in request.headers else 0
 
 
 async def scheduler_of(request: Request) -> Scheduler:

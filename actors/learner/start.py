@@ -119,7 +119,7 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
 
 def _is_chosen(context: JobContext) -> bool:
     """Whether the tokens of a pass are not the user's choice."""
-    learner = context.record.config.get("learner") or {}
+    learner: dict[str, Any] = context.record.config.get("learner") or {}
     return learner.get("microbatch_tokens", "auto") == "auto"
 
 

@@ -18,7 +18,7 @@ def first_device(num_gpus: int) -> torch.device:
 def bound_memory(device: torch.device, share: float | None) -> None:
     """Let this process take no more than a share of a GPU's memory: others have the rest."""
     if device.type == "cuda" and share is not None:
-        torch.cuda.set_per_process_memory_fraction(share, device)
+        cast(Any, torch.cuda).set_per_process_memory_fraction(share, device)
 
 
 def own_device() -> torch.device:

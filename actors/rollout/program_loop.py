@@ -7,7 +7,7 @@ dies, the program starts again elsewhere, and what it asks once more is answered
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, cast
 
@@ -46,7 +46,7 @@ from .transcript import Transcript
 
 # -- ended episodes --------------------------------------------------------------------------------
 
-_MAX_ERROR_CHARACTERS = 1000
+_MAX_SHOWN_CALLS = 1000
 """Calls of an episode that people are shown."""
 
 
@@ -56,7 +56,6 @@ def rows_of_episode(
     started: Started,
     result: StepResult,
     config: JobConfig,
-    stop_token_ids: Collection[int],
 ) -> list[Trajectory]:
     """Return the rows of an episode, the main one first; its reward stands at the end of that."""
     tree, agent = calls.tree, config.agent
@@ -69,7 +68,7 @@ def rows_of_episode(
         "agent": {**_figures(calls, tree_rows), **_branch_figures(posted, credit)},
         **({"without_effect": sorted(calls.without_effect)} if calls.without_effect else {}),
         "calls": [
-            _describe_call(call, tree_rows, posted) for call in tree.calls[:_MAX_ERROR_CHARACTERS]
+            _describe_call(call, tree_rows, posted) for call in tree.calls[:_MAX_SHOWN_CALLS]
         ],
     }
     return [
@@ -79,8 +78,6 @@ def rows_of_episode(
             plan,
             started,
             calls,
-            stop_token_ids,
-            result,
             info if not place else {},
         )
         for place, row in enumerate(tree_rows.rows)
@@ -98,8 +95,6 @@ def _trajectory(
     plan: EpisodePlan,
     started: Started,
     calls: CallAnswers,
-    stop_token_ids: Collection[int],
-    result: StepResult,
     info: dict[str, Any],
 ) -> Trajectory:
     tree = calls.tree
@@ -314,9 +309,7 @@ class ProgramLoop:
     def _rows(
         self, plan: EpisodePlan, calls: CallAnswers, started: Started, result: StepResult
     ) -> list[Trajectory]:
-        rows = rows_of_episode(
-            calls, plan, started, result, self._config, self._chat.stop_token_ids
-        )
+        rows = rows_of_episode(calls, plan, started, result, self._config)
         if not rows:
             raise NoCalls(
                 "the program ended without an answer of the model that could be trained: it had "

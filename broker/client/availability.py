@@ -190,7 +190,7 @@ class ErrorCallbacks:
         self.last = self._refused_since = None
         self._client.options["reconnect_time_wait"] = RECONNECT_WAIT_S
 
-    async def take(self, error: Exception) -> None:
+    async def handle_error(self, error: Exception) -> None:
         """Handle what nats-py reports only to its error callback."""
         self.last = error
         if denied := faults.denied_subject(error):

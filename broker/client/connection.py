@@ -415,7 +415,7 @@ class Broker:
             await self.nc.connect(
                 server_urls(self.url),
                 name=self.name,
-                error_cb=self._complaints.take,
+                error_cb=self._complaints.handle_error,
                 disconnected_cb=self._disconnected,
                 reconnected_cb=self._reconnected,
                 closed_cb=self._closed,
@@ -438,7 +438,7 @@ class Broker:
             raise faults.without_users(self.url, self.user)
         inbox = self.nc.new_inbox()
         self._replies = Replies(inbox)
-        await self.listen(f"{inbox}.*", self._replies.take)
+        await self.listen(f"{inbox}.*", self._replies.deliver)
         self._was_open = True
         self.availability.came()
 

@@ -23,7 +23,7 @@ def server_urls(url: str) -> list[str]:
     """Return the URL of each server."""
     first, *others = (part.strip() for part in url.split(","))
     scheme, mark, _ = first.rpartition("://")
-    return [first, *(one if "://" in one else f"{scheme}{mark}{one}" for one in others)]
+    return [first, *(other if "://" in other else f"{scheme}{mark}{other}" for other in others)]
 
 
 def split_servers(url: str, schemes: frozenset[str] = SCHEMES) -> list[SplitResult]:

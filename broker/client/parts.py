@@ -442,7 +442,7 @@ async def ask_parts(
         while not ended:
             left_s = order.heard + silence_s - time.monotonic()
             received = await _next(inbox, subject, waiting_for, left_s, silence_s)
-            part = order.take(part_model.from_bytes(received))
+            part = order.next_part(part_model.from_bytes(received))
             if part is None:
                 continue
             ended = part.last
@@ -467,7 +467,7 @@ class _Order(Generic[P]):
         self._top = least
         self._index = 0
 
-    def take(self, part: P) -> P | None:
+    def next_part(self, part: P) -> P | None:
         """Return the next part; None for one of a sender that does not count."""
         rank = 0 if self._rank is None else self._rank(part)
         if rank < self._top:

@@ -73,7 +73,7 @@ class Replies:
             if not waiting.future.cancel() and not waiting.future.cancelled():
                 waiting.future.exception()  # retrieved: no one awaits it any more
 
-    def take(self, message: Msg) -> None:
+    def deliver(self, message: Msg) -> None:
         """Hand over a reply; drop one that is no longer awaited."""
         waiting = self._waiting.get(message.subject)
         if waiting is None or waiting.future.done():

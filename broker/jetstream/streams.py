@@ -146,7 +146,7 @@ async def create_job_streams(
     wanted |= dict.fromkeys((scope.stream_operation, scope.stream_result), operations)
     wanted[scope.stream_validation] = validation
     configs = job_streams(scope, limits, weights_bytes)
-    made = (ensure_stream(broker, one) for one in configs if wanted.get(one["name"], True))
+    made = (ensure_stream(broker, config) for config in configs if wanted.get(config["name"], True))
     await asyncio.gather(*made)
     if ack_wait_s is not None:
         await ensure_task_consumer(broker, scope, ack_wait_s)

@@ -180,7 +180,9 @@ class WeightStore:
         """
         entries = layout(tensors)
         await asyncio.to_thread(lambda: self._files.digests)  # reads them, once
-        buffers = [cast("memoryview", one.data) for one in tensors.values() if one.data.nbytes]
+        buffers = [
+            cast("memoryview", tensor.data) for tensor in tensors.values() if tensor.data.nbytes
+        ]
         views = [data.cast("B") for data in buffers]
         if kind == "full" and self._history.keeps(entries):
             manifest = await self._publish_words(version, entries, views)
@@ -428,7 +430,7 @@ class WeightStore:
 
     async def keep(self, versions: Set[int], *, newest: int = 0) -> None:
         """Remove all versions but these and so many of the newest, and those they are made of."""
-        manifests = {one.value.version: one.value for one in await self._manifests.items()}
+        manifests = {item.value.version: item.value for item in await self._manifests.items()}
         kept = versions | set(sorted(manifests, reverse=True)[:newest])
         anchors = {
             manifests[version].differences[-1].base
@@ -444,7 +446,7 @@ class WeightStore:
         """Remove payloads in NATS that no manifest names: of a learner that died publishing."""
         manifests = [entry.value for entry in await self._manifests.items()]
         await self._payloads.remove_others(
-            {location for one in manifests for location in locations(one)}
+            {location for manifest in manifests for location in locations(manifest)}
         )
 
     async def close(self) -> None:

@@ -519,7 +519,9 @@ def _score_rows(score: PromptScore, prompt: Sequence[int]) -> Iterator[dict[str,
     """Yield a row for each token: itself and the likeliest in its place, by their ids."""
     ids = prompt[score.start : score.start + len(score.logprobs)]
     columns = (score.logprobs, score.top_ids, score.top_logprobs)
-    for token, own, top, logprobs in zip(ids, *(one.tolist() for one in columns), strict=True):
+    for token, own, top, logprobs in zip(
+        ids, *(column.tolist() for column in columns), strict=True
+    ):
         if math.isnan(own):
             yield None  # nothing stands before it
             continue

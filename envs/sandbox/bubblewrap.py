@@ -300,7 +300,7 @@ def _rights(sandbox: Sandbox) -> list[str]:
     if unprivileged_user() is None:
         return ["--unshare-user", "--uid", _NOBODY, "--gid", _NOBODY, "--cap-drop", "ALL"]
     rights = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
-    return ["--cap-drop", "ALL", *(word for one in rights for word in ("--cap-add", one))]
+    return ["--cap-drop", "ALL", *(word for right in rights for word in ("--cap-add", right))]
 
 
 def _orders(

@@ -152,7 +152,7 @@ def test_a_card_that_is_too_small_is_named_with_figures(models: Path) -> None:
     refusal = plan_of(job_of(models / "1.5B"), "2xL4").refusal
     assert refusal is not None
     assert refusal.message == (
-        "a card of the learner would hold 27.4 GiB (micro-batches of 4096 tokens, with gradient "
+        "a card of the learner would hold 28.9 GiB (micro-batches of 4096 tokens, with gradient "
         "checkpointing), and L4 has 21.6 GiB for it: optimiser states take 11.5 GiB"
     )
 

@@ -17,6 +17,7 @@ from ....schemas.tinker.wire import parse_request, plain_body
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import MessageError
 from ..guard import HELD
+from ..limits import content_length
 from ..sessions import Visitor
 from ..web import OF_TINKER_SDK, gateway_of, take_connection
 
@@ -37,17 +38,8 @@ async def visitor_of_key(request: Request) -> Visitor:
         )
     visitor = await sessions.visitor(session=None, key=key.removeprefix(OF_TINKER_SDK))
     take_connection(request, visitor)
-    request.scope[HELD].enter_context(visitor.held(_content_length(request)))
+    request.scope[HELD].enter_context(visitor.held(content_length(request.headers) or 0))
     return visitor
-
-
-def _content_length(request: Request) -> int:
-    content_length = request.headers.get("content-length", "")
-    return (
-        int(content_length)
-        if content_length.isascii() and content_length.isdigit() and len(content_length) < 12
-        else 0
-    )
 
 
 async def raw_body(request: Request) -> bytes:

@@ -170,7 +170,7 @@ class TinkerApi:
         raw, body = await requests.json_body(request)
         model = requests.new_model(body)
         base = requests.text_in(body, "base_model")
-        job = await self._trainers.job_of_base(visitor.user, visitor.broker, base)
+        job = await self._trainers.job_of_base(visitor.broker, base)
         return await self._submit(visitor, job, "create_model", OperationName(model, 0), raw)
 
     async def load_weights(self, request: Request) -> Response:

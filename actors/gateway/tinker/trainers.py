@@ -81,7 +81,7 @@ class Trainers:
         self._offers = (time.monotonic(), offers)
         return offers
 
-    async def job_of_base(self, user: str, broker: Broker, base: str) -> str:
+    async def job_of_base(self, broker: Broker, base: str) -> str:
         """Return the job that trains on a base model; raises NotFoundError."""
         offers = await self.offers(broker)
         for offer in offers:
@@ -244,7 +244,7 @@ class Trainers:
     async def job_of_sampler(self, user: str, broker: Broker, name: SamplerName) -> str:
         """Return the job that samples for a session; raises NotFoundError."""
         if name.base is not None:
-            return await self.job_of_base(user, broker, name.base)
+            return await self.job_of_base(broker, name.base)
         return await self.job_of_checkpoint(user, broker, name.checkpoint)
 
     async def ask(

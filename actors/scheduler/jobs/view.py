@@ -96,7 +96,7 @@ class JobsView:
         holds."""
         return self._locks.setdefault(user, asyncio.Lock())
 
-    def put_away(self, record: JobRecord) -> None:
+    def enter_archived(self, record: JobRecord) -> None:
         """Enter that the record of an archived job has left the bucket of jobs."""
         key = key_of(record)
         self._jobs.drop(key)

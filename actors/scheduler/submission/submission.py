@@ -340,7 +340,7 @@ class Submission:
                 await self._free_copies(blank)
                 return await self._jobs.get(user, job)
             if request.sealed:
-                await self._secrets.keep(JobScope(user, job), request.sealed)
+                await self._secrets.add_sealed(JobScope(user, job), request.sealed)
             return await self._jobs.create(record, f"user {user}")
         finally:
             self._names.discard((user, blank.name))

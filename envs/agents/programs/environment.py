@@ -52,7 +52,7 @@ def prompt_of(opening: Opening) -> list[ChatMessage]:
 
 def last_user_text(messages: Sequence[ChatMessage]) -> str:
     """Return what the user says last, as text."""
-    texts = [one["content"] for one in messages if one.get("role") == "user"]
+    texts = [message["content"] for message in messages if message.get("role") == "user"]
     content = texts[-1] if texts else ""
     if isinstance(content, str):
         return content
@@ -142,7 +142,9 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
     """Fill one word; what is filled in is not looked at again."""
     parts: list[str] = []
     while word:
-        at, name = min(((word.find(one), one) for one in values if one in word), default=(-1, ""))
+        at, name = min(
+            ((word.find(value), value) for value in values if value in word), default=(-1, "")
+        )
         if at < 0:
             break
         parts += [word[:at], values[name]]

@@ -45,7 +45,7 @@ def _shape(hidden: int, layers: int, heads: int, mlp: int, vocab: int) -> dict[s
 SIZES = {
     "1 M": Qwen2Config(**_shape(128, 4, 4, 512, 1024), tie_word_embeddings=True),
     "5 M": Qwen2Config(**_shape(256, 6, 8, 768, 2048), tie_word_embeddings=True),
-    "14 M": Qwen2Config(**_shape(320, 8, 5, 1280, 3072), tie_word_embeddings=False),
+    "14 M": Qwen2Config(**_shape(320, 8, 10, 1280, 3072), tie_word_embeddings=False),
 }
 KINDS = {
     "Qwen3": Qwen3Config(**_shape(256, 4, 4, 768, 2048), head_dim=128, tie_word_embeddings=True),
@@ -188,7 +188,7 @@ def test_weights_are_counted_from_the_config_as_from_the_files(
     assert by_config.active_weights == pytest.approx(by_files.active_weights, rel=0.01)
 
 
-def test_a_token_of_seven_billion_weights_keeps_about_seven_megabytes_in_16_bits() -> None:
+def test_a_token_of_seven_billion_weights_keeps_six_megabytes_in_16_bits() -> None:
     shape = find_shape("Qwen/Qwen2.5-7B-Instruct")
     assert shape is not None
     assert shape.weights == pytest.approx(7.62e9, rel=0.005)
@@ -197,4 +197,4 @@ def test_a_token_of_seven_billion_weights_keeps_about_seven_megabytes_in_16_bits
         {"model": {"path": "m"}, "env": {"game": "none"}, "learner": sections}
     )
     load = learner_load(config, shape, microbatch_tokens=8192, checkpointing=False)
-    assert shape.layers * layer_bytes_per_token(load) == pytest.approx(6.65e6, rel=0.03)
+    assert shape.layers * layer_bytes_per_token(load) == pytest.approx(6.3e6, rel=0.03)

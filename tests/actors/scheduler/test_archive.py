@@ -120,7 +120,7 @@ async def test_a_job_asked_to_be_deleted_while_it_is_archived_is_deleted(stack: 
         job, lambda now: now.model_copy(update={"removal": "delete"})
     )
     with pytest.raises(Exception, match="not to be archived any more"):
-        await stack.jobs.put_away(archiving)
+        await stack.jobs.move_to_archive(archiving)
     assert (await stack.jobs.get("local", job.job)).removal == "delete"
 
 
