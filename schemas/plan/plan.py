@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 from ..config.job import JobConfig
 from ..config.sections import Dtype, resolve_dtype
 from ..wire.errors import ConfigError, ModelError, PlacementError
-from .cards import GpuCard, CardSet, find_card
+from .cards import CardSet, GpuCard, find_card
 from .memory import (
     GIB,
     PASSING,
