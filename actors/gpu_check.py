@@ -96,7 +96,7 @@ CHECKS = (
         "flash-attention",
         f"{_HERE}:check_flash_attention",
         60,
-        "leave model.attn_implementation at sdpa",
+        "leave model.attn_implementation at auto",
     ),
     Check("engine", f"{_HERE}:check_engine", 180, "docs/engines.md says what each engine needs"),
 )

@@ -52,8 +52,8 @@ def main() -> None:
     options.add_argument("--lengths", type=int, nargs="+", help="tokens of the longest sequence")
     options.add_argument("--sequences", type=int, default=16)
     options.add_argument("--steps", type=int, default=5)
-    kernels = ("sdpa", "flash_attention_2")
-    options.add_argument("--attention", choices=kernels, default="sdpa", help="of both sides")
+    kernels = ("auto", "sdpa", "varlen", "flash_attention_2")
+    options.add_argument("--attention", choices=kernels, default="auto", help="of the learner")
     again = "both sides compute activations again in the backward pass"
     options.add_argument("--checkpointing", action="store_true", help=again)
     arguments = options.parse_args()

@@ -176,7 +176,9 @@ def plain_step(way: StepWay, work: StepSequences) -> StepTime:
     let_go()
     device = own_device()
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        way.folder, dtype=torch.float32, attn_implementation=way.attention
+        way.folder,
+        dtype=torch.float32,
+        attn_implementation="flash_attention_2" if "flash" in way.attention else "sdpa",
     )
     model = loaded.to(device).train()
     if way.checkpointing:

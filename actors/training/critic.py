@@ -41,8 +41,8 @@ class ValueModel(nn.Module):
         self,
         model: PreTrainedModel,
         learner: LearnerConfig,
-        attention: AttentionKey,
         parallel: Parallel,
+        attention: AttentionKey = "auto",
     ) -> None:
         """Take the decoder of a causal language model, and put it where it computes.
 
@@ -85,7 +85,7 @@ class Critic:
     def __init__(self, model: PreTrainedModel, config: JobConfig, parallel: Parallel) -> None:
         """Make a new critic of a causal language model's weights."""
         attention = config.model.attn_implementation
-        self.model = ValueModel(model, config.learner, attention, parallel)
+        self.model = ValueModel(model, config.learner, parallel, attention)
         self._config = config
         self._parallel = parallel
         self.optimizer = make_optimizer(self.model, config.learner, config.critic.lr)

@@ -6,8 +6,9 @@ and add up in float32. Several ranks cast weights when FSDP2 gathers them; a ran
 of a layer when the layer runs. Both compute the same.
 """
 
-# torch leaves some of its methods untyped.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# torch leaves some of its methods untyped. Weights of modules are exchanged where torch keeps them,
+# as torch.func.functional_call does.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportPrivateUsage=false
 
 import os
 from collections.abc import Iterator, Sequence
@@ -40,7 +41,8 @@ def settle_numerics(learner: LearnerConfig, *, on_gpu: bool) -> None:
         os.environ[_CUBLAS_WORKSPACE] = _DETERMINISTIC_WORKSPACES[0]
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
+    # Nothing here reads memory that it has not written.
+    cast(Any, deterministic).fill_uninitialized_memory = False
 
 
 def numerics_of(
@@ -126,8 +128,7 @@ class _CastModule:
         """Cast weights and inputs."""
         self._masters = [inner._parameters[name] for inner, name in self._slots]
         for (inner, name), master in zip(self._slots, self._masters, strict=True):
-            # As torch.func.functional_call does: the copy is no parameter, and has a gradient.
-            inner._parameters[name] = cast(Any, master.to(self._dtype))
+            inner._parameters[name] = master.to(self._dtype)  # no parameter, and has a gradient
         return self._cast(args), self._cast(kwargs)
 
     def end(self, _module: nn.Module, _args: Any, _output: Any) -> None:

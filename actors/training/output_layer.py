@@ -79,7 +79,7 @@ def row_chunks(
     if len(starts) <= 2:
         yield 0, num_rows, 0, len(row_M)
         return
-    bounds = torch.searchsorted(row_M, row_M.new_tensor(starts)).tolist()
+    bounds = cast("list[int]", torch.searchsorted(row_M, row_M.new_tensor(starts)).tolist())
     yield from zip(starts, starts[1:], bounds, bounds[1:], strict=False)
 
 
@@ -98,7 +98,7 @@ class _ScoreTokens(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         layer, ctx.entropy_gradient, top_k = settings
         num_rows = len(states_UD)
-        numbers = {"dtype": torch.float32, "device": states_UD.device}
+        numbers: dict[str, Any] = {"dtype": torch.float32, "device": states_UD.device}
         logprobs_M, entropy_U = torch.empty(len(row_M), **numbers), torch.empty(num_rows, **numbers)
         top_UK = torch.empty(num_rows, top_k, **numbers)
         top_ids_UK = torch.empty(num_rows, top_k, dtype=torch.int64, device=states_UD.device)

@@ -268,7 +268,14 @@ class Parallel:
         device = self._device or next(model.parameters()).device
         dtype = DTYPES[resolve_dtype(config.dtype, on_gpu=device.type == "cuda")]
         text_config = cast(Any, model).config.get_text_config()
-        set_attention(model, choose_attention(attention, text_config, device, dtype), device)
+        chosen = choose_attention(attention, text_config, device, dtype)
+        if config.compile and chosen == "varlen" and device.type == "cpu":
+            raise ConfigError(
+                "learner.compile=true, and model.attn_implementation=varlen cannot be compiled on "
+                "a CPU, where it computes one sequence after the other",
+                hint="set model.attn_implementation=sdpa, or auto",
+            )
+        set_attention(model, chosen, device)
         if not moves_frozen:
             store_frozen(model, dtype, in_float32)
         if self._device is not None and not self.sharded:

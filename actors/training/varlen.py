@@ -78,8 +78,8 @@ def sdpa_by_sequence(
 ) -> Tensor:
     """Compute each sequence by SDPA with a mask, as the CUDA kernels define it."""
     left, right = window_size
-    ends_q = cu_seq_q.tolist()
-    ends_k = ends_q if cu_seq_k is None else cu_seq_k.tolist()
+    ends_q = cast("list[int]", cu_seq_q.tolist())
+    ends_k = ends_q if cu_seq_k is None else cast("list[int]", cu_seq_k.tolist())
     outputs: list[Tensor] = []
     for (q0, q1), (k0, k1) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
         place_q = torch.arange(k1 - k0 - (q1 - q0), k1 - k0, device=query.device)[:, None]
@@ -262,7 +262,7 @@ def _attend(
     max_length_q: int = 0,
     max_length_k: int = 0,
     key_columns: Tensor | None = None,
-    **_: Any,
+    **_options: Any,
 ) -> tuple[Tensor, None]:
     """Attend as transformers' attention functions do; without lengths each row is a sequence."""
     if s_aux is not None:

@@ -71,10 +71,17 @@ class ScoringLearner:
         self._scorer = scorer
 
     @torch.no_grad()
-    def logprobs(self, sequences: Sequence[TokenSequence]) -> Tensor:
+    def logprobs(
+        self, sequences: Sequence[TokenSequence], *, share_prompts: bool = False
+    ) -> Tensor:
         """Return float32[N] on the CPU: of all generated tokens, in the order of the batch."""
         logprobs_N = torch.zeros(sum(int(one.mask.sum()) for one in sequences))
-        for packed in pack(sequences, max_row_tokens=MAX_TOKENS, microbatch_tokens=4 * MAX_TOKENS):
+        for packed in pack(
+            sequences,
+            max_row_tokens=MAX_TOKENS,
+            microbatch_tokens=4 * MAX_TOKENS,
+            share_prompts=share_prompts,
+        ):
             score_N = self._scorer.score(packed).logprobs_N.float().cpu()
             logprobs_N = logprobs_N.index_copy(0, packed.index_N.cpu(), score_N)
         return logprobs_N

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from tinkermq.actors.gpu_check import CHECKS, Check, run_check, sum_over_ranks
 from tinkermq.actors.policy.devices import own_device
+from tinkermq.actors.training.micro_batch import TokenSequence
 
 from benchmarks.learner_step import matrix_rate
 from tests.gpu.material import RandomPolicy, token_sequences
@@ -49,6 +51,21 @@ def test_two_processes_sum_in_the_memory_of_the_machine(
     num_values = 1 << (24 if on_gpu else 16)
     seconds = sum_over_ranks(2, num_values)
     record_property("gloo, GB/s", 4 * num_values / seconds / 1e9)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_the_learner_scores_packed_sequences_alike_with_varlen_attention(
+    policy: RandomPolicy, share: bool, record_property: Record
+) -> None:
+    sequences = token_sequences(policy.vocab_size, [300, 40, 211])
+    prompt = 300 // 8
+    of_same_prompt = np.concatenate([sequences[0].token_ids[:prompt], sequences[2].token_ids])
+    mask = np.arange(len(of_same_prompt)) >= prompt
+    sequences.append(TokenSequence(of_same_prompt, mask.astype(np.uint8)))
+    varlen_N = policy.learner("varlen").logprobs(sequences, share_prompts=share)
+    difference = float((varlen_N - policy.learner("sdpa").logprobs(sequences)).abs().mean())
+    record_property("mean difference of log-probs", difference)
+    assert difference <= 0.02
 
 
 def test_the_learner_scores_packed_sequences_alike_with_flash_attention(

@@ -61,13 +61,18 @@ def _deep(kind: str, seed: int, top_logit: float) -> PreTrainedModel:
     if kind == "dense":
         model = Qwen2ForCausalLM(Qwen2Config(**DEEP, tie_word_embeddings=False))
     else:
-        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        experts: dict[str, Any] = {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        }
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**DEEP, **experts, tie_word_embeddings=False))
     for parameter in model.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=1 / parameter.shape[-1] ** 0.5)
-    logits = model.eval()(input_ids=torch.arange(20)[None]).logits
-    model.get_output_embeddings().weight.mul_(top_logit / logits.abs().max())
+    whole: Any = model.eval()
+    logits = whole(input_ids=torch.arange(20)[None]).logits
+    whole.get_output_embeddings().weight.mul_(top_logit / logits.abs().max())
     return model
 
 

@@ -3,6 +3,7 @@
 import math
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tinkermq.actors.training.batch import assemble
 from tinkermq.actors.training.micro_batch import MicroBatch, TokenSequence, share_sequences
 from tinkermq.actors.training.model import Scorer, load_model
 from tinkermq.actors.training.packing import block_causal_mask, pack
+from tinkermq.actors.training.parallel import Parallel
 from tinkermq.actors.training.step import Trainer
 from tinkermq.actors.training.varlen import flatten
 from tinkermq.schemas.config.job import JobConfig, ModelConfig
@@ -152,11 +154,13 @@ def _scores(scorer: Scorer, micros: list[MicroBatch], num_tokens: int) -> Tensor
 
 
 @pytest.mark.parametrize("max_row_tokens", [96, 4096])
+@pytest.mark.parametrize("attention", ["sdpa", "varlen"])
 def test_log_probs_and_gradients_are_those_of_a_row_for_each_path(
-    folder: Path, max_row_tokens: int
+    folder: Path, attention: Literal["sdpa", "varlen"], max_row_tokens: int
 ) -> None:
     model = load_model(ModelConfig(path=str(folder)), LearnerConfig())
-    scorer = Scorer(model, temperature=1.0)
+    inside = Parallel().place(model, LearnerConfig(), attention)
+    scorer = Scorer(model, temperature=1.0, inside=inside)
     sequences = [path for seed in range(6) for path in paths_of(seed)]
     num_tokens = sum(int(sequence.mask.sum()) for sequence in sequences)
     found: list[tuple[Tensor, Tensor]] = []
@@ -250,7 +254,7 @@ def test_a_games_episodes_are_no_trees() -> None:
     assert (game.branches, agent.branches) == (False, True)
 
 
-def test_flash_attention_reads_paths_one_by_one() -> None:
+def test_flat_rows_hold_the_same_paths() -> None:
     sequences = [path for seed in range(4) for path in paths_of(seed)]
     expected = contexts(sequences)
     for share in (False, True):

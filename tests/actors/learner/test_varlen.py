@@ -162,7 +162,7 @@ def test_flash_attn_is_asked_for_the_same(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_kernel_follows_from_device_dtype_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"hidden_size": 64, "num_attention_heads": 4}
+    small: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4}
     plain = LlamaConfig(**small)
     odd = LlamaConfig(hidden_size=72, num_attention_heads=6)
     capped = SimpleNamespace(**small, attn_logit_softcapping=50.0)
@@ -397,7 +397,8 @@ def test_flash_attention_in_float32_is_refused_at_submission() -> None:
 def test_layers_with_torchs_kernel_are_one_graph_for_rows_of_all_sizes() -> None:
     """Traced with tensors without values, as they have no kernel on a CPU."""
     with torch.device("meta"):
-        model = _qwen2(5).to(torch.bfloat16)  # pyright: ignore[reportCallIssue]
+        model: Any = _qwen2(5)
+    model = model.to(torch.bfloat16)
     register_kernel("packed_torch", varlen_attn)
     model.config._attn_implementation = "packed_torch"
     graphs: list[Any] = []
