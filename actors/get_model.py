@@ -151,10 +151,10 @@ def _convert_gguf(file: Path, part: Path, dtype: str) -> None:
         named: dict[str, Any] = {"gguf_file": file.name}
         auto, tokenizers = cast("Any", AutoModelForCausalLM), cast("Any", AutoTokenizer)
         read = auto.from_pretrained(str(file.parent), dtype=torch.float32, **named)
-        config = type(read.config).from_dict(
-            {k: v for k, v in read.config.to_dict().items() if k != "quantization_config"}
-        )
-        model = type(read)(config)
+        config = cast("Any", type(read.config))
+        settings: dict[str, Any] = read.config.to_dict()
+        settings.pop("quantization_config", None)
+        model = cast("Any", type(read))(config.from_dict(settings))
         model.load_state_dict(read.state_dict())
         model.generation_config = read.generation_config
         model.to(getattr(torch, dtype)).save_pretrained(str(part))

@@ -32,7 +32,7 @@ from ..broker.feed import publish_event
 from ..broker.jetstream.kv import Bucket
 from ..broker.jetstream.streams import create_shared, wait_for_shared
 from ..broker.presence import PresenceBeat
-from ..broker.service_process import told_to_systemd
+from ..broker.service_process import notifying_systemd
 from ..schemas.config.job import JobConfig
 from ..schemas.config.load_config import parse_config
 from ..schemas.control import ControlReply, ControlRequest
@@ -312,7 +312,7 @@ def run_service_actor(
             service=service,
             presence=_presence(role, name),
         )
-        async with PresenceBeat(broker, f"pool.{name}", context.beat), told_to_systemd():
+        async with PresenceBeat(broker, f"pool.{name}", context.beat), notifying_systemd():
             await main(context)
         await service.stop()
 

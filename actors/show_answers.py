@@ -25,13 +25,14 @@ def answers(path: str, prompts: list[list[dict[str, str]]]) -> list[str]:
 
     chat = open_chat(ModelConfig(path=path))
     model = cast("Any", load_causal_lm(path, dtype=torch.float32))
+    tokenizer = cast("Any", chat.tokenizer)
     decoded: list[str] = []
     for prompt in prompts:
         ids = torch.tensor(chat.first_prompt(cast("Any", prompt)))[None].long()
         made = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_TOKENS
         )
-        text = chat.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+        text: str = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
         decoded.append(" ".join(text.split()))
     return decoded
 

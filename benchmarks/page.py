@@ -12,7 +12,7 @@ _HEAD = """\
 
 Written by `make bench`, which runs `python -m benchmarks` on an otherwise idle machine (`--quick`
 only checks that the scripts run). Figures are ratios to a peer or limit measured in the same run,
-because absolute figures differ between machines.
+because absolute figures differ between machines; parentheses hold their targets.
 """
 
 
@@ -75,8 +75,8 @@ def _section(result: Result) -> str:
     for figure in result["figures"]:
         if not figure["target"] and _is_in_a_table(figure, result["tables"]):
             continue
-        met = "met" if figure["met"] else "**missed**"
-        target = f" (target {figure['target']}, {met})" if figure["target"] else ""
+        missed = "" if figure["met"] else ", **missed**"
+        target = f" ({figure['target']}{missed})" if figure["target"] else ""
         parts.append(f"- {figure['what']}: {shown(figure['value'], figure['unit'])}{target}")
     parts += [f"- {note}" for note in result["notes"]]
     return "\n".join([*parts, "", *([result["remark"], ""] if result["remark"] else [])])

@@ -30,7 +30,7 @@ class BatchLog:
     async def append(self, record: BatchRecord, expected_last_seq: int) -> int:
         """Append a record behind `expected_last_seq` (0: it is the first); return its sequence.
 
-        Raises FencedError when somebody else has written since, BrokerError, DeadlineError,
+        Raises FencedError when another learner has written since, BrokerError, DeadlineError,
         NotFoundError when the job is gone.
         """
         try:
@@ -52,7 +52,7 @@ class BatchLog:
             ) from error
 
     async def check_owner(self, last_seq: int) -> None:
-        """Raise FencedError if somebody else has written since `last_seq` (0: nothing was).
+        """Raise FencedError if another learner has written since `last_seq` (0: nothing was).
 
         Raises DeadlineError, NotFoundError when the job is gone.
         """
@@ -90,7 +90,7 @@ class BatchLog:
             )
             for seq in seqs
         ]
-        return [BatchRecord.from_bytes(one.payload) for one in records if one is not None]
+        return [BatchRecord.from_bytes(record.payload) for record in records if record is not None]
 
     async def _all(self) -> list[StoredMessage]:
         """Read all records; in a cluster until a replica has as many as the leader."""

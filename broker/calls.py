@@ -22,14 +22,7 @@ from ..schemas.job import (
     SubmitRequest,
 )
 from ..schemas.user import ListUsers, UserInfo, UserList
-from ..schemas.wire.errors import (
-    BrokerError,
-    BusyError,
-    ConfigError,
-    NobodyAnswersError,
-    StateError,
-    StorageError,
-)
+from ..schemas.wire import errors
 from ..schemas.wire.message import Empty, Message, new_id
 from .client.connection import Broker
 from .client.faults import shown_url
@@ -44,10 +37,10 @@ if TYPE_CHECKING:
     from ..schemas.user import QuotaReply
 
 
-# A request that is sent again until it is answered, for a flood of somebody else may cost it.
+# A request that is repeated until it is answered, because another user's flood may drop it.
 #
 # It is dropped with the connection that a flood has filled (`request_connection`), or waits
-# behind it. So whoever asks such a service sends a request that may be sent twice. While nobody
+# behind it. So a request to such a service may be sent twice. While no service
 # answers, another service may be about to take over.
 
 R = TypeVar("R", bound=Message)
@@ -66,7 +59,7 @@ async def call_service(
     *,
     timeout_s: float,
     absent_s: float,
-    absent: BrokerError,
+    absent: errors.BrokerError,
     waiting_for: str,
 ) -> R:
     """Call a service of the pool; raises `absent` without an answer for `absent_s`."""
@@ -76,7 +69,7 @@ async def call_service(
             return await repeated_call(
                 broker, subject, request, reply_model, deadline=deadline, waiting_for=waiting_for
             )
-        except NobodyAnswersError as error:
+        except errors.NobodyAnswersError as error:
             if time.monotonic() >= patience:
                 raise absent from error
             await asyncio.sleep(_PAUSE_S)
@@ -139,7 +132,7 @@ class SchedulerCalls:
         """Return one job, by its id or the name of its run; raises NotFoundError."""
         return await self._change("get", JobRequest(job=job))
 
-    async def told_jobs(self, *, widest: bool = False, archived: bool = False) -> list[JobRecord]:
+    async def all_jobs(self, *, widest: bool = False, archived: bool = False) -> list[JobRecord]:
         """Return all jobs, newest first, those that wait with their place in the queue.
 
         `widest`: all users' jobs, for admins; `archived`: archived jobs, too.
@@ -355,13 +348,13 @@ class SchedulerCalls:
                     reply,
                     timeout_s=TIMEOUT_S,
                     absent_s=_TAKEOVER_S,
-                    absent=BrokerError(
+                    absent=errors.BrokerError(
                         f"no scheduler is connected to the broker at {shown_url(self.broker.url)}",
                         hint="start one: `tinkermq up`, or `python -m tinkermq.actors.scheduler`",
                     ),
                     waiting_for="the scheduler",
                 )
-            except BusyError as error:
+            except errors.BusyError as error:
                 if time.monotonic() + error.retry_after_s > patience:
                     raise
                 await asyncio.sleep(error.retry_after_s)
@@ -390,7 +383,7 @@ async def write_checkpoint(broker: Broker, record: JobRecord) -> str:
     reply = await _ask(broker, record, request, "checkpoint")
     folder = reply.detail["folder"]
     if folder is None:
-        raise StorageError(
+        raise errors.StorageError(
             f"the learner of {record.name} could not write a checkpoint",
             hint=f"its last event says why: `tinkermq watch {record.name}`",
         )
@@ -406,7 +399,7 @@ async def trace_steps(broker: Broker, record: JobRecord, steps: int) -> list[str
     from ..schemas.control import MAX_TRACED_STEPS, ControlRequest
 
     if not 1 <= steps <= MAX_TRACED_STEPS:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{steps} steps cannot be traced at a time",
             hint=f"ask for 1 to {MAX_TRACED_STEPS}: --steps 3",
         )
@@ -419,7 +412,7 @@ async def trace_steps(broker: Broker, record: JobRecord, steps: int) -> list[str
 def _refuse_idle(record: JobRecord, wanted: str, hint: str) -> None:
     if not record.trains or record.state not in _LIVE:
         what = f"is {record.state}" if record.trains else "trains nothing"
-        raise StateError(f"job {record.name} {what}, so there is no {wanted}", hint=hint)
+        raise errors.StateError(f"job {record.name} {what}, so there is no {wanted}", hint=hint)
 
 
 async def _ask(
@@ -456,7 +449,7 @@ async def ask_users(broker: Broker, method: str, request: Message, reply: type[R
         reply,
         timeout_s=USERS_TIMEOUT_S,
         absent_s=_BACK_S if broker.is_limited else 0.0,
-        absent=BrokerError(
+        absent=errors.BrokerError(
             f"the pool at {shown_url(broker.url)} has no users: no auth service answers",
             hint="`tinkermq init` makes the secrets of a pool with authentication; where "
             "it has them, see `tinkermq doctor`",

@@ -181,7 +181,7 @@ class Seal:
         """Return what a user has sealed.
 
         Raises AuthError, without the content, for text that was not sealed to this key
-        or somebody else has sealed.
+        or that another user has sealed.
         """
         try:
             secrets = JobSecrets.from_bytes(SealedBox(self._key).decrypt(sealed))

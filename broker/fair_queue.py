@@ -46,7 +46,8 @@ class FairQueue:
             await asyncio.sleep(0)
 
     def submit(self, user: str, work: Work, num_bytes: int = 0) -> bool:
-        """Run a request of a user when it is its turn; False: he has too many, it is not taken.
+        """Run a request of a user when it is its turn; False: the user has too many, it is not
+        taken.
 
         `num_bytes` is what it keeps in memory until it has ended.
         """

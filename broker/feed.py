@@ -244,7 +244,7 @@ async def read_scores(broker: Broker, scope: JobScope) -> dict[int, float]:
     """
     entries = await Bucket(broker, BUCKET_EVALS, EvalRecord).items(scope.key)
     records = [entry.value for entry in entries]
-    return {one.version: one.values[SCORE] for one in records if SCORE in one.values}
+    return {record.version: record.values[SCORE] for record in records if SCORE in record.values}
 
 
 def best_of(scores: Mapping[int, float], versions: Iterable[int]) -> int | None:
@@ -288,9 +288,11 @@ def run_row(record: JobRecord, values: Mapping[str, float]) -> dict[str, Any]:
         "step": int(values.get("step", record.version)),
         "reward": values.get("training_step_reward"),
         "validation": values.get("val/mean_score"),
-        "slots": sum(one.slots for one in record.actors if one.node is not None) if live else 0,
+        "slots": sum(actor.slots for actor in record.actors if actor.node is not None)
+        if live
+        else 0,
         "age_s": (record.finished or time.time()) - record.created,
-        "restarts": sum(one.restarts for one in record.actors),
+        "restarts": sum(actor.restarts for actor in record.actors),
         "attempt": record.attempt,
         "tags": record.tags,
         "group": record.group,

@@ -201,7 +201,7 @@ class JobStore:
         self._wrote(entry)
         return entry.value
 
-    async def put_away(self, record: JobRecord) -> JobRecord | None:
+    async def move_to_archive(self, record: JobRecord) -> JobRecord | None:
         """Move the record of a job that was archived out of the bucket of jobs.
 
         Returns the archived record, None if it was deleted. Raises ConflictError if another writer

@@ -91,8 +91,8 @@ class SegmentWriter:
     async def append(self, segment: Segment) -> bool:
         """Append a segment; False when there is no room for it, or it is larger than a message.
 
-        Raises Fenced when somebody else has appended or the task is over, DeadlineError while the
-        broker is away.
+        Raises Fenced when another generator has appended or the task is over, DeadlineError while
+        the broker is away.
         """
         payload = segment.to_bytes()
         if len(payload) > (most := most_bytes(self._broker.max_payload_bytes)):
@@ -132,10 +132,10 @@ class SegmentWriter:
         )
 
     def _check_own(self, found: StoredMessage) -> None:
-        """Raise Fenced for a segment that somebody else has written."""
+        """Raise Fenced for another generator's segment."""
         by = next(iter(_parsed([found])), None)
         if by is None or by.writer != self.writer:
-            whom = f"{by.writer} (delivery {by.delivery})" if by else "somebody else"
+            whom = f"{by.writer} (delivery {by.delivery})" if by else "another generator"
             raise Fenced(
                 f"{self._subject} was taken over by {whom}; this was delivery {self.delivery}",
                 hint="nothing to do: the first group of the task counts",

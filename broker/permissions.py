@@ -2,8 +2,8 @@
 
 Four circles. *Services* (scheduler, auth, node, gateway) are the pool itself. *Job processes* read
 and write the streams of their one job, by their role. *Guests* are users and the environment hosts
-of jobs, which run code of users: they have no access to JetStream at all, because whoever may ask
-the server for something also names the subject of its answer, and the server checks no rights
+of jobs, which run code of users: they have no access to JetStream at all, because a client that may
+ask the server for something also names the subject of its answer, and the server checks no rights
 there. What guests read and store goes through the store proxy (`actors/auth/store_proxy.py`), which
 asks `may_read` and `may_store`. *Programs* whose episodes run elsewhere have the key of one
 episode: they reach its generator and its host, and nothing stored.
@@ -197,7 +197,7 @@ def admin_permissions(user: str) -> Permissions:
 
 
 def invited_permissions() -> Permissions:
-    """Return what somebody with an invitation may do: register."""
+    """Return the permissions of an invitation: register."""
     return Permissions(
         publish=(rpc("invited", "users", "register"),), subscribe=(f"{inbox('invited')}.>",)
     )

@@ -234,6 +234,11 @@ def advise(
     if swapping >= _NOTABLE:
         text = f"generators stood still {swapping:.0%} of the time to swap weights in"
         advice.append(Advice(text, ("generator.kv_on_swap=keep", "lora.rank")))
+    validating = mean_share(profile.generators.values(), "validation")
+    if validating >= _NOTABLE:
+        text = f"generators did nothing but validate versions {validating:.0%} of the time"
+        keys = ("training.test_freq", "env.num_val", "evaluation.slots=1")
+        advice.append(Advice(text, keys))
     return advice
 
 

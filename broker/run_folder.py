@@ -86,8 +86,6 @@ class Folder:
         """Return the descriptor of the folder, which closes with it."""
         return self._fd
 
-    # -- reading -----------------------------------------------------------------------------------
-
     def open(self, name: str, *, max_bytes: int | None = None) -> BinaryIO:
         """Open a regular file to read.
 
@@ -175,12 +173,10 @@ class Folder:
     def _folders(self, name: str, depth: int = 0) -> Iterator[str]:
         if depth > MAX_DEPTH:
             raise StorageError(f"{self.path / name} lies more than {MAX_DEPTH} folders deep")
-        for one in self.entries(name):
-            if one.is_folder:
-                yield one.path
-                yield from self._folders(one.path, depth + 1)
-
-    # -- writing -----------------------------------------------------------------------------------
+        for entry in self.entries(name):
+            if entry.is_folder:
+                yield entry.path
+                yield from self._folders(entry.path, depth + 1)
 
     def folder(self, name: str, *, make: bool = False) -> "Folder":
         """Open a folder below; make it, and those above it, if asked to."""
@@ -279,8 +275,6 @@ class Folder:
                 with source._parent(entry.path) as here, made._parent(entry.path, True) as there:
                     give(source, entry.path, here, there)
 
-    # -- names -------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def _parent(self, name: str, make: bool = False) -> Iterator[tuple[int, str]]:
         """Open the folder that holds a name; yields its descriptor and the last part."""
@@ -347,13 +341,13 @@ def _remove_folder(name: str, parent: int) -> None:
     fd = _unlocked(name, parent)
     try:
         while folders := _emptied(fd, fd):
-            for one in folders:
-                inner = _unlocked(one, fd)
+            for folder in folders:
+                inner = _unlocked(folder, fd)
                 try:
                     _emptied(inner, fd)
                 finally:
                     os.close(inner)
-                _remove_empty(one, fd)
+                _remove_empty(folder, fd)
     finally:
         os.close(fd)
     os.rmdir(name, dir_fd=parent)

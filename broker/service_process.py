@@ -54,7 +54,7 @@ def erase_variable(name: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def told_to_systemd() -> AsyncGenerator[None, None]:
+async def notifying_systemd() -> AsyncGenerator[None, None]:
     """Tell systemd READY now and STOPPING at the end, and WATCHDOG twice in each interval.
 
     A loop that is blocked for longer than the unit's WatchdogSec ends as a restart.

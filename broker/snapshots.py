@@ -67,7 +67,7 @@ async def restore_all(broker: Broker, folder: Path) -> list[Saved]:
     BrokerError.
     """
     names: list[str] = _read(folder, MANIFEST, "streams")["streams"]
-    present = {one["config"]["name"]: one["state"] for one in await _streams(broker)}
+    present = {stream["config"]["name"]: stream["state"] for stream in await _streams(broker)}
     for name in names:
         if int(present.get(name, {}).get("messages", 0)):
             raise StateError(
@@ -125,7 +125,7 @@ async def _ask(broker: Broker, verb: str, request: dict[str, Any]) -> dict[str, 
     try:
         return await broker.api(verb, request)
     except TimeoutError:
-        raise ConnectionLost(f"nobody answered {verb}", hint="try again") from None
+        raise ConnectionLost(f"no answer to {verb}", hint="try again") from None
 
 
 def _begin(folder: Path) -> None:
@@ -145,7 +145,7 @@ async def _streams(broker: Broker) -> list[dict[str, Any]]:
 
 
 async def _stream_names(broker: Broker) -> list[str]:
-    names = [one["config"]["name"] for one in await _streams(broker)]
+    names = [stream["config"]["name"] for stream in await _streams(broker)]
     ours = [name for name in names if _OURS.match(name) and name not in _PASSING]
     return sorted(ours, key=lambda name: (_ORDER.get(name.rpartition("-")[2], 2), name))
 
@@ -188,7 +188,7 @@ async def _restore(
             try:
                 reply = await broker.request(place, chunk, timeout_s=_SILENCE_S)
             except TimeoutError:
-                raise ConnectionLost(f"{name} is not restored: nobody answers") from None
+                raise ConnectionLost(f"{name} is not restored: no answer") from None
             if error := _error_in(reply):
                 raise BrokerError(f"{name} is not restored: {error}", hint="see the server's log")
     return _saved(name, stream["state"])

@@ -21,18 +21,9 @@ from .client.availability import RETRY_PAUSE_S
 from .client.connection import Broker, Msg
 from .client.faults import ConnectionLost, NoResponders
 from .client.nats_internals import header
+from .jetstream import streams
 from .jetstream.appending import append_once
 from .jetstream.direct_get import get_last
-from .jetstream.streams import (
-    MAX_LEASES,
-    NS,
-    ConsumerGone,
-    PullInbox,
-    ensure_task_consumer,
-    numbers_of,
-    stream_info,
-    stream_subjects,
-)
 
 PUBLISH_DEADLINE_S = 60.0
 _PULL_EXPIRES_S = 5.0
@@ -84,8 +75,8 @@ class Lease:
             _log.info("ack_lost", task=self.task.task, reason=str(error))
 
     async def give_back(self, delay_s: float = 0.0) -> None:
-        """Let somebody else have the task, after `delay_s`."""
-        await self._say(b'-NAK {"delay": %d}' % int(delay_s * NS))
+        """Give the task back for others, after `delay_s`."""
+        await self._say(b'-NAK {"delay": %d}' % int(delay_s * streams.NS))
 
     async def _say(self, what: bytes) -> None:
         await self._broker.publish(self._message.reply, what)
@@ -100,7 +91,7 @@ class TaskQueue:
         scope: JobScope,
         ack_wait_s: float = 30.0,
         *,
-        max_leases: int = MAX_LEASES,
+        max_leases: int = streams.MAX_LEASES,
         pull_expires_s: float = _PULL_EXPIRES_S,
         validation: bool = False,
     ) -> None:
@@ -117,7 +108,7 @@ class TaskQueue:
         self._ack_wait_s = ack_wait_s
         self._max_leases = max_leases
         self._pull_expires_s = pull_expires_s
-        self._inbox = PullInbox(broker)
+        self._inbox = streams.PullInbox(broker)
         self._has_consumer = False
 
     async def publish(
@@ -152,7 +143,7 @@ class TaskQueue:
                 messages = await self._pull(num, deadline - loop.time())
             except (ConnectionLost, TimeoutError) as error:
                 _log.info("pull_repeated", stream=self._stream, reason=repr(error))
-            except (ConsumerGone, NoResponders):
+            except (streams.ConsumerGone, NoResponders):
                 self._has_consumer = False
             else:
                 leases = [lease for m in messages if (lease := await self._lease(m))]
@@ -192,7 +183,9 @@ class TaskQueue:
 
     async def pending_numbers(self) -> set[int]:
         """Return the numbers of all training tasks that are queued or held."""
-        return numbers_of(await stream_subjects(self._broker, self._stream, self._scope.task("*")))
+        return streams.numbers_of(
+            await streams.stream_subjects(self._broker, self._stream, self._scope.task("*"))
+        )
 
     async def close(self) -> None:
         """Hand back what arrived but was not pulled."""
@@ -212,7 +205,7 @@ class TaskQueue:
         if messages or timeout_s <= 0:
             return messages
         wait_s = min(timeout_s, self._pull_expires_s)
-        messages = await self._request({"batch": 1, "expires": int(wait_s * NS)}, 1, wait_s)
+        messages = await self._request({"batch": 1, "expires": int(wait_s * streams.NS)}, 1, wait_s)
         if messages and num > 1:
             with contextlib.suppress(ConnectionLost, TimeoutError):
                 rest = num - 1
@@ -230,7 +223,7 @@ class TaskQueue:
                 if message is None:
                     break
                 messages.append(message)
-        except (ConnectionLost, ConsumerGone, TimeoutError):
+        except (ConnectionLost, streams.ConsumerGone, TimeoutError):
             if not messages:  # what came is ours all the same
                 raise
         return messages
@@ -244,7 +237,7 @@ class TaskQueue:
                 raise MessageError(f"task {task.task} names version {task.version}")
         except MessageError as error:
             _log.error("task_malformed", subject=message.subject, error=str(error))
-            delay = b'-NAK {"delay": %d}' % (_MALFORMED_DELAY_S * NS)
+            delay = b'-NAK {"delay": %d}' % (_MALFORMED_DELAY_S * streams.NS)
             await self._broker.publish(message.reply, delay)
             return None
         return Lease(task, num_delivered, message, self._broker)
@@ -252,9 +245,9 @@ class TaskQueue:
     async def _make_consumer(self) -> None:
         """Make the consumer, or, without the right to, see that the stream is there."""
         if self._broker.is_limited:
-            await stream_info(self._broker, self._stream)
+            await streams.stream_info(self._broker, self._stream)
         else:
-            await ensure_task_consumer(
+            await streams.ensure_task_consumer(
                 self._broker,
                 self._scope,
                 self._ack_wait_s,

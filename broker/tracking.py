@@ -292,8 +292,6 @@ class GuardedTracker(Tracker):
             _HUNG.add(self.name)
             self._lose(f"it hangs: nothing came back for {most_s:g} s", call)
 
-    # -- in the tracker's thread -----------------------------------------------------------------
-
     def _work(self) -> None:
         while not self._is_lost:
             call = self._calls.get()
@@ -367,8 +365,6 @@ class GuardedTracker(Tracker):
         except BaseException as raised:  # noqa: BLE001  a library may raise what Python can
             _log.warning("tracker_not_closed", tracker=self.name, error=_shown(raised))
 
-    # -- reports -----------------------------------------------------------------------------------
-
     def _lose(self, why: str, call: _Call | None) -> None:
         """Leave the tracker out from now on, and report what it lacks."""
         with self._lock:
@@ -380,8 +376,8 @@ class GuardedTracker(Tracker):
             while True:
                 lacks.append(self._calls.get_nowait())
                 self._calls.task_done()
-        steps = [one.step for one in lacks if one.what == "metrics" and one.step is not None]
-        points = sum(one.num_points for one in lacks)
+        steps = [lack.step for lack in lacks if lack.what == "metrics" and lack.step is not None]
+        points = sum(lack.num_points for lack in lacks)
         at = f" at step {call.step}" if call is not None and call.step is not None else ""
         lost = f"{len(steps)} steps ({points} points)"
         since = f"{lost}, from step {min(steps)} on" if steps else "what was not sent yet"

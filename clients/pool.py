@@ -23,14 +23,8 @@ from ..schemas.job import (
     JobRecord,
     SecretName,
 )
+from ..schemas.wire import errors
 from ..schemas.wire.codec import merged
-from ..schemas.wire.errors import (
-    ConfigError,
-    DeadlineError,
-    MessageError,
-    NotFoundError,
-    StorageError,
-)
 from ..schemas.wire.subjects import DEFAULT_USER, token
 from .validation import did_you_mean, split_checkpoint_name
 
@@ -57,7 +51,7 @@ def with_tracker_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         return dict(config)
     for name in _ON_NODES:
         if os.environ.get(name):
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{name} is set here, but the learner logs to wandb from one of the pool's nodes",
                 hint=f"have it set in the environment of the nodes (node.env), and unset {name} "
                 "here, or log to wandb-offline",
@@ -79,7 +73,7 @@ def _in_mode(backends: list[str]) -> list[str]:
     if mode in ("disabled", "dryrun"):
         return [backend for backend in backends if not backend.startswith("wandb")]
     if mode not in _MODES:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"WANDB_MODE={mode!r} is not known for jobs", hint="set online, offline or disabled"
         )
     return [_MODES[mode] if backend.startswith("wandb") else backend for backend in backends]
@@ -144,7 +138,7 @@ class Pool(SchedulerCalls):
             return record
         records = await self.list_jobs(all=True)
         known = [known for record in records for known in (record.name, record.job)]
-        raise NotFoundError(
+        raise errors.NotFoundError(
             f"there is no run {name!r}",
             hint=did_you_mean(name, known, otherwise="list them with `tinkermq ps --all`"),
         )
@@ -159,7 +153,7 @@ class Pool(SchedulerCalls):
         Raises NotFoundError, StateError with the reason why it cannot, DeadlineError.
         """
         record = await self.find(name)
-        with contextlib.suppress(NotFoundError):  # an earlier request has done it meanwhile
+        with contextlib.suppress(errors.NotFoundError):  # an earlier request has done it meanwhile
             await self.delete(record.job)
         await self._until(record, "delete", lambda now: now is None, _REMOVAL_S)
         return record
@@ -182,7 +176,7 @@ class Pool(SchedulerCalls):
         """
         run, step = split_checkpoint_name(source)
         if step is None:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{source!r} does not name a checkpoint", hint="write RUN@STEP, such as my-run@40"
             )
         origin = await self.find(run)
@@ -207,7 +201,7 @@ class Pool(SchedulerCalls):
 
         def done(now: JobRecord | None) -> bool:
             if undo and now is not None and now.refused:
-                raise StorageError(
+                raise errors.StorageError(
                     now.refused, hint="restore that folder from a back-up, or delete the run"
                 )
             return now is None or (now.removal == "no" and (now.archived is None) == undo)
@@ -236,7 +230,7 @@ class Pool(SchedulerCalls):
         deadline = time.monotonic() + deadline_s
         while not done(now := await self._jobs.find_by_id(record.user, record.job)):
             if time.monotonic() > deadline:
-                raise DeadlineError(
+                raise errors.DeadlineError(
                     f"the {what} of run {record.name} is not done after {deadline_s:g} s",
                     hint="the scheduler continues with it; its log names what it waits for",
                 )
@@ -245,7 +239,7 @@ class Pool(SchedulerCalls):
 
     async def list_all_users_jobs(self, *, all: bool = False) -> list[JobRecord]:
         """Return the jobs of all users, newest first, as the scheduler lists them to an admin."""
-        records = await self.told_jobs(widest=True, archived=all)
+        records = await self.all_jobs(widest=True, archived=all)
         return [record for record in records if all or record.state not in FINAL_STATES]
 
     async def list_jobs(self, *, all: bool = False) -> list[JobRecord]:
@@ -264,6 +258,6 @@ def is_token(name: str) -> bool:
     """Whether a text is a valid run name."""
     try:
         token(name, what="run")
-    except MessageError:
+    except errors.MessageError:
         return False
     return True

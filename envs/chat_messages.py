@@ -15,6 +15,7 @@ to the same.
   which have the keys of all rows, lose their nulls as the file is read (`data.unpack`).
 """
 
+import base64
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -173,6 +174,13 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(inner) for inner in cast("Sequence[Any]", value)]
     return _unwrapped(value)
+
+
+def json_default(value: Any) -> Any:
+    """Return what JSON knows for a value that it does not: base64 for bytes, lists for arrays."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def shorten(value: Any) -> str:

@@ -178,7 +178,7 @@ class _Checker:
         """The reward function gives a finite number for what is played."""
         actions = None if self.has_gold_action else SENSELESS
         played = [transcribe(self.game, number, actions) for number in range(NUM_EPISODES)]
-        with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop of his own
+        with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop
             return thread.submit(lambda: asyncio.run(self._rewarded(played))).result()
 
     async def _rewarded(self, played: Sequence[PlayedEpisode]) -> str:

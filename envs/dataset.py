@@ -23,17 +23,11 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs] - it has none
 
+from ..schemas.wire import errors
 from ..schemas.wire.codec import read_json
-from ..schemas.wire.errors import (
-    DataError,
-    MessageError,
-    StorageError,
-    TinkermqError,
-    error_from_reply,
-)
 from ..schemas.wire.foreign import blaming, plain_value, words_of
 from ..schemas.wire.images import encoded_image
-from .chat_messages import Origin, are_messages, read_conversation, shorten
+from .chat_messages import Origin, are_messages, plain, read_conversation, shorten
 from .game import ChatMessage
 
 if TYPE_CHECKING:
@@ -50,7 +44,7 @@ _NOTHING = frozenset({"", "none", "null", "nan", "<na>"})
 """What programs write for a value that is not there."""
 
 
-class RowError(DataError):
+class RowError(errors.DataError):
     """A row that cannot be used; the message names it."""
 
 
@@ -81,7 +75,7 @@ class Record:
         """
         try:
             return plain_value(place_images(self.prompt, self.images), "prompt")
-        except (DataError, MessageError) as error:
+        except (errors.DataError, errors.MessageError) as error:
             raise RowError(f"{self.where or 'a row'}: {error.message}", hint=error.hint) from error
 
 
@@ -94,7 +88,7 @@ def check_columns(columns: Iterable[str], where: str) -> None:
         (truth, any(name in present for name in TRUTH_COLUMNS)),
     ):
         if not found:
-            raise DataError(
+            raise errors.DataError(
                 f"{where} has no column {missing}; its columns are {', '.join(present) or 'none'}",
                 hint="name the columns as verl does (prompt, reward_model.ground_truth, "
                 "data_source, extra_info), or prompt and answer",
@@ -145,12 +139,12 @@ def read_map(value: Any, column: str, where: str) -> dict[str, Any]:
     if _is_absent(parsed):
         return {}
     entries = cast("list[Any]", parsed) if isinstance(parsed, list) else []
-    if all(isinstance(one, list) and len(cast("list[Any]", one)) == 2 for one in entries):
+    if all(isinstance(entry, list) and len(cast("list[Any]", entry)) == 2 for entry in entries):
         if entries:  # parquet's map type
             return {str(key): item for key, item in entries}
         if isinstance(parsed, list):
             return {}
-    raise DataError(
+    raise errors.DataError(
         f"column {column} of {where} is {shorten(value)}",
         hint="write a map there, or one as JSON text",
     )
@@ -169,8 +163,8 @@ def read_images(value: Any, where: str) -> list[Any]:
     for number, image in enumerate(images):
         try:
             encoded_image({"image": image})
-        except DataError as error:
-            raise DataError(
+        except errors.DataError as error:
+            raise errors.DataError(
                 f"image {number} in column images of {where}: {error.message}", hint=error.hint
             ) from error
     return images
@@ -181,7 +175,7 @@ def _source(row: Mapping[str, Any], where: str) -> str:
     if _is_absent(value):
         return ""
     if not isinstance(value, str | int | float):
-        raise DataError(
+        raise errors.DataError(
             f"column data_source of {where} is {shorten(value)}",
             hint="name there where the row comes from, as a text",
         )
@@ -205,17 +199,7 @@ def _from_json(value: Any, openings: str) -> Any:
 
 def _plain_values(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with lists and numbers of Python in place of NumPy's, as pandas gives them."""
-    return {name: _plain(value) for name, value in row.items()}
-
-
-def _plain(value: Any) -> Any:
-    if callable(to_list := getattr(value, "tolist", None)):  # NumPy's, which is not needed here
-        return _plain(to_list())
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in cast("Sequence[Any]", value)]
-    return value
+    return {name: plain(value) for name, value in row.items()}
 
 
 def _truth_if_any(row: Mapping[str, Any]) -> Any:
@@ -234,7 +218,7 @@ def _parse_prompt(value: Any, where: str) -> list[ChatMessage]:
     if value == []:
         return []
     if not are_messages(value):
-        raise DataError(
+        raise errors.DataError(
             f"the prompt of {where} is {shorten(value)}",
             hint="a prompt is a text, or a list of chat messages with role and content; an empty "
             "list where the game words it",
@@ -249,7 +233,7 @@ def answer_text(ground_truth: Any) -> str:
     program's, and no answer.
     """
     if is_no_answer(ground_truth) or not isinstance(ground_truth, str | int | float):
-        raise DataError(
+        raise errors.DataError(
             f"the gold answer {shorten(ground_truth)} is neither a text nor a number",
             hint="write it into the data as the policy shall say it",
         )
@@ -279,12 +263,12 @@ def _ground_truth(row: Mapping[str, Any], where: str) -> Any:
         found = {"reward_model.ground_truth": cast("Any", reward_model["ground_truth"])}
     for name, value in found.items():
         if is_no_answer(value):
-            raise DataError(
+            raise errors.DataError(
                 f"{where} has no gold answer: {name} is {shorten(value)}",
                 hint="fill it, or leave the row out of the data",
             )
         return value
-    raise DataError(
+    raise errors.DataError(
         f"{where} has no gold answer: reward_model is {shorten(reward_model)}",
         hint="fill reward_model.ground_truth, or the column answer",
     )
@@ -301,7 +285,7 @@ def place_images(messages: Sequence[ChatMessage], images: Sequence[Any]) -> list
     rest = iter(images)
     placed = [_with_images(message, rest) for message in messages]
     if (left := len(list(rest))) > 0:
-        raise DataError(
+        raise errors.DataError(
             f"a row has {len(images)} images, its prompt names {len(images) - left}",
             hint=f"write one {IMAGE_TAG} tag into the prompt for each image",
         )
@@ -336,7 +320,7 @@ def _filled(part: Any, images: Iterator[Any]) -> Any:
 def _next_image(images: Iterator[Any], content: str) -> Any:
     image = next(images, None)
     if image is None:
-        raise DataError(
+        raise errors.DataError(
             f"a prompt has more {IMAGE_TAG} tags than its row has images: {shorten(content)}",
             hint="give one image per tag in the column images",
         )
@@ -350,7 +334,7 @@ def _next_image(images: Iterator[Any], content: str) -> Any:
 # is a file of msgpack maps and a file of the places where they end.
 #
 # A struct of a parquet file has the keys of all rows, null where a row has none: in the columns
-# that hold chat messages and tools those keys are left out. A null that somebody wrote there
+# that hold chat messages and tools those keys are left out. A null in the data there
 # looks the same and goes, too; it stays in a column of maps (`map<string, …>`), and in JSON text.
 
 MESSAGE_COLUMNS = frozenset({"messages", "prompt", "chosen", "rejected", "tools"})
@@ -376,10 +360,10 @@ def unpack_parquet(path: Path, rows: Path, ends: Path) -> None:
         check=False,
     )
     if done.returncode == 2:
-        raise error_from_reply(*json.loads(done.stdout))
+        raise errors.error_from_reply(*json.loads(done.stdout))
     if done.returncode != 0:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise DataError(
+        raise errors.DataError(
             f"{path} was not unpacked: the process for it ended with {done.returncode}: {last}",
             hint="see whether `python -c 'import pyarrow.parquet'` works here",
         )
@@ -391,21 +375,23 @@ def _unpack(path: Path, rows: Path, ends: Path) -> None:
     try:
         with pyarrow.parquet.ParquetFile(path) as packed:
             _write(packed, rows, ends)
-    except DataError as error:
-        raise DataError(f"{path}: {error.message}", hint=error.hint) from error
+    except errors.DataError as error:
+        raise errors.DataError(f"{path}: {error.message}", hint=error.hint) from error
     except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{path} is not a parquet file: {error}", hint="write it again") from error
+        raise errors.DataError(
+            f"{path} is not a parquet file: {error}", hint="write it again"
+        ) from error
     except pyarrow.ArrowException as error:
-        raise DataError(
+        raise errors.DataError(
             f"{path} cannot be read as parquet: {error}",
             hint="write it again, with a codec that this pyarrow has",
         ) from error
     except OSError as error:
         if error.errno is None:  # Arrow's own, of a page that is damaged
-            raise DataError(
+            raise errors.DataError(
                 f"{path} is damaged: {error}", hint="copy or write the file again"
             ) from error
-        raise StorageError(
+        raise errors.StorageError(
             f"{path} cannot be unpacked to {rows.parent}: {error}",
             hint="free some space there, or set TMPDIR to a larger disk",
         ) from error
@@ -439,7 +425,7 @@ def _decoded(batch: "RecordBatch", first: int) -> list[dict[str, Any]]:
                 try:
                     batch.column(column).slice(number, 1).to_pylist()
                 except UnicodeDecodeError as error:
-                    raise DataError(
+                    raise errors.DataError(
                         f"column {column} of row {first + number} is text that is not UTF-8: "
                         f"{error}",
                         hint="write the file again with its text decoded as what it is",
@@ -469,7 +455,7 @@ def main(argv: Sequence[str]) -> int:
     path, rows, ends = (Path(argument) for argument in argv)
     try:
         _unpack(path, rows, ends)
-    except TinkermqError as error:
+    except errors.TinkermqError as error:
         sys.stdout.write(json.dumps([error.code, error.message, error.hint]))
         return 2
     return 0
@@ -516,7 +502,7 @@ class Dataset:
         `check` raises DataError for columns that are not the wanted ones, `parse` reads a row.
         """
         if not paths:
-            raise DataError("a dataset has no files", hint="set env.train_data")
+            raise errors.DataError("a dataset has no files", hint="set env.train_data")
         self.paths = [Path(path).expanduser() for path in paths]
         with contextlib.ExitStack() as opened:
             self._files = [_open_file(path, opened, check) for path in self.paths]
@@ -545,7 +531,7 @@ class Dataset:
     def row(self, number: int) -> tuple[Mapping[str, Any], str]:
         """Return row `number` as it stands in its file, and where that is."""
         if not 0 <= number < len(self):
-            raise DataError(
+            raise errors.DataError(
                 f"row {number} does not exist: {self._names()} has {len(self)} rows",
                 hint="all hosts of a job must read the same files",
             )
@@ -562,11 +548,11 @@ class Dataset:
         return ", ".join(str(path) for path in self.paths)
 
 
-def _unreadable(error: BaseException, where: str) -> TinkermqError:
+def _unreadable(error: BaseException, where: str) -> errors.TinkermqError:
     """Return what is raised of a row whose form was not foreseen."""
-    if isinstance(error, TinkermqError):
+    if isinstance(error, errors.TinkermqError):
         return error
-    return DataError(
+    return errors.DataError(
         f"{where} cannot be read: {words_of(error)}",
         hint="see how its columns look beside those of other rows",
     )
@@ -581,21 +567,21 @@ def _open_file(
     path: Path, opened: contextlib.ExitStack, check: Callable[[Iterable[str], str], None]
 ) -> RowFile:
     if not path.is_file():
-        raise DataError(
+        raise errors.DataError(
             f"there is no dataset file {str(path)!r}",
             hint="give a path that the environment host can read; the examples' make_data.py "
             "scripts write theirs",
         )
     reader = _READERS.get(path.suffix)
     if reader is None:
-        raise DataError(
+        raise errors.DataError(
             f"{path} is neither parquet nor JSONL",
             hint="name the file .parquet, .jsonl or .ndjson",
         )
     file = reader(path)
     opened.callback(file.close)
     if not len(file):
-        raise DataError(f"{path} has no rows", hint="write at least one row into it")
+        raise errors.DataError(f"{path} has no rows", hint="write at least one row into it")
     check(file.columns(), f"row 0 of {path}")
     return file
 
@@ -654,9 +640,11 @@ class _JsonLines(_MappedRows):
         try:
             value = json.loads(raw.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
-            raise DataError(f"row {number} of {self._path} is not valid JSON: {error}") from error
+            raise errors.DataError(
+                f"row {number} of {self._path} is not valid JSON: {error}"
+            ) from error
         if not isinstance(value, dict):
-            raise DataError(
+            raise errors.DataError(
                 f"row {number} of {self._path} is not a JSON object",
                 hint="write one object on each line",
             )
@@ -666,7 +654,7 @@ class _JsonLines(_MappedRows):
         try:
             json.dumps([column, value], ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise DataError(
+            raise errors.DataError(
                 f"row {number} of {self._path} has half a character (a lone surrogate, "
                 f"{str(error.object)[error.start]!a}) in the column {column!a}",
                 hint="an emoji is one character, or two escapes (\\ud83d\\ude00): a text was cut "

@@ -129,7 +129,9 @@ def kind_of(info: Mapping[str, Any], data_source: str) -> str:
 def outcome_shares(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the share of programs' episodes by how they ended (`info["outcome"]`)."""
     outcomes = [info.get("outcome") for info in infos]
-    counts = Counter(one for one in outcomes if isinstance(one, str) and _OUTCOME.fullmatch(one))
+    counts = Counter(
+        outcome for outcome in outcomes if isinstance(outcome, str) and _OUTCOME.fullmatch(outcome)
+    )
     return {f"outcome_{name}": count / len(infos) for name, count in sorted(counts.items())}
 
 
@@ -287,7 +289,7 @@ def _scores(scored: Sequence[Scored], samples: int) -> dict[str, Any]:
     reward = mean_with_interval([_mean_reward(episodes) for episodes in tasks.values()])
     accuracy = mean_with_interval([_share(episodes) for episodes in tasks.values()])
     whole = [episodes for episodes in tasks.values() if len(episodes) == samples]
-    counts = [sum(one.success for one in episodes) for episodes in whole]
+    counts = [sum(episode.success for episode in episodes) for episodes in whole]
     return {
         "tasks": len(tasks),
         "episodes": len(scored),
@@ -301,17 +303,17 @@ def _scores(scored: Sequence[Scored], samples: int) -> dict[str, Any]:
 
 def _by_task(episodes: Iterable[Scored]) -> dict[int, list[Scored]]:
     tasks: dict[int, list[Scored]] = {}
-    for one in episodes:
-        tasks.setdefault(one.task, []).append(one)
+    for episode in episodes:
+        tasks.setdefault(episode.task, []).append(episode)
     return tasks
 
 
 def _mean_reward(episodes: Sequence[Scored]) -> float:
-    return sum(one.reward for one in episodes) / len(episodes)
+    return sum(episode.reward for episode in episodes) / len(episodes)
 
 
 def _share(episodes: Sequence[Scored]) -> float:
-    return sum(one.success for one in episodes) / len(episodes)
+    return sum(episode.success for episode in episodes) / len(episodes)
 
 
 def _bootstrap(differences: NDArray[np.float64]) -> Interval:

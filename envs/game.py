@@ -43,7 +43,7 @@ class StepResult:
     done: bool
     """The episode has ended."""
     info: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Whatever else there is to tell; it travels, so plain values and arrays only."""
+    """Further values; they are sent, so plain values and arrays only."""
     role: Literal["user", "tool"] = "user"
     """Who says the observation: the user, or a tool that the policy has called."""
     rewards: dict[str, float] = field(default_factory=dict[str, float], repr=False)
@@ -244,7 +244,7 @@ def _travelling(game: AbstractGame, what: str) -> Iterator[None]:
 
 
 def _refuse(game: AbstractGame, what: str, value: Any, wanted: str) -> NoReturn:
-    if inspect.iscoroutine(value):  # nobody will await it
+    if inspect.iscoroutine(value):  # it will not be awaited
         value.close()
     raise GameError(
         f"{type(game).__name__}.{what} is {shown(value)} ({type(value).__name__}), it must be "

@@ -111,7 +111,7 @@ class RolePlayer:
         self.reward = 0.0
         """What it was given since it was last answered."""
         self.taken = False
-        """Whether somebody plays it."""
+        """Whether it has a player."""
         self._match = match
 
     def step(self, action: str) -> "asyncio.Future[StepResult]":
@@ -188,7 +188,7 @@ class Match:
         """Play the action of the player whose turn it is."""
         if self._error is not None:
             player.fail(self._error)
-        elif self._over:  # somebody left meanwhile: there is no game any more
+        elif self._over:  # a player left meanwhile: the game is over
             player.settle(self._last)
         else:
             task = asyncio.create_task(self._step(player, action), name=f"table {self._episode}")
@@ -334,7 +334,7 @@ def host_name() -> str:
 
 
 class EnvironmentHost:
-    """Runs the episodes of one job's game until told to stop."""
+    """Runs the episodes of one job's game until stopped."""
 
     def __init__(
         self,
@@ -480,7 +480,7 @@ class EnvironmentHost:
             await asyncio.sleep(LOOK_S)
 
     def _renew(self) -> None:
-        """Begin all leases anew: while the broker was away nobody could have stepped."""
+        """Begin all leases anew: while the broker was away no step could arrive."""
         for held in self._held.values():
             held.touch()
 
@@ -517,7 +517,7 @@ class EnvironmentHost:
         return most_bytes(self._broker.max_payload_bytes) * 3 // 4
 
     async def _reset(self, request: ResetRequest, context: RequestContext) -> ResetReply:
-        """Start what is not held yet; tell what is ready, and what went wrong."""
+        """Start what is not held yet; return what is ready, and errors."""
         trace = trace_of(context.traceparent)
         held = [self._hold(episode, request, trace) for episode in request.episodes]
         await wait_for_some([episode.opening for episode in held], request.wait_s)
@@ -601,7 +601,7 @@ class EnvironmentHost:
             )
 
     async def _step(self, request: StepRequest) -> StepReply:
-        """Play the actions; tell what is ready, and what went wrong."""
+        """Play the actions; return what is ready, and errors."""
         columns = zip(
             request.episodes, request.turns, request.actions, request.is_final, strict=True
         )

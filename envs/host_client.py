@@ -2,7 +2,7 @@
 
 What a caller asks for within one turn of its event loop travels in one message: the resets of a
 task's episodes, the steps of all episodes at one host. A host answers within moments what is ready
-and names what is not, so that a slow game holds up nobody else; what was not ready is asked after,
+and names what is not, so that a slow game delays no other; what was not ready is asked for again,
 which repeats nothing, until the game's own limit is over. A host that has died is found out by the
 next such question.
 """
@@ -228,8 +228,6 @@ class Environments:
         self._last_host = reply.host
         return reply
 
-    # -- resets --------------------------------------------------------------------------------
-
     async def _send_resets(
         self, _: bytes, asked: list[tuple[str, Start]]
     ) -> list[Started | str | TinkermqError]:
@@ -267,8 +265,6 @@ class Environments:
             raise answer
         return answer
 
-    # -- steps ---------------------------------------------------------------------------------
-
     async def _send_steps(
         self, host: str, actions: list[Action]
     ) -> Sequence[StepResult | TinkermqError | None]:
@@ -289,8 +285,6 @@ class Environments:
         )
         reply = await self._call(self._scope.env(host, "step"), request, StepReply, host)
         return _results(reply)
-
-    # -- both ----------------------------------------------------------------------------------
 
     async def _call(
         self, subject: str, request: Any, reply_model: Any, whom: str, traceparent: str = ""

@@ -1,6 +1,6 @@
 """What a host answers about many episodes at once: what is ready, what went wrong, what lasts.
 
-An answer is bounded: what comes after the first megabyte is told as not ready, and asked after by
+An answer is bounded: what comes after the first megabyte is marked as not ready, and asked for by
 itself. So one episode's long observation cannot make the message of all others too long. What no
 message holds is an error of its own episode, but for `info`, which is cut and says so.
 """
@@ -41,7 +41,7 @@ class ResetAnswer:
     """Collects what became of the starts of episodes."""
 
     def __init__(self, most: int = MAX_ITEM_BYTES) -> None:
-        """`most` bytes of one episode are told."""
+        """`most` bytes of one episode are sent."""
         self._most = most
         self.prompts: list[list[ChatMessage]] = []
         """Each different first prompt, once."""
@@ -77,7 +77,7 @@ class StepAnswer:
     """Collects what became of actions."""
 
     def __init__(self, most: int = MAX_ITEM_BYTES) -> None:
-        """`most` bytes of one action's answer are told."""
+        """`most` bytes of one action's answer are sent."""
         self._most = most
         self._observations: list[str | None] = []
         self._rewards: list[float] = []
@@ -119,7 +119,7 @@ class StepAnswer:
         )
 
     def _result(self, answer: "asyncio.Future[StepResult] | TinkermqError") -> StepResult | None:
-        """Return what can be told of one action now; an error goes to the failed ones."""
+        """Return the present result of one action; an error goes to the failed ones."""
         if isinstance(answer, TinkermqError):
             self._fail(answer)
             return None
@@ -134,7 +134,7 @@ class StepAnswer:
         except GameError as error:
             self._fail(error)
             return None
-        except (TinkermqError, ValueError) as error:  # a program's, which nobody has looked at
+        except (TinkermqError, ValueError) as error:  # a program's, not checked before
             self._fail(GameError(f"an episode's answer cannot travel: {words_of(error)}"))
             return None
         self._num_bytes += num_bytes + _CONTAINER_BYTES * _num_containers(result.info)

@@ -4,7 +4,6 @@ A source is given a `Case` and returns a `Score`. Requests are repeated while th
 or away.
 """
 
-import base64
 import json
 import math
 import os
@@ -17,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import httpx
-import numpy as np
 import stamina
 import structlog
 
@@ -27,18 +25,11 @@ from ..broker.client.parts import ask_parts
 from ..broker.jobs import JobStore
 from ..schemas.config.sections import RewardConfig
 from ..schemas.infer import CancelInference, ChatRequest, Decoding, InferPart
-from ..schemas.wire.errors import (
-    BusyError,
-    ConfigError,
-    DeadlineError,
-    MessageError,
-    NotFoundError,
-    RewardError,
-    TinkermqError,
-)
+from ..schemas.wire import errors
 from ..schemas.wire.foreign import plain_value, shown
 from ..schemas.wire.images import plain_text
 from ..schemas.wire.subjects import JobScope
+from .chat_messages import json_default
 from .game import ChatMessage
 from .reasoning import behind_reasoning
 
@@ -85,7 +76,7 @@ class Score:
     """Its other values; numbers become metrics."""
 
 
-class SourceUnusableError(ConfigError):
+class SourceUnusableError(errors.ConfigError):
     """A source that would fail every episode for the same reason: the job is to end with it."""
 
 
@@ -118,14 +109,14 @@ def read_score(answer: Any, whose: str) -> Score:
     number = _number(value)
     if not math.isfinite(number):
         text = shown(cast("object", answer))
-        raise RewardError(
+        raise errors.RewardError(
             f"{whose} answered {text}, which is no finite reward",
             hint="answer a number, or a map whose `score` or `reward` is one",
         )
     try:
         return Score(number, plain_value(info, "info") if info else {})
-    except MessageError as error:
-        raise RewardError(
+    except errors.MessageError as error:
+        raise errors.RewardError(
             f"what {whose} answered beside the reward cannot travel: {error.message}",
             hint=error.hint,
         ) from error
@@ -143,7 +134,7 @@ T = TypeVar("T")
 _BUSY = frozenset({408, 425, 429})
 
 
-class RefusedError(RewardError):
+class RefusedError(errors.RewardError):
     """A request that was understood and refused: the same one would be refused again."""
 
     def __init__(self, url: str, status: int, text: str, hint: str = "") -> None:
@@ -169,7 +160,7 @@ class HttpSource:
         variable = self._config.key_variable
         if variable is not None:
             if not os.environ.get(variable):
-                raise ConfigError(
+                raise errors.ConfigError(
                     f"env.reward.key_variable={variable} is not set",
                     hint="set it in the environment of the environment host",
                 )
@@ -185,12 +176,12 @@ class HttpSource:
 
     async def post(self, url: str, body: dict[str, Any]) -> Any:
         """Return what a URL answers to JSON; RewardError with its reason when it does not."""
-        payload = json.dumps(body, default=_plain)
+        payload = json.dumps(body, default=json_default)
         transient = (httpx.TransportError, _Busy)
         try:
             reply = await again(self._config, transient, lambda: self._try(url, payload))
         except transient as error:
-            raise RewardError(
+            raise errors.RewardError(
                 f"{url} gave no reward in {self._config.tries} tries: "
                 f"{type(error).__name__}: {error}",
                 hint="see whether it is up and reachable from the environment host",
@@ -200,7 +191,7 @@ class HttpSource:
         try:
             return reply.json()
         except ValueError as error:
-            raise RewardError(
+            raise errors.RewardError(
                 f"{url} answered no valid JSON: {reply.text[:200]!r}",
                 hint='answer {"score": …}',
             ) from error
@@ -223,7 +214,7 @@ class EndpointSource(HttpSource):
 
 
 class _Busy(Exception):
-    """Somebody answered that he cannot now."""
+    """The endpoint is busy."""
 
 
 async def again(
@@ -255,15 +246,6 @@ def refused_field(text: str) -> str:
         names = [one for one in cast("list[Any]", loc or []) if isinstance(one, str)]
         param = next((name for name in names if name != "body"), None)
     return param.partition("[")[0].partition(".")[0] if isinstance(param, str) else ""
-
-
-def _plain(value: Any) -> Any:
-    """Turn what JSON does not know into what it does."""
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    if isinstance(value, np.ndarray | np.generic):
-        return cast("Any", value).tolist()
-    return str(value)
 
 
 # The judge: an inference job, or a model behind an OpenAI-compatible API.
@@ -329,7 +311,7 @@ class JudgeSource(HttpSource):
     async def _find(self) -> JobScope:
         record = await JobStore(self._broker).get(self._user, self._config.judge or "")
         if record.kind != "infer":
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"env.reward.judge={record.name} is a job of kind {record.kind}, not infer",
                 hint=f"`tinkermq serve {record.name}` makes an inference job of it",
             )
@@ -371,8 +353,8 @@ class JudgeSource(HttpSource):
         except ValueError as error:
             raise self._refused(reply.text, str(error)) from error
 
-    def _refused(self, text: str, why: str) -> RewardError:
-        return RewardError(
+    def _refused(self, text: str, why: str) -> errors.RewardError:
+        return errors.RewardError(
             f"the judge {self._config.judge} gave no score from 0 to "
             f"{self._config.judge_scale:g}: {text[-200:]!r} {why}",
             hint="its reply must end with a line `Score: N`: $form in env.reward.judge_prompt "
@@ -398,12 +380,12 @@ class JudgeSource(HttpSource):
             content: Any = choice["message"]["content"]
             finish: Any = choice.get("finish_reason")
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise RewardError(
+            raise errors.RewardError(
                 f"{url} answered no chat completion: {str(answer)[:200]}",
                 hint="env.reward.url is the base URL of an OpenAI-compatible API, up to /v1",
             ) from error
         if content is not None and not isinstance(content, str):
-            raise RewardError(
+            raise errors.RewardError(
                 f"{url} answered a message whose content is no text: {str(content)[:200]}",
                 hint="name a model that answers texts in env.reward.judge",
             )
@@ -440,7 +422,7 @@ class JudgeSource(HttpSource):
         _log.warning("judge_request_adapted", judge=self._config.judge, without=error.field)
         return True
 
-    def _blamed(self, error: RefusedError, body: Mapping[str, Any]) -> TinkermqError:
+    def _blamed(self, error: RefusedError, body: Mapping[str, Any]) -> errors.TinkermqError:
         """Return whose fault a refusal is: that of one conversation, or of every request."""
         self._num_refused += 1
         of_all = error.http_status in _REFUSALS_OF_ALL or (
@@ -456,11 +438,11 @@ class JudgeSource(HttpSource):
         return self._unusable
 
     async def _ask_job(self, scope: JobScope, prompt: str) -> "_Reply":
-        transient = (NotFoundError, DeadlineError, ConnectionLost, BusyError)
+        transient = (errors.NotFoundError, errors.DeadlineError, ConnectionLost, errors.BusyError)
         try:
             return await again(self._config, transient, lambda: self._chat(scope, prompt))
         except transient as error:
-            raise RewardError(
+            raise errors.RewardError(
                 f"the judge {self._config.judge} gave no answer in {self._config.tries} tries: "
                 f"{error.message}",
                 hint="see whether it runs: `tinkermq ps`",

@@ -18,13 +18,7 @@ from typing import Any
 
 from ..broker.client.connection import Broker
 from ..schemas.config.sections import RewardConfig
-from ..schemas.wire.errors import (
-    ConfigError,
-    NotFoundError,
-    RewardError,
-    TinkermqError,
-    root_cause,
-)
+from ..schemas.wire import errors
 from ..schemas.wire.foreign import blaming, blaming_awaited, lines_of, place_of, words_of
 from .dataset import Record
 from .game import ChatMessage, StepResult
@@ -87,7 +81,7 @@ class Rewards:
     def _case(self, episode: str) -> Case:
         case = self._cases.get(episode)
         if case is None:
-            raise NotFoundError(f"episode {episode!r} has not started here")
+            raise errors.NotFoundError(f"episode {episode!r} has not started here")
         return case
 
     async def _step(self, case: Case, action: str, playing: Awaitable[StepResult]) -> StepResult:
@@ -122,16 +116,16 @@ class Rewards:
                 self.given_up.set()
                 raise
             except TimeoutError as error:
-                raise RewardError(
+                raise errors.RewardError(
                     f"no reward came within {limit_s:g} s (env.reward.source="
                     f"{self._config.source})",
                     hint="raise env.reward.timeout_s if it may take longer",
                 ) from error
 
-    def _failure(self, error: BaseException) -> TinkermqError:
-        if isinstance(error, TinkermqError):
+    def _failure(self, error: BaseException) -> errors.TinkermqError:
+        if isinstance(error, errors.TinkermqError):
             return error
-        return RewardError(
+        return errors.RewardError(
             f"the reward (env.reward.source={self._config.source}) failed: {words_of(error)}\n"
             f"{lines_of(error, (__file__,))}",
             hint="see what it is asked: the conversation, the row's gold answer and its extra_info",
@@ -214,7 +208,9 @@ class FunctionSource:
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Score | Awaitable[Any]] = loop.create_future()
 
-        def settle(answer: "Score | Awaitable[Any] | None", error: TinkermqError | None) -> None:
+        def settle(
+            answer: "Score | Awaitable[Any] | None", error: errors.TinkermqError | None
+        ) -> None:
             self._num_running -= 1
             if not outcome.done() and answer is not None:
                 outcome.set_result(answer)
@@ -227,7 +223,7 @@ class FunctionSource:
                     answer = self._called(case)
                     is_later = inspect.isawaitable(answer)
                     outcome = (answer if is_later else read_score(answer, self._target), None)
-            except TinkermqError as error:
+            except errors.TinkermqError as error:
                 outcome = (None, error)
             if not loop.is_closed():
                 loop.call_soon_threadsafe(settle, *outcome)
@@ -251,7 +247,7 @@ class FunctionSource:
             if self._num_given_up > MAX_HUNG:
                 raise self._hung(self._num_given_up)
             self._loop.give_up(
-                RewardError(
+                errors.RewardError(
                     f"{self._target} held up its event loop for {self._timeout_s:g} s",
                     hint="an async function awaits whatever takes long; write one that computes "
                     "without async",
@@ -269,16 +265,16 @@ class FunctionSource:
             arguments = {name: value for name, value in arguments.items() if name in self._wanted}
         return self._function(**arguments)
 
-    def _failure(self, error: BaseException) -> TinkermqError:
-        if isinstance(ours := root_cause(error), RewardError):
+    def _failure(self, error: BaseException) -> errors.TinkermqError:
+        if isinstance(ours := errors.root_cause(error), errors.RewardError):
             return ours
-        return RewardError(
+        return errors.RewardError(
             f"{self._target} raised {words_of(error)}\n{lines_of(error, (__file__,))}",
             hint="the traceback is the reward function's own",
         )
 
-    def _hung(self, count: int) -> RewardError:
-        return RewardError(
+    def _hung(self, count: int) -> errors.RewardError:
+        return errors.RewardError(
             f"{count} calls of {self._target} hang, no more are made",
             hint="bound what the function does, or restart the environment host",
         )
@@ -291,9 +287,9 @@ def load_function(target: str) -> Callable[..., Any]:
     if here not in sys.path:
         sys.path.append(here)
 
-    def blame(error: BaseException) -> ConfigError:
+    def blame(error: BaseException) -> errors.ConfigError:
         place = place_of(error, (__file__,))
-        return ConfigError(
+        return errors.ConfigError(
             f"the reward function {target!r} cannot be imported: {words_of(error)}",
             hint=f"{f'raised at {place}; ' if place else ''}env.reward.function is "
             "`package.module:function`, importable where games run",
@@ -304,7 +300,7 @@ def load_function(target: str) -> Callable[..., Any]:
         for part in name.split("."):
             target_object = getattr(target_object, part)
     if not callable(target_object):
-        raise ConfigError(
+        raise errors.ConfigError(
             f"the reward function {target!r} is {type(target_object).__name__}, not a function",
             hint="env.reward.function is `package.module:function`",
         )
@@ -315,7 +311,7 @@ def load_function(target: str) -> Callable[..., Any]:
 def refuse_generator(function: Callable[..., Any], target: str) -> None:
     """Raise ConfigError for a function that yields: what it answers is no reward."""
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ConfigError(
+        raise errors.ConfigError(
             f"the reward function {target!r} yields in place of returning a reward",
             hint="return a number, or a map whose `score` or `reward` is one; it may be async def",
         )

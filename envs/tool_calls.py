@@ -73,8 +73,8 @@ def _call_of(value: Any) -> FoundCall | None:
 class CallSplitter:
     """Splits text that comes bit by bit into what is said and what is called.
 
-    Text is told as soon as it can be no part of a call. What comes out, joined, does not depend on
-    the bits.
+    Text is released as soon as it can be no part of a call. What comes out, joined, does not depend
+    on the bits.
     """
 
     def __init__(self) -> None:
@@ -137,12 +137,12 @@ def _ends_in_text(body: str) -> bool:
 class ToolText:
     """Text with tool calls that comes bit by bit: what may belong to a call is held back.
 
-    What it tells is what `parse_tool_calls` tells of the whole, but for white space around it: that
-    before a call has been told already, that behind the last call is not.
+    Its result is that of `parse_tool_calls` for the whole, but for white space: that before a call
+    was released already, that behind the last call is not.
     """
 
     def __init__(self, *, parse: bool, name: str = "") -> None:
-        """Without `parse` all text is told as it comes; the calls' ids begin with `name`."""
+        """Without `parse` all text is released as it comes; the calls' ids begin with `name`."""
         self._parse = parse
         self._name = name
         self._splitter = CallSplitter()
@@ -262,7 +262,7 @@ def llama(text: str, tools: Tools) -> Pieces:
 def mistral(text: str, tools: Tools) -> Pieces:
     """Read `[TOOL_CALLS] [{"name": …, "arguments": {…}}]`, and `[TOOL_CALLS]name[ARGS]{…}`.
 
-    Where the mark is not told, the list is the whole answer, of tools that were shown.
+    Without the mark, the list is the whole answer, of offered tools.
     """
     before, marked, after = text.partition(_MISTRAL_MARK)
     body = _END.sub("", after if marked else text).strip()
@@ -414,6 +414,6 @@ def _schemas(tools: Tools) -> Iterator[tuple[str, Mapping[str, Any]]]:
             fields = cast("Mapping[str, Any]", function)
             declared = fields.get("parameters")
             parameters = cast("dict[str, Any]", declared) if isinstance(declared, dict) else {}
-            told = parameters.get("properties")
-            schemas = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+            properties = parameters.get("properties")
+            schemas = cast("dict[str, Any]", properties) if isinstance(properties, dict) else {}
             yield str(fields.get("name")), schemas

@@ -449,9 +449,9 @@ def check_group(group: Group, *, vocab_size: int, max_tokens: int, version: int)
 def _further_rewards(episodes: Iterable[Trajectory]) -> NDArray[np.float64]:
     """Return the rewards posted for calls, episodes and branches."""
     places = [item.calls for item in episodes if item.calls is not None]
-    found = [one.outcome for one in places]
-    found += [branch.reward for one in places for branch in one.rewarded]
-    found += [float(reward) for one in places for reward in one.rewards]
+    found = [place.outcome for place in places]
+    found += [branch.reward for place in places for branch in place.rewarded]
+    found += [float(reward) for place in places for reward in place.rewards]
     return np.array(found, np.float64)
 
 

@@ -80,7 +80,7 @@ class Manifest(Message):
     def stored_bytes(self) -> int:
         """Bytes stored for it."""
         whole = self.num_bytes if self.location else 0
-        return whole + sum(one.num_bytes for one in self.differences)
+        return whole + sum(difference.num_bytes for difference in self.differences)
 
 
 class WeightsAnnouncement(Message):

@@ -132,7 +132,7 @@ def check_record(record: UserRecord | None, key: str) -> None:
 
 
 def check_invitation(invitation: Invitation, code: str) -> None:
-    """Raise AuthError unless `code` is that of the invitation, and somebody may still use it."""
+    """Raise AuthError unless `code` is that of the invitation, with uses left."""
     if not is_same(invitation.code_hash, key_hash(code)):
         raise AuthError("no invitation", hint="ask an admin for one")
     if invitation.uses_left < 1 or invitation.expires < time.time():
@@ -287,7 +287,7 @@ class Logins:
         self._program_rates = Rates(PROGRAM_LOGINS_S, PROGRAM_LOGINS_AT_ONCE)
         self._refusals = Rates(_REFUSALS_S, int(_REFUSALS_S))
 
-    def take(self, message: Msg) -> None:
+    def handle_login(self, message: Msg) -> None:
         """Begin to answer one log-in, or refuse a client with too many."""
         try:
             request = read_request(message.data)

@@ -71,7 +71,7 @@ class JobKeys:
 class EpisodeSecrets:
     """Gives the hosts of a live job the secret with which they sign keys of episodes.
 
-    Who may ask may do what these keys are good for anyway: he is the job's user, or one of its
+    A caller may do what these keys permit anyway: it is the job's user, or one of its
     environment hosts. They ask once, so that episodes begin while no auth service is there, too.
     """
 
@@ -169,7 +169,7 @@ async def _answer(
         await JobKeys(jobs, job_secret).open(context.service)
         await EpisodeSecrets(jobs, job_secret).open(asking)
         await store.open()
-        await listen(callout, CALLOUT, logins.take, queue="auth")
+        await listen(callout, CALLOUT, logins.handle_login, queue="auth")
         context.set_state("working")
         async with asyncio.TaskGroup() as tasks:
             ends = JobEnds(system, jobs, every_s=times.look_s, grace_s=times.grace_s)

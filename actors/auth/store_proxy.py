@@ -39,15 +39,8 @@ from ...broker.permissions import Guest, is_stream_of, may_read, may_store
 from ...broker.user_records import USER, Audit
 from ...schemas.job import JobRecord
 from ...schemas.user import UserRecord
+from ...schemas.wire import errors
 from ...schemas.wire.codec import read_json
-from ...schemas.wire.errors import (
-    BrokerError,
-    DeadlineError,
-    MessageError,
-    NotFoundError,
-    QuotaError,
-    TinkermqError,
-)
 from ...schemas.wire.subjects import (
     BUCKET_ACTORS,
     BUCKET_EVALS,
@@ -90,7 +83,7 @@ class UserCache:
             self._changed.clear()
             try:
                 await self._mirror.refresh()
-            except (BrokerError, DeadlineError) as error:
+            except (errors.BrokerError, errors.DeadlineError) as error:
                 _log.warning("users_not_read", error=error.message)
                 self._changed.set()
                 await asyncio.sleep(_RETRY_S)
@@ -134,11 +127,13 @@ class StorageBounds:
         bucket, user, job, name = parts[1], parts[2], parts[3], parts[4]
         most = {BUCKET_EVALS: ASKED_BYTES, BUCKET_ACTORS: PRESENCE_BYTES // 2}[bucket]
         if num_bytes > most:
-            raise MessageError(f"{num_bytes:,} bytes for {subject}, where {most:,} may be stored")
+            raise errors.MessageError(
+                f"{num_bytes:,} bytes for {subject}, where {most:,} may be stored"
+            )
         record = await self._record(user, job)
         if bucket == BUCKET_ACTORS:
             if not any((actor.name, actor.role) == (name, guest.role) for actor in record.actors):
-                raise MessageError(f"job {job} has no {guest.role} of the name {name!r}")
+                raise errors.MessageError(f"job {job} has no {guest.role} of the name {name!r}")
             return
         quota = self._known.get(user)
         bound = quota.max_evaluations if quota is not None else None
@@ -154,7 +149,7 @@ class StorageBounds:
             keys = set(reply)
             self._keys[user] = (time.monotonic(), keys)
         if subject not in keys and len(keys) >= bound:
-            raise QuotaError(
+            raise errors.QuotaError(
                 f"user {user!r} has {len(keys)} evaluations, the quota is {bound}",
                 hint="delete old runs (`tinkermq delete`), or ask an admin for more",
             )
@@ -167,7 +162,7 @@ class StorageBounds:
             return self._records[key][1]
         record = await self._jobs.find_by_id(user, job)
         if record is None:
-            raise NotFoundError(f"user {user!r} has no job {job}", hint="submit it first")
+            raise errors.NotFoundError(f"user {user!r} has no job {job}", hint="submit it first")
         if len(self._records) >= _MAX_KNOWN:
             self._records.clear()
         self._records[key] = (now, record)
@@ -226,7 +221,8 @@ class StoreProxy:
         await self.share.settle(_SETTLE_S)
 
     def _take(self, message: Msg) -> None:
-        """Answer when it is the user's turn; beyond his bound it is dropped, and asked again."""
+        """Answer when it is the user's turn; beyond the user's bound it is dropped, and asked
+        again."""
         if message.reply.startswith(INBOXES):
             user = message.subject.split(".")[3]
             self.share.submit(user, lambda: self._answer(message), len(message.data))
@@ -241,12 +237,12 @@ class StoreProxy:
             elif verb == "put":
                 await self._put(guest, rest, message)
             else:
-                raise MessageError(f"the store proxy cannot {verb}")
-        except (MessageError, NotFoundError, QuotaError) as error:
+                raise errors.MessageError(f"the store proxy cannot {verb}")
+        except (errors.MessageError, errors.NotFoundError, errors.QuotaError) as error:
             await self._refuse(message, " — ".join(filter(None, (error.message, error.hint))))
         except ConnectionLost:  # dropped with all that waited: the guest asks again
             return
-        except TinkermqError as error:  # the guest's deadline ends it, and he asks again
+        except errors.TinkermqError as error:  # the guest's deadline ends it; the guest asks again
             _log.warning("store_request_failed", subject=message.subject, error=error.message)
 
     async def _get(self, guest: Guest, rest: str, message: Msg) -> None:
@@ -254,7 +250,7 @@ class StoreProxy:
         request = b"" if key else read_request(message.data)
         subject = key or str(json.loads(request).get("next_by_subj", ""))
         if not may_read(guest, stream, subject):
-            raise MessageError(f"{guest.user} may not read {subject or 'all'} of {stream}")
+            raise errors.MessageError(f"{guest.user} may not read {subject or 'all'} of {stream}")
         if await self._exists(stream, message):
             place = f"$JS.API.DIRECT.GET.{stream}"
             if key:
@@ -263,7 +259,7 @@ class StoreProxy:
 
     async def _info(self, guest: Guest, stream: str, message: Msg) -> None:
         if guest.job or not is_stream_of(guest.user, stream):
-            raise MessageError(f"{guest.user} may not look at {stream}")
+            raise errors.MessageError(f"{guest.user} may not look at {stream}")
         request = _json(message.data) if message.data else {}
         known = {key: request[key] for key in ("subjects_filter", "offset") if key in request}
         payload = json.dumps(known).encode() if known else b""
@@ -272,7 +268,7 @@ class StoreProxy:
     async def _put(self, guest: Guest, subject: str, message: Msg) -> None:
         stream = may_store(guest, subject)
         if stream is None:
-            raise MessageError(f"{guest.user} may not store on {subject}")
+            raise errors.MessageError(f"{guest.user} may not store on {subject}")
         await self._bounds.check(guest, subject, len(message.data))
         if await self._exists(stream, message):
             given = message.headers or {}
@@ -290,7 +286,7 @@ class StoreProxy:
             return True
         try:
             await stream_info(self._broker, stream)
-        except NotFoundError:
+        except errors.NotFoundError:
             headers = {STATUS: NO_RESPONDERS, NO_STREAM: stream}
             await self._requests.publish(message.reply, b"", headers)
             return False
@@ -317,7 +313,7 @@ def read_subject(subject: str) -> tuple[Guest, str, str]:
     else:
         guest, rest = Guest(parts[3], parts[4], parts[6]), parts[7:]
     if len(rest) < 2:
-        raise MessageError(f"{subject} names no request")
+        raise errors.MessageError(f"{subject} names no request")
     return guest, rest[0], ".".join(rest[1:])
 
 
@@ -339,8 +335,8 @@ def read_request(payload: bytes) -> bytes:
 def _json(payload: bytes) -> dict[str, Any]:
     try:
         value: Any = read_json(payload)
-    except MessageError as error:
-        raise MessageError("the request is no JSON") from error
+    except errors.MessageError as error:
+        raise errors.MessageError("the request is no JSON") from error
     if not isinstance(value, dict):
-        raise MessageError("the request is no JSON object")
+        raise errors.MessageError("the request is no JSON object")
     return cast("dict[str, Any]", value)

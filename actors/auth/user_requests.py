@@ -36,14 +36,7 @@ from ...schemas.user import (
     UserRecord,
     UserReply,
 )
-from ...schemas.wire.errors import (
-    AuthError,
-    BusyError,
-    ConflictError,
-    NotFoundError,
-    StateError,
-    TinkermqError,
-)
+from ...schemas.wire import errors
 from ...schemas.wire.message import Empty, Message
 from ...schemas.wire.subjects import rpc, user_name
 from .callout import check_invitation
@@ -121,7 +114,7 @@ class UserRequests:
 
             def replace(record: UserRecord) -> UserRecord:
                 if record.revoked is not None:
-                    raise StateError(
+                    raise errors.StateError(
                         f"user {record.user} was revoked, which is for good",
                         hint="add a user of another name",
                     )
@@ -137,7 +130,9 @@ class UserRequests:
     async def _revoke(self, request: NameUser, context: RequestContext) -> UserReply:
         async def work() -> UserReply:
             if request.user == context.user:
-                raise StateError("an admin cannot revoke himself", hint="let another admin do it")
+                raise errors.StateError(
+                    "an admin cannot revoke himself", hint="let another admin do it"
+                )
             now = time.time()
             record = await self._users.change(
                 request.user,
@@ -179,7 +174,7 @@ class UserRequests:
             )
             try:
                 await self._users.invite(number, invitation)
-            except ConflictError:
+            except errors.ConflictError:
                 known = await self._users.invitation(number)
                 if known is None or not is_same(known.code_hash, invitation.code_hash):
                     raise
@@ -193,7 +188,7 @@ class UserRequests:
         name = user_name(request.user)
         number = id_of_invitation(request.code)
         if number is None:
-            raise AuthError("this is no invitation", hint="ask an admin for one")
+            raise errors.AuthError("this is no invitation", hint="ask an admin for one")
         key = api_key(name, self._secret, "register", request.code, request.request_id)
         if (known := await self._users.get(name)) is not None:
             if not _is_again(known, key_hash(key)):
@@ -222,7 +217,7 @@ class UserRequests:
         """Make a user; if the same request has made it before, return that one."""
         try:
             await self._users.create(record)
-        except ConflictError as error:
+        except errors.ConflictError as error:
             known = await self._users.get(record.user)
             if known is None or not _is_again(known, record.key_hash):
                 raise _taken(record.user) from error
@@ -232,7 +227,7 @@ class UserRequests:
     async def _known(self, user: str) -> UserRecord:
         record = await self._users.get(user)
         if record is None:
-            raise NotFoundError(f"there is no user {user!r}", hint="`tinkermq user list`")
+            raise errors.NotFoundError(f"there is no user {user!r}", hint="`tinkermq user list`")
         return record
 
     async def _as_admin(
@@ -248,16 +243,16 @@ class UserRequests:
             own_key = what == "users.rotate" and target == context.user
             bounded = own_key and caller.role != "admin"
             if bounded and self._rotations.take(context.user, time.monotonic()) is None:
-                raise BusyError(
+                raise errors.BusyError(
                     f"user {context.user!r} has replaced the own key {ROTATIONS} times just now",
                     hint="another time in some minutes; an admin is not bounded so",
                 )
             if caller.revoked is not None or (caller.role != "admin" and not own_key):
-                raise AuthError(
+                raise errors.AuthError(
                     f"user {context.user!r} may not do this ({what})", hint="ask an admin"
                 )
             result = await work()
-        except TinkermqError as error:
+        except errors.TinkermqError as error:
             await self._audit.refused(context.user, what, error.message, target=target)
             raise
         await self._audit.write(context.user, what, target=target)
@@ -297,8 +292,8 @@ def _info(record: UserRecord) -> UserInfo:
     return UserInfo(**record.model_dump(exclude={"key_hash"}))
 
 
-def _taken(user: str) -> ConflictError:
-    return ConflictError(
+def _taken(user: str) -> errors.ConflictError:
+    return errors.ConflictError(
         f"there is a user {user!r} already",
         hint="choose another name; a new key for this one: `tinkermq user rotate`",
     )

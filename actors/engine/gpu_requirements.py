@@ -1,7 +1,7 @@
 """What an engine needs of its GPU and of installed packages, checked before it starts.
 
 vLLM starts in processes of its own and tells what failed there in its log only; these checks name
-the value and the key instead. Pure but for `own_card` and `installed_versions`; nothing here
+the value and the key instead. Pure but for `read_own_gpu` and `installed_versions`; nothing here
 imports torch or vLLM.
 """
 
@@ -27,7 +27,7 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Card:
+class GpuState:
     """The first GPU that a process sees."""
 
     model: str
@@ -43,18 +43,18 @@ class Card:
         return f"{self.model} ({self.uuid})"
 
 
-def own_card(load: Callable[[], Any | None] = load_nvml) -> Card | None:
+def read_own_gpu(load: Callable[[], Any | None] = load_nvml) -> GpuState | None:
     """Return the first GPU that this process sees, as of now; None without any."""
     gpus = find_gpus(None, load)
-    return None if gpus is None or not len(gpus) else _card_of(gpus.read()[0], gpus.capability(0))
+    return None if gpus is None or not len(gpus) else _state_of(gpus.read()[0], gpus.capability(0))
 
 
-def _card_of(gpu: Gpu, capability: tuple[int, int]) -> Card:
+def _state_of(gpu: Gpu, capability: tuple[int, int]) -> GpuState:
     free = gpu.memory_bytes - gpu.used_bytes
-    return Card(gpu.model, gpu.uuid, gpu.memory_bytes, free, capability, gpu.is_instance)
+    return GpuState(gpu.model, gpu.uuid, gpu.memory_bytes, free, capability, gpu.is_instance)
 
 
-def check_kernels(config: GeneratorConfig, card: Card | None) -> None:
+def check_kernels(config: GeneratorConfig, card: GpuState | None) -> None:
     """Raise ConfigError for keys that need kernels which a GPU, or a CPU, lacks."""
     needed = (
         ("quantization", config.quantization == "fp8", FP8_CAPABILITY),
@@ -73,7 +73,7 @@ def check_kernels(config: GeneratorConfig, card: Card | None) -> None:
         )
 
 
-def check_instances(config: GeneratorConfig, card: Card | None) -> None:
+def check_instances(config: GeneratorConfig, card: GpuState | None) -> None:
     """Raise ConfigError for an engine over several GPUs on MIG instances, which cannot talk."""
     if card is not None and card.is_instance and config.tensor_parallel > 1:
         raise ConfigError(
@@ -83,7 +83,7 @@ def check_instances(config: GeneratorConfig, card: Card | None) -> None:
         )
 
 
-def lack_of_memory(card: Card, share: float) -> EngineError | None:
+def lack_of_memory(card: GpuState, share: float) -> EngineError | None:
     """Return why an engine cannot have a share of a GPU's memory; None: it is free."""
     wanted = share * card.total_bytes
     if card.free_bytes >= wanted:

@@ -8,7 +8,7 @@ from ..runtime import EXIT_FAILED, run_process, service_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a gateway until it is told to stop; return the exit code."""
+    """Run a gateway until it is stopped; return the exit code."""
     parser = service_parser("gateway")
     parser.add_argument("--name", default="gateway", help="name (default: gateway)")
     parser.add_argument("--host", default="127.0.0.1", help="address (default: 127.0.0.1)")

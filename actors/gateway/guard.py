@@ -5,9 +5,10 @@ changes something must come from one of these pages: cookies are `samesite=stric
 `Sec-Fetch-Site` or `Origin` must say so. Without a log-in only names of this machine are answered,
 so that no web site can reach the gateway under a name of its own.
 
-Who is answered before all of his request was read is still sending it. A connection closed then is
-reset, and with it goes the answer, unread (RFC 9112, 9.6). So the answer is sent whole, the rest of
-the body is dropped as it comes, within bounds, and only then does the answer end.
+A client that is answered before all of its request was read is still sending it. A connection
+closed then is reset, and with it goes the answer, unread (RFC 9112, 9.6). So the answer is sent
+whole, the rest of the body is dropped as it comes, within bounds, and only then does the answer
+end.
 """
 
 import asyncio

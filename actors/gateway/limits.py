@@ -6,7 +6,7 @@ jobs, actors and nodes that its user may see; without keys at the broker every s
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -69,6 +69,14 @@ def _is_light(scope: Scope) -> bool:
         return False
     path: str = scope["path"]
     return path in _LIGHT or not path.startswith(_APIS)
+
+
+def content_length(headers: Mapping[str, str]) -> int | None:
+    """Return how large a request says its body is; 0 for no number, None where it says nothing."""
+    length = headers.get("content-length")
+    if length is None:
+        return None
+    return int(length) if length.isascii() and length.isdigit() and len(length) < 12 else 0
 
 
 def max_body_bytes(path: str) -> int:

@@ -35,15 +35,7 @@ from ...broker.client.connection import Broker
 from ...broker.client.parts import ask_parts
 from ...broker.jobs import JobStore
 from ...broker.presence import presences
-from ...envs.model_apis.answers import (
-    Answer,
-    AnswerHead,
-    ModelApi,
-    NewTokens,
-    TokenLogprob,
-    Usage,
-    retry_headers,
-)
+from ...envs.model_apis import answers
 from ...envs.model_apis.canonical import Piece, ReplyReader, TextPiece, call_name
 from ...envs.model_apis.chat import (
     CHAT,
@@ -116,7 +108,7 @@ class Serving:
         )
 
     def shown(self) -> dict[str, Any]:
-        """Return it as the list of models tells of it."""
+        """Return its entry in the list of models."""
         record = self.record
         return {
             "id": self.model,
@@ -304,7 +296,7 @@ class Answering:
         """Ask `models`."""
         self._models = models
 
-    async def answer(self, request: Request, broker: Broker, api: ModelApi) -> Response:
+    async def answer(self, request: Request, broker: Broker, api: answers.ModelApi) -> Response:
         """Answer one request as `broker`'s user."""
         if _STATEFUL in request.headers:
             _refuse_stateful(f"the header {_STATEFUL!r}", "")
@@ -327,7 +319,7 @@ class Answering:
         )
 
 
-def read_query(raw: bytes, api: ModelApi) -> tuple[ModelRequest, Query]:
+def read_query(raw: bytes, api: answers.ModelApi) -> tuple[ModelRequest, Query]:
     """Read a body; return it and what a server is asked. RequestError names what is refused."""
     try:
         value: Any = read_json(raw)
@@ -418,23 +410,23 @@ def _sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
 class ServedAnswer:
     """A server's answer, read part by part and written in the words of an API."""
 
-    def __init__(self, api: ModelApi, model_request: ModelRequest, query: Query) -> None:
+    def __init__(self, api: answers.ModelApi, model_request: ModelRequest, query: Query) -> None:
         """Read the answer to `query`."""
         self._api = api
         self._asked = model_request
         self._query = query
-        self._answer: Answer | None = None
+        self._answer: answers.Answer | None = None
         self._readers: list[ReplyReader | None] = []
         self._open: set[int] = set()
         """Choices that have not ended."""
-        self._usage = Usage(0, 0)
+        self._usage = answers.Usage(0, 0)
         self._ids: list[int] = []
         self._prompt_ids: list[list[int]] = []
         self._vocabulary = ""
 
     def start(self, first: InferPart) -> Iterator[str]:
         """Yield the first events, for which the first part has the counts."""
-        self._usage = Usage(first.prompt_tokens, 0)
+        self._usage = answers.Usage(first.prompt_tokens, 0)
         yield from self._begun(first).start(self._usage)
 
     def push(self, part: InferPart) -> Iterator[str]:
@@ -451,7 +443,7 @@ class ServedAnswer:
                 self._open.discard(delta.choice)
                 yield from answer.finish(delta.finish, delta.choice, delta.stop)
         if part.last:
-            self._usage = Usage(part.prompt_tokens, part.completion_tokens)
+            self._usage = answers.Usage(part.prompt_tokens, part.completion_tokens)
 
     def end(self) -> Iterator[str]:
         """Yield the last events."""
@@ -465,10 +457,12 @@ class ServedAnswer:
         """Return the event that ends a stream which cannot go on."""
         return self._begun(InferPart()).fail(self._api.error(error, error.status))
 
-    def _begun(self, part: InferPart) -> Answer:
+    def _begun(self, part: InferPart) -> answers.Answer:
         """Return what writes the answer, begun with the first part."""
         if self._answer is None:
-            head = AnswerHead(self._api.id_of(self._query.request), int(time.time()), part.model)
+            head = answers.AnswerHead(
+                self._api.id_of(self._query.request), int(time.time()), part.model
+            )
             self._answer = self._api.answer(head, self._asked)
             num = max(1, len(self._asked.prompts)) * self._asked.num_choices
             self._readers = [self._reader(part, number) for number in range(num)]
@@ -497,17 +491,17 @@ class ServedAnswer:
         pieces = reader.push(delta.text)
         return pieces if delta.finish is None else [*pieces, *reader.finish()]
 
-    def _tokens(self, delta: Delta) -> NewTokens | None:
+    def _tokens(self, delta: Delta) -> answers.NewTokens | None:
         """Return the new tokens of a choice, as far as they were asked for."""
         wants_ids, wants_logprobs = self._asked.return_token_ids, self._query.logprobs
         if not delta.token_ids or not (wants_ids or wants_logprobs):
             return None
-        return NewTokens(
+        return answers.NewTokens(
             ids=delta.token_ids if wants_ids else None,
             logprobs=_logprobs(delta) if wants_logprobs else None,
         )
 
-    def _ended(self) -> Answer:
+    def _ended(self) -> answers.Answer:
         """Return what writes the answer, once every choice has ended."""
         answer = self._begun(InferPart())
         for number in sorted(self._open):
@@ -526,20 +520,20 @@ class ServedAnswer:
         return {"tinkermq": {"prompt_token_ids": prompt, "answers": [{"token_ids": self._ids}]}}
 
 
-def _logprobs(delta: Delta) -> list[TokenLogprob]:
+def _logprobs(delta: Delta) -> list[answers.TokenLogprob]:
     """Return the log-probs of new tokens, each with the likeliest in its place."""
-    rows: list[tuple[TokenLogprob, ...]] = [() for _ in delta.tokens]
+    rows: list[tuple[answers.TokenLogprob, ...]] = [() for _ in delta.tokens]
     if delta.top_tokens:
         columns = zip(delta.top_tokens, delta.top_logprobs, delta.top_bytes, strict=True)
         rows = [
             tuple(
-                TokenLogprob(text, value, (), encoded)
+                answers.TokenLogprob(text, value, (), encoded)
                 for text, value, encoded in zip(*column, strict=True)
             )
             for column in columns
         ]
     tokens = zip(delta.tokens, delta.logprobs, rows, delta.token_bytes, strict=True)
-    return [TokenLogprob(*token) for token in tokens]
+    return [answers.TokenLogprob(*token) for token in tokens]
 
 
 async def _whole(parts: AsyncGenerator[InferPart, None], reading: ServedAnswer) -> dict[str, Any]:
@@ -658,7 +652,7 @@ class ModelEndpoints:
     """The endpoints."""
 
     def __init__(self, sessions: UserBrokers, models: ServedModels) -> None:
-        """Answer those whom `sessions` knows from `models`."""
+        """Answer visitors of `sessions` from `models`."""
         self._sessions = sessions
         self._models = models
         self._answering = Answering(models)
@@ -675,7 +669,7 @@ class ModelEndpoints:
         match = await self._models.find(broker, request.path_params["model"])
         return JSONResponse(match.shown())
 
-    def answering(self, api: ModelApi) -> Callable[[Request], Awaitable[Response]]:
+    def answering(self, api: answers.ModelApi) -> Callable[[Request], Awaitable[Response]]:
         """Return the endpoint of an API."""
 
         async def answer(request: Request) -> Response:
@@ -686,7 +680,7 @@ class ModelEndpoints:
 
 
 def guarded(
-    endpoint: Callable[[Request], Awaitable[Response]], api: ModelApi = CHAT
+    endpoint: Callable[[Request], Awaitable[Response]], api: answers.ModelApi = CHAT
 ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     """Return an endpoint whose errors come in the words of an API."""
 
@@ -694,7 +688,7 @@ def guarded(
         try:
             return await endpoint(request)
         except TinkermqError as error:
-            headers = retry_headers(error, error.status)
+            headers = answers.retry_headers(error, error.status)
             return JSONResponse(worded(error, error.status, api), error.status, headers=headers)
         except HTTPException as error:
             refused = RequestError(str(error.detail))
@@ -704,12 +698,12 @@ def guarded(
     return answer
 
 
-def api_of(path: str) -> ModelApi:
+def api_of(path: str) -> answers.ModelApi:
     """Return the API in whose words errors come under a path."""
     return {"/v1/messages": MESSAGES, "/v1/responses": RESPONSES}.get(path, CHAT)
 
 
-def worded(error: TinkermqError, status: int, api: ModelApi) -> dict[str, Any]:
+def worded(error: TinkermqError, status: int, api: answers.ModelApi) -> dict[str, Any]:
     """Return an error as the API words it; what is not there is a model that is not served."""
     value = api.error(error, status)
     if status == 404 and "code" in value["error"]:

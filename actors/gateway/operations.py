@@ -49,7 +49,7 @@ class Scheduler(SchedulerCalls):
     async def get(self, job: str) -> JobRecord:
         """Return a job of the visitor; raises NotFoundError, AuthError for that of another.
 
-        The scheduler tells admins of it, but this connection cannot read what the job has stored.
+        The scheduler shows it to admins, but this connection cannot read the job's stored data.
         """
         record = await super().get(job)
         if record.user != self._visitor.user:
@@ -65,11 +65,11 @@ class Scheduler(SchedulerCalls):
         Those that were archived are among them only when they are asked for: there may be many.
         """
         if archived:
-            return await self.told_jobs(archived=True)
+            return await self.all_jobs(archived=True)
         cached = self._visitor.listed
         if cached is not None and cached[0] + LIST_AGE_S > time.monotonic():
             return cached[1]
-        records = await self.told_jobs()
+        records = await self.all_jobs()
         self._visitor.listed = (time.monotonic(), records)
         return records
 

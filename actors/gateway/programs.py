@@ -24,7 +24,7 @@ from ...envs.agents.proxy.remote_episode import RemoteEpisode
 from ...envs.agents.proxy.routes import api_of, presented_keys, split_path
 from ...envs.http_server import give_connection_to
 from ...schemas.wire.errors import BusyError, LogInRefusedError, TinkermqError
-from .limits import Share
+from .limits import Share, content_length
 
 MAX_EPISODES = 1024
 MAX_OF_USER = 512
@@ -95,7 +95,7 @@ class ProgramEpisodes:
             raise
 
     async def sweep(self) -> None:
-        """Close connections that nobody uses, for ever."""
+        """Close unused connections, for ever."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             now = time.monotonic()
@@ -134,7 +134,8 @@ class ProgramEpisodes:
         return episode
 
     async def _check(self, episode: RemoteEpisode) -> None:
-        """Let an episode in that its host knows; the broker has said by now whose it is."""
+        """Admit an episode that its host confirms; the broker has checked the key's owner
+        before."""
         user = episode.user
         if self._checking[user] >= _CHECKING_OF_USER:
             raise BusyError("keys of many episodes are being checked", hint="call again")
@@ -161,7 +162,7 @@ class ProgramEpisodes:
         return RemoteEpisode(broker, identity, key, self._room)
 
     async def _make_room(self, user: str) -> None:
-        """Drop who has been idle for longest, of the user's own if these are too many."""
+        """Drop the longest idle one, of the user's own if these are too many."""
         own = {key: one for key, one in self._episodes.items() if one.user == user}
         if len(own) >= MAX_OF_USER:
             await self._drop_idle(own, f"{MAX_OF_USER} programs of user {user}")
@@ -195,7 +196,7 @@ class ProgramRequests:
         self._episodes = episodes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a program, or let somebody else be answered."""
+        """Answer a program, or let others be answered."""
         if not is_of_program(scope):
             await self._app(scope, receive, send)
             return
@@ -232,7 +233,7 @@ def _presented(scope: Scope) -> str:
 
 def _body_bytes(exchange: HttpExchange) -> int:
     """Return how large a body is, or may be."""
-    content_length = exchange.headers.get("content-length", "")
-    if content_length.isascii() and content_length.isdecimal() and len(content_length) < 12:
-        return min(int(content_length), MAX_BODY_BYTES)
+    length = content_length(exchange.headers)
+    if length is not None:
+        return min(length, MAX_BODY_BYTES)
     return MAX_BODY_BYTES if "transfer-encoding" in exchange.headers else 0

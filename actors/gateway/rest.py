@@ -29,31 +29,11 @@ from ...schemas.user import (
 from ...schemas.wire.errors import MessageError, NotFoundError, StateError
 from ...schemas.wire.message import Empty, Message
 from ..storage.stores import Stores
-from .data import jobs
-from .data import jobs as checkpoints
+from . import operations
+from .data import jobs, rollouts
 from .data.jobs import ARCHIVED, FIGURES, GROUPS, SORTS, row, select_rows
 from .data.metrics import exact_lines
 from .data.overview import actors_of, job_stream, summarize_run
-from .data.rollouts import (
-    MAX_LIMIT,
-    actor_in,
-    episode_in,
-    job_of,
-    page_of_rollouts,
-    query_of,
-    queue_of,
-    read_episode,
-)
-from .operations import (
-    BODIES,
-    Scheduler,
-    SubmitBody,
-    act,
-    body_of,
-    checked_config,
-    effective,
-    submit,
-)
 from .pages.render import render
 from .sessions import Visitor
 from .tinker import rest
@@ -88,7 +68,7 @@ async def change(visitor: Visitor, action: str, fields: dict[str, Any]) -> Messa
         known = ", ".join(REQUESTS)
         raise NotFoundError(f"{action!r} cannot be done to a user", hint=f"there are {known}")
     request, reply = REQUESTS[action]
-    return await ask_users(visitor.broker, action, body_of(request, fields), reply)
+    return await ask_users(visitor.broker, action, operations.body_of(request, fields), reply)
 
 
 def _check_keys(request: Request) -> None:
@@ -167,8 +147,8 @@ def user_routes() -> list[Route]:
 async def list_jobs(request: Request) -> Response:
     """Answer with a page of the table of jobs."""
     visitor = await visitor_of(request)
-    query = query_of(request)
-    records = await Scheduler(visitor).list_jobs(archived=query.state == ARCHIVED)
+    query = rollouts.query_of(request)
+    records = await operations.Scheduler(visitor).list_jobs(archived=query.state == ARCHIVED)
     page, rows = await select_rows(gateway_of(request).figures, visitor.broker, records, query)
     return Json({"jobs": rows, "total": page.total, "counts": page.counts})
 
@@ -176,20 +156,24 @@ async def list_jobs(request: Request) -> Response:
 async def submit_job(request: Request) -> Response:
     """Submit a job; answers with its record."""
     scheduler = await scheduler_of(request)
-    record = await submit(scheduler, body_of(SubmitBody, await json_of(request)))
+    record = await operations.submit(
+        scheduler, operations.body_of(operations.SubmitBody, await json_of(request))
+    )
     return Json(_record(record), status_code=201)
 
 
 async def check_config(request: Request) -> Response:
     """Check a configuration without submitting it; answers with the effective one."""
     visitor = await visitor_of(request)
-    _, full = await checked_config(visitor.share, body_of(SubmitBody, await json_of(request)))
+    _, full = await operations.checked_config(
+        visitor.share, operations.body_of(operations.SubmitBody, await json_of(request))
+    )
     return Json({"config": full})
 
 
 async def get_job(request: Request) -> Response:
     """Answer with a job's record, its newest figures and its actors."""
-    visitor, record = await job_of(request)
+    visitor, record = await rollouts.job_of(request)
     seen = await summarize_run(gateway_of(request), visitor, record)
     return Json({**_record(record), **seen["job"], "bottleneck": seen["bottleneck"]})
 
@@ -198,20 +182,20 @@ async def act_on_job(request: Request) -> Response:
     """Do what the end of the path says to a job; answers with its record."""
     scheduler = await scheduler_of(request)
     action = "delete" if request.method == "DELETE" else request.url.path.rpartition("/")[2]
-    body = body_of(BODIES[action], await json_of(request))
-    return Json(_record(await act(scheduler, request.path_params["job"], action, body)))
+    body = operations.body_of(operations.BODIES[action], await json_of(request))
+    return Json(_record(await operations.act(scheduler, request.path_params["job"], action, body)))
 
 
 async def get_config(request: Request) -> Response:
     """Answer with a job's configuration, as given and with its defaults."""
-    _, record = await job_of(request)
+    _, record = await rollouts.job_of(request)
     config = record.config
-    return Json({"config": config, "effective": effective(config)})
+    return Json({"config": config, "effective": operations.effective(config)})
 
 
 async def get_metrics(request: Request) -> Response:
     """Answer with the curves of a job, down-sampled: some by name, or all."""
-    visitor, record = await job_of(request)
+    visitor, record = await rollouts.job_of(request)
     points = await gateway_of(request).histories.points(
         visitor.broker,
         record.scope,
@@ -223,8 +207,8 @@ async def get_metrics(request: Request) -> Response:
 
 
 async def get_exact_metrics(request: Request) -> Response:
-    """Answer with what each step told, a line of JSON for each; see `history.exact_lines`."""
-    visitor, record = await job_of(request)
+    """Answer with the metrics of each step, one line of JSON each; see `history.exact_lines`."""
+    visitor, record = await rollouts.job_of(request)
     lines = exact_lines(
         visitor.broker,
         record.scope,
@@ -237,7 +221,7 @@ async def get_exact_metrics(request: Request) -> Response:
 
 async def get_events(request: Request) -> Response:
     """Answer with a job's last events, newest first."""
-    visitor, record = await job_of(request)
+    visitor, record = await rollouts.job_of(request)
     limit = _limit(request, 200)
     events = await jobs.tail_of_events(visitor.broker, record, limit=limit, quiet=False)
     return Json({"events": events})
@@ -245,47 +229,47 @@ async def get_events(request: Request) -> Response:
 
 async def get_logs(request: Request) -> Response:
     """Answer with the last lines that a job's actors wrote."""
-    visitor, record = await job_of(request)
+    visitor, record = await rollouts.job_of(request)
     lines = await jobs.tail_of_log(
-        visitor.broker, record.scope, actor=actor_in(request), limit=_limit(request, 500)
+        visitor.broker, record.scope, actor=rollouts.actor_in(request), limit=_limit(request, 500)
     )
     return Json({"lines": lines})
 
 
 async def get_actors(request: Request) -> Response:
     """Answer with a job's actors, what each does and whom it waits for."""
-    visitor, record = await job_of(request)
+    visitor, record = await rollouts.job_of(request)
     return Json({"actors": await actors_of(visitor, record)})
 
 
 async def get_rollouts(request: Request) -> Response:
     """Answer with a page of a job's groups."""
-    visitor, record = await job_of(request)
-    page = await page_of_rollouts(request, visitor, record)
+    visitor, record = await rollouts.job_of(request)
+    page = await rollouts.page_of_rollouts(request, visitor, record)
     return Json({"groups": page.groups, "older": page.older, "entries": page.num_entries})
 
 
 async def get_episode(request: Request) -> Response:
     """Answer with one episode: messages, turns, tokens."""
-    visitor, record = await job_of(request)
-    return Json(await read_episode(visitor, record, *episode_in(request)))
+    visitor, record = await rollouts.job_of(request)
+    return Json(await rollouts.read_episode(visitor, record, *rollouts.episode_in(request)))
 
 
 async def get_checkpoints(request: Request) -> Response:
     """Answer with a job's checkpoints."""
-    visitor, record = await job_of(request)
-    return Json({"checkpoints": await checkpoints.scored_checkpoints(visitor.broker, record)})
+    visitor, record = await rollouts.job_of(request)
+    return Json({"checkpoints": await jobs.scored_checkpoints(visitor.broker, record)})
 
 
 async def get_checkpoint(request: Request) -> Response:
     """Answer with a checkpoint as a tar archive."""
-    visitor, record = await job_of(request)
+    visitor, record = await rollouts.job_of(request)
     step, stores = int(request.path_params["step"]), Stores(visitor.broker)
-    await asyncio.to_thread(checkpoints.check_here, record, step, stores)
+    await asyncio.to_thread(jobs.check_here, record, step, stores)
     name = f"{record.name}-step_{step:06d}"
     safe = "".join(char for char in name if char.isalnum() or char in "-_") or "checkpoint"
     return StreamingResponse(
-        checkpoints.pack(record.run_dir, step, safe),
+        jobs.pack(record.run_dir, step, safe),
         media_type="application/x-tar",
         headers={"content-disposition": f'attachment; filename="{safe}.tar"'},
     )
@@ -298,8 +282,8 @@ async def list_nodes(request: Request) -> Response:
 
 async def list_queue(request: Request) -> Response:
     """Answer with the jobs that wait and the reason of each, an admin's with everybody's."""
-    records = await (await scheduler_of(request)).told_jobs(widest=True)
-    return Json({"queue": [row(record, {}) for record in queue_of(records)]})
+    records = await (await scheduler_of(request)).all_jobs(widest=True)
+    return Json({"queue": [row(record, {}) for record in rollouts.queue_of(records)]})
 
 
 async def who_am_i(request: Request) -> Response:
@@ -312,7 +296,7 @@ def _record(record: JobRecord) -> dict[str, Any]:
 
 
 def _limit(request: Request, default: int) -> int:
-    return min(number_in(request, "limit", default, least=1) or default, MAX_LIMIT)
+    return min(number_in(request, "limit", default, least=1) or default, rollouts.MAX_LIMIT)
 
 
 _SHOWN = 80
@@ -322,7 +306,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of the interface; `openapi` tells of it."""
+    """One operation of the interface, described by `openapi`."""
 
     method: str
     path: str
@@ -361,12 +345,14 @@ OPERATIONS: tuple[Operation, ...] = (
             ("sort", "string", f"{', '.join((*SORTS, *FIGURES))}; -reward: greatest first"),
         ),
     ),
-    Operation("POST", _JOBS, submit_job, "Submit a job", body=SubmitBody),
-    Operation("POST", "/api/v1/check", check_config, "Check a configuration", body=SubmitBody),
-    Operation("DELETE", _JOB, act_on_job, "The same as `delete`", body=BODIES["delete"]),
+    Operation("POST", _JOBS, submit_job, "Submit a job", body=operations.SubmitBody),
+    Operation(
+        "POST", "/api/v1/check", check_config, "Check a configuration", body=operations.SubmitBody
+    ),
+    Operation("DELETE", _JOB, act_on_job, "The same as `delete`", body=operations.BODIES["delete"]),
     Operation("GET", _JOB, get_job, "One job with its newest figures"),
     *(
-        Operation("POST", f"{_JOB}/{name}", act_on_job, text, body=BODIES[name])
+        Operation("POST", f"{_JOB}/{name}", act_on_job, text, body=operations.BODIES[name])
         for name, text in (
             ("stop", "Stop a job, with a checkpoint unless `now`"),
             ("checkpoint", "Have a training job write a checkpoint now"),
@@ -486,7 +472,7 @@ def _unknown(operation: Operation, given: str, known: list[str]) -> MessageError
     if near:
         hint = f"did you mean {near[0]}?"
     else:
-        hint = f"it knows {', '.join(known)}" if known else "it takes none"
+        hint = f"it takes {', '.join(known)}" if known else "it takes none"
     return MessageError(
         f"{operation.method} {operation.path} has no query key {given!r}", hint=hint
     )

@@ -34,22 +34,14 @@ from ...broker.client.rpc import Service
 from ...broker.jetstream.kv import Entry
 from ...broker.jetstream.streams import create_shared, wait_for_shared
 from ...broker.presence import PresenceBeat, list_presences
-from ...broker.service_process import told_to_systemd
+from ...broker.service_process import notifying_systemd
 from ...envs.http_server import MAX_HEAD_BYTES, ConnectionBounds
 from ...schemas.job import FINAL_STATES
 from ...schemas.metric import Presence
-from ...schemas.wire.errors import (
-    BrokerError,
-    ConfigError,
-    InternalError,
-    NotFoundError,
-    StorageError,
-    TinkermqError,
-)
+from ...schemas.wire import errors
 from ...schemas.wire.subjects import SERVICES
 from ..runtime import settle_memory
 from . import openai, rest, user_episodes
-from . import rest as users
 from .data.jobs import Query, select
 from .guard import LOOPBACK, Guard
 from .limits import (
@@ -87,7 +79,7 @@ def make_app(sessions: Sessions, *, local_only: bool, secure: bool = False) -> S
     programs = ProgramEpisodes(sessions.url, with_keys=sessions.with_keys)
     gateway = Gateway(sessions, make_templates(), programs, counters, secure=secure)
     handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
-        TinkermqError: _our_error,
+        errors.TinkermqError: _our_error,
         HTTPException: _http_error,
         TimeoutError: _late,
         Exception: _crash,
@@ -101,7 +93,7 @@ def make_app(sessions: Sessions, *, local_only: bool, secure: bool = False) -> S
             *openai.routes(_Brokers(), gateway.trainers),
             *user_episodes.routes(_Brokers(), lambda request: gateway_of(request).programs),
             *tinker.routes(gateway.trainers),
-            *users.user_routes(),
+            *rest.user_routes(),
             *pages.routes(),
             Mount("/static", _Static(directory=STATIC)),
         ],
@@ -120,7 +112,7 @@ class _Brokers:
     """The visitors' connections, for the endpoints of OpenAI."""
 
     async def broker(self, request: Request) -> Broker:
-        """Return the connection of who asks; a missing key is told as HTTP tells it."""
+        """Return the visitor's connection; a missing key is a 401."""
         try:
             return (await visitor_of(request)).broker
         except LogInError as error:
@@ -156,7 +148,7 @@ async def healthz(request: Request) -> Response:
     sessions = gateway_of(request).sessions
     try:
         info = await server_info(sessions.url)
-    except BrokerError as error:
+    except errors.BrokerError as error:
         return Json({"status": "no broker", **error_fields(error)}, status_code=503)
     return Json({"status": "ok", "broker": info.get("version"), "with_keys": sessions.with_keys})
 
@@ -177,7 +169,7 @@ async def metrics(request: Request) -> Response:
     except LogInError:
         if "authorization" in request.headers:
             raise
-    except TinkermqError as error:
+    except errors.TinkermqError as error:
         _log.warning("metrics_without_pool", error=error.message)
     return Response(text, headers={"content-type": _METRICS_TYPE})
 
@@ -189,7 +181,7 @@ async def _pool_text(gateway: Gateway, visitor: Visitor) -> bytes:
     rows = await gateway.figures.rows(visitor.broker, live)
     places = (visitor.user, "pool") if gateway.sessions.with_keys else ("",)
     actors: list[Entry[Presence]] = []
-    with contextlib.suppress(TinkermqError):
+    with contextlib.suppress(errors.TinkermqError):
         for place in places:
             actors += await list_presences(visitor.broker, place)
     counts = select(records, Query(limit=0)).counts
@@ -201,13 +193,13 @@ def _wants_json(request: Request) -> bool:
     return path.startswith("/api/v1") or path in ("/metrics", "/healthz")
 
 
-async def _our_error(request: Request, error: TinkermqError) -> Response:
+async def _our_error(request: Request, error: errors.TinkermqError) -> Response:
     reply = await why_it_failed(request, error)
     return _error_response(request, reply, reply.status)
 
 
-def _error_response(request: Request, error: TinkermqError, status: int) -> Response:
-    """Answer with an error as who asks reads it."""
+def _error_response(request: Request, error: errors.TinkermqError, status: int) -> Response:
+    """Answer with an error in the form of the visitor's API."""
     again = {"retry-after": "1"} if status == _TOO_MANY else None
     if (path := request.url.path).startswith(("/v1/", f"{openai.OF_TINKER}/")):
         fields = openai.worded(error, status, openai.api_of(path))
@@ -221,7 +213,7 @@ def _error_response(request: Request, error: TinkermqError, status: int) -> Resp
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    message = NotFoundError(
+    message = errors.NotFoundError(
         f"there is no page {request.url.path}" if error.status_code == 404 else error.detail,
         hint="" if error.status_code != 404 else "begin at /jobs",
     )
@@ -229,16 +221,17 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 async def _late(request: Request, error: TimeoutError) -> Response:
-    if isinstance(error, TinkermqError):
+    if isinstance(error, errors.TinkermqError):
         return await _our_error(request, error)
     return await _our_error(
-        request, BrokerError("the broker did not answer in time", hint="see `tinkermq doctor`")
+        request,
+        errors.BrokerError("the broker did not answer in time", hint="see `tinkermq doctor`"),
     )
 
 
 async def _crash(request: Request, error: Exception) -> Response:
     _log.error("request_failed", path=request.url.path, exc_info=error)
-    message = InternalError(
+    message = errors.InternalError(
         f"the gateway failed at {request.url.path}: {type(error).__name__}",
         hint="its log has the details",
     )
@@ -279,7 +272,7 @@ async def run(options: Options) -> None:
     _check_certificate(options)
     with_keys = await _until_broker(options.nats, options.patience_s)
     if not with_keys and options.host not in LOOPBACK:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"the broker requires no keys, so the gateway does not listen on {options.host}: "
             "every visitor would have full access",
             hint="listen on 127.0.0.1 (and use an SSH tunnel), or switch on the broker's "
@@ -361,7 +354,7 @@ async def _until_broker(url: str, patience_s: float) -> bool:
     while True:
         try:
             return await asks_for_keys(url)
-        except BrokerError:
+        except errors.BrokerError:
             if time.monotonic() > deadline:
                 raise
             await asyncio.sleep(_RETRY_S)
@@ -382,13 +375,13 @@ def _check_certificate(options: Options) -> None:
     if certificate is None and key is None:
         return
     if certificate is None or key is None:
-        raise ConfigError(
+        raise errors.ConfigError(
             "--certificate and --certificate-key belong together", hint="give both, or neither"
         )
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
     except OSError as error:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"the certificate {certificate} cannot be used: {error}",
             hint="give the PEM files of a certificate and of its key, readable by this user",
         ) from error
@@ -401,7 +394,7 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=256
         )
     except OSError as error:
-        raise StorageError(
+        raise errors.StorageError(
             f"the gateway cannot listen on {host}:{port}: {error.strerror}",
             hint="choose another port: --port N (0 takes a free one)",
         ) from error
@@ -418,7 +411,7 @@ async def _announced(options: Options, gateway: Gateway, login: Login) -> AsyncI
     """
     sessions = gateway.sessions
     if sessions.with_keys and login.user not in SERVICES:
-        async with told_to_systemd():
+        async with notifying_systemd():
             yield
         return
     async with await connect(options.nats, name=options.name, login=login) as broker:
@@ -433,7 +426,7 @@ async def _announced(options: Options, gateway: Gateway, login: Login) -> AsyncI
             broker, name="tinkermq-gateway", description=f"tinkermq gateway {options.name}"
         )
         beat = PresenceBeat(broker, f"pool.{options.name}", lambda: _presence(options, sessions))
-        async with service, beat, told_to_systemd():
+        async with service, beat, notifying_systemd():
             yield
 
 

@@ -1,7 +1,7 @@
 """Sessions of visitors, each with one connection to the broker.
 
 A session is a random id in a cookie; the key it stands for stays in this process's memory. The
-connections are bounded and close when nobody has used them for a while. Where the broker asks for
+connections are bounded and close when unused for a while. Where the broker asks for
 no keys everyone is the user `local`, without a log-in.
 """
 
@@ -20,16 +20,9 @@ import structlog
 from ...broker.client.connection import Broker, connect
 from ...broker.client.faults import server_urls, shown_url
 from ...broker.client.keys import user_of_key
-from ...broker.client.login import nobody
+from ...broker.client.login import anonymous
 from ...schemas.job import JobRecord
-from ...schemas.wire.errors import (
-    AuthError,
-    BrokerError,
-    BusyError,
-    LogInRefusedError,
-    MessageError,
-    TinkermqError,
-)
+from ...schemas.wire import errors
 from ...schemas.wire.foreign import ends_this_task
 from ...schemas.wire.subjects import DEFAULT_USER
 from .limits import MAX_CONNECTIONS, MAX_RUNNING, Share
@@ -49,7 +42,7 @@ _SWEEP_S = 30.0
 _log = structlog.get_logger()
 
 
-class LogInError(TinkermqError):
+class LogInError(errors.TinkermqError):
     """No key, an unknown one, or a session that has ended."""
 
     status = 401
@@ -130,7 +123,7 @@ class Sessions:
         for oldest in own[: max(0, len(own) + 1 - MAX_SESSIONS_OF_USER)]:
             del self._sessions[oldest]
         if len(self._sessions) >= MAX_SESSIONS:
-            raise BusyError("too many people are logged in", hint="try again later")
+            raise errors.BusyError("too many people are logged in", hint="try again later")
         session = secrets.token_urlsafe(32)
         self._sessions[session] = _Session(user, key, now + self._session_s)
         return session
@@ -142,7 +135,7 @@ class Sessions:
             await self._drop(ended.key)
 
     async def visitor(self, *, session: str | None, key: str | None) -> Visitor:
-        """Return who asks, by key or session; raises LogInError.
+        """Return the visitor, by key or session; raises LogInError.
 
         A key that was given counts, an empty one too.
         """
@@ -165,7 +158,7 @@ class Sessions:
         return await self._connected(key)
 
     async def _connected(self, key: str) -> Visitor:
-        """Return the visitor of a key, who is connected if need be.
+        """Return the visitor of a key, connected to the broker.
 
         A connection that broke is opened anew: the key may have been revoked.
         """
@@ -183,12 +176,12 @@ class Sessions:
         except asyncio.CancelledError as error:
             if ends_this_task(error):
                 raise
-            raise BrokerError(
+            raise errors.BrokerError(
                 "the connection to the broker was lost while it was made", hint="try again"
             ) from error
 
     async def sweep(self) -> None:
-        """Close connections that nobody uses, for ever."""
+        """Close unused connections, for ever."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             before = time.monotonic() - self._idle_s
@@ -213,15 +206,15 @@ class Sessions:
             else:
                 user = DEFAULT_USER
                 broker = await connect(
-                    self.url, name="gateway", login=nobody(), deadline_s=_CONNECT_DEADLINE_S
+                    self.url, name="gateway", login=anonymous(), deadline_s=_CONNECT_DEADLINE_S
                 )
         visitor = self._visitors[key] = Visitor(user, broker, share=self._share(user))
         broker.on_error(lambda error: self._refused(key, visitor, error))
         return visitor
 
-    def _refused(self, key: str, visitor: Visitor, error: BrokerError) -> None:
+    def _refused(self, key: str, visitor: Visitor, error: errors.BrokerError) -> None:
         """Close a connection whose key the broker refuses from now on, and with it its streams."""
-        if isinstance(error, LogInRefusedError) and self._visitors.get(key) is visitor:
+        if isinstance(error, errors.LogInRefusedError) and self._visitors.get(key) is visitor:
             dropping = asyncio.create_task(self._drop(key), name="drop a refused connection")
             self._dropping.add(dropping)
             dropping.add_done_callback(self._dropping.discard)
@@ -238,7 +231,7 @@ class Sessions:
             return
         free = [key for key, visitor in self._visitors.items() if not visitor.share.num_running]
         if not free:
-            raise BrokerError(
+            raise errors.BrokerError(
                 f"{len(self._visitors)} users are connected, as many as this gateway serves",
                 hint="try again later, or run a second gateway",
             )
@@ -256,7 +249,7 @@ async def _connect_as(url: str, user: str, key: str) -> Broker:
         return await connect(
             url, name=f"gateway-{user}", api_key=key, deadline_s=_CONNECT_DEADLINE_S
         )
-    except LogInRefusedError as error:
+    except errors.LogInRefusedError as error:
         _log.warning("log_in_refused", user=user)
         raise LogInError(
             "the broker refuses this key",
@@ -269,28 +262,28 @@ def user_of(key: str) -> str:
     """Return the user that a key `tmq_<user>_<secret>` names; raises LogInError."""
     try:
         return user_of_key(key)
-    except (AuthError, MessageError) as error:
+    except (errors.AuthError, errors.MessageError) as error:
         raise LogInError(
             "this is not an API key of a user", hint="a key looks like tmq_<user>_<secret>"
         ) from error
 
 
 async def asks_for_keys(url: str) -> bool:
-    """Whether the broker wants its clients to authenticate: it says so before anything else.
+    """Whether the broker requires authentication, from its INFO.
 
-    Raises BrokerError when nobody answers at `url`.
+    Raises BrokerError if no server answers at `url`.
     """
     return bool((await server_info(url)).get("auth_required"))
 
 
 async def server_info(url: str) -> dict[str, Any]:
-    """Return what a NATS server tells whoever connects, the first of several that does.
+    """Return the INFO of a NATS server, the first of several that answers.
 
     Raises BrokerError.
     """
     *others, last = server_urls(url)
     for other in others:
-        with contextlib.suppress(BrokerError):
+        with contextlib.suppress(errors.BrokerError):
             return await _server_info(other)
     return await _server_info(last)
 
@@ -308,7 +301,7 @@ async def _server_info(url: str) -> dict[str, Any]:
                 writer.close()
         return dict(json.loads(line.removeprefix(b"INFO ")))
     except (OSError, ValueError, TimeoutError) as error:
-        raise BrokerError(
+        raise errors.BrokerError(
             f"no NATS server answers at {shown_url(url)} ({error or type(error).__name__})",
             hint="start one with `tinkermq up`, or name another: --nats URL",
         ) from error

@@ -2,7 +2,7 @@
 
 The job's host in the pool gives them out. What is said of an episode under its user's key goes the
 way of what its program says of it under its own, so it means the same, and any gateway can pass it
-on. This one knows the keys of the episodes that it gave out.
+on. This one has the keys of the episodes that it gave out.
 """
 
 import time
@@ -25,15 +25,8 @@ from ...envs.agents.proxy.remote_episode import RemoteEpisode
 from ...envs.model_apis.request import Fields, RequestError
 from ...schemas.agent import GiveReply, GiveRequest
 from ...schemas.job import FINAL_STATES, JobRecord
+from ...schemas.wire import errors
 from ...schemas.wire.codec import read_json
-from ...schemas.wire.errors import (
-    ConfigError,
-    MessageError,
-    NobodyAnswersError,
-    NotFoundError,
-    StateError,
-    TinkermqError,
-)
 from .openai import UserBrokers, guarded, read_body, unless_gone
 from .programs import ProgramEpisodes
 
@@ -46,7 +39,7 @@ _MAX_KNOWN = 4096
 _POSTS = ("reward", "end", "note")
 
 
-class NoEpisodeYet(TinkermqError):
+class NoEpisodeYet(errors.TinkermqError):
     """A job that gives no episode out now: the same request is welcome later."""
 
     code = "no_episode_yet"
@@ -68,7 +61,7 @@ class UserEpisodes:
     """The endpoints."""
 
     def __init__(self, users: UserBrokers, programs: Callable[[Request], ProgramEpisodes]) -> None:
-        """Serve those whom `users` knows; `programs` finds episodes by their keys."""
+        """Serve visitors of `users`; `programs` finds episodes by their keys."""
         self._users = users
         self._programs = programs
         self._keys: FIFOCache[tuple[str, str], str] = FIFOCache(_MAX_KNOWN)
@@ -90,7 +83,7 @@ class UserEpisodes:
         name = str(request.path_params["episode"])
         key = self._keys.get((broker.user, name))
         if key is None:
-            raise NotFoundError(
+            raise errors.NotFoundError(
                 f"no episode {name!r:.80} was taken here",
                 hint="ask the gateway at which it was, or use the episode's own key at any of them",
             )
@@ -148,7 +141,7 @@ async def _request_episode(
             )
             if given.episode:
                 return given
-        except NobodyAnswersError:
+        except errors.NobodyAnswersError:
             why = "its host is not there yet"
         if time.monotonic() >= deadline:
             raise NoEpisodeYet(
@@ -158,10 +151,10 @@ async def _request_episode(
 
 def _check(record: JobRecord) -> None:
     if record.state in FINAL_STATES:
-        raise StateError(f"job {record.name} is {record.state}: it gives no episodes out")
+        raise errors.StateError(f"job {record.name} is {record.state}: it gives no episodes out")
     config: dict[str, dict[str, Any]] = record.config
     if not config.get("agent", {}).get("client") or not config.get("env", {}).get("hosts"):
-        raise ConfigError(
+        raise errors.ConfigError(
             f"job {record.name} gives no episodes out here",
             hint="submit it with agent.client=true and env.hosts=1",
         )
@@ -171,7 +164,7 @@ def _read_request(raw: bytes) -> tuple[str, float]:
     """Return the job that is named, and how long its episode is waited for."""
     try:
         fields = Fields(read_json(raw or b"{}"))
-    except MessageError as error:
+    except errors.MessageError as error:
         raise RequestError(f"the body is not valid JSON: {error.message}") from error
     job, wait_s = fields.text("job"), fields.any("wait_s")
     for name in fields.unread():

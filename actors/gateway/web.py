@@ -19,14 +19,14 @@ from ...schemas.wire.errors import BrokerError, DeadlineError, MessageError, Tin
 from .data.jobs import Figures
 from .data.metrics import Histories
 from .guard import HELD
-from .limits import Counters, max_body_bytes
+from .limits import Counters, content_length, max_body_bytes
 from .operations import Scheduler
 from .programs import ProgramEpisodes
 from .sessions import COOKIE, LogInError, Sessions, Visitor
 from .tinker.trainers import Trainers
 
 OF_TINKER_SDK = "tml-"
-"""What Tinker's SDK wants a key to begin with; behind it stands one of the pool's."""
+"""Prefix of keys in Tinker's SDK; a key of the pool follows."""
 
 MAX_NAMES, MAX_NAME_CHARS = 512, 256
 """Of metrics that one request names."""
@@ -56,7 +56,7 @@ def gateway_of(request: Request) -> Gateway:
 
 
 async def visitor_of(request: Request) -> Visitor:
-    """Return who asks, with a connection that stays until the request is answered.
+    """Return the visitor, with a connection that stays until the request is answered.
 
     A key is a bearer's, or stands in `x-api-key`, where Anthropic's clients write it; it may be
     written as Tinker's SDK has it. Raises LogInError.
@@ -68,7 +68,7 @@ async def visitor_of(request: Request) -> Visitor:
 
 
 async def _let_in(request: Request) -> Visitor:
-    """Return who asks; raises LogInError, BrokerError."""
+    """Return the visitor; raises LogInError, BrokerError."""
     scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
     key = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key")
     return await gateway_of(request).sessions.visitor(
@@ -78,7 +78,7 @@ async def _let_in(request: Request) -> Visitor:
 
 
 async def why_it_failed(request: Request, error: TinkermqError) -> TinkermqError:
-    """Return what to tell of an error of the broker: that the key was revoked meanwhile, if so."""
+    """Return the error to show for one of the broker: a revoked key, if that is the cause."""
     of_broker = isinstance(error, BrokerError | DeadlineError)
     if not of_broker or not gateway_of(request).sessions.with_keys:
         return error
@@ -87,7 +87,7 @@ async def why_it_failed(request: Request, error: TinkermqError) -> TinkermqError
     except LogInError as refused:
         return refused
     except TinkermqError:
-        return error  # the broker is away, which the first error tells
+        return error  # the broker is away, as the first error says
     return error
 
 
@@ -102,24 +102,19 @@ def take_connection(request: Request, visitor: Visitor) -> None:
 
 def _body_bytes(request: Request) -> int:
     """Return how large the body of a request is, or may be."""
-    headers = request.headers
-    if "content-length" in headers:
-        content_length = headers["content-length"]
-        return (
-            int(content_length)
-            if content_length.isascii() and content_length.isdigit() and len(content_length) < 12
-            else 0
-        )
-    return max_body_bytes(request.url.path) if "transfer-encoding" in headers else 0
+    length = content_length(request.headers)
+    if length is not None:
+        return length
+    return max_body_bytes(request.url.path) if "transfer-encoding" in request.headers else 0
 
 
 async def scheduler_of(request: Request) -> Scheduler:
-    """Return the scheduler as who asks sees it."""
+    """Return the scheduler as seen by the visitor."""
     return Scheduler(await visitor_of(request))
 
 
 def error_fields(error: TinkermqError) -> dict[str, Any]:
-    """Return what a reply tells of an error."""
+    """Return the JSON of an error."""
     code = "unauthorized" if isinstance(error, LogInError) else error.code
     return {"error": {"code": code, "message": error.message, "hint": error.hint}}
 

@@ -217,7 +217,12 @@ class Generator:
         self._validator: Validator | None = None
         if validation is not None:
             self._validator = Validator(
-                context, validation, follower, time_use=time_use, on_room=self._freed.set
+                context,
+                validation,
+                follower,
+                num_sharing=config.generator.count,
+                time_use=time_use,
+                on_room=self._freed.set,
             )
 
     async def run(self) -> None:

@@ -125,21 +125,20 @@ class Evaluations:
         forget = self._broker.on_reconnect(self._changed.set)
         async with self._changes() as changes:
             listening = await self._broker.listen(self._scope.validated, self._hear)
-            waking = asyncio.create_task(self._wake(changes), name="requested evaluations")
             try:
-                while True:
-                    self._changed.clear()
-                    await self.collect()
-                    await self.play()
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(_LOOK_S):
-                            await self._changed.wait()
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._wake(changes), name="requested evaluations")
+                    while True:
+                        self._changed.clear()
+                        await self.collect()
+                        await self.play()
+                        await self._changed.wait()
             finally:
-                waking.cancel()
                 forget()
                 await listening.stop()
 
     async def _wake(self, changes: KeyChanges) -> None:
+        """Look again at each request, and now and then."""
         while True:
             await changes.wait(_LOOK_S)
             self._changed.set()

@@ -11,14 +11,24 @@ import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from ...schemas.config.job import JobConfig
+from ...schemas.config.sections import Dtype, resolve_dtype
 from ...schemas.control import GpuTurn, GpuTurnRequest
+from ...schemas.plan.cards import Card
+from ...schemas.plan.memory import stored_bytes
+from ...schemas.plan.plan import (
+    choose_engine_settings,
+    choose_learner_settings,
+    estimate_memory,
+    find_models,
+)
 from ...schemas.wire.errors import ConfigError, EngineError
+from ..policy.devices import own_card
 from ..runtime import JobContext
 
 _POLL_S = 2.0
@@ -27,9 +37,11 @@ _FREE_S = 900.0
 _CONTEXT_SHARE = 0.06
 """Of a GPU's memory, for the CUDA contexts, libraries and graphs of two processes."""
 _ACTIVATION_SHARE = 0.25
-"""Of a GPU's memory, for a learner's activations and logits."""
+"""Of a GPU's memory, for activations and logits of a model whose shape is not known."""
 _LEAST_CACHE_SHARE = 0.1
 """Of a GPU's memory, for keys and values."""
+_MOST_SHARE = 0.9
+"""Of a GPU's memory, for the engine, however little the learner holds."""
 _GIB = 1 << 30
 T = TypeVar("T")
 
@@ -45,78 +57,99 @@ class GpuUse:
 
 
 @dataclass(frozen=True)
-class ModelBytes:
-    """What the policies of a job hold on a GPU, but activations and caches."""
+class HeldBytes:
+    """What learner and engine of a job hold on a GPU."""
 
-    learner: int
-    """Weights, gradients and optimiser."""
+    stored: int
+    """What the learner holds from step to step: weights and optimiser."""
+    step: int
+    """What it holds in a step: activations and logits, too."""
     engine: int
-    """Weights."""
+    """What the engine holds but its cache."""
 
 
-def choose_gpu_use(config: JobConfig, held: ModelBytes, card_bytes: int) -> GpuUse:
+def choose_gpu_use(config: JobConfig, held: HeldBytes, card_bytes: int) -> GpuUse:
     """Decide how learner and engine share a GPU of `card_bytes`.
 
-    They overlap where a quarter of the memory is left for activations beside what the learner
-    always holds, the engine's weights and a tenth for its cache; else the engine sleeps while the
-    learner trains, and takes what the learner does not always hold. Raises ConfigError where not
-    even that fits.
+    They overlap where the engine fits, with a tenth of the memory for its cache, beside what the
+    learner holds in a step; else the engine sleeps while the learner trains, and takes what the
+    learner does not hold from step to step. Raises ConfigError where not even that fits.
     """
     generator = config.generator
-    left = card_bytes * (1 - _CONTEXT_SHARE) - held.learner
+    usable = card_bytes * (1 - _CONTEXT_SHARE)
+    left, beside = usable - held.stored, usable - held.step
     needed = held.engine + _LEAST_CACHE_SHARE * card_bytes
-    beside = left - _ACTIVATION_SHARE * card_bytes
     sleeps = beside < needed if generator.sleep == "auto" else generator.sleep == "always"
     room = left if sleeps else beside
     if generator.memory_share is not None:
         return GpuUse(generator.memory_share, sleeps)
     if room < needed:
         raise ConfigError(
-            f"learner and generator do not fit on one GPU of {card_bytes / _GIB:.0f} GiB: weights, "
-            f"gradients and optimiser of the learner take {held.learner / _GIB:.1f}, the engine's "
-            f"weights {held.engine / _GIB:.1f}",
+            f"learner and generator do not fit on one GPU of {card_bytes / _GIB:.0f} GiB: the "
+            f"learner holds {held.stored / _GIB:.1f} from step to step and {held.step / _GIB:.1f} "
+            f"in a step, the engine {held.engine / _GIB:.1f} without a cache",
             hint="train an adapter (lora.rank), keep the optimiser in the machine's memory "
             "(learner.cpu_offload=true), take a smaller model, or two GPUs",
         )
-    return GpuUse(math.floor(100 * room / card_bytes) / 100, sleeps)
+    share = min(room / card_bytes, _MOST_SHARE)
+    return GpuUse(math.floor(100 * share) / 100, sleeps)
 
 
-def count_bytes(
-    config: JobConfig, models: Sequence[nn.Module], critics: Sequence[nn.Module] = ()
-) -> ModelBytes:
-    """Return what policies and critics hold: 16 bytes for each trained parameter, 2 or 4 for each
-    in use. A reference of all weights is one more copy in use."""
-    total = _num_parameters(models)
-    trained = sum(
-        p.numel() for model in (*models, *critics) for p in model.parameters() if p.requires_grad
+def held_bytes(
+    config: JobConfig, card: Card, policies: Sequence[nn.Module], critics: Sequence[nn.Module]
+) -> HeldBytes:
+    """Estimate what learner and engine hold on a card.
+
+    Of models whose shape is not known, parameters are counted: 18 bytes for each that is trained.
+    """
+    models = find_models(config)
+    if models is None:
+        return _count_bytes(config, card, policies, critics)
+    learner = choose_learner_settings(config, models, card)
+    engine = choose_engine_settings(config, models, card)
+    of_learner, of_engine = estimate_memory(config, models, card, learner, engine)
+    *without_cache, _ = of_engine.terms
+    return HeldBytes(
+        stored_bytes(of_learner.terms),
+        of_learner.num_bytes,
+        sum(term.num_bytes for term in without_cache),
     )
-    in_learner = 2 if config.learner.dtype == "bfloat16" else 0
-    refers = config.algorithm.kl_coef > 0 and not config.lora.rank
-    still = total + _num_parameters(critics) - trained + (total if refers else 0)
-    frozen = still * (in_learner or 4)
-    states = 0 if config.learner.cpu_offload else (16 + in_learner) * trained
+
+
+def _count_bytes(
+    config: JobConfig, card: Card, policies: Sequence[nn.Module], critics: Sequence[nn.Module]
+) -> HeldBytes:
+    total = _num_parameters(policies)
+    trained = _num_parameters(policies, trained=True) + _num_parameters(critics, trained=True)
+    still = total + _num_parameters(critics) - trained
+    if config.algorithm.kl_coef > 0 and not config.lora.rank:
+        still += total  # the reference
+    frozen = still * _width(config.learner.dtype)
+    states = 0 if config.learner.cpu_offload else 18 * trained
     in_engine = 1 if config.generator.quantization else _width(config.generator.dtype)
-    copies = 2 if config.self_play.past_share > 0 else 1
-    return ModelBytes(frozen + states, copies * in_engine * total)
+    stored = frozen + states
+    return HeldBytes(
+        stored, stored + round(_ACTIVATION_SHARE * card.memory_bytes), in_engine * total
+    )
 
 
-def _num_parameters(models: Sequence[nn.Module]) -> int:
-    return sum(p.numel() for model in models for p in model.parameters())
+def _num_parameters(models: Sequence[nn.Module], *, trained: bool = False) -> int:
+    found = (p for model in models for p in model.parameters())
+    return sum(p.numel() for p in found if p.requires_grad or not trained)
 
 
-def _width(dtype: str) -> int:
-    return 4 if dtype == "float32" else 2
+def _width(dtype: Dtype) -> int:
+    return 4 if resolve_dtype(dtype, on_gpu=True) == "float32" else 2
 
 
 def gpu_use_of(
-    config: JobConfig, models: Sequence[nn.Module], critics: Sequence[nn.Module] = ()
+    config: JobConfig, policies: Sequence[nn.Module], critics: Sequence[nn.Module] = ()
 ) -> GpuUse:
     """Return how the GPU of this process is shared; on a CPU the engine sleeps if it is told to."""
-    if not torch.cuda.is_available():
+    card = own_card()
+    if card is None:
         return GpuUse(config.generator.memory_share, config.generator.sleep == "always")
-    cuda: Any = torch.cuda
-    card_bytes = int(cuda.get_device_properties(0).total_memory)
-    return choose_gpu_use(config, count_bytes(config, models, critics), card_bytes)
+    return choose_gpu_use(config, held_bytes(config, card, policies, critics), card.memory_bytes)
 
 
 class GpuTurns:

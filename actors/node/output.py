@@ -87,24 +87,24 @@ class ErrorMemory:
     """Keeps why an actor ended: its last reported error, else the end of its output."""
 
     def __init__(self) -> None:
-        self._told = ""
+        self._reported = ""
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     def note(self, line: str) -> None:
         """Take one line of output."""
         self._tail.append(line)
         if '"actor_failed"' in line or '"actor_crashed"' in line:
-            self._told = _error_in(line) or self._told
+            self._reported = _error_in(line) or self._reported
 
     def forget(self) -> None:
         """Start afresh, for the next process."""
-        self._told = ""
+        self._reported = ""
         self._tail.clear()
 
     def reason(self, exit_code: int) -> str:
         """Say why the process ended."""
-        if self._told:
-            return self._told[:MAX_REASON_CHARS]
+        if self._reported:
+            return self._reported[:MAX_REASON_CHARS]
         how = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
         tail = "\n".join(self._tail)[-MAX_REASON_CHARS:]
         return f"{how}\n{tail}" if tail else how

@@ -110,7 +110,7 @@ class EnvCheckRunner:
         finally:
             os.close(writing)
         output = _CheckOutput()
-        reader = asyncio.create_task(read_lines(reading, output.take))
+        reader = asyncio.create_task(read_lines(reading, output.add_lines))
         exit_code: int | None = None
         try:
             with contextlib.suppress(TimeoutError):
@@ -135,8 +135,8 @@ class _CheckOutput:
         self._checks: list[GameCheck] = []
         self._has_ended = False
 
-    async def take(self, lines: list[str]) -> None:
-        """Take some lines."""
+    async def add_lines(self, lines: list[str]) -> None:
+        """Read checks and errors from lines of output."""
         for line in lines:
             if line == END:
                 self._has_ended = True

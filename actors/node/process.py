@@ -67,7 +67,7 @@ class Backoff:
 STOP_DEADLINE_S = 20.0
 PIPE_DEADLINE_S = 1.0
 """A grandchild may hold the pipe of a process that has ended."""
-SILENCE_TOLD_S = 30.0
+SILENCE_REPORTED_S = 30.0
 SILENCE_LOOK_S = 5.0
 SILENCE_S = 120.0
 """Without a heartbeat for so long, an actor that had sent some is restarted."""
@@ -312,7 +312,7 @@ class ActorProcess:
         new when it is another one: clocks may be set back.
         """
         last: float | None = None
-        has_told, had_told, since = False, False, time.monotonic()
+        has_beaten, had_beaten, since = False, False, time.monotonic()
         while True:
             looked = time.monotonic()
             await asyncio.sleep(self._silence_look_s)
@@ -324,15 +324,15 @@ class ActorProcess:
                 continue
             beat_time = None if beat is None else beat.time  # it vanishes after ten seconds
             is_new = beat_time is not None and last is not None and beat_time != last
-            has_told = has_told or is_new or (beat_time or 0.0) >= self._started
+            has_beaten = has_beaten or is_new or (beat_time or 0.0) >= self._started
             was_away = now - looked > 3 * self._silence_look_s  # this process itself
-            if is_new or was_away or (has_told and not had_told):
+            if is_new or was_away or (has_beaten and not had_beaten):
                 since = now
             last = last if beat_time is None else beat_time
-            had_told = has_told
-            bound_s = self._silence_s if has_told else self._start_silence_s
-            told_s = min(SILENCE_TOLD_S, bound_s / 2) if has_told else bound_s / 2
-            silent_s = now - since if now - since >= told_s else 0.0
+            had_beaten = has_beaten
+            bound_s = self._silence_s if has_beaten else self._start_silence_s
+            report_s = min(SILENCE_REPORTED_S, bound_s / 2) if has_beaten else bound_s / 2
+            silent_s = now - since if now - since >= report_s else 0.0
             if bool(silent_s) != bool(self._silent_s):
                 _log.warning("actor_silent", child=self.wanted.name, silent_s=round(silent_s))
                 self._changed()

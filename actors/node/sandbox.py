@@ -336,7 +336,7 @@ def _data_files(wanted: WantedActor) -> dict[Path, Path]:
     """Return where the data files of a job lie, links followed, by the names that it gives them.
 
     Both must be names of datasets: a game must not be shown whatever its owner calls data, nor, by
-    a link, what lies in a run of somebody else.
+    a link, what lies in another user's run.
     """
     roots = [Path(root) for root in wanted.output_roots]
     named = {Path(read).expanduser().absolute() for read in wanted.reads}
@@ -452,7 +452,7 @@ def _refuse_runs(folders: Iterable[Path], run_dir: Path) -> None:
 
 
 def _refuse_unreadable(paths: Iterable[Path]) -> None:
-    """Raise PathRefused for what only root may read: the game is somebody else."""
+    """Raise PathRefused for what only root may read: the game runs as another user."""
     for path in paths:
         needed = 0o005 if path.is_dir() else 0o004
         if path.exists() and path.stat().st_mode & needed != needed:

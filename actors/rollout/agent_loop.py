@@ -4,7 +4,7 @@ The state machine is PENDING (reset) → GENERATING ⇄ INTERACTING → TERMINAT
 come out of the engine; what was generated is never re-tokenised. Every generated turn reaches the
 game, and limits bind at generation: no token is generated that is cut off afterwards.
 
-A recorder is told how it goes; an episode that it knows, for another generator has begun it, enters
+A recorder gets its progress; an episode that it has, because another generator began it, enters
 the machine where it was left.
 """
 
@@ -47,7 +47,7 @@ PromptForTeacher: TypeAlias = Callable[
     IntVector,
 ]
 """Returns the first prompt with what only a teacher reads, of messages, tools, the prompt's length,
-what the game has told, and the episode's time (`EpisodePlan.time`)."""
+the game's `info`, and the episode's time (`EpisodePlan.time`)."""
 
 
 class EpisodeFailed(TinkermqError):
@@ -85,8 +85,8 @@ class EpisodePlan:
     """Names the random numbers that the policy draws: the same in every run with the same seed.
     None: fresh ones."""
     time: float | None = None
-    """What the chat template is told if it asks for the time, in seconds since the epoch: the same
-    whoever plays the episode. None: the job's own time."""
+    """The time for chat templates that ask for it, in seconds since the epoch: the same at any
+    generator. None: the job's own time."""
 
     def seed(self, turn: int) -> int | None:
         """Return the seed of a turn's sampling, below 2^63; None: any."""
@@ -123,7 +123,7 @@ class AgentLoop:
         time_use: TimeUse | None = None,
         prompt_for_teacher: PromptForTeacher | None = None,
     ) -> None:
-        """`time_use` is told when episodes wait for the engine and for their games;
+        """`time_use` records when episodes wait for the engine and for their games;
         `prompt_for_teacher` makes what a teacher reads in place of the first prompt."""
         self._prompt_for_teacher = prompt_for_teacher
         self._engine = engine
@@ -150,7 +150,7 @@ class AgentLoop:
         told, and what it knows of the episode is gone on with.
 
         Raises EpisodeFailed, naming the boundary to blame, when there is no trajectory; NoTurn for
-        a role whose turn never came; Fenced when somebody else has taken the episode over.
+        a role whose turn never came; Fenced when another generator has taken the episode over.
         """
         recorder = recorder or EpisodeRecorder()
         by_token = transcript is not None or recorder.follows_tokens
@@ -242,7 +242,7 @@ class AgentLoop:
                 plan, transcript, sampling, request, on_token if by_token else None
             )
             if rest.finish_reason == "cancelled" or not len(rest.token_ids):
-                await recorder.settle()  # tells why, if somebody has taken the episode over
+                await recorder.settle()  # raises the reason if another generator has the episode
                 raise EngineError(f"the engine ended request {request} without a turn")
         transcript.end_turn(begun, rest)
         transcript.note_text(self._chat.answer(*transcript.turn(turn)))
@@ -420,7 +420,7 @@ async def until_played(
 
     A host that vanished does not count as a try. `failures` gets what the tries ended with. Raises
     the last of them when there is no other try to be made, and what `check_engines` raises: an
-    engine that has ended is nobody's failure.
+    engine that has ended is no failure of the episode.
     """
     failures = [] if failures is None else failures
     while True:

@@ -1,4 +1,4 @@
-"""One answer of the model as it grows, for whoever asks for it, once or again."""
+"""One answer of the model as it grows, for its readers, also repeated ones."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from .call_log import LoggedAnswer
 from .exact_calls import PreparedCall
 
 _GATHER_S = 0.02
-"""Tokens that come within this time travel together: fewer messages, and nobody reads faster."""
+"""Tokens within this time are sent together: fewer messages, still faster than reading."""
 
 
 class GrowingChoice:
@@ -37,15 +37,15 @@ class GrowingChoice:
         """`stops` are texts before which it ends; only with them and `by_token` is text made of
         each token, which costs more than the whole at once.
 
-        With `tools` and a model that writes calls in a format of its own, they are told when the
+        With `tools` and a model that writes calls in a format of its own, they are sent when the
         answer is whole; with a tokenizer that says how answers are parsed, all of it is.
         """
         self.prepared = prepared
         self.tells_tokens = tells_tokens
-        """Whether the text of each token is told by itself."""
+        """Whether the text of each token is sent by itself."""
         self.drawn: list[Drawn] = []
         self.text = ""
-        """What can be told."""
+        """What can be sent."""
         self.answered: LoggedAnswer | None = None
         """The whole, once it has ended."""
         self._chat = chat
@@ -157,7 +157,7 @@ def _generation(
 def under_known_names(
     requested: Sequence[PreparedCall], begun: CallPart | None, numbers: range
 ) -> list[PreparedCall]:
-    """Return choices of these numbers under the names that the program knows, if it does."""
+    """Return choices of these numbers under the names that the program got, if any."""
     names = begun.names if begun is not None else []
     return [
         replace(call, name=names[number]) if number < len(names) else call
@@ -176,7 +176,7 @@ class GrowingAnswer:
     task: "asyncio.Task[list[int]]" = field(init=False)
     """Generates it and writes it down; its result is the numbers of the calls."""
     num_listeners: int = 0
-    """Who is being told; a program that hangs up may come back for the answer."""
+    """Its readers; a program that hangs up may come back for the answer."""
     on_change: "set[asyncio.Event]" = field(default_factory=set["asyncio.Event"])
 
     def is_answer_to(self, request: CallRequest, asking: str) -> bool:
@@ -186,7 +186,7 @@ class GrowingAnswer:
         return asking in self.askings or named or request.is_retry or not self.num_listeners
 
     def changed(self) -> None:
-        """Let those know who are told of it."""
+        """Wake its readers."""
         for event in self.on_change:
             event.set()
 
@@ -198,9 +198,9 @@ class GrowingAnswer:
         begun: CallPart | None,
         on_alone: Callable[[], None],
     ) -> CallPart:
-        """Tell the answer as it grows, behind what of it was told before; return the last part.
+        """Send the answer as it grows, after what was sent before; return the last part.
 
-        `on_alone` is called when nobody is told any more.
+        `on_alone` is called when the last reader has left.
         """
         changed = asyncio.Event()
         self.on_change.add(changed)
@@ -235,7 +235,7 @@ class GrowingAnswer:
 
 
 class _PartWriter:
-    """Knows what one listener has been told."""
+    """Keeps what was sent to one reader."""
 
     def __init__(self, answer: GrowingAnswer, begun: CallPart | None) -> None:
         self._answer = answer

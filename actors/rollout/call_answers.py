@@ -191,7 +191,7 @@ def _requested_sampling(request: CallRequest, drawing: EpisodeSampling) -> Episo
 
 # -- requests that are asked again -----------------------------------------------------------------
 # A request is known by its digest, which equal requests share, by the id that its proxy gave it,
-# and by the names of its choices, once the proxy has been told them.
+# and by the names of its choices, once the proxy has them.
 
 
 class KnownAnswers:
@@ -245,7 +245,7 @@ class KnownAnswers:
         return last if request.is_retry or lost else []
 
     def note_repeated(self, numbers: Sequence[int]) -> None:
-        """Take notice that an answer is told once more: whether it arrives will be seen."""
+        """Record that an answer is sent again; whether it arrives is not known yet."""
         for call in (self._tree.calls[number] for number in numbers):
             if call.delivered is False or call.number in self._presumed:
                 call.delivered = None
@@ -290,10 +290,10 @@ class CallAnswers:
         self.without_effect: set[str] = set()
         """What the program has sent that changes nothing."""
         self.num_replayed = 0
-        """Generated tokens that were told once more and not generated again."""
+        """Generated tokens that were sent again and not generated again."""
         self.generate_s = 0.0
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Fails with what ends the episode here: somebody else has it."""
+        """Fails with what ends the episode here: another generator has it."""
         self._episode = episode
         self._engine = engine
         self._chat = chat
@@ -337,8 +337,6 @@ class CallAnswers:
         """The calls that were answered."""
         return self._exact.tree
 
-    # -- the program's side ------------------------------------------------------------------------
-
     async def answer(self, request: CallRequest, tell: Tell[CallPart]) -> CallPart:
         """Answer one call; raises EpisodeOver, EpisodeLimit, ContextTooLong, ModelError."""
         self._check_open()
@@ -365,8 +363,6 @@ class CallAnswers:
                 call = self.tree.calls[number]
                 call.delivered = bool(call.delivered) or delivered.whole
 
-    # -- the episode's side ------------------------------------------------------------------------
-
     async def start_again(self) -> None:
         """Begin anew, for a program that does: what it asks once more is answered as it was."""
         await self._end_open()
@@ -387,8 +383,6 @@ class CallAnswers:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-
-    # -- a request ---------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._over:
@@ -429,7 +423,7 @@ class CallAnswers:
         """Return what holds an answer to its form; raises ConfigError for one that cannot be.
 
         None where the template writes calls in another form: as all that has no effect, that is
-        told and no error, for some programs demand a call each time and live without.
+        reported and no error, because some programs demand a call each time and do without.
         """
         assert request.format is not None
         if prepared.prefill:
@@ -484,8 +478,6 @@ class CallAnswers:
             parent=None if parent is None else parent.number,
             branch=first.attachment.branch,
         )
-
-    # -- an answer ---------------------------------------------------------------------------------
 
     def _begin(
         self,

@@ -34,12 +34,12 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class LoggedAnswer:
-    """A call and all that its program was told."""
+    """A call and all that its program got."""
 
     prepared: PreparedCall
     generated: Generation
     text: str | None
-    """What was told where the tokens say less."""
+    """The sent text, if it is not that of the tokens."""
     request: bytes
     """Digest of what was asked for."""
     asked: str = ""
@@ -93,7 +93,7 @@ class CallLog(EpisodeRecorder):
             self._end = 0
 
     async def append(self, answered: LoggedAnswer) -> None:
-        """Write a call down; raises Fenced when somebody else has the episode now."""
+        """Log a call; raises Fenced when another generator has the episode now."""
         if self._writer is None or not self._has_room:
             return
         segment = self._segment(answered)
@@ -174,7 +174,7 @@ def answered_call(segment: Segment, tree: CallTree) -> LoggedAnswer:
 
 
 def _spread(masked: float, num: int) -> FloatVector | None:
-    """Return float32[num] of the sum that was written down: only the mean of it is told on."""
+    """Return float32[num] of the recorded sum, of which only the mean is reported."""
     return np.full(num, masked / num, np.float32) if masked and num else None
 
 
@@ -227,7 +227,7 @@ class TaskCalls(TaskRecorder):
     """Which environment host holds each episode, until the task's end."""
 
     async def open(self, number: int) -> CallLog:
-        """Take over an episode of the task; raises Fenced when somebody else has."""
+        """Take over an episode of the task; raises Fenced when another generator has."""
         task = self.task
         writer = SegmentWriter(
             self.broker, self.scope, task.task, number, delivery=self.delivery, writer=self.writer

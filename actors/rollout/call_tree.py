@@ -85,7 +85,7 @@ class ModelCall:
     generated: Generation
     """N tokens as the engine drew them."""
     reply: CanonicalMessage
-    """The answer that the program was told, made from the tokens."""
+    """The answer that the program got, made from the tokens."""
     num_seen: int
     """Calls that had ended when it was asked for."""
     name: str = ""
@@ -94,7 +94,7 @@ class ModelCall:
     follows: "ModelCall | None" = None
     """Of a root: the call that its history continues, though not its tokens."""
     delivered: bool | None = None
-    """Whether the program has the answer: told by its proxy or by a later call; None: unknown."""
+    """Whether the program has the answer, by its proxy or a later call; None: unknown."""
     children: "list[ModelCall]" = field(default_factory=list["ModelCall"])
     prefix: bytes = b""
     """Digest of the context and of all messages to the answer: where a history may attach."""
@@ -432,7 +432,7 @@ class PostedRewards:
 
     @classmethod
     def of(cls, info: Mapping[str, Any], tree: CallTree) -> "PostedRewards":
-        """Read what the environment tells; what names no call of the episode is left out."""
+        """Read what the environment reports; leave out what names no call of the episode."""
         calls, branches, names = (
             {
                 number: entry[str(number)]

@@ -48,7 +48,7 @@ TellScores = Callable[[list[PromptScore]], Awaitable[None]]
 
 
 async def score_prompts(prompts: Sequence[Sequence[int]], score: Score, tell: TellScores) -> None:
-    """Score prompts at once, by number and tokens, and tell each as soon as it is there."""
+    """Score prompts concurrently, by number and tokens, and send each result at once."""
 
     async def one(number: int, ids: Sequence[int]) -> None:
         for piece in pieces(number, await score(number, ids)):
@@ -77,7 +77,7 @@ def pieces(prompt: int, scores: PromptScores) -> list[PromptScore]:
 Request = ChatRequest | CompletionRequest
 _SHOWN = 200
 _GATHER_S = 0.02
-"""Tokens that come within this time travel together: fewer messages, and nobody reads faster."""
+"""Tokens within this time are sent together: fewer messages, still faster than reading."""
 
 
 class GeneratesTokens(Protocol):
@@ -108,14 +108,14 @@ class GeneratesTokens(Protocol):
 
 @dataclass
 class Choice:
-    """One answer as it grows, and what of it has not been told yet."""
+    """One answer as it grows, and its unsent part."""
 
     number: int
     chat: ChatTokenizer
     text: TextStream
     logprobs: bool = False
     tools: Sequence[Mapping[str, Any]] = ()
-    """Where calls are in a format of the model's own: they are told when the text is whole."""
+    """For calls in the model's own format, which are sent when the text is whole."""
     drawn: list[Drawn] = field(default_factory=list[Drawn])
     """All of its tokens, up to a stop text."""
     finish: Literal["stop", "length", "cancelled"] | None = None
@@ -143,7 +143,7 @@ class Choice:
         self.finish = "stop" if self.text.stopped else generation.finish_reason
 
     def set_whole(self, generation: Generation) -> None:
-        """Take an answer that was not told token by token."""
+        """Take an answer that was not streamed."""
         columns = (generation.token_ids, generation.logprobs, generation.versions)
         rows = zip(*(c.tolist() for c in columns), tops_of(generation), strict=True)
         self.drawn = [Drawn(*drawn) for drawn in rows]
@@ -212,7 +212,7 @@ class _Prompt:
 
 
 class _Head:
-    """What is told of the prompts, once."""
+    """Fields about the prompts, sent once."""
 
     def __init__(self, request: Request, prompts: Sequence[_Prompt]) -> None:
         self._fields: dict[str, Any] = {"prompt_tokens": sum(len(prompt.ids) for prompt in prompts)}
@@ -350,10 +350,10 @@ class Answers:
             name = f"{request.request}.score.{number}"
             return await self._engine.score(ids, request_id=name, top_k=top_k)
 
-        async def told(scores: list[PromptScore]) -> None:
+        async def send_scores(scores: list[PromptScore]) -> None:
             await tell(InferPart(model=self._model_name(), scores=scores, vocabulary=vocabulary))
 
-        await score_prompts([prompt.ids for prompt in prompts], score, told)
+        await score_prompts([prompt.ids for prompt in prompts], score, send_scores)
 
     async def _generate(
         self,
@@ -458,7 +458,7 @@ class Answers:
 
 
 def _draws(request: Request) -> bool:
-    """Whether tokens are generated; ConfigError for who asks for nothing at all."""
+    """Whether tokens are generated; ConfigError for a request of nothing."""
     if request.decoding.max_tokens != 0:
         return True
     if isinstance(request, ChatRequest) or request.prompt_logprobs is None:

@@ -1,7 +1,7 @@
 """The generator of an SFT job: the episodes that it appends are conversations of the data.
 
 A task names a row. Its group is one trajectory whose generated tokens are what the assistant said,
-with log-prob 0 (who wrote the data was certain) and the version that the task asks for. All behind
+with log-prob 0 (data are certain) and the version that the task asks for. All behind
 the log is as in any job: batches, checkpoints, resuming, replay, looking at rollouts. A row costs a
 fraction of a millisecond. A model is loaded only where the generators validate.
 """
@@ -36,7 +36,7 @@ _log = structlog.get_logger()
 
 
 async def run_demonstrations(context: JobContext) -> None:
-    """Append the rows that the learner asks for, until told to stop."""
+    """Append the rows that the learner requests, until stopped."""
     config = context.config
     chat = (await asyncio.to_thread(open_chat, config.model)).at(context.record.created)
     data = await asyncio.to_thread(ChatData, config.sft.data)
@@ -127,7 +127,7 @@ def demonstrate(
     except ModelError as error:
         failure = ModelError(f"row {task.sample} of sft.data: {error.message}", hint=error.hint)
         raise _failed(task, failure, source, now) from error
-    except Exception as error:  # a row that nobody has foreseen: it alone is not learnt from
+    except Exception as error:  # an unforeseen row: it alone is not learned
         _log.exception("row_failed", sample=task.sample)
         failure = DataError(
             f"row {task.sample} of sft.data cannot be learnt from: {words_of(error)}",

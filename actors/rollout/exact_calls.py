@@ -55,7 +55,7 @@ class PreparedCall:
         return np.concatenate(new) if parent is None else parent.path_ids_with(new)
 
     def digest(self, *limits: object) -> bytes:
-        """Return 16 bytes that tell requests apart: by the prompt's ids, and by their limits."""
+        """Return 16 bytes that identify a request by the prompt's ids and its limits."""
         digesting = digest_behind(self.attachment.parent, self.given_ids)
         digesting.update(repr(limits).encode())
         return digesting.digest()
@@ -159,7 +159,7 @@ class ExactCalls:
     def finish(
         self, prepared: PreparedCall, generated: Generation, text: str | None = None
     ) -> ModelCall:
-        """Add the answer to the tree; `text` is what was told where the tokens say less."""
+        """Add the answer to the tree; `text` is the sent text if it is not that of the tokens."""
         reader = prepared.reader()
         written = self._chat.decode(generated.token_ids) if text is None else text
         reader.push(prepared.prefill + written)

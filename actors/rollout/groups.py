@@ -82,9 +82,9 @@ _NO_TURN = Blame(
     message="no role that learns had a turn in any episode of the task",
     hint="let the game go on until every role has had a turn",
 )
-_TOLD_EVERY_S = 30.0
+_REPORT_EVERY_S = 30.0
 _MARKS_BYTES = 1 << 17
-"""Room for what marks the cuts, and for what is told of a task that failed."""
+"""Room for the marks of cuts, and for the error of a failed task."""
 _log = structlog.get_logger()
 
 
@@ -152,7 +152,7 @@ class GroupRunner:
         `attempt` makes the episodes' ids unique among generators that hold the same task,
         `traceparent` is the trace context of the task, `recorder` writes its episodes down. Raises
         GroupFailed when an episode failed as often as `rollout.max_tries` allows, Fenced when
-        somebody else has the task now, EngineError when the engine has ended: that is nobody's
+        another generator has the task now, EngineError when the engine has ended: that is not the
         try.
         """
         if self._roles is None:
@@ -301,7 +301,7 @@ class FittingLog:
 
     def __init__(self, context: JobContext, log: RolloutLog) -> None:
         self._context, self._log = context, log
-        self._next_told = 0.0
+        self._next_report = 0.0
 
     async def append(self, group: Group, traceparent: str = "") -> bool:
         """Append a group; of one that is too large what only people read is cut, and says so.
@@ -325,8 +325,8 @@ class FittingLog:
             raise _too_large(group, error) from error
         number, now = group.task.task, time.monotonic()
         _log.warning("group_cut", task=number, num_bytes=num_bytes, left=len(payload))
-        if now >= self._next_told:
-            self._next_told = now + _TOLD_EVERY_S
+        if now >= self._next_report:
+            self._next_report = now + _REPORT_EVERY_S
             text = f"the group of task {number} had {num_bytes:,} bytes: `info` of its episodes "
             text += f"was cut (key {CUT}); put less into it"
             await self._context.event("group_cut", text, task=number)
@@ -334,7 +334,7 @@ class FittingLog:
 
 
 def _too_large(group: Group, error: MessageError) -> GroupFailed:
-    """Return what is told of a group that no message holds: its episodes are gone."""
+    """Return a group that is too large for a message, without its episodes."""
     blame = Blame(boundary="task", code=error.code, message=error.message, hint=error.hint)
     wasted = group.tokens_wasted + sum(item.num_generated for item in group.trajectories)
     given_up = Group(
@@ -349,7 +349,7 @@ def _too_large(group: Group, error: MessageError) -> GroupFailed:
 
 
 def _fitting_task(task: Task, most: int) -> Task:
-    """Return a task that leaves room for what is told of it."""
+    """Return a task cut to leave room for its error."""
     size = packed_bytes(task.reset_kwargs)
     if size <= most - _MARKS_BYTES:
         return task

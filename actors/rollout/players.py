@@ -117,7 +117,7 @@ class Players:
         time_use: TimeUse | None = None,
         prompt_for_teacher: PromptForTeacher | None = None,
     ) -> "Players":
-        """Start the engines; `time_use` is told what the episodes wait for, `prompt_for_teacher`
+        """Start the engines; `time_use` records what the episodes wait for, `prompt_for_teacher`
         makes what teachers read."""
         return cls.of_engines(
             await start_engines(config),
@@ -155,7 +155,7 @@ class Players:
         return self._loops[MAIN]
 
     def of(self, roles: Iterable[str]) -> dict[str, AgentLoop]:
-        """Say who plays each role: its own policy, or the main one."""
+        """Return the player of each role: its own policy, or the main one."""
         return {role: self._loops.get(role, self.main) for role in roles}
 
     def check_engines(self) -> None:

@@ -7,7 +7,7 @@ dies, the program starts again elsewhere, and what it asks once more is answered
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, cast
 
@@ -46,7 +46,7 @@ from .transcript import Transcript
 
 # -- ended episodes --------------------------------------------------------------------------------
 
-_MAX_ERROR_CHARACTERS = 1000
+_MAX_SHOWN_CALLS = 1000
 """Calls of an episode that people are shown."""
 
 
@@ -56,7 +56,6 @@ def rows_of_episode(
     started: Started,
     result: StepResult,
     config: JobConfig,
-    stop_token_ids: Collection[int],
 ) -> list[Trajectory]:
     """Return the rows of an episode, the main one first; its reward stands at the end of that."""
     tree, agent = calls.tree, config.agent
@@ -69,7 +68,7 @@ def rows_of_episode(
         "agent": {**_figures(calls, tree_rows), **_branch_figures(posted, credit)},
         **({"without_effect": sorted(calls.without_effect)} if calls.without_effect else {}),
         "calls": [
-            _describe_call(call, tree_rows, posted) for call in tree.calls[:_MAX_ERROR_CHARACTERS]
+            _describe_call(call, tree_rows, posted) for call in tree.calls[:_MAX_SHOWN_CALLS]
         ],
     }
     return [
@@ -79,8 +78,6 @@ def rows_of_episode(
             plan,
             started,
             calls,
-            stop_token_ids,
-            result,
             info if not place else {},
         )
         for place, row in enumerate(tree_rows.rows)
@@ -98,8 +95,6 @@ def _trajectory(
     plan: EpisodePlan,
     started: Started,
     calls: CallAnswers,
-    stop_token_ids: Collection[int],
-    result: StepResult,
     info: dict[str, Any],
 ) -> Trajectory:
     tree = calls.tree
@@ -192,9 +187,9 @@ def _describe_call(call: ModelCall, tree_rows: TreeRows, posted: PostedRewards) 
 
 
 Tell: TypeAlias = Callable[..., Awaitable[None]]
-"""`await tell(kind, message, **data)`: an event of the job."""
+"""`await tell(kind, message, **data)` publishes an event of the job."""
 _MAX_TOLD = 100
-"""Names of fields that are told."""
+"""Names of fields in the event."""
 _MAX_STARTS = 100
 """Hosts that one episode may outlive."""
 
@@ -214,8 +209,8 @@ class ProgramLoop:
         time_use: TimeUse | None = None,
         tell: Tell | None = None,
     ) -> None:
-        """`time_use` is told when episodes wait for the engine and for their programs, `tell` of
-        events."""
+        """`time_use` records when episodes wait for the engine and for their programs, `tell`
+        publishes events."""
         self._broker = broker
         self._scope = scope
         self._engine = engine
@@ -233,7 +228,7 @@ class ProgramLoop:
         self._service: Service | None = None
 
     async def start(self) -> None:
-        """Get ready to answer, and tell what the model's template cannot do."""
+        """Get ready to answer, and report what the model's template cannot do."""
         if (lacks := "; ".join(self._facts.limitations())) and self._tell is not None:
             await self._tell("agent_template", f"of the model's chat template: {lacks}")
         name, description = "tinkermq-calls", f"calls of programs, job {self._scope.job}"
@@ -253,9 +248,9 @@ class ProgramLoop:
     ) -> list[Trajectory]:
         """Run one episode to its end; return its rows, the main one first.
 
-        What `recorder`, a `CallLog`, knows of the episode is gone on with. Raises EpisodeFailed,
-        naming the boundary to blame, when there is nothing to train; Fenced when somebody else has
-        taken the episode over.
+        Continues from what `recorder`, a `CallLog`, has of the episode. Raises EpisodeFailed,
+        naming the boundary to blame, when there is nothing to train; Fenced when another generator
+        has taken the episode over.
         """
         del transcript
         log = recorder if isinstance(recorder, CallLog) else CallLog(plan.episode)
@@ -314,9 +309,7 @@ class ProgramLoop:
     def _rows(
         self, plan: EpisodePlan, calls: CallAnswers, started: Started, result: StepResult
     ) -> list[Trajectory]:
-        rows = rows_of_episode(
-            calls, plan, started, result, self._config, self._chat.stop_token_ids
-        )
+        rows = rows_of_episode(calls, plan, started, result, self._config)
         if not rows:
             raise NoCalls(
                 "the program ended without an answer of the model that could be trained: it had "
@@ -396,7 +389,7 @@ class _Playing:
                     raise
 
     async def end(self) -> None:
-        """Leave the episode: nobody's calls are answered, and its host is told."""
+        """Leave the episode: answer no further calls, and notify its host."""
         await self._stop_listening()
         if self.log.episode and not self.ended:
             self.loop.environments.close(self.log.host, self.log.episode)

@@ -1,9 +1,9 @@
 """Running episodes in the log, so that the task's next holder goes on with them.
 
 A segment is appended while the next tokens are generated, one at a time per episode. The end of a
-turn is different: it is stored before the game sees the turn. So whoever goes on with the episode
-gives the game that very action, which a host that has played it already only answers again, and a
-holder that was overtaken never plays another.
+turn is different: it is stored before the game sees the turn. So a generator that continues the
+episode gives the game that very action, which a host that has played it already only answers again,
+and a holder that was overtaken never plays another.
 
 To go on with an episode, its game comes first. Where the environment host still holds the episode,
 its last turn is given to it once more, which repeats its answer or, if it had not come to that,
@@ -56,9 +56,9 @@ class EpisodeRecorder:
     """Told of one episode as it grows."""
 
     follows_tokens = False
-    """Whether `note_token` is to be told of each token."""
+    """Whether `note_token` is called for each token."""
     stream_every = 1
-    """Tokens that `note_token` may be told of late, to be told of several at once."""
+    """How many tokens may be collected before `note_token` is called for each of them."""
     keeps_game = False
     """Whether the episode stays at its host when it is over: the recorder sees to its end."""
     num_continued = 0
@@ -99,7 +99,7 @@ class TaskRecorder:
     """Told of the episodes of one lease of a task."""
 
     async def open(self, number: int) -> EpisodeRecorder:
-        """Return what is told of an episode of the task."""
+        """Return the record of an episode of the task."""
         del number
         return EpisodeRecorder()
 
@@ -240,7 +240,7 @@ class EpisodeSegments(EpisodeRecorder):
     def __init__(
         self, task: "TaskSegments", name: str, writer: SegmentWriter, recorded: Recorded | None
     ) -> None:
-        """`name` decides what the episode draws, whoever plays it."""
+        """`name` decides the episode's random draws, at any generator."""
         self._task = task
         self.stream_every = max(1, min(_MOST_LATE, task.every // 4))
         self._name, self._num_begun = name, 0
@@ -373,7 +373,7 @@ class TaskSegments(TaskRecorder):
     """Which environment host holds each episode, until the task's end."""
 
     async def open(self, number: int) -> EpisodeSegments:
-        """Take over an episode of the task; raises Fenced when somebody else has."""
+        """Take over an episode of the task; raises Fenced when another generator has."""
         writer = SegmentWriter(
             self.broker,
             self.scope,

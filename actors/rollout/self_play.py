@@ -1,7 +1,7 @@
 """Which earlier versions are opponents, and who learns in a task: pure functions.
 
 The learner keeps the versions of the pool published; the generators draw from them. Both know the
-pool from the policy's version alone, so nobody has to be told.
+pool from the policy's version alone, without messages.
 """
 
 import random

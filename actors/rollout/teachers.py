@@ -4,7 +4,7 @@ So a run is a function of its log although its teachers are elsewhere, and one t
 waited for by the generator that holds the task, which reports it, while its other tasks go on.
 
 A teacher is an inference job, or a model behind an OpenAI-compatible API. Both score the policy's
-own token ids by one prefill, at temperature 1. What is passing (nobody is there, busy, slow) is
+own token ids by one prefill, at temperature 1. Passing failures (unreachable, busy, slow) are
 raised as TeacherAway and asked again; what is not ends the run with its reason. A teacher may read
 a text in the first prompt that the game gives and the policy does not see.
 """
@@ -59,7 +59,7 @@ _MOST_BYTES = 512 << 20
 _PASSING = frozenset({404, 408, 409, 425, 429})
 """Statuses of an API that may be another one later: its model is being loaded, it is busy."""
 _COMPARED = 64
-"""Tokens whose texts are compared with those that an API tells."""
+"""Tokens whose texts are compared with those of an API."""
 
 
 class TeacherAway(TinkermqError):
@@ -129,7 +129,7 @@ class JobTeacher:
 
 
 class EndpointTeacher:
-    """A model behind an API that tells `prompt_logprobs`, as vLLM's and ours do."""
+    """A model behind an API that returns `prompt_logprobs`, as vLLM's and ours do."""
 
     def __init__(self, base: str, model: str, chat: ChatTokenizer) -> None:
         """`base` is the URL up to `/v1`."""
@@ -251,7 +251,7 @@ def _read_rows(
 
 
 def _is_same(text: Any, token: int, chat: ChatTokenizer) -> bool:
-    """Whether a token has the text that the policy's tokenizer has for it, as far as texts tell.
+    """Whether a token has the text that the policy's tokenizer has for it, as far as texts show.
 
     Only plain words are compared: servers write blanks and halves of characters in several ways.
     """
@@ -396,10 +396,10 @@ class TeacherContext:
         info: Mapping[str, Any],
         seconds: float | None = None,
     ) -> IntVector:
-        """Return int32[P]: the first prompt with the text that the game has told at the end.
+        """Return int32[P]: the first prompt with the text in the game's last `info`.
 
         `num_prompt` is the length of the policy's, `seconds` its time. Raises DataError where the
-        game has told none, or one that is too long.
+        game has none, or one that is too long.
         """
         text = info.get(self._key)
         if not isinstance(text, str) or not text:

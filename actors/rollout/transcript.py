@@ -18,7 +18,7 @@ class Transcript:
     """What an episode has so far; `begin` gives it its prompt.
 
     The four lists hold one entry per token of the conversation, but for those of the turn that is
-    being generated: where its tokens are told one by one, they are in `open` until it ends.
+    being generated: if its tokens are reported one by one, they are in `open` until it ends.
     """
 
     token_ids: list[int] = field(default_factory=list[int])

@@ -17,6 +17,7 @@ from ...broker.tasks import Lease, TaskQueue
 from ...broker.validation import ValidationLog
 from ...envs.evaluation import score_of
 from ...envs.host_client import Environments, Start
+from ...schemas.config.job import JobConfig
 from ...schemas.metric import EpisodeScore, ValidationResult
 from ...schemas.rollout import Trajectory
 from ...schemas.task import Blame, Task
@@ -206,18 +207,24 @@ class Validator:
         episodes: TaskEpisodes,
         weights: WeightFollower,
         *,
+        num_sharing: int = 1,
         time_use: TimeUse | None = None,
         on_room: Callable[[], None] = lambda: None,
     ) -> None:
-        """`weights` loads versions into the engines that `episodes` plays with; `time_use` counts
-        the time in which versions are validated, `on_room` is called when a task has ended."""
+        """`weights` loads versions into the engines that `episodes` plays with.
+
+        `num_sharing` processes play a version's tasks: none takes more than its part at once.
+        `time_use` counts the time in which versions are validated, `on_room` is called when a task
+        has ended.
+        """
         config = context.config
         self._context = context
         self._episodes = episodes
         self._weights = weights
         self._time_use = time_use or TimeUse(_TIME_KIND, rest="tasks")
         self._on_room = on_room
-        self._most = max(1, config.episodes_at_once // config.evaluation.samples)
+        part = -(-_num_tasks(config) // max(1, num_sharing))
+        self._most = max(1, min(part, config.episodes_at_once // config.evaluation.samples))
         self._deadline_s = config.evaluation.deadline_s
         self._keep_s = config.generator.ack_wait_s / 3
         self._queue = TaskQueue(
@@ -372,3 +379,9 @@ class Validator:
             await asyncio.sleep(self._keep_s)
             for lease in list(self._held.values()):
                 await lease.keep()
+
+
+def _num_tasks(config: JobConfig) -> int:
+    """Return how many tasks validate a version, as far as the configuration says."""
+    evaluation = config.evaluation
+    return config.env.num_val if evaluation.tasks is None else len(evaluation.tasks)

@@ -142,7 +142,7 @@ class LeaderLease:
         return True
 
     async def hold(self) -> None:
-        """Renew the lease for ever; raises FencedError once somebody else has it."""
+        """Renew the lease for ever; raises FencedError once another scheduler has it."""
         beat = 0
         while True:
             await asyncio.sleep(self._timing.renew_s)

@@ -203,7 +203,7 @@ class MoveEvents:
             del self._telling[key]
 
     async def _give_up(self, record: JobRecord, error: NotFoundError) -> None:
-        """Forget events whose stream somebody has deleted; they would wait for ever."""
+        """Drop events whose stream was deleted; they would wait for ever."""
         _log.warning("events_wait", job=record.job, error=error.message, hint=error.hint)
         with contextlib.suppress(*_LATER):
             try:

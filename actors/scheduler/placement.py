@@ -224,7 +224,7 @@ def place(
         why = _refusal(request, nodes, shares, pool)
         given: list[Assignment] = []
         if not why and (request.need <= num_free or not request.whole):
-            given = pool.give(request, free)
+            given = pool.assign(request, free)
             num_free = sum(map(len, free.values())) if given else num_free
             if request.whole:  # what a running job lacks counts as held already
                 shares.add(request.user, _num_held(given), len(given))
@@ -234,7 +234,7 @@ def place(
             continue
         if not why and head is None:
             head = request
-            pool.keep(request, given, free)
+            pool.reserve(request, given, free)
             num_free = sum(map(len, free.values()))
             why = f"is next: slots are kept for it until it has {request.need}"
         result.waits[request.job] = why or f"waits for {request.need} slots behind jobs before it"
@@ -381,10 +381,10 @@ class _Pool:
         holds = self._holds.get(request.shape)
         if holds is None:
             idle = {name: set(range(node.total)) for name, node in self._nodes.items()}
-            holds = self._holds[request.shape] = bool(self.give(request, idle))
+            holds = self._holds[request.shape] = bool(self.assign(request, idle))
         return holds
 
-    def give(self, request: PlacementRequest, free: _Slots) -> list[Assignment]:
+    def assign(self, request: PlacementRequest, free: _Slots) -> list[Assignment]:
         """Place a request, taking its slots out of `free`: all of it, or what fits if not whole."""
         given, left = self._fit(request, free, lambda name: (len(free[name]), name))
         if request.whole and len(given) < len(request.actors):
@@ -392,7 +392,7 @@ class _Pool:
         free.update(left)
         return given
 
-    def keep(self, request: PlacementRequest, given: Sequence[Assignment], free: _Slots) -> None:
+    def reserve(self, request: PlacementRequest, given: Sequence[Assignment], free: _Slots) -> None:
         """Take out of `free` what serves a request that waits.
 
         All that is free and fits it by now, wherever it lies; the rest on the nodes that serve it

@@ -79,7 +79,7 @@ class LearnerCommands:
     def __init__(self, broker: Broker) -> None:
         """Start without sent orders."""
         self._broker = broker
-        self._told: dict[str, tuple[str, int | None]] = {}
+        self._ordered: dict[str, tuple[str, int | None]] = {}
         self._telling: set[str] = set()
 
     def send_pending(
@@ -92,11 +92,11 @@ class LearnerCommands:
         """Order the learner to stop or pause, in a task of `group`, unless it was ordered."""
         verb = _verb_for(record)
         if verb is None:
-            self._told.pop(key, None)
+            self._ordered.pop(key, None)
             return
         if learner is None or learner.state != "running" or key in self._telling:
             return
-        if self._told.get(key) != (verb, learner.pid):
+        if self._ordered.get(key) != (verb, learner.pid):
             self._telling.add(key)
             group.create_task(self._tell(key, record, verb, learner.pid), name=f"{verb} {key}")
 
@@ -114,20 +114,20 @@ class LearnerCommands:
             await tell_learner(self._broker, record, "hand_over")
             _log.info("learner_told_to_end", job=record.job)
         except TinkermqError as error:
-            _log.debug("learner_not_told", job=record.job, verb="hand_over", error=error.message)
+            _log.debug("learner_not_ordered", job=record.job, verb="hand_over", error=error.message)
 
     def forget(self, key: str) -> None:
         """Drop what is known of a job that has ended."""
-        self._told.pop(key, None)
+        self._ordered.pop(key, None)
 
     async def _tell(
         self, key: str, record: JobRecord, verb: Literal["stop", "pause"], pid: int | None
     ) -> None:
         try:
             await tell_learner(self._broker, record, verb)
-            self._told[key] = (verb, pid)
+            self._ordered[key] = (verb, pid)
         except TinkermqError as error:  # it may not listen yet: again next turn
-            _log.debug("learner_not_told", job=record.job, verb=verb, error=error.message)
+            _log.debug("learner_not_ordered", job=record.job, verb=verb, error=error.message)
         finally:
             self._telling.discard(key)
 
@@ -301,8 +301,6 @@ class Reconciler:
                 with contextlib.suppress(*_MEANWHILE):
                     await self._move(record, Transition("FAILED", str(error)))
 
-    # -- placing ------------------------------------------------------------------------------
-
     async def _place(self) -> None:
         started = time.thread_time()
         queue = self._waiting()
@@ -383,8 +381,6 @@ class Reconciler:
                 lambda now: now.model_copy(update={"reason": why}) if is_queued(now) else now,
             )
 
-    # -- telling nodes ------------------------------------------------------------------------
-
     def _wanted(self) -> Wanted:
         """Return the actors that each node shall run, by node."""
         wanted: dict[str, list[WantedActor]] = defaultdict(list)
@@ -428,8 +424,6 @@ class Reconciler:
             for (user, job), record in result.items()
             if record is None or record.stop == "now"
         )
-
-    # -- moving jobs --------------------------------------------------------------------------
 
     async def _advance(self, record: JobRecord, group: asyncio.TaskGroup) -> None:
         silent = self._pool.silent(actor.node for actor in record.actors)

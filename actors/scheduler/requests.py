@@ -222,7 +222,7 @@ class SchedulerRequests:
         """Keep secrets of a job until it has ended."""
         record = await self._view.get(context.user, request.job)
         refuse_removed(record)
-        names = await self._secrets.keep(record.scope, request.sealed)
+        names = await self._secrets.add_sealed(record.scope, request.sealed)
 
         def name(current: JobRecord) -> JobRecord:
             return current.model_copy(update={"secrets": names})

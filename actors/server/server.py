@@ -29,14 +29,7 @@ from ...schemas.infer import (
     PlayRequest,
 )
 from ...schemas.job import JobRecord
-from ...schemas.wire.errors import (
-    BusyError,
-    ConfigError,
-    DeadlineError,
-    MessageError,
-    ModelError,
-    NotFoundError,
-)
+from ...schemas.wire import errors
 from ..engine.engine import Engine, report_engine
 from ..engine.weight_updates import WeightFollower
 from ..policy.chat import ChatTokenizer, make_chat
@@ -79,7 +72,7 @@ class EpisodePlayer:
         """Play one episode, trying again what failed; the last part holds it, or the blame."""
         limit = self._config.generator.max_episodes
         if self._num_open >= limit:
-            raise BusyError(
+            raise errors.BusyError(
                 f"this server plays {self._num_open} episodes, its limit",
                 hint="ask again later; generator.max_episodes raises the limit",
             )
@@ -88,7 +81,7 @@ class EpisodePlayer:
             async with asyncio.timeout(request.deadline_s):
                 return await self._play(request)
         except TimeoutError:
-            raise DeadlineError(
+            raise errors.DeadlineError(
                 f"the episode was not over after {request.deadline_s:g} s",
                 hint="see whether its environment host answers, or allow more time",
             ) from None
@@ -116,7 +109,7 @@ class EpisodePlayer:
         )
         longest = self._config.generator.max_context or self._config.rollout.max_tokens
         if rollout.max_tokens > longest:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"an episode may have {rollout.max_tokens} tokens, the context of this server "
                 f"holds {longest}",
                 hint="lower max_tokens, or serve with a larger max_model_len",
@@ -130,7 +123,7 @@ class EpisodePlayer:
         """Return the environment hosts of a caller's session, or those of the job itself."""
         env = self._config.env
         if not session and not env.game:
-            raise ConfigError(
+            raise errors.ConfigError(
                 "this job serves a model without a game of its own",
                 hint="bring one: run_inference(…, game_class=…), or `tinkermq infer --game`",
             )
@@ -205,13 +198,13 @@ def _check_base(record: JobRecord, config: JobConfig) -> None:
     path = config.model.path
     path = base_of(path) if is_adapter(path) else path
     if record.follow is not None and not config.lora.rank:
-        raise ModelError(
+        raise errors.ModelError(
             f"{record.serves} trains all weights: they change under the adapters beside it",
             hint=f"serve one of its checkpoints: {record.serves}@STEP",
         )
     for name, folder in record.adapters.items():
         if Path(base_of(folder)).resolve() != Path(path).resolve():
-            raise ModelError(
+            raise errors.ModelError(
                 f"adapter {name} belongs to {base_of(folder)}, what is served to {path}",
                 hint=f"serve it by itself: `tinkermq serve {name}`",
             )
@@ -296,7 +289,7 @@ class Server:
 
     def _of(self, adapter: str) -> Answers:
         if adapter not in self._answers:
-            raise NotFoundError(
+            raise errors.NotFoundError(
                 f"job {self._context.record.name} does not serve adapter {adapter!r}",
                 hint=f"it serves {', '.join(name for name in self._answers if name) or 'none'}",
             )
@@ -311,7 +304,7 @@ class Server:
     def _cancel(self, message: Msg) -> None:
         try:
             self._parts.cancel(CancelInference.from_bytes(message.data).request)
-        except MessageError as error:
+        except errors.MessageError as error:
             self._context.log.warning("cancel_ignored", error=error.message)
 
     async def _report_engine(self) -> None:

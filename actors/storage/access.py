@@ -104,7 +104,7 @@ def _below(path: Path, root: Path) -> tuple[str, ...]:
 
 
 def without_tilde(value: str) -> Path:
-    """Return a path with the home of whoever `~` names."""
+    """Return a path with `~` expanded."""
     return Path(os.path.expanduser(value))  # noqa: PTH111  a strange ~name stays as it is
 
 
@@ -212,7 +212,7 @@ def texts_of(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 def refuse_links_to_others(record: JobRecord, config: JobConfig) -> None:
     """Raise ConfigError for a link into a run that is not the user's own, or out of the roots.
 
-    Called right before the files are read: who may write a model folder may have changed it since
+    Called right before the files are read: a model folder may have been changed since
     the job was accepted.
     """
     roots = [Path(root) for root in record.output_roots]

@@ -129,7 +129,7 @@ class FolderCache:
 
 
 def _remove(entry: CacheEntry) -> bool:
-    """Remove an entry unless somebody uses it; return whether it has gone."""
+    """Remove an entry unless it is in use; return whether it was removed."""
     with contextlib.suppress(BlockingIOError), _locked(entry.lock, fcntl.LOCK_NB) as lock:
         place = entry.lock.with_suffix("")
         shutil.rmtree(place, ignore_errors=True)
@@ -152,7 +152,7 @@ def _locked(file: Path, how: int = 0) -> Iterator[int]:
 # -- models by URL ---------------------------------------------------------------------------------
 
 _caches: list[FolderCache] = []
-"""What this process holds stays in use as long as it lives."""
+"""What this process holds stays in use until it ends."""
 _fetched: dict[str, str] = {}
 """Folders of the cache that this process holds, each with its URL."""
 
@@ -220,7 +220,8 @@ def _local(path: str, stores: Stores, weights_only: bool = False) -> str:
 
 
 def fetch_model(url: str, stores: Stores | None = None, *, weights_only: bool = False) -> str:
-    """Return the folder in this machine's cache with what lies below a URL; it stays while we live.
+    """Return the folder in this machine's cache with what lies below a URL; it stays until this
+    process ends.
 
     It is named by the digest of what the store's listing says: names, sizes and tags. Raises
     StorageError, ModelError.

@@ -47,7 +47,7 @@ _BUCKET_ROOM_BYTES = 4 << 20
 
 
 class StoredObject(NamedTuple):
-    """An object of a store, as its listing tells."""
+    """An object of a store, from its listing."""
 
     name: str
     num_bytes: int
@@ -286,7 +286,7 @@ class BrokerStore:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("w+b") as file:
             if num_bytes:
-                os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk is told here
+                os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk fails here
                 view = memoryview(mmap.mmap(file.fileno(), num_bytes))
                 reading = self._objects.get_into(info, view, deadline_s=_DEADLINE_S)
                 self._wait(f"read {name}", reading)

@@ -18,13 +18,7 @@ from typing import Any, Literal
 from ...schemas.tinker.checkpoints import Metadata, TinkerCheckpoint
 from ...schemas.tinker.names import KINDS, CheckpointName, ModelName
 from ...schemas.tinker.operation import ModelInfo
-from ...schemas.wire.errors import (
-    CheckpointGoneError,
-    MessageError,
-    ModelError,
-    NotFoundError,
-    StorageError,
-)
+from ...schemas.wire import errors
 
 TINKER_FOLDER = "tinker"
 """Folder of a run in which the states and checkpoints of models of the Tinker API lie."""
@@ -64,7 +58,7 @@ class StoredCheckpoint:
         return not self.gone and not 0 < self.expires <= now
 
     def describe(self) -> TinkerCheckpoint:
-        """Return it as users are told of it."""
+        """Return it as shown to users."""
         return TinkerCheckpoint(
             path=str(self.name),
             time=self.time,
@@ -150,7 +144,7 @@ class CheckpointFolders:
                     os.fsync(file.fileno())
             hidden.rename(stored.place / _META)
         except OSError as error:
-            raise StorageError(
+            raise errors.StorageError(
                 f"{stored.place} cannot be written: {error.strerror}",
                 hint="see the disk of the pool",
             ) from error
@@ -175,17 +169,17 @@ class CheckpointFolders:
         return None
 
 
-def missing(name: CheckpointName, known: StoredCheckpoint | None = None) -> NotFoundError:
+def missing(name: CheckpointName, known: StoredCheckpoint | None = None) -> errors.NotFoundError:
     """Return the error of a checkpoint that is not there; `known` is what its owner may know."""
     if known is not None and (known.gone == "expired" or not known.gone):
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(known.expires))
-        return CheckpointGoneError(
+        return errors.CheckpointGoneError(
             f"the checkpoint {name} has expired: its time was over at {when} UTC",
             hint="save it anew, with a longer ttl_seconds or without",
         )
     if known is not None:
-        return CheckpointGoneError(f"the checkpoint {name} was deleted", hint="save it anew")
-    return NotFoundError(
+        return errors.CheckpointGoneError(f"the checkpoint {name} was deleted", hint="save it anew")
+    return errors.NotFoundError(
         f"there is no checkpoint {name}",
         hint="it was never saved, was deleted, or belongs to another user and is not published",
     )
@@ -203,7 +197,7 @@ def _read(user: str, name: CheckpointName, place: Path) -> StoredCheckpoint:
         meta: dict[str, Any] = json.loads((place / _META).read_text(encoding="utf-8"))
         info = ModelInfo.from_map(meta.pop("info"))
         return StoredCheckpoint(user=user, name=name, place=place, info=info, **meta)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, MessageError) as error:
-        raise ModelError(
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, errors.MessageError) as error:
+        raise errors.ModelError(
             f"{place} is damaged: {error}", hint="restore it from a back-up, or remove it"
         ) from error

@@ -1,6 +1,6 @@
 """Folders in a store: their files, and `SHA256SUMS` last, which makes them whole.
 
-A folder without that table is a torn upload for whoever asks for a checkpoint. Models that others
+A folder without that table is an incomplete upload, not a checkpoint. Models that others
 have put there need none.
 """
 

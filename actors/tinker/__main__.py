@@ -13,7 +13,7 @@ async def _main(context: JobContext) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a trainer until it is told to stop; return the exit code."""
+    """Run a trainer until it is stopped; return the exit code."""
     return run_job_actor("trainer", _main, argv)
 
 

@@ -228,7 +228,7 @@ class AdapterCache:
             self._bytes[model.key] = self._bytes_of(model)
 
     def evict_idle(self, idle_s: float) -> None:
-        """Write down models that nobody has used for so long; a full disk is only noted."""
+        """Write models to disk that were unused for so long; a full disk is only logged."""
         now = self._clock()
         for model in self._in_memory():
             if model.running is None and not model.waiting and now - model.used > idle_s:

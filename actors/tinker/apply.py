@@ -9,6 +9,7 @@ from typing import Any
 
 import structlog
 
+from ...schemas.tinker import wire
 from ...schemas.tinker.names import CheckpointKind, CheckpointName
 from ...schemas.tinker.operation import (
     ALONE,
@@ -19,25 +20,7 @@ from ...schemas.tinker.operation import (
     OperationResult,
 )
 from ...schemas.tinker.sampling import SamplerName
-from ...schemas.tinker.wire import (
-    CreateModelBody,
-    ForwardBackward,
-    LoadWeightsBody,
-    OptimStepBody,
-    SaveWeightsBody,
-    parse_request,
-    plain_body,
-    request_of,
-    write_result,
-)
-from ...schemas.wire.errors import (
-    ConfigError,
-    DataError,
-    ModelError,
-    NotFoundError,
-    StateError,
-    TinkermqError,
-)
+from ...schemas.wire import errors
 from .adapter_cache import AdapterStates
 from .checkpoints import metadata_of
 from .models import TrainedModel
@@ -61,7 +44,7 @@ class OperationApplier:
     def __init__(
         self, adapters: Adapters, states: AdapterStates, records: UserRecords, offer: ModelInfo
     ) -> None:
-        """Make models on the base that `offer` tells of."""
+        """Make models on the base of `offer`."""
         self._records = records
         self._adapters = adapters
         self._states = states
@@ -82,7 +65,7 @@ class OperationApplier:
         operation: ModelOperation,
         companies: Sequence[Company] | None = None,
     ) -> RunningPieces:
-        """Do an operation piece by piece, at last tell the result.
+        """Do an operation piece by piece, then return the result.
 
         Nothing is done before the first is asked for. Whoever asks computes the micro-batches of
         losses, and throws what that raises in here: an error of the client's or ours is a result.
@@ -90,7 +73,7 @@ class OperationApplier:
         """
         try:
             yield (yield from self._pieces(model, operation, companies))
-        except TinkermqError as error:
+        except errors.TinkermqError as error:
             yield as_failure(error)
         except Exception as error:  # noqa: BLE001  one model's operation: the others go on
             _log.exception("operation_failed", model=model.key, seq=operation.seq)
@@ -105,7 +88,7 @@ class OperationApplier:
         self, model: TrainedModel, operation: ModelOperation, companies: Sequence[Company] | None
     ) -> _Pieces:
         if model.info is None and operation.kind not in ("create_model", "load_weights"):
-            raise StateError(
+            raise errors.StateError(
                 f"{operation.model} was never made", hint="see why its create_model failed"
             )
         if operation.kind == "forward_backward":
@@ -115,9 +98,9 @@ class OperationApplier:
         return OperationResult(state="done", body=body)
 
     def _create(self, model: TrainedModel, operation: ModelOperation) -> bytes:
-        body = CreateModelBody.parse(operation.body)
+        body = wire.CreateModelBody.parse(operation.body)
         if body.base_model != self._offer.base:
-            raise NotFoundError(
+            raise errors.NotFoundError(
                 f"there is no base model {body.base_model!r} here",
                 hint=f"this trainer has {self._offer.base}",
             )
@@ -136,18 +119,18 @@ class OperationApplier:
         return _json({"type": "create_model", "model_id": operation.model})
 
     def _load(self, model: TrainedModel, operation: ModelOperation) -> bytes:
-        body = LoadWeightsBody.parse(operation.body)
+        body = wire.LoadWeightsBody.parse(operation.body)
         source = body.source()
         metadata = metadata_of(body.user_metadata)
         info = self._states.info_of(model.user, source)
         if body.base_model not in (None, info.base) or info.base != self._offer.base:
-            raise ModelError(
+            raise errors.ModelError(
                 f"{source} is an adapter of {info.base}, not of "
                 f"{body.base_model or self._offer.base}",
                 hint="load it into a model of the same base",
             )
         if source.kind != "weights" and body.optimizer:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{source} holds no optimiser", hint="load one that save_weights made"
             )
         place = self._states.place_of(model.user, source)
@@ -181,20 +164,20 @@ class OperationApplier:
         mixed = any(company != ALONE for company in loss_pass.companies)
         return OperationResult(
             state="done",
-            body=write_result(result),
+            body=wire.write_result(result),
             is_proto=True,
             companies=loss_pass.companies if mixed else [],
         )
 
-    def _read(self, model: TrainedModel, operation: ModelOperation) -> ForwardBackward:
+    def _read(self, model: TrainedModel, operation: ModelOperation) -> wire.ForwardBackward:
         """Read a request; the step behind one that cannot be read fails."""
         is_forward = False
         try:
-            body = plain_body(operation.body, is_zstd=operation.is_zstd)
-            message = parse_request(body)
+            body = wire.plain_body(operation.body, is_zstd=operation.is_zstd)
+            message = wire.parse_request(body)
             is_forward = bool(message.forward_only)
-            return request_of(message)
-        except TinkermqError as error:
+            return wire.request_of(message)
+        except errors.TinkermqError as error:
             if not is_forward:
                 model.is_pending = True
                 called = f"operation {operation.seq}"
@@ -202,12 +185,12 @@ class OperationApplier:
             raise
 
     def _optim_step(self, model: TrainedModel, operation: ModelOperation) -> bytes:
-        body = OptimStepBody.parse(operation.body)
+        body = wire.OptimStepBody.parse(operation.body)
         passed = model.history.take_passed()  # also where the step fails
         params = body.params()
         try:
             metrics = self._adapters.optim_step(model.key, params)
-        except DataError:
+        except errors.DataError:
             model.is_pending = False  # it was forgotten
             raise
         model.is_pending = False
@@ -215,7 +198,7 @@ class OperationApplier:
         return _json({"metrics": metrics})
 
     def _save(self, model: TrainedModel, operation: ModelOperation) -> bytes:
-        body = SaveWeightsBody.parse(operation.body)
+        body = wire.SaveWeightsBody.parse(operation.body)
         kind = _KINDS[operation.kind]
         session = body.sampling_session_seq_id
         passing = kind == "sampler_weights" and session is not None
@@ -242,13 +225,13 @@ class OperationApplier:
         return _json(fields)
 
     def _missing(self, _: TrainedModel, operation: ModelOperation) -> bytes:
-        raise StateError(
+        raise errors.StateError(
             f"operation {operation.seq} of {operation.model} never came",
             hint="the client died, or left a number out; those behind it go on",
         )
 
 
-def as_failure(error: TinkermqError) -> OperationResult:
+def as_failure(error: errors.TinkermqError) -> OperationResult:
     """Return the result of what an error has ended."""
     message = f"{error.message} ({error.hint})" if error.hint else error.message
     mistake = error.is_mistake or 400 <= error.status < 500

@@ -30,15 +30,7 @@ from ...schemas.tinker.checkpoints import (
     Metadata,
 )
 from ...schemas.tinker.names import CheckpointName, ModelName
-from ...schemas.wire.errors import (
-    AuthError,
-    ConfigError,
-    ConflictError,
-    NotFoundError,
-    QuotaError,
-    StateError,
-    StorageError,
-)
+from ...schemas.wire import errors
 from ..storage.tinker_checkpoints import CheckpointFolders, Gone, StoredCheckpoint, missing
 from .models import TrainedModel
 from .operations import Adapters
@@ -57,7 +49,7 @@ def write_record(file: Path, value: dict[str, Any]) -> None:
             os.fsync(opened.fileno())
         hidden.rename(file)
     except OSError as error:
-        raise StorageError(
+        raise errors.StorageError(
             f"{file} cannot be written: {error.strerror}", hint="see the disk of the pool"
         ) from error
 
@@ -76,7 +68,9 @@ def metadata_of(given: Any) -> Metadata | None:
     if given is None:
         return None
     if not isinstance(given, dict):
-        raise ConfigError("user_metadata must be a JSON object", hint="leave it out, or correct it")
+        raise errors.ConfigError(
+            "user_metadata must be a JSON object", hint="leave it out, or correct it"
+        )
     pairs = cast("dict[Any, Any]", given).items()
     texts = {
         str(key): one if isinstance(one, str) else json.dumps(one, default=str)
@@ -84,13 +78,13 @@ def metadata_of(given: Any) -> Metadata | None:
     }
     size = len(json.dumps(texts).encode())
     if size > MAX_METADATA_BYTES:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"user_metadata has {size:,} bytes", hint=f"{MAX_METADATA_BYTES:,} are kept at most"
         )
     return texts
 
 
-# A ticket, signed by this trainer, stands for one checkpoint and the user who may read it until it
+# A ticket, signed by this trainer, stands for one checkpoint and its reader until it
 # expires, so that a URL with it needs no key. It opens nothing that this user could not read then.
 
 # Adapters for other programs: as PEFT reads them, or encrypted for an age key (the format
@@ -115,10 +109,10 @@ def make_external(stored: StoredCheckpoint, recipients: Sequence[str]) -> None:
                 encrypt_file(str(file), str(file.with_name(f"{file.name}.age")), keys)
                 file.unlink()
     except OSError as error:
-        raise StorageError(
+        raise errors.StorageError(
             f"{stored.folder} cannot be written: {error.strerror}", hint="see the disk of the pool"
         ) from error
-    except ConfigError:
+    except errors.ConfigError:
         shutil.rmtree(stored.folder, ignore_errors=True)
         raise
 
@@ -135,7 +129,7 @@ def _read_recipient(text: str) -> x25519.Recipient:
     try:
         return x25519.Recipient.from_str(text)
     except RecipientError as error:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{text[:80]!r} is no recipient of age",
             hint="take a native key: age1 and 58 characters",
         ) from error
@@ -174,7 +168,7 @@ class Exports:
         stored = self._opened(request.ticket)
         sizes = dict(_files(stored))
         if request.file not in sizes:
-            raise NotFoundError(f"{stored.name} has no file {request.file[:80]!r}")
+            raise errors.NotFoundError(f"{stored.name} has no file {request.file[:80]!r}")
         if request.file == ADAPTER_CONFIG:
             whole = config_of(stored)
             return FilePart(data=whole[request.offset :], size_bytes=len(whole))
@@ -183,7 +177,7 @@ class Exports:
                 file.seek(request.offset)
                 return FilePart(data=file.read(PART_BYTES), size_bytes=sizes[request.file])
         except OSError as error:
-            raise StorageError(f"{request.file} of {stored.name} cannot be read") from error
+            raise errors.StorageError(f"{request.file} of {stored.name} cannot be read") from error
 
     def _opened(self, ticket: str) -> StoredCheckpoint:
         said, _, signature = ticket.partition(".")
@@ -195,10 +189,12 @@ class Exports:
             raise _no_ticket()
         user, path, seq, expires = json.loads(body)
         if expires < time.time():
-            raise AuthError("this URL has expired", hint="ask for the URLs of the checkpoint again")
+            raise errors.AuthError(
+                "this URL has expired", hint="ask for the URLs of the checkpoint again"
+            )
         stored = self._folders.find(user, CheckpointName.parse(path))
         if stored.seq != seq:
-            raise NotFoundError(f"{path} was saved anew", hint="ask for its URLs again")
+            raise errors.NotFoundError(f"{path} was saved anew", hint="ask for its URLs again")
         return stored
 
     def _signed(self, said: bytes) -> bytes:
@@ -231,8 +227,8 @@ def _read_secret(file: Path) -> bytes:
     return file.read_bytes()
 
 
-def _no_ticket() -> AuthError:
-    return AuthError("this is no URL of a checkpoint", hint="ask for its URLs with your key")
+def _no_ticket() -> errors.AuthError:
+    return errors.AuthError("this is no URL of a checkpoint", hint="ask for its URLs with your key")
 
 
 def _text(value: bytes) -> str:
@@ -307,7 +303,7 @@ class CheckpointCatalog:
             if known.seq >= seq:
                 return known
             if not result.get("overwrite"):
-                raise StateError(
+                raise errors.StateError(
                     f"there is a checkpoint {name} already",
                     hint="choose another name, or set overwrite",
                 )
@@ -323,7 +319,7 @@ class CheckpointCatalog:
         stored = replace(stored, size_bytes=_size(stored.folder))
         try:
             self._make_room(stored)
-        except QuotaError:
+        except errors.QuotaError:
             shutil.rmtree(stored.folder, ignore_errors=True)
             raise
         self._commit(stored)
@@ -334,7 +330,7 @@ class CheckpointCatalog:
     ) -> StoredCheckpoint:
         """Change an own checkpoint; `wanted` says whether an operation that waits needs it.
 
-        Raises NotFoundError, also for the published one of somebody else; ConflictError.
+        Raises NotFoundError, also for another user's published one; ConflictError.
         """
         name = CheckpointName.parse(request.path)
         with self._lock:
@@ -343,7 +339,7 @@ class CheckpointCatalog:
                 raise missing(name, match)
             if request.action == "delete":
                 if wanted(name):
-                    raise ConflictError(
+                    raise errors.ConflictError(
                         f"{name} is about to be loaded", hint="wait for the result of load_weights"
                     )
                 return self._remove(match, "deleted")
@@ -384,10 +380,10 @@ class CheckpointCatalog:
         while (over := self._over(new)) and passing:
             self._forget(passing.pop())
         if over:
-            raise QuotaError(over, hint="delete some, or save them with a TTL")
+            raise errors.QuotaError(over, hint="delete some, or save them with a TTL")
 
     def _over(self, new: StoredCheckpoint) -> str:
-        """Say by how much a user would have too much; empty: he has not."""
+        """Return by how much a user would have too much; empty: not too much."""
         with self._lock:
             others = [
                 item for item in self._users.get(new.user, {}).values() if item.name != new.name
@@ -468,7 +464,7 @@ class InflightWeights:
             hidden.write_text(text, encoding="utf-8")
             hidden.rename(file)
         except OSError as error:
-            raise StorageError(
+            raise errors.StorageError(
                 f"{file} cannot be written: {error.strerror}", hint="see the disk of the pool"
             ) from error
 
@@ -479,7 +475,7 @@ class InflightWeights:
         """
         known = read_record(self._file(user, least.model))
         if known is None:
-            raise NotFoundError(
+            raise errors.NotFoundError(
                 f"{least} moves on to nothing", hint="save_weights_for_sampler with kind=inflight"
             )
         name = replace(least, name=str(known["name"]))

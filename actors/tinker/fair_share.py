@@ -60,7 +60,7 @@ class FairShare:
         return self._quantum * self.weights.get(user, 1.0) / largest
 
     def _pass_over(self, queue: "deque[str]") -> None:
-        """Let a user who has nothing to be done go, who came anew only behind all others."""
+        """Remove a user without operations; a returning user queues behind all others."""
         user = queue.popleft()
         if queue is self._fresh and self._waiting:
             self._waiting.append(user)
@@ -77,7 +77,7 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class ShareFollower:
-    """The users' weights and quotas, as of a few seconds ago; while nobody tells, the last ones."""
+    """The users' weights and quotas, as of a few seconds ago; without an answer, the last ones."""
 
     def __init__(
         self,

@@ -43,18 +43,18 @@ class ModelHistory:
         return dict(self._last)
 
     def passed(self, metrics: Mapping[str, float], *, forward_only: bool) -> None:
-        """Note what a pass over data has told."""
+        """Record the metrics of a pass over data."""
         for name, value in metrics.items():
             self._passed.setdefault(f"forward/{name}" if forward_only else name, []).append(value)
 
     def take_passed(self) -> dict[str, float]:
-        """Return what the passes since the last update told, joined, and forget it."""
+        """Return the joined metrics of the passes since the last update, and clear them."""
         joined = {name: _join(name, values) for name, values in self._passed.items()}
         self._passed.clear()
         return joined
 
     def stepped(self, metrics: Mapping[str, float]) -> None:
-        """Note an update, and what it and the passes before it have told."""
+        """Record an update, with its metrics and those of the passes before it."""
         self._last = dict(metrics)
         self._curves.add([self.steps], [metrics])
         self.steps += 1
@@ -83,7 +83,7 @@ MAX_WAITING_BYTES = 256 << 20
 MAX_MODELS = 256
 """Of one user."""
 QUANTUM = 8192
-"""Tokens of one user's turn, unless told otherwise."""
+"""Tokens of one user's turn by default."""
 
 
 @dataclass
@@ -111,7 +111,7 @@ class TrainedModel:
     """When an operation last took effect."""
     history: ModelHistory = field(default_factory=ModelHistory)
     is_pending: bool = False
-    """Whether something of it is to be applied, or to be told, by the next `optim_step`."""
+    """Whether the next `optim_step` has something to apply or to report."""
     running: RunningOperation | None = None
     """The operation that is being done, from one piece to the next."""
 
@@ -125,7 +125,7 @@ class TrainedModel:
         """The operation whose turn it is, if it has come."""
         return self.waiting.get(self.applied + 1)
 
-    def knows(self, seq: int) -> bool:
+    def has_received(self, seq: int) -> bool:
         """Whether an operation has been taken, or stands in the log and cannot be read."""
         return seq <= self.applied or seq in self.waiting or seq in self.unreadable
 
@@ -144,7 +144,7 @@ class Models:
     """All models, by user and name, and whose turn it is."""
 
     def __init__(self, *, quantum: int = QUANTUM) -> None:
-        """Give each user at least `quantum` tokens in a row, if he has so much to be done."""
+        """Give each user at least `quantum` tokens in a row, if the user has so many waiting."""
         self.most = MAX_MODELS
         """Models that one user may have."""
         self._models: dict[tuple[str, ModelName], TrainedModel] = {}
@@ -232,7 +232,7 @@ class Models:
     def beside(
         self, model: TrainedModel, may: Callable[[TrainedModel], bool] = lambda _: True
     ) -> list[tuple[TrainedModel, ModelOperation]]:
-        """Return what may be computed with a model's next operation, of whoever waits longest."""
+        """Return what may be computed with a model's next operation, the longest waiting first."""
         matches = [
             (item, item.next)
             for item in self._models.values()

@@ -113,7 +113,7 @@ RunningPieces = Generator[Piece | RunningLoss, None, None]
 
 
 class RunningOperation:
-    """Does one operation; whoever drives it computes the micro-batches of its loss."""
+    """Does one operation; its caller computes the micro-batches of its loss."""
 
     def __init__(self, pieces: RunningPieces) -> None:
         """Begin nothing yet."""
@@ -140,7 +140,7 @@ class RunningOperation:
         self._loss = None
 
     def failed(self, error: Exception) -> OperationResult:
-        """Go on: the next micro-batch could not be computed; returns what is told of it."""
+        """Continue after a failed micro-batch; return its error."""
         self._loss = None
         result = self._pieces.throw(error)
         assert isinstance(result, OperationResult)

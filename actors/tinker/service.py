@@ -202,8 +202,6 @@ class TrainerService:
         await self._records.calls.open(service, name, self.models)
         await self._records.snapshots.open(service, self._context.scope)
 
-    # -- what is asked -----------------------------------------------------------------------------
-
     async def _submit(self, operation: ModelOperation, context: RequestContext) -> OperationTaken:
         """Take an operation into the log; one that is there already is as good."""
         name = operation.name
@@ -261,7 +259,7 @@ class TrainerService:
         """Return a result as soon as there is one, or what the operation waits for."""
         name = OperationName(ModelName.parse(request.model), request.seq)
         model = self.models.find(context.user, name.model)
-        if model is None or not model.knows(request.seq):
+        if model is None or not model.has_received(request.seq):
             model = await self._look_in_log(context.user, name, model) or model
         if model is None:
             raise NotFoundError(f"there is no request {name}", hint="its model was removed")
@@ -341,7 +339,7 @@ def _check_kind(operation: ModelOperation) -> None:
 
 
 async def run_trainer(context: JobContext) -> None:
-    """Serve until told to stop."""
+    """Serve until stopped."""
     await context.serve_control()
     config = context.config
     settle_numerics(config.learner, on_gpu=own_device().type == "cuda")
@@ -364,7 +362,7 @@ def _about(model: ModelConfig) -> Any:
 
 
 def base_info(config: JobConfig) -> ModelInfo:
-    """Return what is told of each model of a service, as of its base."""
+    """Return the information of each model of a service, with its base."""
     arch, folder = str(_about(config.model).model_type), config.model.path
     return ModelInfo(model="-", base=config.tinker.base, folder=folder, arch=arch, rank=1)
 

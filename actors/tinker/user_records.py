@@ -100,7 +100,7 @@ class TrainingRuns:
             self._forget(user, old)
 
     def of_user(self, user: str, used: dict[ModelName, float]) -> list[TrainingRun]:
-        """Return a user's runs, the one used last first; `used` tells when models were."""
+        """Return a user's runs, the last used first; `used` has the times of models."""
         with self._lock:
             mine = dict(self._users.get(user, {}))
         newest = self._newest(user)
@@ -108,7 +108,7 @@ class TrainingRuns:
         return sorted(matches, key=lambda run: run.time, reverse=True)
 
     def owner(self, session: str) -> str | None:
-        """Return who has runs of a session."""
+        """Return the user with runs of a session."""
         with self._lock:
             for user, mine in self._users.items():
                 if any(name.session == session for name in mine):
@@ -174,12 +174,12 @@ MAX_SESSIONS = 10_000
 MAX_SAMPLERS = 256
 """Of one session, the newest ones."""
 ABANDONED_S = 86400.0
-"""Nothing was heard of a session for so long: nobody goes on with it."""
+"""A session without a message for so long is abandoned."""
 _FOLDER = "sessions"
 
 
 class TinkerSessions:
-    """All users' sessions that one trainer was told of."""
+    """All users' sessions reported to one trainer."""
 
     def __init__(self, folder: Path, runs: TrainingRuns) -> None:
         """Keep them below `folder`."""
@@ -201,7 +201,7 @@ class TinkerSessions:
                 self._owners[session.session] = user
 
     def check_owner(self, user: str, session: str) -> None:
-        """Raise NotFoundError for a session of somebody else."""
+        """Raise NotFoundError for another user's session."""
         with self._lock:
             owner = self._owners.get(session)
         if (owner or self._runs.owner(session) or user) != user:
@@ -210,7 +210,7 @@ class TinkerSessions:
             )
 
     def record_event(self, user: str, event: TellSession) -> SessionState:
-        """Take in what is told of a session; raises NotFoundError for one of somebody else."""
+        """Record a report of a session; raises NotFoundError for another user's."""
         self.check_owner(user, session_name(event.session))
         with self._lock:
             known = self._users.get(user, {}).get(event.session)
@@ -241,7 +241,7 @@ class TinkerSessions:
             )
 
     def is_over(self, user: str, session: str, used: float) -> bool:
-        """Whether nobody will go on with a session.
+        """Whether a session is abandoned.
 
         It was finished, or nothing was heard of it for a day; `used` is when a model of it was used
         last, by the monotonic clock, 0 if never by this trainer.
@@ -397,7 +397,7 @@ _MARK = ".mark"
 
 
 def mark_of(folder: Path) -> str:
-    """Return what tells the folder of one trainer from others; empty: it has none."""
+    """Return the mark of one trainer's folder; empty: it has none."""
     try:
         return (folder / _MARK).read_text(encoding="utf-8")
     except OSError:

@@ -79,7 +79,7 @@ class Pieces:
             if room <= 0:
                 break
             if not self._cache.fits(other.model):
-                continue  # nobody is written down for company
+                continue  # no model is written to disk to make room for company
             piece = self._begun(other)
             if piece is not None:
                 done.append((other, piece))
@@ -226,7 +226,7 @@ class Worker:
             others = [Turn(*item, await self._past(*item)) for item in beside]
         try:
             done = await self._in_thread(partial(self._pieces.do, turn, others))
-        except StorageError as error:  # nobody can be written down: there is no room meanwhile
+        except StorageError as error:  # no model can be written to disk: there is no room meanwhile
             await self._context.event("trainer_has_no_room", f"{error.message} ({error.hint})")
             await asyncio.sleep(_FULL_S)
             return
@@ -240,7 +240,7 @@ class Worker:
     async def _past(
         self, model: TrainedModel, operation: ModelOperation
     ) -> Sequence[Company] | None:
-        """Return beside whom an operation was computed of which somebody was told the result."""
+        """Return the companies of an operation whose result was sent."""
         if model.running is not None or operation.seq > model.logged:
             return None
         result = await self._stored(model, operation.name)
@@ -249,7 +249,7 @@ class Worker:
     async def _finish(
         self, model: TrainedModel, operation: ModelOperation, result: OperationResult
     ) -> None:
-        """Store the result of an operation, and tell it."""
+        """Store the result of an operation, and send it."""
         if not await self._log.put_result(model.user, operation.name, result):
             await self._compare(model, operation.name, result)
         await self._keep(model, operation, result)
@@ -258,7 +258,7 @@ class Worker:
         model.used = time.monotonic()
         self._context.progressed()
         if operation.kind == "load_weights" and result.state == "done":
-            await self._save(model)  # what it has loaded may be deleted once that is told
+            await self._save(model)  # what it has loaded may be deleted after the reply
         async with self._changed:
             self._changed.notify_all()
         if operation.kind == "optim_step" and self._is_long(model):
@@ -267,7 +267,7 @@ class Worker:
     async def _keep(
         self, model: TrainedModel, operation: ModelOperation, result: OperationResult
     ) -> None:
-        """Keep an operation for those who want to do the session again; the rest goes on anyway."""
+        """Keep an operation for replays; a failure does not stop the service."""
         try:
             await self._in_thread(partial(self._archive.add, model.user, operation, result))
         except OSError as error:
@@ -310,7 +310,7 @@ class Worker:
     async def _save(self, model: TrainedModel) -> None:
         """Write a model's state, unless gradients are pending, and trim its log."""
         if model.running is not None or model.applied == model.saved:
-            return  # what is done in memory may be ahead of what has been told
+            return  # the state in memory may be ahead of the sent results
         if model.is_pending or not self.cache.is_in_memory(model):
             return
         if self._models.find(model.user, model.name) is not model:
@@ -321,7 +321,7 @@ class Worker:
         await self._log.trim(model.user, model.name, model.saved, since)
 
     async def _look(self, now: float) -> None:
-        """Save models that are idle, write down what is long so, end gaps that nobody closes."""
+        """Save idle models, write long idle ones to disk, end gaps whose operations never came."""
         await self._log.check_claim()
         for model in self._models:
             if model.has_gap:
@@ -353,7 +353,7 @@ class Worker:
             self._arrived.set()
 
     async def leave(self, model: TrainedModel, seq: int, reason: str) -> None:
-        """Do nothing of a model from an operation on that cannot be read; tell it once."""
+        """Stop a model at an operation that cannot be read; report it once."""
         if seq <= model.applied or seq in model.unreadable:
             return
         model.unreadable[seq] = reason

@@ -190,7 +190,7 @@ class ErrorCallbacks:
         self.last = self._refused_since = None
         self._client.options["reconnect_time_wait"] = RECONNECT_WAIT_S
 
-    async def take(self, error: Exception) -> None:
+    async def handle_error(self, error: Exception) -> None:
         """Handle what nats-py reports only to its error callback."""
         self.last = error
         if denied := faults.denied_subject(error):
@@ -274,7 +274,7 @@ async def persist(
 async def look_for_stream(broker: "Broker", store: "StoreSubjects", subject: str) -> None:
     """Raise NoResponders if the stream is gone that was to store a message on `subject`.
 
-    The server says so by itself unless somebody listens there, as all do who mirror a bucket or
+    The server says so by itself unless there is a listener, as with all that mirror a bucket or
     follow a run: then the message has arrived without a confirmation. For guests the store
     proxy looks. Log lines are left out: nothing waits for them, and the nodes, which write those of
     all jobs, have no right to look.
@@ -301,7 +301,7 @@ def _is_over(broker: "Broker", deadline: float) -> bool:
 
 
 def _is_absent(broker: "Broker", missed: float, deadline: float) -> bool:
-    """Whether whoever reconnects or is elected has had the time to answer."""
+    """Whether reconnecting clients and elected leaders have had the time to answer."""
     return broker.settled and broker.clock() >= min(missed + broker.absent_s, deadline)
 
 

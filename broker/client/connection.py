@@ -4,7 +4,7 @@ nats-py carries the bytes; this module adds what a long-lived actor needs. The f
 bounded and says why it failed. Later losses of the connection heal by themselves within some ten
 milliseconds: requests in flight end at once with `ConnectionLost` instead of at their timeout, so
 that idempotent ones (`retry`) are sent again as soon as the server is back, for however long it is
-away if the connection is patient (`availability.py`). Errors that NATS tells
+away if the connection is patient (`availability.py`). Errors that NATS reports
 only to a callback (denied subjects, slow consumers) become log events, and a request to a denied
 subject raises. Payloads are measured before they are sent, because the server closes the
 connection of a client that sends too much.
@@ -353,8 +353,8 @@ class Broker:
         """Do something idempotent again and again until the broker answers.
 
         Raises DeadlineError, which names `waiting_for`, when it has not by then (never while the
-        connection is patient), and, when nobody listens although whoever reconnects or is elected
-        has had the time to, NotFoundError for a stream, else NoResponders.
+        connection is patient), and, when no service listens although a reconnecting client or
+        elected leader has had the time to, NotFoundError for a stream, else NoResponders.
         """
         return await persist(self, attempt, deadline_s, waiting_for)
 
@@ -415,7 +415,7 @@ class Broker:
             await self.nc.connect(
                 server_urls(self.url),
                 name=self.name,
-                error_cb=self._complaints.take,
+                error_cb=self._complaints.handle_error,
                 disconnected_cb=self._disconnected,
                 reconnected_cb=self._reconnected,
                 closed_cb=self._closed,
@@ -438,7 +438,7 @@ class Broker:
             raise faults.without_users(self.url, self.user)
         inbox = self.nc.new_inbox()
         self._replies = Replies(inbox)
-        await self.listen(f"{inbox}.*", self._replies.take)
+        await self.listen(f"{inbox}.*", self._replies.deliver)
         self._was_open = True
         self.availability.came()
 

@@ -7,14 +7,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import nats.errors
 
-from ...schemas.wire.errors import (
-    BrokerError,
-    DeadlineError,
-    DeniedError,
-    LogInRefusedError,
-    MessageError,
-    NotFoundError,
-)
+from ...schemas.wire import errors
 from ...schemas.wire.subjects import BUCKET_ARCHIVE, BUCKET_JOBS, BUCKET_USERS
 from .nats_internals import NO_STREAM
 
@@ -30,7 +23,7 @@ def server_urls(url: str) -> list[str]:
     """Return the URL of each server."""
     first, *others = (part.strip() for part in url.split(","))
     scheme, mark, _ = first.rpartition("://")
-    return [first, *(one if "://" in one else f"{scheme}{mark}{one}" for one in others)]
+    return [first, *(other if "://" in other else f"{scheme}{mark}{other}" for other in others)]
 
 
 def split_servers(url: str, schemes: frozenset[str] = SCHEMES) -> list[SplitResult]:
@@ -74,11 +67,11 @@ _BRINGS_BACK = {
 _OPERATIONS = {"publish": "publish to", "subscription": "subscribe to"}
 
 
-class ConnectionLost(BrokerError):
+class ConnectionLost(errors.BrokerError):
     """The connection broke while a request was in flight: it may or may not have arrived."""
 
 
-class NoResponders(BrokerError):
+class NoResponders(errors.BrokerError):
     """Nobody listens on the subject of a request, or for the `stream` that it asks for."""
 
     def __init__(self, message: str, *, hint: str = "", stream: str = "") -> None:
@@ -86,7 +79,7 @@ class NoResponders(BrokerError):
         self.stream = stream
 
 
-class Refused(BrokerError):
+class Refused(errors.BrokerError):
     """JetStream refused a request."""
 
     def __init__(self, error: Mapping[str, Any], what: str) -> None:
@@ -121,7 +114,7 @@ class Refused(BrokerError):
         return self.err_code in _PASSING
 
 
-def nobody_listens(subject: str, headers: Mapping[str, str]) -> BrokerError:
+def nobody_listens(subject: str, headers: Mapping[str, str]) -> errors.BrokerError:
     """Return the error of a request without a responder.
 
     The store proxy answers for streams that are not there, and says so; when it is itself away, it
@@ -150,7 +143,7 @@ def check_url(url: str) -> None:
     try:
         split_servers(url)
     except ValueError as error:
-        raise BrokerError(
+        raise errors.BrokerError(
             f"{shown_url(url)!r} is not the URL of a NATS server",
             hint="write nats://host:port, such as nats://127.0.0.1:4222; the servers of a cluster "
             "with commas: tls://a:4222,b:4222,c:4222",
@@ -169,25 +162,25 @@ def is_refusal(error: Exception) -> bool:
     return isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in text
 
 
-def denied(user: str, operation: str, subject: str) -> DeniedError:
+def denied(user: str, operation: str, subject: str) -> errors.DeniedError:
     """Return the error of a user without the right to a subject."""
-    return DeniedError(
+    return errors.DeniedError(
         f"user {user!r} may not {operation} {subject!r}",
         hint="use the credentials of the subject's owner, or grant the right at the broker",
         subject=subject,
     )
 
 
-def too_large(what: str, size: int, most: int) -> MessageError:
+def too_large(what: str, size: int, most: int) -> errors.MessageError:
     """Return the error of a payload that the server does not take."""
-    return MessageError(
+    return errors.MessageError(
         f"{what} has {size:,} bytes, the server takes at most {most:,} in one message",
         hint="make it smaller (shorter or fewer trajectories, a smaller group_size), or "
         "raise max_payload in the configuration of nats-server",
     )
 
 
-def missing(stream: str) -> NotFoundError:
+def missing(stream: str) -> errors.NotFoundError:
     """Return the error of a stream or bucket that is not there, with what brings it back."""
     plain = stream.removeprefix("KV_").removeprefix("OBJ_")
     if plain == BUCKET_JOBS:
@@ -203,12 +196,12 @@ def missing(stream: str) -> NotFoundError:
         kind = plain.rpartition("-")[2]
         what = "the run may have been removed (`tinkermq ps --all`); if not, "
         what += _BRINGS_BACK.get(kind, "`tinkermq resume RUN` makes it again, empty")
-    return NotFoundError(f"there is no stream {stream}", hint=what)
+    return errors.NotFoundError(f"there is no stream {stream}", hint=what)
 
 
-def late(url: str, waiting_for: str) -> DeadlineError:
+def late(url: str, waiting_for: str) -> errors.DeadlineError:
     """Return the error of a wait that ran out."""
-    return DeadlineError(
+    return errors.DeadlineError(
         f"{waiting_for}: {shown_url(url)} did not answer in time",
         hint="see whether nats-server runs and can be reached (`tinkermq doctor`)",
     )
@@ -222,59 +215,59 @@ def broken(url: str, subject: str) -> ConnectionLost:
     )
 
 
-def dropped(subject: str) -> BrokerError:
+def dropped(subject: str) -> errors.BrokerError:
     """Return the error of messages that came faster than they were taken."""
-    return BrokerError(
+    return errors.BrokerError(
         f"messages on {subject} were dropped: they came faster than this process took them",
         hint="the event loop of this process was blocked, or its handler is too slow",
     )
 
 
-def without_users(url: str, user: str) -> BrokerError:
+def without_users(url: str, user: str) -> errors.BrokerError:
     """Return the error of an API key at a pool without users."""
-    return BrokerError(
+    return errors.BrokerError(
         f"the pool at {shown_url(url)} has no users, so it has no key of user {user!r}",
         hint="unset TINKERMQ_API_KEY, or leave api_key out; is it the URL of another pool?",
     )
 
 
-def refused(url: str, user: str, error: Exception) -> LogInRefusedError:
+def refused(url: str, user: str, error: Exception) -> errors.LogInRefusedError:
     """Return the error of a user whom the server does not let in."""
     if user == INVITED:
-        return LogInRefusedError(
+        return errors.LogInRefusedError(
             f"the NATS server at {shown_url(url)} refuses this user: the invitation is unknown, "
             "used up or expired",
             hint="see whether it is whole, or ask an admin for another (`tinkermq user invite`)",
         )
-    return LogInRefusedError(
+    return errors.LogInRefusedError(
         f"the NATS server at {shown_url(url)} refuses this user: {error}",
         hint="the API key may be mistyped, revoked or expired (an admin makes another: `tinkermq "
         "user rotate`); so may the user and password in the URL",
     )
 
 
-def unreachable(url: str, deadline_s: float, last_error: Exception | None) -> BrokerError:
+def unreachable(url: str, deadline_s: float, last_error: Exception | None) -> errors.BrokerError:
     """Return the error of a server that does not answer at the first connect."""
     why = f" ({last_error})" if last_error else ""
-    return BrokerError(
+    return errors.BrokerError(
         f"no NATS server answers at {shown_url(url)} within {deadline_s:g} s{why}",
         hint="start one with `tinkermq up`, or give the URL of one that runs (--nats-url, "
         "TINKERMQ_NATS_URL)",
     )
 
 
-def closed(url: str, last_error: Exception | None) -> BrokerError:
+def closed(url: str, last_error: Exception | None) -> errors.BrokerError:
     """Return the error of a connection that is closed for good."""
     why = f": {last_error}" if last_error else ""
-    return BrokerError(
+    return errors.BrokerError(
         f"the connection to {shown_url(url)} is closed{why}",
         hint="connect again; the credentials may have expired or been revoked",
     )
 
 
-def without_jetstream(url: str) -> BrokerError:
+def without_jetstream(url: str) -> errors.BrokerError:
     """Return the error of a server that does not store messages."""
-    return BrokerError(
+    return errors.BrokerError(
         f"the NATS server at {shown_url(url)} has JetStream disabled",
         hint="start it with `nats-server -js`, or let `tinkermq up` start one",
     )

@@ -1,9 +1,9 @@
 """The log-in of a process: as whom it connects, and with which secret.
 
 In this order: the credentials file of a service (`$TINKERMQ_CREDENTIALS`), the API key or job key
-that was given or stands in `$TINKERMQ_API_KEY`, else nobody: a broker without authentication takes
-everybody as the user that he says he is. Secrets come from the environment or from files, never
-from a command line.
+that was given or stands in `$TINKERMQ_API_KEY`, else anonymous: a broker without authentication
+trusts the name that a client gives. Secrets come from the environment or from files, never from a
+command line.
 """
 
 import hmac
@@ -39,7 +39,7 @@ AS_VARIABLE = "TINKERMQ_AS"
 """Set by admins to the user whose jobs they read or stop."""
 INVITATION_VARIABLE = "TINKERMQ_INVITATION"
 OF_PERSONS = (KEY_VARIABLE, AS_VARIABLE, INVITATION_VARIABLE)
-"""What a person's environment may hold, and no process that somebody started with it needs."""
+"""Variables of a person's environment that started processes do not need."""
 _GUESTS = frozenset({"environment"})
 
 
@@ -90,10 +90,10 @@ def find_login(user: str, api_key: str | None, credentials_file: Path | None = N
     if path:
         return _of_service(Path(path))
     key = os.environ.get(KEY_VARIABLE)
-    return _of_key(key) if key else nobody(user)
+    return _of_key(key) if key else anonymous(user)
 
 
-def nobody(user: str = DEFAULT_USER) -> Login:
+def anonymous(user: str = DEFAULT_USER) -> Login:
     """Return how to connect without any secret, whatever the environment holds."""
     return Login(token(user, what="user"), inbox(user))
 

@@ -3,7 +3,7 @@
 An upstream change would remove it:
 
 - `CarefulClient`, method by method: a client that closes the socket of a refused attempt, that can
-  be told to ask again when it is refused after a reconnect, that drops half a message with its
+  retry when it is refused after a reconnect, that drops half a message with its
   connection, that takes a PONG whose flush has given up, and that refuses a `tls://` server which
   does not encrypt.
 - `server_info`: a public property, as `max_payload` is one.
@@ -104,7 +104,7 @@ def server_info(client: Client) -> Mapping[str, Any]:
 
 
 def connect_command(client: Client, info: Mapping[str, Any]) -> bytes:
-    """Return what logs in once more, with the client's credentials, where a server tells `info`.
+    """Return a log-in with the client's credentials, for a server's `info`.
 
     The signature is of a number that the server draws for each connection.
     """

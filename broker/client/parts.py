@@ -18,16 +18,7 @@ import structlog
 from nats.aio.msg import Msg
 from nats.micro.request import Request
 
-from ...schemas.wire.errors import (
-    BrokerError,
-    BusyError,
-    DeadlineError,
-    DeniedError,
-    InternalError,
-    MessageError,
-    NobodyAnswersError,
-    TinkermqError,
-)
+from ...schemas.wire import errors
 from ...schemas.wire.foreign import ends_this_task
 from ...schemas.wire.message import ErrorReply, Message, Part
 from . import faults
@@ -101,7 +92,7 @@ class Inbox:
         self._prefix = "" if shared is not None else broker.nc.new_inbox()
         self._number = 0
         self._asked = ""
-        self._arrived: asyncio.Queue[Msg | BrokerError] = asyncio.Queue()
+        self._arrived: asyncio.Queue[Msg | errors.BrokerError] = asyncio.Queue()
         self._listening: Listening | None = None
         self._removals = [broker.on_error(self._denied)]
         if ends_with_connection:
@@ -146,7 +137,7 @@ class Inbox:
                 arrived = await self._arrived.get()
         else:
             arrived = self._arrived.get_nowait()
-        if isinstance(arrived, BrokerError):
+        if isinstance(arrived, errors.BrokerError):
             raise arrived
         return arrived
 
@@ -155,7 +146,7 @@ class Inbox:
         messages: list[Msg] = []
         while not self._arrived.empty():
             arrived = self._arrived.get_nowait()
-            if not isinstance(arrived, BrokerError):
+            if not isinstance(arrived, errors.BrokerError):
                 messages.append(arrived)
         return messages
 
@@ -173,8 +164,8 @@ class Inbox:
     def _lost(self) -> None:
         self._arrived.put_nowait(faults.broken(self._broker.url, self._asked))
 
-    def _denied(self, error: BrokerError) -> None:
-        if isinstance(error, DeniedError) and error.subject == self._asked.lower():
+    def _denied(self, error: errors.BrokerError) -> None:
+        if isinstance(error, errors.DeniedError) and error.subject == self._asked.lower():
             self._arrived.put_nowait(error)
 
 
@@ -250,7 +241,7 @@ class PartsService:
     ) -> None:
         """Answer requests on `rpc.<user>.…` as `endpoint` does, with the user as an argument.
 
-        Names of requests are each user's own. One who has `max_running` at all such endpoints is
+        Names of requests are each user's own. A user with `max_running` at all such endpoints is
         refused with BusyError; they take none of the places of the service's other requests.
         """
 
@@ -260,7 +251,7 @@ class PartsService:
 
             if self._of_users[user] >= max_running:
                 await sender.fail(
-                    BusyError(
+                    errors.BusyError(
                         f"{max_running} requests of user {user!r} are being answered",
                         hint="send the next one when an answer has come",
                     )
@@ -309,7 +300,9 @@ class PartsService:
             try:
                 if running > max_running:
                     await sender.fail(
-                        BusyError(f"{max_running} requests on {subject} run", hint="send fewer")
+                        errors.BusyError(
+                            f"{max_running} requests on {subject} run", hint="send fewer"
+                        )
                     )
                 else:
                     await self._answer(sender, handler, request_model, payload)
@@ -347,7 +340,7 @@ class PartsService:
             last = await handler(query, sender.send)
             keeper.cancel()
             await sender.send(last.model_copy(update={"last": True}))
-        except TinkermqError as error:
+        except errors.TinkermqError as error:
             keeper.cancel()
             await sender.fail(error)
         except BaseException as error:  # the service's boundary: record, reveal no internals
@@ -355,12 +348,14 @@ class PartsService:
             if ends_this_task(error):
                 if isinstance(error, asyncio.CancelledError):
                     await sender.fail(
-                        BrokerError("the request was cancelled, or its server ended", hint=_AGAIN)
+                        errors.BrokerError(
+                            "the request was cancelled, or its server ended", hint=_AGAIN
+                        )
                     )
                 raise
             _log.exception("request_failed", request=name[1])
             await sender.fail(
-                InternalError(
+                errors.InternalError(
                     f"the service failed: {type(error).__name__}", hint="its log has the details"
                 )
             )
@@ -372,7 +367,9 @@ class PartsService:
     def _enter(self, query: Message, user: str) -> tuple[str, str]:
         name = (user, str(getattr(query, "request", "")))
         if name in self._running:
-            raise MessageError(f"request {name[1]} runs already", hint="give each its own id")
+            raise errors.MessageError(
+                f"request {name[1]} runs already", hint="give each its own id"
+            )
         self._running[name] = cast("asyncio.Task[None]", asyncio.current_task())
         return name
 
@@ -394,9 +391,9 @@ class _Sender(Generic[P]):
             self._index += 1
             await self._broker.publish(self._inbox, payload)
 
-    async def fail(self, error: TinkermqError) -> None:
+    async def fail(self, error: errors.TinkermqError) -> None:
         reply = ErrorReply.of(error.code, error.message, error.hint)
-        with contextlib.suppress(TinkermqError):  # the connection is closed
+        with contextlib.suppress(errors.TinkermqError):  # the connection is closed
             await self.send(self._blank.model_copy(update={"last": True, "error": reply}))
 
     async def keep_alive(self) -> None:
@@ -404,7 +401,7 @@ class _Sender(Generic[P]):
         while True:
             await asyncio.sleep(self._alive_s)
             if self._index == known or known < 0:
-                with contextlib.suppress(TinkermqError):
+                with contextlib.suppress(errors.TinkermqError):
                     await self.send(self._blank)
             known = self._index
 
@@ -445,7 +442,7 @@ async def ask_parts(
         while not ended:
             left_s = order.heard + silence_s - time.monotonic()
             received = await _next(inbox, subject, waiting_for, left_s, silence_s)
-            part = order.take(part_model.from_bytes(received))
+            part = order.next_part(part_model.from_bytes(received))
             if part is None:
                 continue
             ended = part.last
@@ -456,7 +453,7 @@ async def ask_parts(
     finally:
         await inbox.close()
         if not ended and cancel is not None:
-            with contextlib.suppress(TinkermqError):
+            with contextlib.suppress(errors.TinkermqError):
                 await broker.publish(cancel[0], cancel[1].to_bytes())
 
 
@@ -470,7 +467,7 @@ class _Order(Generic[P]):
         self._top = least
         self._index = 0
 
-    def take(self, part: P) -> P | None:
+    def next_part(self, part: P) -> P | None:
         """Return the next part; None for one of a sender that does not count."""
         rank = 0 if self._rank is None else self._rank(part)
         if rank < self._top:
@@ -492,7 +489,7 @@ async def last_part(parts: AsyncGenerator[P, None]) -> P:
         async for part in parts:
             if part.last:
                 return part
-    raise BrokerError("an answer ended without its last part", hint=_AGAIN)
+    raise errors.BrokerError("an answer ended without its last part", hint=_AGAIN)
 
 
 async def _next(
@@ -501,11 +498,11 @@ async def _next(
     try:
         message = await inbox.next(left_s)
     except TimeoutError:
-        raise DeadlineError(
+        raise errors.DeadlineError(
             f"nothing was heard of {waiting_for} for {silence_s:g} s", hint=_AGAIN
         ) from None
     if status_of(message) == NO_RESPONDERS:
-        raise NobodyAnswersError(
+        raise errors.NobodyAnswersError(
             f"{waiting_for} does not answer on {subject}: no service listens there",
             hint="see whether it runs: `tinkermq ps`",
         )

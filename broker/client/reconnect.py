@@ -135,7 +135,7 @@ async def _unless(stopping: asyncio.Event, awaited: Coroutine[Any, Any, T]) -> T
 # What the server holds for a connection is one line of up to `max_pending` bytes. Behind a flood
 # of one user the requests of all others wait in it, long after the flood has ended; so would the
 # replies that a service itself waits for, its lease among them, if they came over the same
-# connection. So it is measured how old the line is while somebody is refused in great number. One
+# connection. So the age of the queue is measured while many requests are refused. One
 # that is too old is dropped with the connection: it is no longer awaited, and who is not
 # flooding asks again.
 

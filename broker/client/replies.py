@@ -43,7 +43,7 @@ class Replies:
     """Hands each reply to the request that waits for it."""
 
     def __init__(self, inbox: str) -> None:
-        """`inbox` is the prefix of all reply subjects; somebody else subscribes to `inbox.*`."""
+        """`inbox` is the prefix of all reply subjects; the owner subscribes to `inbox.*`."""
         self._inbox = inbox
         self._numbers = itertools.count()
         self._waiting: dict[str, _Waiting] = {}
@@ -73,7 +73,7 @@ class Replies:
             if not waiting.future.cancel() and not waiting.future.cancelled():
                 waiting.future.exception()  # retrieved: no one awaits it any more
 
-    def take(self, message: Msg) -> None:
+    def deliver(self, message: Msg) -> None:
         """Hand over a reply; drop one that is no longer awaited."""
         waiting = self._waiting.get(message.subject)
         if waiting is None or waiting.future.done():

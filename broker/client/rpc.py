@@ -23,13 +23,8 @@ from nats.micro.request import Request
 from nats.micro.service import Service as MicroService
 from nats.micro.service import ServiceConfig
 
+from ...schemas.wire import errors
 from ...schemas.wire.codec import too_large
-from ...schemas.wire.errors import (
-    BusyError,
-    DeadlineError,
-    NobodyAnswersError,
-    TinkermqError,
-)
 from ...schemas.wire.foreign import ends_this_task
 from ...schemas.wire.message import Message
 from ...schemas.wire.subjects import caller_of_rpc, user_of_rpc
@@ -244,16 +239,16 @@ class _Endpoint:
             await self._share.give_way()
         user, num_bytes = caller_of_rpc(request.subject), len(request.data)
         if num_bytes > self._request_model.max_bytes:  # which would wait in memory
-            error: TinkermqError = too_large(num_bytes, self._request_model.max_bytes)
+            error: errors.TinkermqError = too_large(num_bytes, self._request_model.max_bytes)
             self._share.num_refused += 1
         elif self._share.submit(user, lambda: self.answer(request), num_bytes):
             return
         elif self._busy.take(user, time.monotonic()) is None:
             return  # reported often enough: a flood is not answered by another
         else:
-            error = BusyError(
+            error = errors.BusyError(
                 f"user {user!r} has too many requests under way",
-                hint=f"send fewer at once; this one again in {BusyError.retry_after_s:g} s",
+                hint=f"send fewer at once; this one again in {errors.BusyError.retry_after_s:g} s",
             )
         payload, headers = error_reply(error.code, error.message, error.hint)
         await self._count(0, headers)
@@ -289,7 +284,7 @@ class _Endpoint:
             if len(payload) > self._broker.max_payload_bytes:
                 self._broker.check_size(len(payload), what=f"the reply to {request.subject}")
             return payload, None
-        except TinkermqError as error:
+        except errors.TinkermqError as error:
             return error_reply(error.code, error.message, error.hint)
         except BaseException as error:  # the service's boundary: record, reveal no internals
             if ends_this_task(error):
@@ -351,12 +346,12 @@ async def call(
     try:
         reply = await _send(broker, subject, payload, headers, deadline, waiting_for, idempotent)
     except TimeoutError:
-        raise DeadlineError(
+        raise errors.DeadlineError(
             f"{waiting_for} did not answer on {subject} within {timeout_s:g} s",
             hint="see what it does: `nats micro stats`, or its log",
         ) from None
     except NoResponders:
-        raise NobodyAnswersError(
+        raise errors.NobodyAnswersError(
             f"{waiting_for} does not answer on {subject}: no service listens there",
             hint="see whether it runs: `nats micro ls`, `tinkermq ps`",
         ) from None

@@ -73,7 +73,7 @@ async def append_as_owner(
     """Append what is to follow `seq` in its whole stream, and be the first on its subject.
 
     Returns its sequence; None where the subject has a message already. Raises Overtaken when
-    somebody else has written to the stream, BrokerError, DeadlineError, NotFoundError.
+    another writer has appended to the stream, BrokerError, DeadlineError, NotFoundError.
     """
     write_id = uuid.uuid4().hex
     expecting = {EXPECTED_STREAM_SEQ: str(seq), WRITE_ID: write_id}

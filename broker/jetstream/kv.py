@@ -115,7 +115,7 @@ class Bucket(Generic[M]):
     async def update(self, key: str, value: M, revision: int, *, ttl_s: int | None = None) -> int:
         """Write a key that must still be at `revision`; return the new revision.
 
-        Raises ConflictError if somebody else wrote first.
+        Raises ConflictError if another writer was first.
         """
         return await self._swap(key, value.to_bytes(), revision, _ttl_header(ttl_s))
 
@@ -142,7 +142,7 @@ class Bucket(Generic[M]):
     async def delete(self, key: str, *, revision: int | None = None) -> None:
         """Delete a key; with `revision`, only if it is still there at that revision.
 
-        Raises ConflictError if somebody else wrote first.
+        Raises ConflictError if another writer was first.
         """
         headers = {OPERATION: "DEL", **_ttl_header(_TOMBSTONE_TTL_S)}
         await self._swap(key, b"", revision, headers)
@@ -308,7 +308,7 @@ class KeyChanges:
     """Hears that a key below a prefix is written, while its block runs.
 
     A message may be heard a moment before it can be read, and none is heard while the connection is
-    away: so whoever waits looks again after a reconnect, and after a while in any case.
+    away: so waiters look again after a reconnect, and after a while in any case.
     """
 
     def __init__(self, broker: Broker, bucket: str, prefix: str) -> None:
@@ -413,7 +413,7 @@ class Mirror(Generic[M]):
     async def refresh(self) -> set[str]:
         """Read what has changed; return the keys that were read, present or gone.
 
-        Who asks while another reads waits for him: what he is reading is known afterwards.
+        Concurrent callers wait for one read, whose result all get.
         """
         async with self._reading:
             return await self._refresh()

@@ -497,7 +497,7 @@ class _Reading:
                 time.sleep(_LAG_PAUSE_S)  # in the thread of this transfer
                 return
             raise NotFoundError(
-                f"chunks of an object of {self._stream} are gone after {self._num_bytes:,} bytes",
+                f"chunks in {self._stream} are missing after {self._num_bytes:,} bytes",
                 hint="it was deleted while it was read: take a newer one",
             )
 

@@ -14,14 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from nats.aio.msg import Msg
 
+from ...schemas.wire import errors
 from ...schemas.wire.codec import MAX_MESSAGE_BYTES
-from ...schemas.wire.errors import (
-    BrokerError,
-    DeadlineError,
-    MessageError,
-    NotFoundError,
-    StateError,
-)
 from ...schemas.wire.subjects import (
     BUCKET_ACTORS,
     BUCKET_ARCHIVE,
@@ -49,7 +43,7 @@ if TYPE_CHECKING:
 # Pull requests to a consumer: the one way in which messages of a stream arrive live.
 #
 # A pull request is bounded in messages and bytes, so a reader is never sent more than it asked
-# for. The inbox lives as long as its owner; a message that arrives after its request was given up
+# for. The inbox exists as long as its owner; a message that arrives after its request was given up
 # stays in the inbox for the next one. A loss of the connection ends a running request at once.
 
 NS = 1_000_000_000
@@ -58,7 +52,7 @@ _HEARTBEAT = "100"
 _GONE = frozenset({"503", "409"})
 
 
-class ConsumerGone(BrokerError):
+class ConsumerGone(errors.BrokerError):
     """The consumer was deleted, or was lost with its server: it has to be made again."""
 
 
@@ -105,7 +99,7 @@ def _check_status(status: str, message: Msg) -> None:
         return
     if status in _GONE:
         raise ConsumerGone(f"the consumer no longer exists: {status} {description}")
-    raise BrokerError(
+    raise errors.BrokerError(
         f"a pull request was refused: {status} {description}", hint="see `nats consumer info`"
     )
 
@@ -152,7 +146,7 @@ async def create_job_streams(
     wanted |= dict.fromkeys((scope.stream_operation, scope.stream_result), operations)
     wanted[scope.stream_validation] = validation
     configs = job_streams(scope, limits, weights_bytes)
-    made = (ensure_stream(broker, one) for one in configs if wanted.get(one["name"], True))
+    made = (ensure_stream(broker, config) for config in configs if wanted.get(config["name"], True))
     await asyncio.gather(*made)
     if ack_wait_s is not None:
         await ensure_task_consumer(broker, scope, ack_wait_s)
@@ -183,7 +177,7 @@ async def settle_job_streams(broker: Broker, scope: JobScope) -> int:
             if bound < info["config"]["max_bytes"]:
                 change = {"max_bytes": bound}
                 await _ask(broker, f"STREAM.UPDATE.{name}", info["config"] | change)
-        except NotFoundError:  # the job never started, or somebody has removed it just now
+        except errors.NotFoundError:  # the job never started, or was just removed
             continue
     return stored
 
@@ -255,10 +249,10 @@ async def _refuse_without_records(broker: Broker) -> None:
     """
     try:
         await stream_info(broker, f"KV_{BUCKET_JOBS}")
-    except NotFoundError:
+    except errors.NotFoundError:
         answer = await _ask(broker, "STREAM.NAMES", {"subject": JobScope.all_batches()})
         if names := answer.get("streams"):
-            raise StateError(
+            raise errors.StateError(
                 f"there is no stream KV_{BUCKET_JOBS}, which held the records of all jobs, and "
                 f"{answer.get('total', len(names))} jobs have streams, such as {names[0]}",
                 hint="restore a back-up (`tinkermq restore`); to begin anew without these jobs, "
@@ -275,7 +269,7 @@ async def wait_for_shared(broker: Broker, deadline_s: float) -> None:
             await broker.request(f"{broker.direct_get(f'KV_{BUCKET_ACTORS}')}.{key}")
         except (NoResponders, ConnectionLost, TimeoutError) as error:
             if broker.clock() > deadline:
-                raise DeadlineError(
+                raise errors.DeadlineError(
                     f"the buckets of the pool were not made within {deadline_s:g} s",
                     hint="start a scheduler: `tinkermq up`",
                 ) from error
@@ -391,7 +385,7 @@ def num_replicas() -> int:
     """Return on how many servers of a cluster new streams are kept: `$TINKERMQ_REPLICAS`, or 1."""
     text = os.environ.get(REPLICAS_VARIABLE, "1")
     if text not in ("1", "3", "5"):
-        raise BrokerError(
+        raise errors.BrokerError(
             f"{REPLICAS_VARIABLE}={text!r} is no number of replicas",
             hint="set it to 3 for a cluster of three servers, or leave it out",
         )
@@ -450,7 +444,7 @@ async def ensure_stream(broker: Broker, config: StreamConfig) -> None:
 
 async def delete_stream(broker: Broker, name: str) -> None:
     """Delete a stream with all that it holds; harmless when it is gone."""
-    with contextlib.suppress(NotFoundError):
+    with contextlib.suppress(errors.NotFoundError):
         await _ask(broker, f"STREAM.DELETE.{name}", None)
 
 
@@ -475,7 +469,7 @@ def numbers_of(subjects: list[str]) -> set[int]:
     """Return the task numbers of subjects, without those that have none."""
     numbers: set[int] = set()
     for subject in subjects:
-        with contextlib.suppress(MessageError):  # whatever else somebody stored there
+        with contextlib.suppress(errors.MessageError):  # a foreign entry
             numbers.add(number_of(subject))
     return numbers
 
@@ -486,11 +480,13 @@ async def _ask(broker: Broker, verb: str, request: StreamConfig | None) -> dict[
     )
 
 
-def _refused(name: str, config: StreamConfig, error: Refused) -> BrokerError:
+def _refused(name: str, config: StreamConfig, error: Refused) -> errors.BrokerError:
     hint = "look at it with `nats stream info`"
     if error.err_code in _NO_SPACE:
         hint = (
             f"its bound of {config['max_bytes']:,} bytes does not fit: raise max_file_store of "
             "nats-server, lower `limits` in the job's configuration, or delete old jobs"
         )
-    return BrokerError(f"the server refuses the stream {name}: {error.description}", hint=hint)
+    return errors.BrokerError(
+        f"the server refuses the stream {name}: {error.description}", hint=hint
+    )

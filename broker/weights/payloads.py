@@ -263,7 +263,7 @@ class Payloads:
 
 def locations(manifest: Manifest) -> list[str]:
     """Return where all that was stored for a version lies."""
-    places = [manifest.location, *(one.location for one in manifest.differences)]
+    places = [manifest.location, *(difference.location for difference in manifest.differences)]
     return [place for place in places if place]
 
 

@@ -273,7 +273,7 @@ def _claimed(place: Path) -> int | None:
 
 
 def _removed(file: Path) -> bool:
-    """Remove a file unless somebody has it mapped or writes it; return whether it has gone."""
+    """Remove a file unless it is mapped or being written; return whether it was removed."""
     try:
         lock = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:

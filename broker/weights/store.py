@@ -54,11 +54,9 @@ from .payloads import (
 from .shared_memory import SharedMemory
 
 # Digests of the model folder's files, so that machines with other files are reported.
-#
-# The learner's manifests carry it, and whoever fetches a version compares: tokenizer and
-# template, and the base of an adapter, come from the folder of each machine. A file of more than
-# 2 MiB is told by its size, its beginning and its end: that takes milliseconds and finds another
-# model, not a flipped bit.
+# The learner's manifests have them, and receivers compare: tokenizer and template, and the base of
+# an adapter, come from the folder of each machine. A file of more than 2 MiB is identified by size,
+# beginning and end: that takes milliseconds and finds another model, not a flipped bit.
 
 _PART_BYTES = 1 << 20
 _READ = frozenset({".json", ".jinja", ".txt", ".model", ".safetensors", ".bin"})
@@ -110,7 +108,7 @@ _NOTHING = WeightHistory(enabled=False, full_snapshot_every=1)
 
 FORMAT = 1
 """Raise it with every change of what a payload's bytes or digest are: two commits of one version of
-the package then tell that they differ. A test holds payloads of this format."""
+the package then report that they differ. A test holds payloads of this format."""
 
 
 @cache
@@ -182,7 +180,9 @@ class WeightStore:
         """
         entries = layout(tensors)
         await asyncio.to_thread(lambda: self._files.digests)  # reads them, once
-        buffers = [cast("memoryview", one.data) for one in tensors.values() if one.data.nbytes]
+        buffers = [
+            cast("memoryview", tensor.data) for tensor in tensors.values() if tensor.data.nbytes
+        ]
         views = [data.cast("B") for data in buffers]
         if kind == "full" and self._history.keeps(entries):
             manifest = await self._publish_words(version, entries, views)
@@ -430,7 +430,7 @@ class WeightStore:
 
     async def keep(self, versions: Set[int], *, newest: int = 0) -> None:
         """Remove all versions but these and so many of the newest, and those they are made of."""
-        manifests = {one.value.version: one.value for one in await self._manifests.items()}
+        manifests = {item.value.version: item.value for item in await self._manifests.items()}
         kept = versions | set(sorted(manifests, reverse=True)[:newest])
         anchors = {
             manifests[version].differences[-1].base
@@ -446,7 +446,7 @@ class WeightStore:
         """Remove payloads in NATS that no manifest names: of a learner that died publishing."""
         manifests = [entry.value for entry in await self._manifests.items()]
         await self._payloads.remove_others(
-            {location for one in manifests for location in locations(one)}
+            {location for manifest in manifests for location in locations(manifest)}
         )
 
     async def close(self) -> None:

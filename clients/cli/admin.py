@@ -32,7 +32,7 @@ from ...schemas.wire.message import Message
 from ...schemas.wire.subjects import user_name
 from ..home import Home
 from ..pool import Pool
-from .output import print_json, print_note, print_table, print_text
+from .output import print_json, print_note, print_result, print_table, print_text
 from .session import COMMON, Common, with_pool
 
 R = TypeVar("R", bound=Message)
@@ -105,7 +105,7 @@ def revoke(user: str, /, *, common: Common = COMMON) -> int:
         Name.
     """
     reply = _ask(common, "revoke", NameUser(user=user), UserReply)
-    return _show_user(reply.user, f"{user} is shut out", as_json=common.json)
+    return print_result(reply.user.model_dump(), f"{user} is shut out", as_json=common.json)
 
 
 def quota(
@@ -192,7 +192,7 @@ def quota(
         if name != "max_slots"
     )
     text = f"{user} has {bound}, weight {info.weight:g}\n{others}"
-    return _show_user(info, text, as_json=common.json)
+    return print_result(info.model_dump(), text, as_json=common.json)
 
 
 def invite(
@@ -283,14 +283,6 @@ def _show_key(reply: NewKey, *, as_json: bool) -> int:
             f"the key of [bold]{reply.user}[/], until {_day(reply.expires)}, shown this once:"
         )
         print_text(f"  export {KEY_VARIABLE}={reply.secret}")
-    return 0
-
-
-def _show_user(info: UserInfo, text: str, *, as_json: bool) -> int:
-    if as_json:
-        print_json(info.model_dump())
-    else:
-        print_text(text)
     return 0
 
 

@@ -164,7 +164,7 @@ def _secrets(root: Path) -> list[Finding]:
     """Check that files with secrets are not readable by others."""
     folder = root / "etc/tinkermq"
     paths = [one for one in sorted(folder.rglob("*")) if one.is_file() and not _is_public(one)]
-    exposed = [one for one in paths if one.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH)]
+    exposed = [path for path in paths if path.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH)]
     if exposed:
         hint = f"chmod o= {' '.join(map(str, exposed))}"
         return [Finding("secrets", False, f"everybody may read {exposed[0]}", hint)]

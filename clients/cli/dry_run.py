@@ -11,15 +11,7 @@ from ...envs.data import ChatData
 from ...schemas.config.job import JobConfig
 from ...schemas.job import SubmissionFinding
 from ...schemas.node import GameCheckReply
-from ...schemas.wire.errors import (
-    BrokerError,
-    ConfigError,
-    DataError,
-    GameError,
-    ModelError,
-    PlacementError,
-    TinkermqError,
-)
+from ...schemas.wire import errors
 from ..home import find_url
 from ..pool import Pool
 from ..validation import (
@@ -36,21 +28,21 @@ if TYPE_CHECKING:
     from ...envs.agents.agent_check import AgentReport
 
 
-_ERRORS: dict[str, type[TinkermqError]] = {
-    "job": ConfigError,
-    "model": ModelError,
-    "data": DataError,
-    "game": GameError,
-    "slots": PlacementError,
-    "memory": PlacementError,
+_ERRORS: dict[str, type[errors.TinkermqError]] = {
+    "job": errors.ConfigError,
+    "model": errors.ModelError,
+    "data": errors.DataError,
+    "game": errors.GameError,
+    "slots": errors.PlacementError,
+    "memory": errors.PlacementError,
 }
 
 
-_KINDS: dict[str, type[TinkermqError]] = {
-    "the data can be read": DataError,
-    "each row can be read": DataError,
-    "the reward function answers": ConfigError,
-    "the judge's prompt demands a score": ConfigError,
+_KINDS: dict[str, type[errors.TinkermqError]] = {
+    "the data can be read": errors.DataError,
+    "each row can be read": errors.DataError,
+    "the reward function answers": errors.ConfigError,
+    "the judge's prompt demands a score": errors.ConfigError,
 }
 """What is wrong with a job where the game is not."""
 
@@ -62,7 +54,7 @@ class _Result:
     what: str
     detail: str
     by: str
-    error: TinkermqError | None = None
+    error: errors.TinkermqError | None = None
     """Why the job would be refused."""
     overruled: bool = False
     """The pool has what this machine lacks, and the job would run there."""
@@ -125,7 +117,7 @@ def _checks_here(
 def _run_check(what: str, check: Callable[[], str]) -> _Result:
     try:
         return _Result(what, check(), "this machine")
-    except TinkermqError as error:
+    except errors.TinkermqError as error:
         return _Result(what, error.message, "this machine", error)
 
 
@@ -142,7 +134,7 @@ def _check_inside_model(config: JobConfig, here: Sequence[_Result]) -> list[_Res
     plays = "game" in sound and config.env.hosts > 0
     try:
         results = check_job_here(config, plays=plays)
-    except TinkermqError as error:
+    except errors.TinkermqError as error:
         return [_Result("model", error.message, "this machine", error)]
     return _model_results(results, "this machine")
 
@@ -158,15 +150,15 @@ def _model_results(results: Sequence[CheckResult], by: str) -> list[_Result]:
     return wrong or [_Result("model", passed, by)]
 
 
-def _refusal(result: CheckResult) -> TinkermqError:
-    return ModelError(f"{result.name}? no: {result.detail}", hint=result.hint)
+def _refusal(result: CheckResult) -> errors.TinkermqError:
+    return errors.ModelError(f"{result.name}? no: {result.detail}", hint=result.hint)
 
 
 def _ask_pool(config: JobConfig, nats_url: str | None, from_run: str | None) -> list[_Result]:
     """Return the results of scheduler and nodes; without a running stack, only the needed slots."""
     try:
         url = find_url(nats_url)
-    except BrokerError:
+    except errors.BrokerError:
         needed = f"{needed_slots(config)} needed; no stack is up, so not compared"
         begins = f"that of run {from_run}: looked up when the job is submitted"
         model = [] if from_run is None else [_Result("model", begins, "this machine")]
@@ -182,7 +174,7 @@ def _ask_pool(config: JobConfig, nats_url: str | None, from_run: str | None) -> 
 
     try:
         return [_make_result(finding) for finding in with_pool(url, work)]
-    except BrokerError as error:
+    except errors.BrokerError as error:
         return [_Result("pool", error.message, "this machine", error)]
 
 
@@ -190,7 +182,7 @@ def _ask_node(config: JobConfig, nats_url: str | None) -> list[_Result]:
     """Return the results of a node that checks the model if this machine cannot."""
     try:
         url = find_url(nats_url)
-    except BrokerError:
+    except errors.BrokerError:
         return []
 
     async def work(pool: Pool) -> GameCheckReply:
@@ -202,7 +194,7 @@ def _ask_node(config: JobConfig, nats_url: str | None) -> list[_Result]:
 
     try:
         reply = with_pool(url, work)
-    except TinkermqError as error:
+    except errors.TinkermqError as error:
         return [_Result("model", error.message, "the pool", error)]
     by = f"node {reply.node}"
     checks = [CheckResult(**check.model_dump()) for check in reply.checks]
@@ -258,7 +250,7 @@ def _is_here(nats_url: str | None) -> bool:
     """Whether the job would run on this machine and see its folders."""
     try:
         return is_local_pool(find_url(nats_url))
-    except BrokerError:  # no stack is up
+    except errors.BrokerError:  # no stack is up
         return True
 
 
@@ -269,7 +261,7 @@ def check_env(config: JobConfig) -> str:
     results = check_game(config.env, seed=config.seed)
     for result in results:
         if not result.ok:
-            kind = _KINDS.get(result.name, GameError)
+            kind = _KINDS.get(result.name, errors.GameError)
             raise kind(f"{result.name}? no: {result.detail}", hint=result.hint)
     return f"{config.env.game}: {len(results)} checks passed"
 
@@ -289,7 +281,7 @@ def check_agent(config: JobConfig) -> str:
     report = with_private_broker(work)
     for finding in report.findings:
         if finding.level == "fail":
-            raise GameError(f"agent.command: {finding.text}", hint=finding.remedy)
+            raise errors.GameError(f"agent.command: {finding.text}", hint=finding.remedy)
     assert report.reward is not None
     return (
         f"{config.agent.command[0]}: run once against a scripted model, {len(report.calls)} calls, "

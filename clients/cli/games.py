@@ -31,15 +31,7 @@ from ...schemas.wire.images import plain_text
 from ..home import find_url
 from ..pool import Pool
 from ..validation import resolve_paths
-from .output import (
-    literal,
-    print_json,
-    print_json_line,
-    print_note,
-    print_plain,
-    print_table,
-    print_text,
-)
+from . import output
 from .run_host import host_run, make_host
 from .session import with_pool
 
@@ -127,7 +119,7 @@ def checks_of_node(
     url = find_url(nats_url)
 
     async def work(pool: Pool) -> GameCheckReply:
-        print_note("a node plays the game: a minute at most")
+        output.print_note("a node plays the game: a minute at most")
         return await pool.check_game(resolve_paths(config, url, has_users=pool.has_users))
 
     reply = with_pool(url, work)
@@ -270,9 +262,9 @@ def list_games(*, json: bool = False) -> int:
     """
     games = registered_games()
     if json:
-        print_json([vars(game) for game in games])
+        output.print_json([vars(game) for game in games])
     else:
-        print_table(
+        output.print_table(
             ("game", "class", "about"),
             [(game.name, game.target, game.description) for game in games],
         )
@@ -330,7 +322,7 @@ def check(
             results += check_with_model(chosen, model_folder)
     code = print_checks(results, json=json)
     if why_not and not json:
-        print_note(f"chat template and lengths in tokens were not checked: {why_not}")
+        output.print_note(f"chat template and lengths in tokens were not checked: {why_not}")
     return code
 
 
@@ -339,15 +331,15 @@ def print_checks(results: Sequence[CheckResult], *, json: bool, node: str = "") 
     passed = all(result.ok for result in results)
     if json:
         by = {"node": node} if node else {}
-        print_json({"ok": passed, **by, "checks": [vars(result) for result in results]})
+        output.print_json({"ok": passed, **by, "checks": [vars(result) for result in results]})
         return 0 if passed else FAILED
     if node:
-        print_note(f"played by node {node}")
+        output.print_note(f"played by node {node}")
     for result in results:
         mark = "[green]ok[/]  " if result.ok else "[red]fail[/]"
-        print_text(f"{mark} {result.name}  {literal(result.detail)}")
+        output.print_text(f"{mark} {result.name}  {output.literal(result.detail)}")
         if result.hint and not result.ok:
-            print_text(f"       {literal(result.hint)}")
+            output.print_text(f"       {output.literal(result.hint)}")
     return 0 if passed else FAILED
 
 
@@ -447,7 +439,7 @@ def _gold_actions(episode: LocalEpisode, *, echo: bool) -> Iterator[str]:
     while True:
         action = episode.gold_action()
         if echo:
-            print_plain(f"> {action}")
+            output.print_plain(f"> {action}")
         yield action
 
 
@@ -465,7 +457,7 @@ def _typed_actions(*, echo: bool) -> Iterator[str]:
             continue
         action, lines = "\n".join(lines), []
         if echo and not is_terminal:
-            print_plain(f"> {action}")
+            output.print_plain(f"> {action}")
         yield action
 
 
@@ -474,11 +466,11 @@ class _Text:
 
     def prompt(self, messages: list[ChatMessage]) -> None:
         for message in messages:
-            print_plain(f"[{message['role']}]\n{plain_text(message['content'])}")
+            output.print_plain(f"[{message['role']}]\n{plain_text(message['content'])}")
 
     def role(self, role: str, messages: list[ChatMessage]) -> None:
         if role:
-            print_plain(f"[it is {role}'s turn]")
+            output.print_plain(f"[it is {role}'s turn]")
             self.prompt(messages)
 
     def turn(self, action: str, result: StepResult) -> None:
@@ -486,8 +478,8 @@ class _Text:
         others = "".join(f", {role} gets {reward:g}" for role, reward in result.rewards.items())
         info = f"  {result.info}" if result.info else ""
         if result.observation:
-            print_plain(result.observation)
-        print_plain(
+            output.print_plain(result.observation)
+        output.print_plain(
             f"[reward {result.reward:g}{others}{', the game is over' if result.done else ''}]{info}"
         )
 
@@ -495,26 +487,26 @@ class _Text:
         turns = len(episode.results)
         totals = ", ".join(f"{role} {total:g}".strip() for role, total in returns.items())
         ended = "" if episode.done else ", not over"
-        print_plain(f"return {totals} after {turns} turn{'s' * (turns != 1)}{ended}")
+        output.print_plain(f"return {totals} after {turns} turn{'s' * (turns != 1)}{ended}")
 
 
 class _Json:
     """Prints an episode as JSON."""
 
     def prompt(self, messages: list[ChatMessage]) -> None:
-        print_json_line({"messages": messages})
+        output.print_json_line({"messages": messages})
 
     def role(self, role: str, messages: list[ChatMessage]) -> None:
         if role:
-            print_json_line({"role": role, "messages": messages})
+            output.print_json_line({"role": role, "messages": messages})
 
     def turn(self, action: str, result: StepResult) -> None:
-        print_json_line({"action": action, **vars(result)})
+        output.print_json_line({"action": action, **vars(result)})
 
     def end(self, episode: LocalEpisode, returns: dict[str, float]) -> None:
         turns = len(episode.results)
         by_role = {"returns": returns} if "" not in returns else {"return": returns[""]}
-        print_json_line({**by_role, "turns": turns, "done": episode.done})
+        output.print_json_line({**by_role, "turns": turns, "done": episode.done})
 
 
 # `tinkermq data prepare`.
@@ -540,10 +532,10 @@ def prepare(
     """
     written = prepare_set(name, source, out, instruction)
     if json:
-        print_json([{"path": str(path.path), "rows": path.rows} for path in written])
+        output.print_json([{"path": str(path.path), "rows": path.rows} for path in written])
         return 0
     for path in written:
-        print_text(f"{literal(str(path.path))}  {path.rows} rows")
+        output.print_text(f"{output.literal(str(path.path))}  {path.rows} rows")
     return 0
 
 

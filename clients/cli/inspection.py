@@ -244,13 +244,14 @@ def _print_rollouts(episode: LoggedEpisode) -> None:
 _STEPS = 100
 _BUSY = {
     "learner": ("train", "publish", "checkpoint", "other"),
-    "generator": ("generate",),
+    "generator": ("generate", "validation"),
     "host": ("full", "play"),
 }
 """What counts as work; all else is waiting."""
 _WORDS = {
     "generate": "generation",
     "environment": "games",
+    "validation": "validation",
     "queue": "tasks in the queue",
     "weights": "newer weights",
     "tasks": "tasks",

@@ -9,6 +9,7 @@ than the message takes to print.
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    warnings.formatwarning = _format_warning
     return guarded(lambda: _dispatch(words), debug=debug)
 
 
@@ -58,6 +60,22 @@ def _dispatch(tokens: list[str]) -> int:
 
         command = find_command(tokens)
     return WRONG_USAGE if command is None else command()
+
+
+_format_with_place = warnings.formatwarning
+
+
+def _format_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    """Return a warning of ours as one line without its place in the code."""
+    if category.__module__.startswith("tinkermq."):
+        return f"warning: {message}\n"
+    return _format_with_place(message, category, filename, lineno, line)
 
 
 def _print_error(error: TinkermqError) -> None:

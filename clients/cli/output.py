@@ -62,6 +62,15 @@ def print_json(value: Any) -> None:
     print_plain(json.dumps(jsonable(value), indent=2 if is_terminal() else None, allow_nan=False))
 
 
+def print_result(value: Any, text: str, *, as_json: bool) -> int:
+    """Print what a command did, as a JSON document or as one line; return its exit code."""
+    if as_json:
+        print_json(value)
+    else:
+        print_text(text)
+    return 0
+
+
 def print_json_line(value: Any) -> None:
     """Print one line of a JSON stream."""
     print_plain(json.dumps(jsonable(value), allow_nan=False))

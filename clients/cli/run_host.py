@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...broker.client.login import KEY_VARIABLE
-from ...broker.service_process import told_to_systemd
+from ...broker.service_process import notifying_systemd
 from ...schemas.config.agent import runs_programs
 from ...schemas.config.job import EnvConfig, JobConfig
 from ...schemas.job import FINAL_STATES, JobRecord
@@ -63,7 +63,7 @@ async def _serve(pool: Pool, record: JobRecord, host: "EnvironmentHost") -> None
         )
         game = record.config.get("env", {}).get("game") or "agent"
         print_note(f"{host.name} serves {game} for {record.name}; Ctrl-C stops it")
-        async with told_to_systemd():
+        async with notifying_systemd():
             await hosting
         watching.cancel()
 

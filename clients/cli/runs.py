@@ -21,7 +21,15 @@ from ...schemas.wire.errors import BrokerError, ConfigError, NotFoundError, Tink
 from ..follow import RunProgress
 from ..pool import Pool
 from ..validation import did_you_mean
-from .output import duration, print_json, print_note, print_plain, print_table, print_text
+from .output import (
+    duration,
+    print_json,
+    print_note,
+    print_plain,
+    print_result,
+    print_table,
+    print_text,
+)
 from .session import COMMON, Common, with_pool
 
 _EXPLAINED = frozenset({"QUEUED", "LOST", "FAILED"})
@@ -381,11 +389,7 @@ def _call_for_run(
 
 
 def _print_change(record: JobRecord, text: str, *, as_json: bool) -> int:
-    if as_json:
-        print_json(record.model_dump())
-    else:
-        print_text(text)
-    return 0
+    return print_result(record.model_dump(), text, as_json=as_json)
 
 
 # `tinkermq priority` and `tinkermq cost`.
@@ -404,15 +408,12 @@ def priority(run: str, value: int, /, *, common: Common = COMMON) -> int:
         From -10 to 10; default 0.
     """
 
-    async def work(pool: Pool) -> JobRecord:
-        return await pool.priority((await pool.find(run)).job, value)
-
-    record = with_pool(common.nats_url, work)
-    if common.json:
-        print_json(record.model_dump())
-    else:
-        print_text(f"{record.name} has priority {record.priority}")
-    return 0
+    record = with_pool(
+        common.nats_url, _call_for_run(run, lambda pool, job: pool.priority(job, value))
+    )
+    return _print_change(
+        record, f"{record.name} has priority {record.priority}", as_json=common.json
+    )
 
 
 def cost(run: str | None = None, /, *, common: Common = COMMON) -> int:
@@ -552,11 +553,7 @@ def delete(
         return [(await pool.delete_run(run)).name for run in runs]
 
     names = with_pool(common.nats_url, work)
-    if common.json:
-        print_json({"deleted": names})
-    else:
-        print_text(f"deleted {', '.join(names)}")
-    return 0
+    return print_result({"deleted": names}, f"deleted {', '.join(names)}", as_json=common.json)
 
 
 def archive(run: str, /, *, undo: bool = False, common: Common = COMMON) -> int:
@@ -577,8 +574,5 @@ def archive(run: str, /, *, undo: bool = False, common: Common = COMMON) -> int:
         return (await pool.archive_run(run, undo=undo)).name
 
     name = with_pool(common.nats_url, work)
-    if common.json:
-        print_json({"unarchived" if undo else "archived": name})
-    else:
-        print_text(f"{name} is {'back' if undo else 'archived'}")
-    return 0
+    done = "unarchived" if undo else "archived"
+    return print_result({done: name}, f"{name} is {done}", as_json=common.json)

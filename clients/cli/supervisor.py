@@ -26,12 +26,7 @@ from ...broker.client.login import CREDENTIALS_VARIABLE, OF_PERSONS, without_sec
 from ...broker.credentials import SECRETS_VARIABLE, PoolSecrets
 from ...broker.nats_server import NatsServer
 from ...broker.service_process import die_with, erase_variable
-from ...schemas.wire.errors import (
-    BrokerError,
-    DeadlineError,
-    TinkermqError,
-    error_from_reply,
-)
+from ...schemas.wire import errors
 from ..home import URL_VARIABLE, Home, StackState
 
 # A child process of the supervisor, restarted when it dies.
@@ -106,7 +101,7 @@ class StackProcess:
             self._process.kill()
             self._process.wait()
 
-    def last_words(self) -> TinkermqError:
+    def last_words(self) -> errors.TinkermqError:
         """Return the error in the last lines of its log."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         for line in reversed(lines):
@@ -114,13 +109,13 @@ class StackProcess:
             if message is not None:
                 return message
         last_lines = "\n".join([line for line in lines if line.strip()][-5:]) or "it said nothing"
-        return TinkermqError(
+        return errors.TinkermqError(
             f"the {self.name} ended with code {self.exit_code}: {last_lines}",
             hint=f"see {self.log}",
         )
 
 
-def _read_message(line: str) -> TinkermqError | None:
+def _read_message(line: str) -> errors.TinkermqError | None:
     """Return the error in an actor's last log line (`actor_failed`), if this is one."""
     try:
         entry = json.loads(line)
@@ -131,7 +126,7 @@ def _read_message(line: str) -> TinkermqError | None:
     fields = cast("dict[str, str]", entry)
     if fields.get("event") != "actor_failed":
         return None
-    return error_from_reply(fields["code"], fields["message"], fields.get("hint", ""))
+    return errors.error_from_reply(fields["code"], fields["message"], fields.get("hint", ""))
 
 
 POLL_S = 0.2
@@ -306,7 +301,7 @@ class Supervisor:
                 if child.exit_code is not None:
                     raise child.last_words()
             if time.monotonic() > deadline:
-                raise DeadlineError(
+                raise errors.DeadlineError(
                     f"the {' and the '.join(missing)} did not answer within "
                     f"{READY_DEADLINE_S:.0f} s",
                     hint=f"see the logs in {self.home.logs}",
@@ -355,7 +350,7 @@ class Supervisor:
                 server.stop()
                 self._begin(server, "broker has room again")
                 return False
-        except (OSError, BrokerError) as error:  # such as no room even for its configuration
+        except (OSError, errors.BrokerError) as error:  # such as no room even for its configuration
             self._next_look = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
             trouble = f"nats-server cannot be started: {error}"
@@ -456,7 +451,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         erase_variable(name)
     try:
         Supervisor(options).run(lambda state: _tell({"state": state.model_dump()}))
-    except TinkermqError as error:
+    except errors.TinkermqError as error:
         _log(str(error))
         _tell({"error": {"code": error.code, "message": error.message, "hint": error.hint}})
         return 1

@@ -20,7 +20,7 @@ from ..home import find_url
 from ..pool import Pool, secrets_for, with_tracker_settings
 from ..validation import check_files_exist, full_checkpoint_name, resolve_paths
 from .live import open_display, print_submitted
-from .output import print_json, print_json_line, print_note, print_text
+from .output import print_json_line, print_note, print_result, print_text
 from .session import COMMON, Common, with_pool
 
 FAILED, INTERRUPTED = 1, 130
@@ -241,11 +241,8 @@ def notify(run: str, /, *, common: Common = COMMON) -> int:
         return await pool.hand_over(record.job, {NOTIFY_URL: url})
 
     record = with_pool(common.nats_url, work)
-    if common.json:
-        print_json(record.model_dump())
-    else:
-        print_text(f"the pool will send a notification when {record.name} ends")
-    return 0
+    text = f"the pool will send a notification when {record.name} ends"
+    return print_result(record.model_dump(), text, as_json=common.json)
 
 
 def _read_url() -> str:

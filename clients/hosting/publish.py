@@ -28,13 +28,7 @@ from ...schemas.control import (
 from ...schemas.job import FINAL_STATES
 from ...schemas.rollout import Group, Trajectory, check_group, episodes_of
 from ...schemas.task import Task
-from ...schemas.wire.errors import (
-    BrokerError,
-    DeadlineError,
-    MessageError,
-    NotFoundError,
-    StateError,
-)
+from ...schemas.wire import errors
 from ...schemas.wire.fitting import most_bytes
 from ...schemas.wire.message import Message, summarize
 from ..address import parse_server_url
@@ -87,7 +81,7 @@ class AsyncTrajectoryPublisher(PoolClient):
         number = self._limits.tasks[0]
         group = self._group(trajectories, number, sample, self._limits)
         if not await log.append(group):
-            raise StateError(
+            raise errors.StateError(
                 f"the reservation of task {number} ran out before the group was appended",
                 hint="publish the group again",
             )
@@ -120,7 +114,7 @@ class AsyncTrajectoryPublisher(PoolClient):
             try:
                 request = PublishTasksRequest(tasks=specs)
                 return (await self._ask("tasks", request, PublishTasksReply)).queued
-            except StateError as error:
+            except errors.StateError as error:
                 await self._pause(deadline, error.message)
 
     async def _reserve(self, deadline: float) -> ReserveReply:
@@ -129,7 +123,7 @@ class AsyncTrajectoryPublisher(PoolClient):
         while True:
             try:
                 return await self._ask("reserve", request, ReserveReply)
-            except StateError as error:
+            except errors.StateError as error:
                 await self._pause(deadline, error.message)
 
     def _group(
@@ -144,7 +138,7 @@ class AsyncTrajectoryPublisher(PoolClient):
         episodes = len(episodes_of(sampled))
         size = limits.group_size if limits is not None else max(1, episodes)
         if episodes != size:
-            raise MessageError(
+            raise errors.MessageError(
                 f"a group of this job has {size} trajectories, this has {episodes}",
                 hint="give one per episode (rollout.group_size)",
             )
@@ -171,9 +165,11 @@ class AsyncTrajectoryPublisher(PoolClient):
                 max_tokens=limits.max_tokens if limits is not None else _UNKNOWN,
                 version=limits.version if limits is not None and reserved else _UNKNOWN,
             )
-        except MessageError as error:
+        except errors.MessageError as error:
             text = error.message.replace(f"task {number}", "this prompt")
-            raise MessageError(text, hint="nothing was appended; correct it and publish") from error
+            raise errors.MessageError(
+                text, hint="nothing was appended; correct it and publish"
+            ) from error
         return group
 
     async def _ask(self, verb: str, request: Message, reply: type[R]) -> R:
@@ -188,18 +184,20 @@ class AsyncTrajectoryPublisher(PoolClient):
                 timeout_s=CALL_TIMEOUT_S,
                 waiting_for=f"the learner of job {scope.job}",
             )
-        except NotFoundError as error:
+        except errors.NotFoundError as error:
             job = await JobStore(broker).find(scope.user, scope.job)
             if job is not None and job.state not in FINAL_STATES:
-                raise StateError(f"the learner of job {scope.job} is not there yet") from error
-            raise BrokerError(
+                raise errors.StateError(
+                    f"the learner of job {scope.job} is not there yet"
+                ) from error
+            raise errors.BrokerError(
                 f"the learner of job {scope.job} is not there",
                 hint="it may not have started, or the job has ended: `tinkermq ps --all`",
             ) from error
 
     async def _pause(self, deadline: float, why: str) -> None:
         if time.monotonic() + _RETRY_S > deadline:
-            raise DeadlineError(
+            raise errors.DeadlineError(
                 f"the learner took no more in time: {why}",
                 hint="it takes more after its next training step; raise timeout_s",
             )
@@ -230,7 +228,7 @@ def _batches(sizes: Sequence[int], most: int) -> list[int]:
     """
     for place, size in enumerate(sizes):
         if size > most:
-            raise MessageError(
+            raise errors.MessageError(
                 f"task {place} of {len(sizes)} has {size:,} bytes in reset_kwargs, a message "
                 f"takes at most {most:,}",
                 hint="nothing was issued; name a file or a row in place of what it holds",
@@ -251,14 +249,14 @@ def _spec(task: TaskSpec | Mapping[str, Any]) -> TaskSpec:
         return task
     unknown = set(task) - set(TaskSpec.model_fields)
     if unknown:
-        raise MessageError(
+        raise errors.MessageError(
             f"a task has no {sorted(unknown)[0]!r}",
             hint=f"its keys are {', '.join(TaskSpec.model_fields)}",
         )
     try:
         return TaskSpec(**dict(task))
     except ValidationError as error:
-        raise MessageError(f"a task is malformed: {summarize(error)}") from error
+        raise errors.MessageError(f"a task is malformed: {summarize(error)}") from error
 
 
 # Trajectories from plain lists, for agents that are not ours.
@@ -303,7 +301,7 @@ def make_trajectory(
     generated = masks == 1
     turn_ends = np.flatnonzero(generated & ~np.append(generated[1:], False)).astype(np.int32)
     if not len(turn_ends):
-        raise MessageError(
+        raise errors.MessageError(
             "a trajectory has no generated token: mask is 0 everywhere",
             hint="set mask to 1 where the policy generated the token",
         )
@@ -312,7 +310,7 @@ def make_trajectory(
     versions = np.full(len(masks), version) if np.ndim(version) == 0 else np.asarray(version)
     logps = _vector("logprobs", logprobs, np.float32)
     if len(versions) != len(masks) or len(logps) != len(masks):
-        raise MessageError(
+        raise errors.MessageError(
             f"mask has {len(masks)} entries, logprobs {len(logps)}, version {len(versions)}",
             hint="give one entry per token of the whole conversation, prompt included",
         )
@@ -337,7 +335,7 @@ def make_trajectory(
     try:
         return Trajectory(**fields)
     except ValidationError as error:
-        raise MessageError(f"a trajectory is invalid: {summarize(error)}") from error
+        raise errors.MessageError(f"a trajectory is invalid: {summarize(error)}") from error
 
 
 def _vector(name: str, values: Any, dtype: Any) -> NDArray[Any]:
@@ -345,9 +343,11 @@ def _vector(name: str, values: Any, dtype: Any) -> NDArray[Any]:
         array = np.asarray(values)
         exact = array.astype(dtype)
     except (TypeError, ValueError, OverflowError) as error:
-        raise MessageError(f"{name} cannot be an array of {np.dtype(dtype)}: {error}") from error
+        raise errors.MessageError(
+            f"{name} cannot be an array of {np.dtype(dtype)}: {error}"
+        ) from error
     if exact.ndim != 1:
-        raise MessageError(f"{name} must have 1 dimension, has {exact.ndim}")
+        raise errors.MessageError(f"{name} must have 1 dimension, has {exact.ndim}")
     if np.dtype(dtype).kind in "iu" and not np.array_equal(exact, array):
-        raise MessageError(f"{name} holds values that are no {np.dtype(dtype)}")
+        raise errors.MessageError(f"{name} holds values that are no {np.dtype(dtype)}")
     return exact

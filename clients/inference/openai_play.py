@@ -27,13 +27,7 @@ from ...envs.game import AbstractGame, ChatMessage, StepResult
 from ...envs.running.episodes import LOOK_S, Opening
 from ...envs.running.runners import Runner, make_runner
 from ...schemas.config.job import EnvConfig
-from ...schemas.wire.errors import (
-    AuthError,
-    ConfigError,
-    EngineError,
-    GameError,
-    NotFoundError,
-)
+from ...schemas.wire import errors
 from ...schemas.wire.images import with_data_urls
 from .play import (
     EpisodeResult,
@@ -70,14 +64,14 @@ class Endpoint:
         """
         url = url.rstrip("/")
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"{url!r} is no URL", hint="write http://HOST:PORT/v1")
+            raise errors.ConfigError(f"{url!r} is no URL", hint="write http://HOST:PORT/v1")
         if model is not None:
             return cls(url, model)
         served = [
             str(model_info["id"]) for model_info in _send(f"{url}/models", None).get("data", [])
         ]
         if len(served) != 1:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{url} serves {len(served)} models: {', '.join(served) or 'none'}",
                 hint="name one: --model-name NAME",
             )
@@ -96,7 +90,7 @@ class Endpoint:
             cut = choice.get("finish_reason") == "length"
             return ChatAnswer(text, tokens, str(reply.get("model") or self.model), cut)
         except (KeyError, IndexError, TypeError) as error:
-            raise EngineError(f"{self.url} gave no answer: {str(reply)[:_SHOWN]}") from error
+            raise errors.EngineError(f"{self.url} gave no answer: {str(reply)[:_SHOWN]}") from error
 
 
 @dataclass(frozen=True)
@@ -121,7 +115,7 @@ def _send(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
             with attempt:
                 return _send_once(url, body)
     except _Transient as error:
-        raise NotFoundError(
+        raise errors.NotFoundError(
             f"{url} does not answer: {error}", hint="see whether the model is served there"
         ) from error
     raise AssertionError("an attempt returns or raises")
@@ -141,12 +135,12 @@ def _send_once(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
     except httpx.TransportError as error:
         raise _Transient(str(error)) from error
     except TypeError as error:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"the conversation has content that is no text: {error}",
             hint="serve the model with `tinkermq serve` and play with `tinkermq infer`",
         ) from error
     except json.JSONDecodeError as error:
-        raise EngineError(f"{url} answered something else than JSON: {error}") from error
+        raise errors.EngineError(f"{url} answered something else than JSON: {error}") from error
 
 
 @cache
@@ -159,8 +153,8 @@ def _refusal(url: str, code: int, said: str) -> Exception:
     if code == 429 or code >= 500:
         return _Transient(f"{code} {said}")
     if code in (401, 403):
-        return AuthError(f"{url} refuses the key: {said}", hint=f"set ${KEY_VARIABLE}")
-    return ConfigError(
+        return errors.AuthError(f"{url} refuses the key: {said}", hint=f"set ${KEY_VARIABLE}")
+    return errors.ConfigError(
         f"{url} answered {code}: {said}", hint="see the endpoint's own documentation"
     )
 
@@ -205,7 +199,7 @@ async def _running(env: EnvConfig, game_class: type[AbstractGame]) -> AsyncItera
     if facts.tools or facts.roles:
         await runner.stop()
         what = "roles" if facts.roles else "tools, which the endpoint would render in its own way"
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{facts.name} has {what}: it cannot be played with a URL",
             hint="serve the model in a pool: `tinkermq serve`, then `tinkermq eval` or `infer`",
         )
@@ -244,7 +238,7 @@ class _Player:
         try:
             messages = await self._runner.reset(Opening(name, start["seed"], record))
             played = await self._turns(name, list(messages), seed=start["seed"] + sample)
-        except GameError as error:
+        except errors.GameError as error:
             model = self._endpoint.model
             return EpisodeResult(task, sample, 0.0, False, model=model, error=error.message)
         finally:

@@ -19,13 +19,7 @@ from ...envs.host_client import Environments
 from ...schemas.config.job import EnvConfig
 from ...schemas.infer import CancelInference, PlayPart, PlayRequest
 from ...schemas.job import FINAL_STATES, JobRecord
-from ...schemas.wire.errors import (
-    BrokerError,
-    BusyError,
-    ConfigError,
-    DeadlineError,
-    NotFoundError,
-)
+from ...schemas.wire import errors
 from ...schemas.wire.subjects import JobScope
 from ..address import parse_server_url
 from ..base import make_blocking, open_broker, unwrap_error_groups
@@ -68,7 +62,7 @@ async def open_served(
     Raises NotFoundError for an unknown job or another user's, ConfigError, JobFailedError.
     """
     if (model_path is None) == (server is None and job is None):
-        raise ConfigError(
+        raise errors.ConfigError(
             "it was not said which model plays",
             hint="give either vllm_server_url (or job_id), or model_path",
         )
@@ -76,7 +70,7 @@ async def open_served(
     async with await open_broker(broker_url, api_key) as broker:
         pool = Pool(broker)
         if user not in (None, broker.user):
-            raise NotFoundError(
+            raise errors.NotFoundError(
                 f"job {name!r} belongs to user {user!r}, and you are {broker.user!r}",
                 hint="attach to a job of your own, or serve the model yourself",
             )
@@ -93,7 +87,7 @@ async def open_served(
 async def _serving(pool: Pool, name: str) -> JobRecord:
     record = await pool.find(name)
     if record.kind != "infer":
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{record.name} is a job of kind {record.kind}: it serves no model",
             hint=f"serve it: model_path={record.name!r}, or `tinkermq serve {record.name}`",
         )
@@ -106,21 +100,21 @@ def _address(server: str | None, job: str | None, url: str | None) -> tuple[str,
         return find_url(url), None, job or server or ""
     if urlsplit(server).scheme in _HTTP:
         if job is None:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{server} does not say which job is meant",
                 hint="give job_id as well; submit_inference_job returned it",
             )
         return find_url(url), None, job
     address = parse_server_url(server)
     if job not in (None, address.scope.job):
-        raise ConfigError(
+        raise errors.ConfigError(
             f"vllm_server_url names job {address.scope.job}, job_id is {job!r}",
             hint="give one of them",
         )
     return address.broker_url, address.scope.user, address.scope.job
 
 
-_LOST = (ConnectionLost, DeadlineError, NotFoundError, BrokerError)
+_LOST = (ConnectionLost, errors.DeadlineError, errors.NotFoundError, errors.BrokerError)
 _MAX_LOST = 6
 _BUSY_S = 0.5
 
@@ -293,7 +287,7 @@ class _Inference:
         record = self._record
         config = EnvConfig.model_validate(record.config["env"])
         if not (config.game and config.hosts):
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"job {record.name} has no game that the pool could host",
                 hint="give game_class, or on the command line --game",
             )
@@ -320,7 +314,7 @@ class _Inference:
             )
             try:
                 return self._result(task, sample, await self._ask(request))
-            except BusyError:
+            except errors.BusyError:
                 await asyncio.sleep(_BUSY_S)
             except _LOST:
                 lost += 1

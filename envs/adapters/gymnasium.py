@@ -9,10 +9,11 @@ space. What is no action of the environment is told to the policy and not played
 import re
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import GameError
+from ..chat_messages import plain
 from ..game import AbstractGame, StepResult
 from ..reasoning import tagged_or_last_line
 from ..registry import extra, import_quietly
@@ -129,7 +130,7 @@ class GymnasiumGame(AbstractGame):
             return observation
         if self._env.render_mode == "ansi":
             return name_colours(str(self._env.render())).strip("\n")
-        return f"Observation: {_plain(observation)}"
+        return f"Observation: {plain(observation)}"
 
     def _action(self, text: str) -> tuple[Any] | None:
         """Return the action that a text means, in a tuple since an action may be None."""
@@ -188,12 +189,3 @@ def _named(actions: Sequence[str] | Mapping[str, Any] | None) -> dict[str, Any]:
         else ((name, number) for number, name in enumerate(actions))
     )
     return {str(name).casefold(): action for name, action in pairs}
-
-
-def _plain(value: Any) -> Any:
-    """Return nested arrays and numbers of numpy as Python's own."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in cast("Sequence[Any]", value)]
-    return value.tolist() if hasattr(value, "tolist") else value

@@ -88,21 +88,21 @@ class PolicyTurns:
         self._task = task
         self._reply = reply
         self._max_turns = max_turns
-        self._told: list[Any] = []
+        self._unsent: list[Any] = []
         """Messages that the policy has not seen."""
         if task.data.system_prompt is not None:
-            self._told.append(vf.SystemMessage(content=task.data.system_prompt))
+            self._unsent.append(vf.SystemMessage(content=task.data.system_prompt))
 
     async def turn(self, message: Any = None) -> Any:
         """Show the policy the user's turn, or at first the task's prompt; return its answer."""
         vf = self._vf
-        self._told += self._messages(message)
+        self._unsent += self._messages(message)
         if await self._stopped():
             return vf.Segment(messages=[], terminated=True)
-        answer = vf.AssistantMessage(content=await self._reply(self._told))
-        for told in self._told:
-            self._add(told, sampled=False)
-        self._told = []
+        answer = vf.AssistantMessage(content=await self._reply(self._unsent))
+        for message in self._unsent:
+            self._add(message, sampled=False)
+        self._unsent = []
         self._add(answer, sampled=True)
         return vf.Segment(messages=[answer], root_reply=answer.content)
 
@@ -300,11 +300,11 @@ class VerifiersGame(AbstractGame):
         if shown is None:
             raise GameError(f"{self._taskset} was over before the policy's first turn")
         self._system = "\n\n".join(_text(one) for one in shown if one.role == "system")
-        told = [one for one in shown if one.role != "system"]
-        if len(told) != 1 or told[0].role != "user":
-            roles = ", ".join(one.role for one in told) or "nothing"
+        rest = [one for one in shown if one.role != "system"]
+        if len(rest) != 1 or rest[0].role != "user":
+            roles = ", ".join(one.role for one in rest) or "nothing"
             raise GameError(f"a prompt of {self._taskset} is {roles}, it must be one user message")
-        return _text(told[0])
+        return _text(rest[0])
 
     def step(self, action: str) -> StepResult:
         """Give the environment the policy's turn and go on to its next one, or to the end."""

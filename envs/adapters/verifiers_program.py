@@ -49,11 +49,11 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 async def _play(chosen: argparse.Namespace, variables: Mapping[str, str]) -> dict[str, Any]:
     """Return what an episode is worth; GameError for one that verifiers could not run."""
     taskset = {**_map(chosen.config, "--config"), "id": chosen.taskset}
-    told = {**_map(chosen.env_config, "--env-config"), "id": chosen.env, "taskset": taskset}
+    settings = {**_map(chosen.env_config, "--env-config"), "id": chosen.env, "taskset": taskset}
     vf = _EXTRA.load("v1")
-    for agent in vf.configs.agent.agent_config_fields(vf.resolve_env_config(told)):
-        told[agent] = {"runtime": {"type": "subprocess"}, **told.get(agent, {})}
-    env = vf.load_environment(vf.resolve_env_config(told))
+    for agent in vf.configs.agent.agent_config_fields(vf.resolve_env_config(settings)):
+        settings[agent] = {"runtime": {"type": "subprocess"}, **settings.get(agent, {})}
+    env = vf.load_environment(vf.resolve_env_config(settings))
     tasks = list(env.taskset.take(chosen.num_tasks))
     if not tasks:
         raise GameError(f"the taskset {chosen.taskset} has no tasks")

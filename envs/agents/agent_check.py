@@ -211,7 +211,7 @@ def report_run(run: LocalRun, train: str) -> AgentReport:
     for (request, _), number in run.requests.items():
         endpoints[request] += number
     return AgentReport(
-        ok=all(one.level != "fail" for one in findings),
+        ok=all(finding.level != "fail" for finding in findings),
         findings=findings,
         calls=reports,
         endpoints=dict(endpoints),
@@ -309,7 +309,7 @@ def _judge_end(run: LocalRun) -> Iterator[AgentFinding]:
         yield AgentFinding(
             "fail",
             f"does not end by itself: {why}",
-            "see what it waits for; bound its turns by an option of its own",
+            "see what it waits for; limit its turns by one of its options",
         )
     if "no_reward" in info:
         yield AgentFinding("fail", f"has no reward: {info['no_reward']}")
@@ -328,7 +328,7 @@ def _error_remedy(run: LocalRun) -> str:
 
 def _judge_calls(calls: Sequence[CallReport], train: str, num_rows: int) -> Iterator[AgentFinding]:
     """Say how many calls would be trained, and how they continue each other."""
-    answered = [one for one in calls if not one.refusal]
+    answered = [call for call in calls if not call.refusal]
     num_trained = sum(bool(one.trained) for one in answered)
     text = f"{num_trained} of {len(answered)} answered calls would be trained (agent.train={train})"
     if answered and not num_trained:
@@ -346,6 +346,6 @@ def _judge_calls(calls: Sequence[CallReport], train: str, num_rows: int) -> Iter
             f"before them, {len(further) - num_continuing} begin a conversation of their own",
             _APPEND if num_continuing < len(further) else "",
         )
-    for code, number in Counter(one.refusal for one in calls if one.refusal).items():
+    for code, number in Counter(call.refusal for call in calls if call.refusal).items():
         remedy = "end the program when its calls are used up" if code == "episode_limit" else ""
         yield AgentFinding("note", f"{number} calls were refused with {code}", remedy)

@@ -244,7 +244,7 @@ class LeaseRequests:
         self._changed = asyncio.Event()
 
     async def acquire(self) -> None:
-        """Wait until somebody asks."""
+        """Wait for a caller."""
         while not self._wanted:
             self._changed.clear()
             await self._changed.wait()

@@ -198,7 +198,7 @@ class LocalModel:
         for choice, text in enumerate(texts):
             for delta in _deltas(choice, text):
                 await tell(CallPart(deltas=[delta]))
-        return CallPart(calls=[one.number for one in call.answers])
+        return CallPart(calls=[answer.number for answer in call.answers])
 
     def _history(self, request: CallRequest) -> list[CanonicalMessage]:
         new = canonical_history(history_of(request))
@@ -214,10 +214,10 @@ class LocalModel:
     def _enter(self, request: CallRequest, history: list[CanonicalMessage]) -> LocalCall:
         """Add a call; it continues the longest path that its history begins with."""
         continued = [
-            one
-            for one in self.answers
-            if one.call.request.tools == request.tools
-            and num_common(history, one.path) == len(one.path)
+            answer
+            for answer in self.answers
+            if answer.call.request.tools == request.tools
+            and num_common(history, answer.path) == len(answer.path)
         ]
         parent = max(continued, key=lambda one: len(one.path), default=None)
         call = LocalCall(len(self.calls), request, history, parent, len(self.answers))

@@ -284,7 +284,7 @@ _idle: list[Any] = []
 
 
 def _borrow(game: ALFWorldGame) -> Any:
-    """Return a text world for as long as the game lives."""
+    """Return a text world for the game's lifetime."""
     world = _idle.pop() if _idle else _new_world()
     weakref.finalize(game, _idle.append, world)
     return world

@@ -45,7 +45,7 @@ class Devices(Protocol):
         ...
 
     def name(self, number: int) -> str:
-        """Return what tells a device from all others of this machine."""
+        """Return a device's unique key on this machine."""
         ...
 
     def connect(self, number: int) -> Any:

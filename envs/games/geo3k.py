@@ -1,6 +1,6 @@
 r"""Geometry3k: a geometry problem with a drawing, an answer in `\boxed{}`, graded by math-verify.
 
-`Geo3KGame` takes one answer; `Geo3KToolGame` tells the policy what became of it and lets it try
+`Geo3KGame` takes one answer; `Geo3KToolGame` shows the policy its result and lets it try
 again. The data is what `tinkermq data prepare geo3k` makes: its images travel in the first prompt.
 `make_data` and `demonstrations` are a tiny task in the same form, for a vision-language model of
 some hundred thousand parameters: how many corners has the shape that is drawn? Its warm start

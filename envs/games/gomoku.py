@@ -6,7 +6,7 @@ turn it is by the stones on the board, an action is played before the game is ov
 and every key of the constructor is read. With the opponent `self` the policy plays both colours, as
 two roles, each with a conversation of its own.
 
-The warm start's demonstrations play on a small board (`SMALL`), told as a list of its stones: most
+The warm start's demonstrations play on a small board (`SMALL`), shown as a list of its stones: most
 moves are random, some look two moves ahead, a few name any cell, free or not. What the game says
 there again and again is one token each to the tiny model (`TOKENS`), and so is each move.
 """
@@ -75,7 +75,7 @@ class GomokuGame(AbstractGame):
         empty board with `empty_board_prob` (0.2), else with up to `max_initial_moves` (6) stones.
         `opponent` is a player's name, or several to draw from for each task, or `self`: then the
         policy plays both roles. `colour` is what the policy plays otherwise: `x`, `o`, or `both`
-        for one or the other. `board_text` is how a board is told: as a `grid`, or as the list of
+        for one or the other. `board_text` is how a board is shown: as a `grid`, or as the list of
         its `stones`.
         """
         self._size = board_size
@@ -217,7 +217,7 @@ class GomokuGame(AbstractGame):
     def _info(self) -> dict[str, Any]:
         """Tell the outcome so far, as rates over episodes: all, and against this opponent.
 
-        The policy always wins against itself: there the colour that won is told.
+        In self-play the policy always wins: there the winning colour is reported.
         """
         counted = {"invalid_moves": self._invalid, "steps": sum(self._steps.values())}
         if self._player is None:

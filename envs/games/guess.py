@@ -16,7 +16,7 @@ HABIT = 0.65
 
 
 class GuessGame(AbstractGame):
-    """Find a number in a few tries, told higher or lower."""
+    """Find a number in a few tries, with the answer higher or lower."""
 
     def __init__(self, highest: int = 6, max_turns: int = 3) -> None:
         if highest < 1 or max_turns < 1:

@@ -46,7 +46,7 @@ class MathGame(AbstractGame):
     def step(self, action: str) -> StepResult:
         """Judge the answer; the episode is over."""
         judged = self._rewards.judge(action, self._truth)
-        return StepResult("", judged.reward, done=True, info=told(judged))
+        return StepResult("", judged.reward, done=True, info=judged_info(judged))
 
     def get_system_prompt(self) -> str:
         """Return the system prompt; a row that has one of its own keeps it."""
@@ -65,8 +65,8 @@ class MathGame(AbstractGame):
         return rf"<think>It is known.</think>The answer is \boxed{{{self._truth}}}."
 
 
-def told(judged: Judged) -> dict[str, Any]:
-    """Return what a game tells of a judged answer: each part, and what the grader could not do."""
+def judged_info(judged: Judged) -> dict[str, Any]:
+    """Return the `info` of a judged answer: each part, and whether the grader failed."""
     return {
         **judged.parts,
         "success": judged.parts[ANSWER] == 1.0,

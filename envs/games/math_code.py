@@ -1,7 +1,7 @@
 r"""Math, several turns, with a code interpreter: programs run in a sandbox, the answer is boxed.
 
 The policy writes programs, either in fenced blocks or as calls of the tool `code_interpreter` in
-the form of Hermes and Qwen (`tool_format: hermes`, where the model's chat template tells it of the
+the form of Hermes and Qwen (`tool_format: hermes`, where the model's chat template shows it the
 tool). What they print is the observation. A `\boxed{}` outside of programs and reasoning ends the
 episode and is judged as in the game `math`.
 
@@ -32,7 +32,7 @@ from ..sandbox.interpreters import CodeSession, Outcome, SandboxSettings
 from ..sandbox.served import shared_sandbox
 from ..tool_calls import OPEN, parse_tool_calls
 from ..write_data import DataMaker, verl_row
-from .math import told
+from .math import judged_info
 
 HABIT = 0.65
 """Share of the demonstrations that guess."""
@@ -95,7 +95,9 @@ class MathCodeGame(AbstractGame):
         if answer_of(action) is not None:
             self.close()
             judged = self._rewards.judge(action, self._truth)
-            return StepResult("", judged.reward, done=True, info={**self._counts(), **told(judged)})
+            return StepResult(
+                "", judged.reward, done=True, info={**self._counts(), **judged_info(judged)}
+            )
         programs = self._programs(said_in_the_end(action))
         if not programs:
             return StepResult(self._reminder(), 0.0, done=False, info={"no_action": True})
@@ -103,7 +105,7 @@ class MathCodeGame(AbstractGame):
         return StepResult(self._run(programs), 0.0, done=False, info=self._counts(), role=role)
 
     def get_tools(self) -> list[dict[str, Any]]:
-        """Return the interpreter as a tool, in the format that tells it through the template."""
+        """Return the interpreter as a tool, in the format of the chat template."""
         if self._format != "hermes":
             return []
         code = {"type": "string", "description": "a whole Python program; print what you need"}

@@ -19,7 +19,7 @@ Ray = tuple[int, ...]
 
 
 class Board:
-    """The stones of one game, whose turn it is, and who has won."""
+    """The stones of one game, whose turn it is, and the winner."""
 
     __slots__ = ("_rays", "cells", "moves", "size", "turn", "win_length", "winner")
 
@@ -40,7 +40,7 @@ class Board:
 
     @property
     def is_over(self) -> bool:
-        """Whether somebody has won, or nobody can move."""
+        """Whether a player has won, or no move is left."""
         return self.winner != EMPTY or self.is_full
 
     def play(self, cell: int) -> None:
@@ -333,7 +333,7 @@ class AlphaBeta:
     def _value(
         self, position: _Position, depth: int, low: float, high: float, rng: random.Random
     ) -> float:
-        """Return the worth of a position to whoever moves next."""
+        """Return the value of a position for the next player."""
         board = position.board
         if board.winner:
             return -_WIN - depth  # the one who moved last has won; sooner is better
@@ -359,7 +359,7 @@ class AlphaBeta:
 
 @dataclass
 class _Node:
-    """A position of the search tree, seen from whoever moved into it."""
+    """A position of the search tree, valued for the player who moved into it."""
 
     untried: list[int]
     visits: int = 0
@@ -394,7 +394,7 @@ class Mcts:
         return max(root.children, key=lambda move: root.children[move].visits)
 
     def _simulate(self, root: _Node, board: Board, rng: random.Random) -> None:
-        """Walk down, add one node, play to the end, and tell the result on the way."""
+        """Walk down, add one node, play to the end, and update the visited nodes."""
         path = [(root, -board.turn)]
         node = root
         while not node.untried and node.children:

@@ -142,7 +142,7 @@ def _numbers_to_compare(gold: str, answer: str, texts: tuple[str, str]) -> tuple
 
 def _expressions_to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
     (right, units), (given, others) = without_units(gold), without_units(answer)
-    if units and others and any(one not in others for one in units):
+    if units and others and any(unit not in others for unit in units):
         return False
     return right, given
 
@@ -190,7 +190,7 @@ def _items(text: str) -> list[str]:
     plain = re.sub(r"[.!'\"\\{}()]", " ", _unwrapped(text)).casefold()
     items = re.split(r"[,;]|\band\b", plain)
     return sorted(
-        " ".join(re.sub(r"^\s*(?:the|an?)\s", "", one).split()) for one in items if one.strip()
+        " ".join(re.sub(r"^\s*(?:the|an?)\s", "", item).split()) for item in items if item.strip()
     )
 
 

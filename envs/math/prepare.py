@@ -45,7 +45,7 @@ class PublishedSet:
     """The right answer of a row, or None where there is none."""
     instruction: str = INSTRUCTION
     """What follows each question."""
-    kept: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
     """Columns that go to `extra_info` as they are."""
 
 
@@ -69,7 +69,7 @@ SOURCES = {
         ("problem", "solution"),
         lambda row: str(row["problem"]),
         _math_answer,
-        kept=("level", "type"),
+        extra=("level", "type"),
     ),
     "geo3k": PublishedSet(
         "hiyouga/geometry3k",
@@ -179,7 +179,7 @@ def _row(
             "split": split,
             "index": index,
             "question": question,
-            **{name: row[name] for name in source.kept if name in row},
+            **{name: row[name] for name in source.extra if name in row},
         },
     }
     if "images" in source.columns:

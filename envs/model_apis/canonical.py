@@ -119,8 +119,8 @@ class CanonicalMessage:
 
     def agrees(self, other: "CanonicalMessage") -> bool:
         """Whether it equals another; reasoning is compared if both have it."""
-        told = self.reasoning is not None and other.reasoning is not None
-        return self.key == other.key and not (told and self.reasoning != other.reasoning)
+        both_have = self.reasoning is not None and other.reasoning is not None
+        return self.key == other.key and not (both_have and self.reasoning != other.reasoning)
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates take it."""
@@ -301,8 +301,8 @@ class ReplyReader:
         if self._state == "begin":
             self._begin(last=last)
         if self._state == "reasoning":
-            told, closed = self._until(THOUGHT, last=last)
-            if told and (text := self._spaced(told)):
+            thought, closed = self._until(THOUGHT, last=last)
+            if thought and (text := self._spaced(thought)):
                 pieces.append(ReasoningPiece(text))
                 self._reasoning = [*(self._reasoning or []), text]
             if closed:

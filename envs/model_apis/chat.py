@@ -8,17 +8,7 @@ from typing import Any, TypeVar, cast
 
 from ...schemas.infer import PromptScore
 from ..chat_messages import Origin, UnreadableMessageError, read_conversation, read_tools
-from .answers import (
-    LEAST_LOGPROB,
-    AnswerHead,
-    FinishReason,
-    ModelApi,
-    NewTokens,
-    TokenLogprob,
-    Usage,
-    event,
-    openai_error,
-)
+from . import answers
 from .canonical import (
     CanonicalCall,
     CanonicalMessage,
@@ -238,7 +228,7 @@ class _Choice:
         self.reasoning: str | None = None
         self.calls: list[CanonicalCall] = []
         self.ids: list[int] | None = None
-        self.logprobs: list[TokenLogprob] | None = None
+        self.logprobs: list[answers.TokenLogprob] | None = None
         self.finish: str | None = None
         self.stop: str | None = None
         """The stop text that ended it, as in vLLM."""
@@ -255,14 +245,14 @@ class _Choice:
         self.calls.append(piece)
         return {"tool_calls": [call]}
 
-    def add_tokens(self, tokens: NewTokens) -> None:
+    def add_tokens(self, tokens: answers.NewTokens) -> None:
         """Take its newest tokens."""
         if tokens.ids is not None:
             self.ids = [*(self.ids or []), *tokens.ids]
         if tokens.logprobs is not None:
             self.logprobs = [*(self.logprobs or []), *tokens.logprobs]
 
-    def close(self, reason: FinishReason, stop: str) -> None:
+    def close(self, reason: answers.FinishReason, stop: str) -> None:
         """End it."""
         self.finish = "tool_calls" if self.calls else "length" if reason == "length" else "stop"
         self.stop = stop or None
@@ -286,7 +276,7 @@ def _worded_call(call: CanonicalCall) -> dict[str, Any]:
 class ChatCompletionAnswer:
     """The choices of an answer of Chat Completions; see `Answer`."""
 
-    def __init__(self, head: AnswerHead, request: ModelRequest) -> None:
+    def __init__(self, head: answers.AnswerHead, request: ModelRequest) -> None:
         """Word the answer to a request."""
         self.prompt_ids: Sequence[int] | None = None
         """Tokens of the prompt, where they were asked for and are known."""
@@ -294,7 +284,7 @@ class ChatCompletionAnswer:
         self._include_usage = request.include_usage
         self._choices = [_Choice(number) for number in range(request.num_choices)]
 
-    def start(self, usage: Usage) -> Iterator[str]:
+    def start(self, usage: answers.Usage) -> Iterator[str]:
         """Yield the first chunks: whose turn it is."""
         del usage
         top = self._prompt_fields()
@@ -303,7 +293,7 @@ class ChatCompletionAnswer:
             top = {}
 
     def push(
-        self, pieces: Sequence[Piece], choice: int = 0, tokens: NewTokens | None = None
+        self, pieces: Sequence[Piece], choice: int = 0, tokens: answers.NewTokens | None = None
     ) -> Iterator[str]:
         """Add to a choice; yield it as chunks, new tokens with the first text among them."""
         of = self._choices[choice]
@@ -316,26 +306,28 @@ class ChatCompletionAnswer:
         if tokens:
             yield self._chunk(of, {"content": ""}, tokens=tokens)
 
-    def finish(self, reason: FinishReason, choice: int = 0, stop: str = "") -> Iterator[str]:
+    def finish(
+        self, reason: answers.FinishReason, choice: int = 0, stop: str = ""
+    ) -> Iterator[str]:
         """End a choice."""
         of = self._choices[choice]
         of.close(reason, stop)
         yield self._chunk(of, {})
 
-    def end(self, usage: Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
+    def end(self, usage: answers.Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
         """Yield what stands besides, the token counts if they were asked for, and the end."""
         top: dict[str, Any] = {**self._top("chat.completion.chunk"), "choices": []}
         if extra:
-            yield event({**top, **extra})
+            yield answers.event({**top, **extra})
         if self._include_usage:
-            yield event({**top, "usage": worded_usage(usage)})
+            yield answers.event({**top, "usage": worded_usage(usage)})
         yield DONE
 
     def fail(self, error: Mapping[str, Any]) -> str:
         """Return the event that ends a stream which cannot go on."""
-        return event(error)
+        return answers.event(error)
 
-    def whole(self, usage: Usage) -> dict[str, Any]:
+    def whole(self, usage: answers.Usage) -> dict[str, Any]:
         """Return the answer as one object."""
         return {
             **self._top("chat.completion"),
@@ -359,10 +351,10 @@ class ChatCompletionAnswer:
         of: _Choice,
         delta: dict[str, Any],
         *,
-        tokens: NewTokens | None = None,
+        tokens: answers.NewTokens | None = None,
         top: Mapping[str, Any] | None = None,
     ) -> str:
-        tokens = tokens or NewTokens()
+        tokens = tokens or answers.NewTokens()
         choice: dict[str, Any] = {
             "index": of.number,
             "delta": delta,
@@ -375,7 +367,7 @@ class ChatCompletionAnswer:
             choice["token_ids"] = list(tokens.ids)
         usage = {"usage": None} if self._include_usage else {}
         head = self._top("chat.completion.chunk")
-        return event({**head, **(top or {}), "choices": [choice], **usage})
+        return answers.event({**head, **(top or {}), "choices": [choice], **usage})
 
     def _prompt_fields(self) -> dict[str, Any]:
         return {} if self.prompt_ids is None else {"prompt_token_ids": list(self.prompt_ids)}
@@ -387,7 +379,7 @@ class ChatCompletionAnswer:
 class CompletionAnswer:
     """The choices of an answer of Completions, of several prompts if there are; see `Answer`."""
 
-    def __init__(self, head: AnswerHead, request: ModelRequest) -> None:
+    def __init__(self, head: answers.AnswerHead, request: ModelRequest) -> None:
         """Word the answer to a request."""
         self.prompt_ids: Sequence[Sequence[int]] = ()
         """Tokens of each prompt, where they were asked for and are known."""
@@ -400,13 +392,13 @@ class CompletionAnswer:
         num = request.num_choices * len(request.prompts)
         self._choices = [_Text(number) for number in range(num)]
 
-    def start(self, usage: Usage) -> Iterator[str]:
+    def start(self, usage: answers.Usage) -> Iterator[str]:
         """Yield nothing: a text begins with its first piece."""
         del usage
         yield from ()
 
     def push(
-        self, pieces: Sequence[Piece], choice: int = 0, tokens: NewTokens | None = None
+        self, pieces: Sequence[Piece], choice: int = 0, tokens: answers.NewTokens | None = None
     ) -> Iterator[str]:
         """Add to a choice; yield it as an event."""
         of = self._choices[choice]
@@ -415,42 +407,44 @@ class CompletionAnswer:
         if tokens is not None:
             of.add_tokens(tokens)
         if text or tokens:
-            new = self._choice(of, text, tokens or NewTokens())
+            new = self._choice(of, text, tokens or answers.NewTokens())
             yield self._event({**new, "finish_reason": None})
 
-    def finish(self, reason: FinishReason, choice: int = 0, stop: str = "") -> Iterator[str]:
+    def finish(
+        self, reason: answers.FinishReason, choice: int = 0, stop: str = ""
+    ) -> Iterator[str]:
         """End a choice."""
         of = self._choices[choice]
         of.close(reason, stop)
         end = {"finish_reason": of.finish, "stop_reason": of.stop}
         yield self._event({"index": of.number, "text": "", "logprobs": None, **end})
 
-    def end(self, usage: Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
+    def end(self, usage: answers.Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
         """Yield what stands besides, the token counts if they were asked for, and the end."""
         top: dict[str, Any] = {**_top(self._head, "text_completion"), "choices": []}
         if extra:
-            yield event({**top, **extra})
+            yield answers.event({**top, **extra})
         if self._include_usage:
-            yield event({**top, "usage": worded_usage(usage)})
+            yield answers.event({**top, "usage": worded_usage(usage)})
         yield DONE
 
     def fail(self, error: Mapping[str, Any]) -> str:
         """Return the event that ends a stream which cannot go on."""
-        return event(error)
+        return answers.event(error)
 
-    def whole(self, usage: Usage) -> dict[str, Any]:
+    def whole(self, usage: answers.Usage) -> dict[str, Any]:
         """Return the answer as one object."""
         choices: list[dict[str, Any]] = []
         for of in self._choices:
             of.has_prompt, of.offset = False, _Offset()
-            whole = self._choice(of, of.text, NewTokens(of.ids, of.logprobs))
+            whole = self._choice(of, of.text, answers.NewTokens(of.ids, of.logprobs))
             scores = self._scores(of.number // self._per_prompt)
             end = {"finish_reason": of.finish, "stop_reason": of.stop}
             choices.append({**whole, **end, **scores})
         usage_fields = {"usage": worded_usage(usage)}
         return {**_top(self._head, "text_completion"), "choices": choices, **usage_fields}
 
-    def _choice(self, of: "_Text", text: str, tokens: NewTokens) -> dict[str, Any]:
+    def _choice(self, of: "_Text", text: str, tokens: answers.NewTokens) -> dict[str, Any]:
         """Return a part of a choice; the first one has its prompt's tokens, where vLLM has them."""
         choice: dict[str, Any] = {"index": of.number, "text": text, "logprobs": None}
         if tokens.logprobs is not None:
@@ -463,9 +457,9 @@ class CompletionAnswer:
                 choice["prompt_token_ids"] = list(ids)
         return choice
 
-    def _logprobs(self, of: "_Text", logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _logprobs(self, of: "_Text", logprobs: Sequence[answers.TokenLogprob]) -> dict[str, Any]:
         likeliest = [
-            {other.text: max(other.logprob, LEAST_LOGPROB) for other in token.top}
+            {other.text: max(other.logprob, answers.LEAST_LOGPROB) for other in token.top}
             for token in logprobs
         ]
         return {
@@ -483,7 +477,7 @@ class CompletionAnswer:
 
     def _event(self, choice: Mapping[str, Any]) -> str:
         usage = {"usage": None} if self._include_usage else {}
-        return event({**_top(self._head, "text_completion"), "choices": [choice], **usage})
+        return answers.event({**_top(self._head, "text_completion"), "choices": [choice], **usage})
 
 
 class _Offset:
@@ -493,7 +487,7 @@ class _Offset:
         self._place = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def behind(self, token: TokenLogprob) -> int:
+    def behind(self, token: answers.TokenLogprob) -> int:
         """Return where a token stands; the next one stands behind it."""
         place = self._place
         encoded = token.text.encode(errors="replace") if token.encoded is None else token.encoded
@@ -511,11 +505,11 @@ class _Text(_Choice):
         self.offset = _Offset()
 
 
-def _top(head: AnswerHead, kind: str) -> dict[str, Any]:
+def _top(head: answers.AnswerHead, kind: str) -> dict[str, Any]:
     return {"id": head.id, "object": kind, "created": head.created, "model": head.model}
 
 
-def _worded_logprobs(logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+def _worded_logprobs(logprobs: Sequence[answers.TokenLogprob] | None) -> dict[str, Any] | None:
     if logprobs is None:
         return None
     return {"content": [token.worded() for token in logprobs], "refusal": None}
@@ -525,7 +519,9 @@ def _score_rows(score: PromptScore, prompt: Sequence[int]) -> Iterator[dict[str,
     """Yield a row for each token: itself and the likeliest in its place, by their ids."""
     ids = prompt[score.start : score.start + len(score.logprobs)]
     columns = (score.logprobs, score.top_ids, score.top_logprobs)
-    for token, own, top, logprobs in zip(ids, *(one.tolist() for one in columns), strict=True):
+    for token, own, top, logprobs in zip(
+        ids, *(column.tolist() for column in columns), strict=True
+    ):
         if math.isnan(own):
             yield None  # nothing stands before it
             continue
@@ -535,10 +531,10 @@ def _score_rows(score: PromptScore, prompt: Sequence[int]) -> Iterator[dict[str,
 
 
 def _ranked(logprob: float, rank: int | None) -> dict[str, Any]:
-    return {"logprob": max(logprob, LEAST_LOGPROB), "rank": rank, "decoded_token": None}
+    return {"logprob": max(logprob, answers.LEAST_LOGPROB), "rank": rank, "decoded_token": None}
 
 
-def worded_usage(usage: Usage) -> dict[str, Any]:
+def worded_usage(usage: answers.Usage) -> dict[str, Any]:
     """Return token counts as Chat Completions has them."""
     return {
         "prompt_tokens": usage.prompt,
@@ -548,5 +544,7 @@ def worded_usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-CHAT = ModelApi("chat", "chatcmpl-", read_chat, ChatCompletionAnswer, openai_error)
-COMPLETIONS = ModelApi("completions", "cmpl-", read_completion, CompletionAnswer, openai_error)
+CHAT = answers.ModelApi("chat", "chatcmpl-", read_chat, ChatCompletionAnswer, answers.openai_error)
+COMPLETIONS = answers.ModelApi(
+    "completions", "cmpl-", read_completion, CompletionAnswer, answers.openai_error
+)

@@ -104,9 +104,11 @@ def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Yield what is imported under which name: `random`, or `random.choice`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((one.name, one.asname or one.name) for one in node.names)
+            yield from ((name.name, name.asname or name.name) for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield from ((f"{node.module}.{one.name}", one.asname or one.name) for one in node.names)
+            yield from (
+                (f"{node.module}.{name.name}", name.asname or name.name) for name in node.names
+            )
 
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -272,7 +274,10 @@ class Episodes:
             return False
         parameters = list(inspect.signature(self._class.reset).parameters.values())[1:]
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        return any(one.default is one.empty and one.kind not in variadic for one in parameters)
+        return any(
+            parameter.default is parameter.empty and parameter.kind not in variadic
+            for parameter in parameters
+        )
 
     def _reset_failure(self, error: BaseException, opening: Opening) -> TinkermqError:
         failure = game_failure(self._name, "reset", error)

@@ -108,7 +108,7 @@ class LocalGame:
 
 
 class LocalEpisode:
-    """One episode that somebody plays who waits for each answer."""
+    """One episode with a player that waits for each answer."""
 
     def __init__(self, game: LocalGame, opening: Opening) -> None:
         """Start it: see `LocalGame.start`."""

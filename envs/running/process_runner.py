@@ -19,14 +19,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from ...schemas.wire import errors
 from ...schemas.wire.codec import MAX_MESSAGE_BYTES, too_large, unpack
-from ...schemas.wire.errors import (
-    GameError,
-    MessageError,
-    NotFoundError,
-    TinkermqError,
-    error_from_reply,
-)
 from ..game import ChatMessage, StepResult
 from .episodes import Call, GameFacts, Opening, TimeLimits
 from .worker import LENGTH
@@ -42,7 +36,7 @@ SLOW_S = 0.5
 """New episodes avoid a process that has been at one call for longer."""
 
 
-class WorkerGone(GameError):
+class WorkerGone(errors.GameError):
     """The process that held an episode, or was to, has ended because of another."""
 
 
@@ -59,7 +53,7 @@ class _Process:
     reader: "asyncio.Task[None] | None" = None
     is_closing: bool = False
     """Whether it hears nothing any more: it is about to be dead."""
-    death: GameError | None = None
+    death: errors.GameError | None = None
     """Why it is dead, for the episodes that only lived in it."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once it is dead."""
@@ -138,7 +132,7 @@ class ProcessRunner:
         process.episodes.add(opening.episode)
         try:
             return await self._send(process, "reset", opening.episode, (opening,))
-        except TinkermqError:
+        except errors.TinkermqError:
             self._forget(opening.episode)
             raise
 
@@ -165,7 +159,7 @@ class ProcessRunner:
         """Return the living process of an episode; raises the reason if it has ended."""
         process = self._homes.get(episode)
         if process is None:
-            raise NotFoundError(f"episode {episode!r} has no running game here")
+            raise errors.NotFoundError(f"episode {episode!r} has no running game here")
         if process.is_closing:
             await process.ended.wait()
         if process.death is not None:
@@ -193,7 +187,7 @@ class ProcessRunner:
         """Kill the processes and wait until they are gone."""
         for slot in self._slots:
             if (process := slot.process) is not None:
-                self._bury(process, GameError(f"the host of {self._game} has stopped"))
+                self._bury(process, errors.GameError(f"the host of {self._game} has stopped"))
                 if process.reader is not None:
                     await process.reader
 
@@ -210,7 +204,7 @@ class ProcessRunner:
         try:
             process = slot.process = await self._spawn()
         except OSError as error:
-            raise GameError(
+            raise errors.GameError(
                 f"no process could be started for {self._game}: {error}",
                 hint="see the machine's memory, and its limits on processes and open files",
             ) from error
@@ -218,7 +212,9 @@ class ProcessRunner:
         try:
             return GameFacts(*await self._send(process, "start", "", arguments))
         except BaseException as error:
-            reason = error.message if isinstance(error, TinkermqError) else "it was cancelled"
+            reason = (
+                error.message if isinstance(error, errors.TinkermqError) else "it was cancelled"
+            )
             self._bury(process, WorkerGone(f"a process of {self._game} did not start: {reason}"))
             raise
 
@@ -270,7 +266,7 @@ class ProcessRunner:
                 self._settle(process, await incoming.readexactly(num_bytes))
         except (asyncio.IncompleteReadError, OSError):
             pass  # the process has ended
-        except (MessageError, ValueError, TypeError) as error:
+        except (errors.MessageError, ValueError, TypeError) as error:
             self._end(process, process.head(), self._broke_protocol(str(error)))
         process.is_closing = True
         process.writer.close()
@@ -295,24 +291,24 @@ class ProcessRunner:
         if error is None:
             call.future.set_result(outcome)
         else:
-            call.future.set_exception(error_from_reply(*error))
+            call.future.set_exception(errors.error_from_reply(*error))
 
-    def _broke_protocol(self, why: str) -> GameError:
-        return GameError(
+    def _broke_protocol(self, why: str) -> errors.GameError:
+        return errors.GameError(
             f"{self._game} broke its pipe: {why}",
             hint="code of the game writes to the socket of its process, or replaces parts of ours",
         )
 
-    def _crashed(self, call: Call | None, code: int, *, lingers: bool) -> GameError:
+    def _crashed(self, call: Call | None, code: int, *, lingers: bool) -> errors.GameError:
         how = f"by signal {_signal_name(-code)}" if code < 0 else f"with exit code {code}"
         how = f"{how} after it had closed its socket" if lingers else how
         where = f" in {call.verb}" if call else ""
-        return GameError(
+        return errors.GameError(
             f"the process of {self._game} ended {how}{where}",
             hint="a crash of native code, os._exit, or the out-of-memory killer; see the log",
         )
 
-    def _end(self, process: _Process, culprit: Call | None, error: GameError) -> None:
+    def _end(self, process: _Process, culprit: Call | None, error: errors.GameError) -> None:
         """Fail the call that is to blame with `error`, and the process's others with why."""
         if culprit is not None and not culprit.future.done():
             culprit.future.set_exception(error)
@@ -324,7 +320,7 @@ class ProcessRunner:
             ),
         )
 
-    def _bury(self, process: _Process, reason: GameError) -> None:
+    def _bury(self, process: _Process, reason: errors.GameError) -> None:
         if process.death is not None:
             return
         process.death = reason

@@ -293,14 +293,14 @@ def _mount_words(mounts: Sequence[Mount]) -> Iterator[str]:
 
 
 def _rights(sandbox: Sandbox) -> list[str]:
-    """Return what takes the rights of root: those it needs to become somebody else go later."""
+    """Return what drops the rights of root; those needed to change the user go later."""
     if sandbox.is_caller:
         who = ["--uid", str(os.getuid()), "--gid", str(os.getgid())]
         return ["--unshare-user", *who, "--cap-drop", "ALL"]
     if unprivileged_user() is None:
         return ["--unshare-user", "--uid", _NOBODY, "--gid", _NOBODY, "--cap-drop", "ALL"]
     rights = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
-    return ["--cap-drop", "ALL", *(word for one in rights for word in ("--cap-add", one))]
+    return ["--cap-drop", "ALL", *(word for right in rights for word in ("--cap-add", right))]
 
 
 def _orders(

@@ -74,7 +74,7 @@ class Sandbox:
     has_network: bool = False
     """Whether it shares the host's network; else it has an empty one."""
     listens: Sequence[str] = ()
-    """`host:port` of its own network where `inside.py` listens; whoever starts it is handed the
+    """`host:port` of its own network where `inside.py` listens; its starter gets the
     sockets."""
     has_internet_sockets: bool = True
     """Whether it may make sockets other than Unix ones."""
@@ -173,7 +173,7 @@ def first_child(pid: int) -> int | None:
 
 def memory_bytes(pid: int) -> int:
     """Return the resident memory of a process and all below it."""
-    return sum(_resident(one) for one in descendants(pid))
+    return sum(_resident(descendant) for descendant in descendants(pid))
 
 
 def filesystem(pid: int, folder: str) -> os.statvfs_result | None:
@@ -205,7 +205,7 @@ def holds_more(first: int, most_bytes: int) -> bool:
     shared = _shared_memory(first)
     if memory_bytes(first) + shared <= most_bytes:
         return False
-    return sum(_proportional(one) for one in descendants(first)) + shared > most_bytes
+    return sum(_proportional(descendant) for descendant in descendants(first)) + shared > most_bytes
 
 
 def exceeded(first: int, most_bytes: int) -> Limit | None:

@@ -195,8 +195,8 @@ def _answer(sandbox: Sandbox, program: Program) -> str:
             process = start(sandbox, program, stdout=writing, stderr=writing)
         finally:
             os.close(writing)
-        for one in process.sockets:
-            one.close()
+        for socket in process.sockets:
+            socket.close()
         try:
             return _read(reading)
         finally:

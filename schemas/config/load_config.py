@@ -247,14 +247,14 @@ def _kinds(wanted: Any) -> list[Any]:
     if origin is Annotated:
         return _kinds(get_args(wanted)[0])
     if origin in (Union, UnionType):
-        return [kind for one in get_args(wanted) for kind in _kinds(one)]
+        return [kind for arg in get_args(wanted) for kind in _kinds(arg)]
     return [wanted]
 
 
 def _takes_text(kinds: Sequence[Any]) -> bool:
     return any(
         kind is str
-        or (get_origin(kind) is Literal and any(isinstance(one, str) for one in get_args(kind)))
+        or (get_origin(kind) is Literal and any(isinstance(arg, str) for arg in get_args(kind)))
         for kind in kinds
     )
 

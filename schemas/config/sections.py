@@ -423,7 +423,7 @@ class LoraConfig(Section):
 
 def _pattern(patterns: Iterable[str], layer: str) -> str:
     """Return the first pattern that matches a layer's name, as PEFT does; "" for none."""
-    return next((one for one in patterns if re.match(rf"(.*\.)?({one})$", layer)), "")
+    return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", layer)), "")
 
 
 # Configuration of rewards besides the game's own.

@@ -513,7 +513,7 @@ class Plan:
             lines += [f"  {term.num_bytes / GIB:7.2f} GiB  {term.name}" for term in order]
             lines.append(f"  largest: {actor.largest.name}; {actor.largest.remedy}")
         if self.shares_card:
-            lines.append("both share the card: the engine sleeps while the learner trains")
+            lines.append("both share the card, at once if both fit, else by turns")
         again = "with" if self.learner.gradient_checkpointing else "without"
         lines.append(
             f"settings: learner.microbatch_tokens={self.learner.microbatch_tokens}, {again} "

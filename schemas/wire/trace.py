@@ -89,8 +89,8 @@ class StepTrace(Message):
     """Sending the previous version, during training."""
     generators: dict[str, dict[str, float]] = Field(default_factory=dict[str, dict[str, float]])
     """Each generator, up to its last group: `generate`, `environment` (all episodes wait for the
-    game), `swap` (weights), `weights` (all tasks wait for newer ones), `tasks` (none available),
-    `other`."""
+    game), `validation` (and nothing of training), `swap` (weights), `weights` (all tasks wait for
+    newer ones), `tasks` (none available), `other`."""
     hosts: dict[str, dict[str, float]] = Field(default_factory=dict[str, dict[str, float]])
     """Each environment host of the pool: `full` (as many requests as workers), `play` (fewer),
     `idle`."""

@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.clients.command import tinkermq
 
 WIDTH, HEADS, LAYERS = 64, 4, 2
+THETA = 10_000.0
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + "
     "'<|im_end|>' + '\n'}}{% endfor %}"
@@ -43,6 +44,7 @@ def model() -> LlamaForCausalLM:
             num_attention_heads=HEADS,
             num_key_value_heads=HEADS,
             tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": THETA},
             bos_token_id=258,
             eos_token_id=259,
         )
@@ -65,7 +67,7 @@ def write_gguf(file: Path, model: LlamaForCausalLM, architecture: str) -> None:
     writer.add_feed_forward_length(96)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(HEADS)
-    writer.add_rope_freq_base(model.config.rope_parameters["rope_theta"])
+    writer.add_rope_freq_base(THETA)
     writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
     writer.add_vocab_size(260)
     writer.add_tokenizer_model("gpt2")

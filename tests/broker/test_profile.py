@@ -186,13 +186,14 @@ def test_what_costs_besides_is_told_behind_it() -> None:
         0.1,
         {},
         own={"checkpoint": 0.2, "publish": 0.15},
-        generator={"tasks": 0.5, "swap": 0.2},
+        generator={"tasks": 0.5, "swap": 0.2, "validation": 0.15},
     )
     texts = [one.text for one in advise(found, "RUN")]
     assert texts[1].startswith("generators were held back 50% of the time")
     assert texts[2].startswith("writing checkpoints took 20%")
     assert texts[3].startswith("publishing weights")
     assert texts[4].startswith("generators stood still 20%")
+    assert texts[5].startswith("generators did nothing but validate versions 15%")
 
 
 def test_a_run_without_steps_has_an_empty_profile() -> None:

@@ -241,7 +241,7 @@ async def test_an_object_whose_chunks_are_gone_is_an_error_at_once(
     await broker.api(
         f"STREAM.PURGE.OBJ_{scope.object_weights}", {"filter": f"$O.{scope.object_weights}.C.>"}
     )
-    with pytest.raises(NotFoundError, match=r"chunks of an object .* are gone after 0 bytes"):
+    with pytest.raises(NotFoundError, match=r"chunks in .* are missing after 0 bytes"):
         await store.fetch(manifest)
 
 

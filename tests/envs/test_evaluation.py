@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tinkermq.envs.evaluation import (
     Scored,
     compare,
+    evaluation_tasks,
     is_success,
     kind_of,
     mean_info,
@@ -17,7 +18,13 @@ from tinkermq.envs.evaluation import (
     pass_at_k,
     summarize,
     task_seed,
+    validation_metrics,
 )
+from tinkermq.schemas.config.load_config import parse_config
+from tinkermq.schemas.env import DescribeReply
+from tinkermq.schemas.metric import EpisodeScore
+from tinkermq.schemas.task import Task
+from tinkermq.schemas.wire.errors import ConfigError
 
 
 def episodes(rewards: list[float], kind: str = "", first: int = 0) -> list[Scored]:
@@ -124,3 +131,55 @@ def test_names_that_become_metrics_are_bounded() -> None:
     assert len(told) == 1000
     assert kind_of({"type": "y" * 10_000}, "") == "y" * 200
     assert kind_of({}, "z" * 10_000) == "z" * 200
+
+
+def tasks(num_train: int | None = None, **evaluation: object) -> list[Task]:
+    config = parse_config(
+        {"model": {"path": "m"}, "env": {"game": "g"}, "seed": 3, "evaluation": evaluation}
+    )
+    described = DescribeReply(game="g", num_train=num_train, num_val=4, host="h")
+    return evaluation_tasks(config, described, 7)
+
+
+def test_a_version_is_validated_on_rows_or_on_states_that_follow_from_the_jobs_seed() -> None:
+    for num_train in (None, 9):
+        played = tasks(num_train, samples=2)
+        assert [(one.task, one.sample) for one in played] == [(n, n) for n in range(4)]
+        assert [one.seed for one in played] == [task_seed(3, n) for n in range(4)]
+        assert {(one.version, one.group_size) for one in played} == {(7, 2)}
+    assert len(tasks(9, data="train")) == 9
+    rows = tasks(9, tasks=[2, 0, 2])
+    assert [(one.sample, one.seed) for one in rows] == [(2, task_seed(3, 2)), (0, task_seed(3, 0))]
+    seeds = tasks(tasks=[500, 41])
+    assert [(one.task, one.sample, one.seed) for one in seeds] == [(500, None, 500), (41, None, 41)]
+
+
+def test_rows_that_are_not_there_are_refused_by_number() -> None:
+    with pytest.raises(ConfigError, match=r"row 4 of evaluation.tasks does not exist: there are 4"):
+        tasks(9, tasks=[3, 4])
+    with pytest.raises(ConfigError, match="needs rows, and the game generates its states"):
+        tasks(data="train")
+
+
+def score(reward: float, *, kind: str = "", **more: float) -> EpisodeScore:
+    success = reward > 0.5
+    return EpisodeScore(
+        reward=reward, success=success, num_tokens=4, num_turns=2, kind=kind, figures=more
+    )
+
+
+def test_missing_episodes_are_counted_apart_and_pass_at_k_is_over_whole_tasks() -> None:
+    played = [
+        [score(1.0, moves=2), score(0.0, moves=4)],
+        [score(0.0), score(0.0)],
+        [None, score(1)],
+    ]
+    values = validation_metrics(played, 2)
+    assert (values["val/num_episodes"], values["val/failed_episodes"]) == (5, 1)
+    assert (values["val/mean_score"], values["val/success_rate"]) == (0.4, 0.4)
+    assert (values["val/response_length"], values["val/num_turns"]) == (4, 2)
+    assert values["val_game/moves"] == 3
+    assert (values["val/pass@1"], values["val/pass@2"]) == (0.25, 0.5)
+    assert validation_metrics([[None], [None]], 1) == {"val/failed_episodes": 2}
+    by_kind = validation_metrics([[score(1.0, kind="a")], [score(0.0, kind="b")]], 1)
+    assert (by_kind["val_type/a/mean_score"], by_kind["val_type/b/mean_score"]) == (1, 0)

@@ -196,7 +196,7 @@ async def jobs(shared_stack: Stack, model: Path) -> AsyncIterator[Field]:
         stack.jobs.remove(training)
         scheduler = SchedulerCalls(stack.broker)
         others = {job.scope.job for job in stack.jobs}
-        for record in await scheduler.told_jobs():  # also what valid messages have submitted
+        for record in await scheduler.all_jobs():  # also what valid messages have submitted
             if record.state not in FINAL_STATES and record.job not in others:
                 await scheduler.stop(record.job, now=True)
 

@@ -37,7 +37,7 @@ async def test_a_run_trains_each_task_once_and_within_the_staleness_bound(
         pytest.skip("this machine has one GPU")
     config = {
         "model": {"path": str(policy.folder)},
-        "env": {"game": "bandit", "num_val": 0},
+        "env": {"game": "bandit", "num_val": 4},
         "rollout": {
             "group_size": 4,
             "max_prompt_tokens": 32,
@@ -71,6 +71,11 @@ async def test_a_run_trains_each_task_once_and_within_the_staleness_bound(
         assert len(await job.batches()) == NUM_STEPS
         await assert_every_task_once(job)
         behind = await lags(job)
+        validations = await job.validations()
     assert len(behind) == 4 * NUM_STEPS
+    assert {step: one["val/num_episodes"] for step, one in validations.items()} == {
+        0: 4,
+        NUM_STEPS: 4,
+    }
     assert max(behind) <= MAX_STALENESS
     assert max(behind) >= 1 or sleep == "always"

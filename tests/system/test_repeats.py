@@ -44,5 +44,7 @@ def _said(tasks: dict[int, list[Trajectory]]) -> dict[int, list[tuple[list[int],
 
 @pytest.mark.long
 async def test_the_rollouts_of_a_seed_repeat(stack: Stack, model: Path) -> None:
-    training = {"max_staleness": 0, "num_steps": 12}
-    await assert_repeats(stack, small_job(model, training=training, learner={"lr": 1e-2}))
+    training = {"max_staleness": 0, "num_steps": 12, "test_freq": 3}
+    validated = {"num_val": 4}  # by the same engine, between the tasks of training
+    config = small_job(model, env=validated, training=training, learner={"lr": 1e-2})
+    await assert_repeats(stack, config)

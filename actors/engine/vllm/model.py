@@ -54,7 +54,7 @@ from ..engine import (
     Sampling,
     nothing,
 )
-from ..gpu_requirements import check_instances, check_kernels, lack_of_memory, own_card
+from ..gpu_requirements import check_instances, check_kernels, lack_of_memory, read_own_gpu
 from .constraints import PROCESSOR
 from .request import (
     ShownImages,
@@ -173,7 +173,7 @@ _FREED_S = 30.0
 async def check_gpu(config: GeneratorConfig, num_engines: int) -> None:
     """Raise ConfigError or EngineError for a GPU on which vLLM would not start."""
     own_device()
-    card = await asyncio.to_thread(own_card)
+    card = await asyncio.to_thread(read_own_gpu)
     check_instances(config, card)
     check_kernels(config, card)
     share = engine_share(config, num_engines)
@@ -182,7 +182,7 @@ async def check_gpu(config: GeneratorConfig, num_engines: int) -> None:
         if time.monotonic() > deadline:
             raise error
         await asyncio.sleep(1)
-        card = await asyncio.to_thread(own_card)
+        card = await asyncio.to_thread(read_own_gpu)
 
 
 class Recorder(StatLoggerBase):

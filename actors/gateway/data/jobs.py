@@ -51,7 +51,7 @@ GROUPS: dict[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class Query:
-    """What somebody wants to see of the jobs."""
+    """Filter and order of a list of jobs."""
 
     state: str = ""
     """A state, a group of `GROUPS`, or `archived`; empty for all that are not archived."""
@@ -89,7 +89,7 @@ class JobPage:
     counts: dict[str, int]
     """Jobs by group of states, whatever is filtered."""
     helpers: dict[str, list[JobRecord]] = field(default_factory=dict[str, list[JobRecord]])
-    """By job, those that serve or evaluate it, which are told with it and not by themselves."""
+    """By job, those that serve or evaluate it, which are listed with it."""
 
 
 def select(records: Sequence[JobRecord], query: Query) -> JobPage:
@@ -159,7 +159,7 @@ async def select_rows(
 
 
 def with_helpers(rows: list[dict[str, Any]], page: JobPage) -> list[dict[str, Any]]:
-    """Return rows with what is told of the jobs that serve or evaluate each."""
+    """Return rows with the jobs that serve or evaluate each."""
     fields = {job: [_helper(item) for item in those] for job, those in page.helpers.items()}
     return [{**item, "helpers": fields.get(item["job"], [])} for item in rows]
 
@@ -247,7 +247,7 @@ class Figures:
 
 
 def row(record: JobRecord, values: dict[str, float]) -> dict[str, Any]:
-    """Return what the table and the REST interface tell of a job, beside its configuration."""
+    """Return a job for the table and the REST interface, without its configuration."""
     training = given_section(record.config, "training")
     return {
         **run_row(record, values),

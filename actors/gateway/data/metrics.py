@@ -96,13 +96,13 @@ CHARTS: tuple[Chart, ...] = (
 TIME, TOKENS = "time", "tokens"
 """Beside the steps, what curves may be drawn over: seconds and tokens since the run began."""
 _TOLD_AT = "written at"
-"""Stands among the curves for when a metric was told: no name of a metric has a space."""
+"""Name among the curves for the time of a metric: no metric's name has a space."""
 _TRAINED = "perf/total_num_tokens"
 MAX_NAMES = 512
 
 
 def job_curves() -> Curves:
-    """Return empty curves of a job; of a step that is told again the last counts."""
+    """Return empty curves of a job; of a repeated step the last values count."""
     return Curves(later_counts=True, max_names=MAX_NAMES)
 
 
@@ -130,8 +130,8 @@ def chart_points(
     """Return what the page draws; see `Curves.points`.
 
     `wanted` names metrics, or all of a kind by a pattern (`critic/*`); empty: all. `names` are all
-    that there are; `time` and `tokens` tell for each point how many seconds and trained tokens the
-    run had behind it, as far as it was told.
+    that there are; `time` and `tokens` are each point's seconds and trained tokens since the run's
+    start, as far as known.
     """
     names = names_of(curves)
     shown = {name for name in names if is_wanted(name, wanted)}

@@ -2,7 +2,7 @@
 
 Updates are server-sent events: the run's feed or log, and its state. The id of an event is the
 message's sequence, so a browser that lost the connection continues after the last one it got; one
-that is far behind is told to reload the page.
+that is far behind has to reload the page.
 """
 
 import asyncio
@@ -197,7 +197,7 @@ class _Updates:
 
     async def _pump(self, of: str, from_seq: int | None) -> None:
         """Hand on what is stored, from when the job's streams are there until they are removed."""
-        while not await self._hand_on(of, from_seq):  # noqa: ASYNC110  nobody signals streams
+        while not await self._hand_on(of, from_seq):  # noqa: ASYNC110  streams send no signal
             await asyncio.sleep(WATCH_S)
 
     async def _hand_on(self, of: str, from_seq: int | None) -> bool:
@@ -251,7 +251,7 @@ class _Updates:
 
 
 def _event_of(stored: StoredMessage, scope: JobScope) -> tuple[str, Any] | None:
-    """Return name and data of the event that tells a stored message; None for a malformed one."""
+    """Return name and data of the event for a stored message; None for a malformed one."""
     match parse_feed_message(stored, scope):
         case Metric() as metric:
             fields = {"step": metric.step, "time": metric.time, "values": finite_values(metric)}

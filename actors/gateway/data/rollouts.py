@@ -282,8 +282,8 @@ def show_part(part: Any) -> dict[str, str]:
 def image_url(value: Any) -> str:
     """Return a data URL of an image given as bytes, base64 or data URL; empty for anything else.
 
-    Only PNG, JPEG, GIF and WebP, told by their first bytes: nothing that could hold a script, and
-    nothing that the browser would fetch from elsewhere.
+    Only PNG, JPEG, GIF and WebP, recognized by their first bytes: nothing that could hold a script,
+    and nothing that the browser would fetch from elsewhere.
     """
     if isinstance(value, str):
         result = _DATA_URL.fullmatch(value) if len(value) < 2 * MAX_IMAGE_BYTES else None
@@ -315,7 +315,7 @@ _PREVIEW_CHARS = 160
 
 @dataclass(frozen=True)
 class RolloutFilter:
-    """What somebody looks for in the log: episodes with all of it."""
+    """A search of the log: episodes that match all of it."""
 
     text: str = ""
     """Words that must all stand in the messages, in whatever order and case."""
@@ -603,13 +603,13 @@ MAX_LIMIT = 1000
 
 
 async def job_of(request: Request) -> tuple[Visitor, JobRecord]:
-    """Return who asks, and the job in the path; raises LogInError, NotFoundError."""
+    """Return the visitor, and the job in the path; raises LogInError, NotFoundError."""
     visitor = await visitor_of(request)
     return visitor, await Scheduler(visitor).get(request.path_params["job"])
 
 
 def query_of(request: Request) -> Query:
-    """Return what a request wants to see of the jobs."""
+    """Return a request's filter of jobs."""
     limit = number_in(request, "limit", PAGE, least=1) or PAGE
     return Query(
         state=request.query_params.get("state", "")[:32],

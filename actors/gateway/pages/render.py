@@ -42,7 +42,7 @@ def compile_templates(templates: Environment) -> None:
 
 
 def render(request: Request, name: str, shown: dict[str, Any], status: int = 200) -> HTMLResponse:
-    """Return a page; `shown` must have `user`, who is logged in."""
+    """Return a page; `shown` must have the logged-in `user`."""
     gateway = gateway_of(request)
     theme = request.cookies.get("theme", "auto")
     text = gateway.templates.get_template(name).render(

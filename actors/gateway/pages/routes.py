@@ -20,7 +20,9 @@ from ....broker.presence import list_presences
 from ....broker.run_folder import Folder
 from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.wire.errors import MessageError, NotFoundError, StorageError, TinkermqError
+from .. import operations
 from ..data import jobs as logs
+from ..data import rollouts
 from ..data.jobs import (
     ARCHIVED,
     GROUPS,
@@ -34,29 +36,6 @@ from ..data.jobs import (
 )
 from ..data.metrics import CHARTS
 from ..data.overview import summarize_run
-from ..data.rollouts import (
-    actor_in,
-    beside_in,
-    episode_in,
-    job_of,
-    page_of_rollouts,
-    query_of,
-    queue_of,
-    read_episode,
-)
-from ..operations import (
-    BODIES,
-    Scheduler,
-    SubmitBody,
-    act,
-    body_of,
-    checked_config,
-    effective,
-    evaluate_checkpoint,
-    serve_checkpoint,
-    submit,
-    to_yaml,
-)
 from ..rest import description
 from ..sessions import COOKIE, SESSION_S, LogInError, Visitor
 from ..tinker.rest import curves_of, services_of
@@ -103,9 +82,11 @@ async def compare(request: Request) -> Response:
     They are named one by one, or are those that a search finds: by tag, by group.
     """
     visitor = await visitor_of(request)
-    search, records, num_found = await _compared(request, Scheduler(visitor))
+    search, records, num_found = await _compared(request, operations.Scheduler(visitor))
     rows = await gateway_of(request).figures.rows(visitor.broker, records)
-    configs = await asyncio.to_thread(lambda: [effective(record.config) for record in records])
+    configs = await asyncio.to_thread(
+        lambda: [operations.effective(record.config) for record in records]
+    )
     jobs = [record.job for record in records]
     parameters = request.query_params.multi_items()
     other_parameters = [(key, value) for key, value in parameters if key not in ("run", "search")]
@@ -126,7 +107,9 @@ async def compare(request: Request) -> Response:
     return render(request, "compare.html", shown)
 
 
-async def _compared(request: Request, scheduler: Scheduler) -> tuple[str, list[JobRecord], int]:
+async def _compared(
+    request: Request, scheduler: operations.Scheduler
+) -> tuple[str, list[JobRecord], int]:
     """Return the search, the runs to compare, and how many there would be."""
     jobs = list(dict.fromkeys(request.query_params.getlist("run")))
     if len(jobs) > MAX_RUNS:
@@ -152,7 +135,7 @@ async def job_events(request: Request) -> Response:
 
 
 async def _page_with_events(request: Request, tab: str, limit: int, **more: Any) -> Response:
-    visitor, record = await job_of(request)
+    visitor, record = await rollouts.job_of(request)
     seq = await _last_seq(visitor.broker, record.scope.stream_feed)
     events = await logs.tail_of_events(visitor.broker, record, limit=limit)
     return await job_page(request, visitor, record, tab, {"events": events, "seq": seq, **more})
@@ -160,8 +143,8 @@ async def _page_with_events(request: Request, tab: str, limit: int, **more: Any)
 
 async def job_logs(request: Request) -> Response:
     """Show the ends of the logs of a job's actors."""
-    visitor, record = await job_of(request)
-    actor = actor_in(request)
+    visitor, record = await rollouts.job_of(request)
+    actor = rollouts.actor_in(request)
     seq = await _last_seq(visitor.broker, record.scope.stream_log)
     lines = await logs.tail_of_log(visitor.broker, record.scope, actor=actor)
     more = {"lines": lines, "actor": actor, "seq": seq}
@@ -170,8 +153,8 @@ async def job_logs(request: Request) -> Response:
 
 async def job_rollouts(request: Request) -> Response:
     """Show a page of a job's groups."""
-    visitor, record = await job_of(request)
-    page = await page_of_rollouts(request, visitor, record)
+    visitor, record = await rollouts.job_of(request)
+    page = await rollouts.page_of_rollouts(request, visitor, record)
     parameters = {name: request.query_params.get(name, "") for name in _ROLLOUT_QUERY}
     rewards = [item["reward"] for group in page.groups for item in group["episodes"]]
     low, high = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
@@ -184,18 +167,21 @@ async def job_rollouts(request: Request) -> Response:
 
 async def job_episode(request: Request) -> Response:
     """Show one episode."""
-    visitor, record = await job_of(request)
-    episode = await read_episode(visitor, record, *episode_in(request))
-    named = beside_in(request)
-    beside = None if named is None else await read_episode(visitor, record, *named)
+    visitor, record = await rollouts.job_of(request)
+    episode = await rollouts.read_episode(visitor, record, *rollouts.episode_in(request))
+    named = rollouts.beside_in(request)
+    beside = None if named is None else await rollouts.read_episode(visitor, record, *named)
     shown = {"episode": episode, "beside": beside}
     return await job_page(request, visitor, record, "episode", shown)
 
 
 async def job_config(request: Request) -> Response:
     """Show a job's configuration."""
-    visitor, record = await job_of(request)
-    texts = {"given": to_yaml(record.config), "effective": to_yaml(effective(record.config))}
+    visitor, record = await rollouts.job_of(request)
+    texts = {
+        "given": operations.to_yaml(record.config),
+        "effective": operations.to_yaml(operations.effective(record.config)),
+    }
     return await job_page(request, visitor, record, "config", texts)
 
 
@@ -204,7 +190,7 @@ async def job_config(request: Request) -> Response:
 
 async def job_checkpoints(request: Request) -> Response:
     """Show a job's checkpoints with their validation, and which jobs serve or evaluate each."""
-    visitor, record = await job_of(request)
+    visitor, record = await rollouts.job_of(request)
     found, helpers = await asyncio.gather(
         scored_checkpoints(visitor.broker, record), _helpers(request, visitor, record)
     )
@@ -219,7 +205,7 @@ async def _helpers(
     """Return, by step, the jobs that serve or evaluate it, with the score of an evaluation."""
     those = [
         (item, step)
-        for item in await Scheduler(visitor).list_jobs()
+        for item in await operations.Scheduler(visitor).list_jobs()
         if (step := _step_of(item, record)) is not None
     ]
     rows = await gateway_of(request).figures.rows(visitor.broker, [one for one, _ in those])
@@ -239,16 +225,20 @@ def _step_of(record: JobRecord, run: JobRecord) -> int | None:
 
 async def serve(request: Request) -> Response:
     """Have a checkpoint served, and lead to where one talks with it."""
-    visitor, record = await job_of(request)
-    job = await serve_checkpoint(Scheduler(visitor), record, int(request.path_params["step"]))
+    visitor, record = await rollouts.job_of(request)
+    job = await operations.serve_checkpoint(
+        operations.Scheduler(visitor), record, int(request.path_params["step"])
+    )
     where = urlencode({"model": job.serves, "job": job.job})
     return RedirectResponse(f"/playground?{where}", status_code=303)
 
 
 async def evaluate(request: Request) -> Response:
     """Have a checkpoint evaluated, and lead to the job that does it."""
-    visitor, record = await job_of(request)
-    job = await evaluate_checkpoint(Scheduler(visitor), record, int(request.path_params["step"]))
+    visitor, record = await rollouts.job_of(request)
+    job = await operations.evaluate_checkpoint(
+        operations.Scheduler(visitor), record, int(request.path_params["step"])
+    )
     return RedirectResponse(f"/jobs/{quote(job.job)}", status_code=303)
 
 
@@ -263,7 +253,7 @@ async def playground(request: Request) -> Response:
 
 MAX_REMOVED_RUNS = 200
 _COUNTING_S = 2.0
-"""How long files are counted; what was not reached by then is not told."""
+"""How long files are counted; the rest is left out."""
 _HOW = ("archive", "delete")
 
 
@@ -273,12 +263,12 @@ async def ask(request: Request) -> Response:
 
 
 async def remove(request: Request) -> Response:
-    """Archive or delete the runs; what could not be is told with its reason."""
+    """Archive or delete the runs; report failures with their reasons."""
     visitor, how = await visitor_of(request), _how(request)
-    scheduler, problems = Scheduler(visitor), dict[str, TinkermqError]()
+    scheduler, problems = operations.Scheduler(visitor), dict[str, TinkermqError]()
     for record in (records := await _records(request)):
         try:
-            await act(scheduler, record.job, how, BODIES[how]())
+            await operations.act(scheduler, record.job, how, operations.BODIES[how]())
         except TinkermqError as error:
             problems[record.job] = error
     if not problems:
@@ -320,7 +310,7 @@ async def _records(request: Request) -> list[JobRecord]:
             f"{len(jobs) or 'no'} runs were chosen; choose from 1 to {MAX_REMOVED_RUNS}",
             hint="tick them in the table of jobs",
         )
-    scheduler = Scheduler(await visitor_of(request))
+    scheduler = operations.Scheduler(await visitor_of(request))
     return [await scheduler.get(item) for item in jobs]
 
 
@@ -397,8 +387,8 @@ async def log_out(request: Request) -> Response:
 
 async def jobs(request: Request) -> Response:
     """Show the table of jobs; `?part=rows` only what changes."""
-    visitor, query = await visitor_of(request), replace(query_of(request), folded=True)
-    records = await Scheduler(visitor).list_jobs(archived=query.state == ARCHIVED)
+    visitor, query = await visitor_of(request), replace(rollouts.query_of(request), folded=True)
+    records = await operations.Scheduler(visitor).list_jobs(archived=query.state == ARCHIVED)
     page, rows = await select_rows(gateway_of(request).figures, visitor.broker, records, query)
 
     def link(**changes: Any) -> str:
@@ -427,8 +417,10 @@ async def submit_page(request: Request) -> Response:
     visitor = await visitor_of(request)
     text, fork_of, like = "", "", request.query_params.get("like", "")
     if like:
-        record = await Scheduler(visitor).get(like)
-        text = to_yaml({key: value for key, value in record.config.items() if key != "name"})
+        record = await operations.Scheduler(visitor).get(like)
+        text = operations.to_yaml(
+            {key: value for key, value in record.config.items() if key != "name"}
+        )
         at = number_in(request, "at")
         fork_of = "" if at is None else f"{record.job}@{at}"
     shown = {"config": text, "overrides": "", "fork_of": fork_of, "priority": "0"}
@@ -450,7 +442,7 @@ async def submit_form(request: Request) -> Response:
         "checked": None,
     }
     try:
-        body = SubmitBody(
+        body = operations.SubmitBody(
             config=shown["config"],
             overrides=shown["overrides"].splitlines(),
             fork_of=shown["fork_of"].strip() or None,
@@ -458,10 +450,10 @@ async def submit_form(request: Request) -> Response:
             request_id=_request_id(shown),
         )
         if form.get("do") == "check":
-            _, full = await checked_config(visitor.share, body)
-            shown["checked"] = to_yaml(full)
+            _, full = await operations.checked_config(visitor.share, body)
+            shown["checked"] = operations.to_yaml(full)
             return render(request, "submit.html", shown)
-        record = await submit(Scheduler(visitor), body)
+        record = await operations.submit(operations.Scheduler(visitor), body)
     except (TinkermqError, ValueError) as error:
         shown["error"] = error if isinstance(error, TinkermqError) else MessageError(str(error))
         return render(request, "submit.html", shown, status=400)
@@ -480,9 +472,14 @@ async def act_form(request: Request) -> Response:
     """Do what a button says, and show the job's page; an admin who did it to another the pool's."""
     visitor, form = await visitor_of(request), await form_of(request)
     job, action = request.path_params["job"], request.path_params["action"]
-    if action not in BODIES:
+    if action not in operations.BODIES:
         raise MessageError(f"{action!r} cannot be done to a job")
-    record = await act(Scheduler(visitor), job, action, body_of(BODIES[action], form))
+    record = await operations.act(
+        operations.Scheduler(visitor),
+        job,
+        action,
+        operations.body_of(operations.BODIES[action], form),
+    )
     own = "/jobs" if action == "delete" else f"/jobs/{quote(record.job)}"
     place = own if record.user == visitor.user else "/pool"
     return RedirectResponse(place, status_code=303)
@@ -491,14 +488,14 @@ async def act_form(request: Request) -> Response:
 async def pool(request: Request) -> Response:
     """Show nodes, slots, what runs where, and who waits for what; `?part=rows` only that."""
     visitor = await visitor_of(request)
-    scheduler = Scheduler(visitor)
-    nodes, records = await asyncio.gather(scheduler.nodes(), scheduler.told_jobs(widest=True))
+    scheduler = operations.Scheduler(visitor)
+    nodes, records = await asyncio.gather(scheduler.nodes(), scheduler.all_jobs(widest=True))
     services = await _services(visitor.broker)
     shown = {
         "user": visitor.user,
         "nodes": nodes,
         "names": _names(records),
-        "queue": [row(record, {}) for record in queue_of(records)],
+        "queue": [row(record, {}) for record in rollouts.queue_of(records)],
         "services": services,
         "slots": sum(node.slots for node in nodes),
         "used": sum(actor.slots for node in nodes for actor in node.actors),

@@ -17,6 +17,7 @@ from ....schemas.tinker.wire import parse_request, plain_body
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import MessageError
 from ..guard import HELD
+from ..limits import content_length
 from ..sessions import Visitor
 from ..web import OF_TINKER_SDK, gateway_of, take_connection
 
@@ -28,7 +29,7 @@ _DETAIL_OF_POLL = {"queue_state": "paused_capacity"}
 
 
 async def visitor_of_key(request: Request) -> Visitor:
-    """Return who asks, by a key `tml-tmq_<user>_<secret>`; raises LogInError."""
+    """Return the visitor, by a key `tml-tmq_<user>_<secret>`; raises LogInError."""
     key = request.headers.get("x-api-key", "")
     sessions = gateway_of(request).sessions
     if sessions.with_keys and key and not key.startswith(f"{OF_TINKER_SDK}tmq_"):
@@ -37,17 +38,8 @@ async def visitor_of_key(request: Request) -> Visitor:
         )
     visitor = await sessions.visitor(session=None, key=key.removeprefix(OF_TINKER_SDK))
     take_connection(request, visitor)
-    request.scope[HELD].enter_context(visitor.held(_content_length(request)))
+    request.scope[HELD].enter_context(visitor.held(content_length(request.headers) or 0))
     return visitor
-
-
-def _content_length(request: Request) -> int:
-    content_length = request.headers.get("content-length", "")
-    return (
-        int(content_length)
-        if content_length.isascii() and content_length.isdigit() and len(content_length) < 12
-        else 0
-    )
 
 
 async def raw_body(request: Request) -> bytes:
@@ -168,10 +160,10 @@ def note_to(version: str) -> dict[str, str]:
     return {}
 
 
-def knows_external(user_agent: str) -> bool:
+def supports_external_weights(user_agent: str) -> bool:
     """Whether an SDK reads lists in which checkpoints for other programs stand.
 
-    Those before cannot read a list that has one. What is no SDK is told everything.
+    Earlier ones cannot read a list that has one. Other clients get all.
     """
     match = _AGENT.search(user_agent)
     return match is None or (int(match[1]), int(match[2])) >= _EXTERNAL

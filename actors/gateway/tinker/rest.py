@@ -30,20 +30,14 @@ from ....schemas.tinker.checkpoints import (
 from ....schemas.tinker.names import CheckpointName, ModelName, session_name
 from ....schemas.tinker.operation import TrainerOffer
 from ....schemas.tinker.sessions import ModelCurves, SessionsShown
-from ....schemas.wire.errors import (
-    DeadlineError,
-    MessageError,
-    NobodyAnswersError,
-    NotFoundError,
-    StateError,
-)
+from ....schemas.wire import errors
 from ..sessions import Visitor
 from ..web import gateway_of, number_in, visitor_of
 from .requests import (
     json_body,
-    knows_external,
     metadata_in,
     note_to,
+    supports_external_weights,
     text_in,
     visitor_of_key,
 )
@@ -82,8 +76,6 @@ class RestApi:
             ("DELETE", f"{_CHECKPOINT}/publish", self.unpublish),
         ]
 
-    # -- sessions ----------------------------------------------------------------------------------
-
     async def create_session(self, request: Request) -> Response:
         """Begin a session: a name for what a client makes."""
         visitor = await visitor_of_key(request)
@@ -109,7 +101,7 @@ class RestApi:
         event = TellSession(session=session_name(text_in(body, "session_id")), event="beat")
         try:
             state = await self._records.report_event(visitor, event)
-        except NobodyAnswersError:  # the trainer starts again: the session goes on
+        except errors.NobodyAnswersError:  # the trainer starts again: the session goes on
             state = "live"
         if state == "over":
             return JSONResponse({"detail": f"session {event.session} is over"}, _GONE)
@@ -150,8 +142,6 @@ class RestApi:
             }
         )
 
-    # -- runs and checkpoints ----------------------------------------------------------------------
-
     async def list_runs(self, request: Request) -> Response:
         """List training runs, the one used last first."""
         visitor = await visitor_of_key(request)
@@ -190,7 +180,7 @@ class RestApi:
         return await self._change(request, "publish")
 
     async def unpublish(self, request: Request) -> Response:
-        """Let nobody else read a checkpoint any more."""
+        """Unpublish a checkpoint."""
         return await self._change(request, "unpublish")
 
     async def expire(self, request: Request) -> Response:
@@ -200,7 +190,7 @@ class RestApi:
         ttl = body.get("ttl_seconds")
         good = isinstance(ttl, int) and not isinstance(ttl, bool) and 1 <= ttl <= 10**10
         if ttl is not None and not good:
-            raise MessageError(
+            raise errors.MessageError(
                 f"ttl_seconds={ttl!r} is no number of seconds", hint="null: it never expires"
             )
         path = str(checkpoint_in(request))
@@ -242,7 +232,7 @@ def _cursor(offset: int, limit: int, total: int) -> dict[str, int]:
 
 def _check_project(request: Request) -> None:
     if request.query_params.get("project_id"):
-        raise MessageError("this service has no projects", hint="leave project_id out")
+        raise errors.MessageError("this service has no projects", hint="leave project_id out")
 
 
 def _name_in(body: dict[str, Any]) -> str | None:
@@ -267,8 +257,8 @@ def _run(run: TrainingRun) -> dict[str, Any]:
 
 
 def _checkpoints(request: Request, found: list[TinkerCheckpoint]) -> list[dict[str, Any]]:
-    """Return what is told of checkpoints, without those that an older SDK cannot read."""
-    whole = knows_external(request.headers.get("user-agent", ""))
+    """Return checkpoints as JSON, without those that an older SDK cannot read."""
+    whole = supports_external_weights(request.headers.get("user-agent", ""))
     return [_checkpoint(item) for item in found if whole or "/external_weights/" not in item.path]
 
 
@@ -293,7 +283,7 @@ _GATEWAY = "gateway"
 _ARCHIVE = "checkpoint.tar"
 _ARCHIVED = ("adapter_config.json", "adapter_model.safetensors")
 _COMPLETE = "checkpoint_complete"
-"""A file by which the SDK knows that an archive is whole."""
+"""A file that shows the SDK that an archive is complete."""
 _FILE = "training_runs/{run}/checkpoints/{kind}/{name}"
 
 
@@ -324,7 +314,7 @@ class Downloads:
         """Lead to the archive of a checkpoint, as SDKs before the URLs of files ask for it."""
         job, export = await self._exported(request)
         if {file.name for file in export.files} != set(_ARCHIVED):
-            raise NotFoundError(
+            raise errors.NotFoundError(
                 "an encrypted checkpoint is not given as an archive",
                 hint="take the URLs of its files",
             )
@@ -343,7 +333,7 @@ class Downloads:
             try:
                 message = FetchFile(ticket=ticket, file=file, offset=offset)
             except ValidationError:
-                raise NotFoundError("this is no URL of a checkpoint's file") from None
+                raise errors.NotFoundError("this is no URL of a checkpoint's file") from None
             user = _GATEWAY if gateway_of(request).sessions.with_keys else "local"
             return await self._trainers.ask(user, broker, job, "fetch", message, FilePart)
 
@@ -366,7 +356,7 @@ class Downloads:
         if not gateway.sessions.with_keys:
             return (await gateway.sessions.visitor(session=None, key=None)).broker
         if gateway.own is None:
-            raise StateError(
+            raise errors.StateError(
                 "this gateway cannot send files: it has no credentials",
                 hint="start it with TINKERMQ_CREDENTIALS (gateway.creds of `tinkermq init`)",
             )
@@ -383,7 +373,7 @@ async def _contents(fetch: Fetch, name: str, first: FilePart) -> AsyncIterator[b
     while sent < first.size_bytes:
         part = await fetch(name, sent)
         if not part.data or part.size_bytes != first.size_bytes:
-            raise StateError(f"{name} was saved anew while it was sent")
+            raise errors.StateError(f"{name} was saved anew while it was sent")
         sent += len(part.data)
         yield part.data
 
@@ -447,7 +437,7 @@ async def services_of(request: Request, visitor: Visitor) -> list[ServiceView]:
     async def one(offer: TrainerOffer) -> ServiceView:
         try:
             seen = await trainers.sessions(visitor.user, visitor.broker, offer.job)
-        except (NobodyAnswersError, DeadlineError):
+        except (errors.NobodyAnswersError, errors.DeadlineError):
             seen = None
         return ServiceView(offer, seen)
 
@@ -459,7 +449,9 @@ async def curves_of(request: Request, visitor: Visitor) -> ModelCurves:
     """Return the curves of the model in the path; raises NotFoundError."""
     trainers, job = gateway_of(request).trainers, request.path_params["job"]
     if job not in {offer.job for offer in await trainers.offers(visitor.broker)}:
-        raise NotFoundError(f"there is no base model of job {job[:80]!r}", hint="see `/tinker`")
+        raise errors.NotFoundError(
+            f"there is no base model of job {job[:80]!r}", hint="see `/tinker`"
+        )
     model = request.path_params["model"][:80]
     return await trainers.curves(visitor.user, visitor.broker, job, model)
 

@@ -25,30 +25,9 @@ from ....schemas.tinker.sampling import (
     SampleRequest,
     SamplerName,
 )
-from ....schemas.wire.errors import (
-    BrokerError,
-    DeadlineError,
-    MessageError,
-    NobodyAnswersError,
-    NotFoundError,
-    TinkermqError,
-)
+from ....schemas.wire import errors
 from ..sessions import Visitor
-from .requests import (
-    LARGE,
-    PROTOBUF,
-    answered,
-    in_thread,
-    json_body,
-    name_of_json,
-    name_of_protobuf,
-    new_model,
-    not_ready,
-    number_in_body,
-    raw_body,
-    text_in,
-    visitor_of_key,
-)
+from . import requests
 from .rest import Downloads, RestApi
 from .trainers import TrainerRecords, Trainers
 
@@ -98,18 +77,18 @@ class AboutApi:
         return JSONResponse({"refresh_interval_sec": _CONFIG_S, "sample_cancel_enabled": True})
 
     async def telemetry(self, request: Request) -> Response:
-        """Take what a client tells of itself, and forget it."""
+        """Accept a client's telemetry, and drop it."""
         del request
         return JSONResponse({"status": "accepted"})
 
     async def health(self, request: Request) -> Response:
-        """Say that somebody answers."""
+        """Answer that the service is there."""
         del request
         return JSONResponse({"status": "ok"})
 
     async def capabilities(self, request: Request) -> Response:
         """List the base models."""
-        visitor = await visitor_of_key(request)
+        visitor = await requests.visitor_of_key(request)
         offers = await self._trainers.offers(visitor.broker)
         return JSONResponse(
             {
@@ -129,7 +108,7 @@ class AboutApi:
 PREFIX = "/tinker/api/v1"
 _GONE = 410
 _PAUSE_S = 1.0
-"""Before a client is told that its trainer is away: it asks again at once."""
+"""Wait before the reply that a trainer is away, after which clients ask again at once."""
 
 
 def routes(trainers: Trainers) -> list[Route]:
@@ -185,33 +164,31 @@ class TinkerApi:
         self._trainers = trainers
         self._records = records
 
-    # -- models ------------------------------------------------------------------------------------
-
     async def create_model(self, request: Request) -> Response:
         """Make a model on a base."""
-        visitor = await visitor_of_key(request)
-        raw, body = await json_body(request)
-        model = new_model(body)
-        base = text_in(body, "base_model")
-        job = await self._trainers.job_of_base(visitor.user, visitor.broker, base)
+        visitor = await requests.visitor_of_key(request)
+        raw, body = await requests.json_body(request)
+        model = requests.new_model(body)
+        base = requests.text_in(body, "base_model")
+        job = await self._trainers.job_of_base(visitor.broker, base)
         return await self._submit(visitor, job, "create_model", OperationName(model, 0), raw)
 
     async def load_weights(self, request: Request) -> Response:
         """Make a model from a checkpoint, or load one into a model."""
-        visitor = await visitor_of_key(request)
-        raw, body = await json_body(request)
-        source = await self._trainers.source(visitor.broker, text_in(body, "path"))
+        visitor = await requests.visitor_of_key(request)
+        raw, body = await requests.json_body(request)
+        source = await self._trainers.source(visitor.broker, requests.text_in(body, "path"))
         if body.get("model_id") is not None:
-            return await self._operate(visitor, "load_weights", name_of_json(body), raw)
-        name = OperationName(new_model(body), 0)
+            return await self._operate(visitor, "load_weights", requests.name_of_json(body), raw)
+        name = OperationName(requests.new_model(body), 0)
         job = await self._trainers.job_of_checkpoint(visitor.user, visitor.broker, source)
         return await self._submit(visitor, job, "load_weights", name, raw)
 
     async def get_info(self, request: Request) -> Response:
         """Tell what a model is."""
-        visitor = await visitor_of_key(request)
-        _, body = await json_body(request)
-        model = ModelName.parse(text_in(body, "model_id"))
+        visitor = await requests.visitor_of_key(request)
+        _, body = await requests.json_body(request)
+        model = ModelName.parse(requests.text_in(body, "model_id"))
         job = await self._trainers.job_of_model(visitor.user, visitor.broker, model)
         info = await self._trainers.info(visitor.user, visitor.broker, model, job)
         return JSONResponse(
@@ -232,9 +209,9 @@ class TinkerApi:
 
     async def weights_info(self, request: Request) -> Response:
         """Tell what a checkpoint holds."""
-        visitor = await visitor_of_key(request)
-        _, body = await json_body(request)
-        name = await self._trainers.source(visitor.broker, text_in(body, "tinker_path"))
+        visitor = await requests.visitor_of_key(request)
+        _, body = await requests.json_body(request)
+        name = await self._trainers.source(visitor.broker, requests.text_in(body, "tinker_path"))
         info = await self._trainers.checkpoint(visitor.user, visitor.broker, name)
         return JSONResponse(
             {
@@ -248,35 +225,37 @@ class TinkerApi:
             }
         )
 
-    # -- operations --------------------------------------------------------------------------------
-
     async def forward_backward(self, request: Request) -> Response:
-        """Take a loss to compute; what is wrong with its data is told by its result."""
-        visitor = await visitor_of_key(request)
-        if not request.headers.get("content-type", "").startswith(PROTOBUF):
-            raise MessageError(
+        """Take a loss to compute; its result reports wrong data."""
+        visitor = await requests.visitor_of_key(request)
+        if not request.headers.get("content-type", "").startswith(requests.PROTOBUF):
+            raise errors.MessageError(
                 "forward_backward is taken as protobuf", hint="upgrade the SDK: tinker>=0.25"
             )
-        raw = await raw_body(request)
+        raw = await requests.raw_body(request)
         encoding = request.headers.get("content-encoding", "")
         if encoding not in ("", "identity", "zstd"):
-            raise MessageError(f"the body is encoded as {encoding!r}", hint="send zstd, or plain")
-        name = await in_thread(len(raw) > LARGE, lambda: name_of_protobuf(raw, encoding == "zstd"))
+            raise errors.MessageError(
+                f"the body is encoded as {encoding!r}", hint="send zstd, or plain"
+            )
+        name = await requests.in_thread(
+            len(raw) > requests.LARGE, lambda: requests.name_of_protobuf(raw, encoding == "zstd")
+        )
         return await self._operate(
             visitor, "forward_backward", name, raw, is_zstd=encoding == "zstd"
         )
 
     async def operation(self, kind: OperationKind, request: Request) -> Response:
         """Take another operation on a model."""
-        visitor = await visitor_of_key(request)
-        raw, body = await json_body(request)
-        return await self._operate(visitor, kind, name_of_json(body), raw)
+        visitor = await requests.visitor_of_key(request)
+        raw, body = await requests.json_body(request)
+        return await self._operate(visitor, kind, requests.name_of_json(body), raw)
 
     async def retrieve_future(self, request: Request) -> Response:
         """Answer with a result as soon as it is there, or 408 after a while."""
-        visitor = await visitor_of_key(request)
-        _, body = await json_body(request)
-        text = text_in(body, "request_id")
+        visitor = await requests.visitor_of_key(request)
+        _, body = await requests.json_body(request)
+        text = requests.text_in(body, "request_id")
         if (sample := SampleName.parse(text)) is not None:
             return await self._sampled(visitor, sample)
         name = OperationName.parse(text)
@@ -284,40 +263,42 @@ class TinkerApi:
         try:
             job = await self._trainers.job_of_model(visitor.user, visitor.broker, name.model)
             result = await self._trainers.result(visitor.user, visitor.broker, job, wanted)
-        except (BrokerError, DeadlineError, NobodyAnswersError) as error:
+        except (errors.BrokerError, errors.DeadlineError, errors.NobodyAnswersError) as error:
             await asyncio.sleep(_PAUSE_S)  # it is restarted; what it took is in its log
-            return not_ready(str(name), error.message)
-        return answered(str(name), result)
+            return requests.not_ready(str(name), error.message)
+        return requests.answered(str(name), result)
 
     async def cancel_future(self, request: Request) -> Response:
-        """End a sample whose result nobody wants."""
-        visitor = await visitor_of_key(request)
-        _, body = await json_body(request)
-        name = SampleName.parse(text := text_in(body, "request_id"))
+        """End a cancelled sample."""
+        visitor = await requests.visitor_of_key(request)
+        _, body = await requests.json_body(request)
+        name = SampleName.parse(text := requests.text_in(body, "request_id"))
         if name is None:
-            raise MessageError(
+            raise errors.MessageError(
                 f"request {text[:80]!r} cannot be cancelled", hint="only samples can be"
             )
         job = await self._trainers.job_of_sampler(visitor.user, visitor.broker, name.sampler)
         wanted = AwaitSample(request=f"{name.sampler}:{name.seq}", wait_s=0, cancel=True)
-        with suppress(NotFoundError, DeadlineError):  # it has ended, with its sampler maybe
+        with suppress(
+            errors.NotFoundError, errors.DeadlineError
+        ):  # it has ended, with its sampler maybe
             await self._trainers.sampled(visitor.user, visitor.broker, job, name.actor, wanted)
         return JSONResponse({})
 
-    # -- sampling ----------------------------------------------------------------------------------
-
     async def create_sampling_session(self, request: Request) -> Response:
         """Begin to sample from a checkpoint, or from a base model."""
-        visitor = await visitor_of_key(request)
-        _, body = await json_body(request)
-        number = number_in_body(body.get("sampling_session_seq_id"), "sampling_session_seq_id", 0)
-        session = text_in(body, "session_id")
+        visitor = await requests.visitor_of_key(request)
+        _, body = await requests.json_body(request)
+        number = requests.number_in_body(
+            body.get("sampling_session_seq_id"), "sampling_session_seq_id", 0
+        )
+        session = requests.text_in(body, "session_id")
         if body.get("model_path") is not None:
-            path = await self._trainers.source(visitor.broker, text_in(body, "model_path"))
+            path = await self._trainers.source(visitor.broker, requests.text_in(body, "model_path"))
             await self._trainers.checkpoint(visitor.user, visitor.broker, path)
             name = SamplerName.of_checkpoint(session, number, path)
         else:
-            name = SamplerName.of_base(session, number, text_in(body, "base_model"))
+            name = SamplerName.of_base(session, number, requests.text_in(body, "base_model"))
             await self._trainers.job_of_sampler(visitor.user, visitor.broker, name)
         opened = TellSession(session=session_name(session), event="sampler", sampler=str(name))
         await self._records.report_event(visitor, opened)
@@ -326,7 +307,7 @@ class TinkerApi:
 
     async def sampler(self, request: Request) -> Response:
         """Tell from what a session samples."""
-        visitor = await visitor_of_key(request)
+        visitor = await requests.visitor_of_key(request)
         name = SamplerName.parse(request.path_params["sampler"])
         if (base := name.base) is None:
             held = await self._trainers.checkpoint(visitor.user, visitor.broker, name.checkpoint)
@@ -336,12 +317,12 @@ class TinkerApi:
 
     async def sample(self, request: Request) -> Response:
         """Hand a prompt to a sampler; its continuations are asked for by `retrieve_future`."""
-        visitor = await visitor_of_key(request)
-        raw, body = await json_body(request)
+        visitor = await requests.visitor_of_key(request)
+        raw, body = await requests.json_body(request)
         if len(raw) > MAX_SAMPLE_BYTES:
             raise HTTPException(413, f"a prompt may have {MAX_SAMPLE_BYTES:,} bytes")
-        sampler = SamplerName.parse(text_in(body, "sampling_session_id"))
-        seq = number_in_body(body.get("seq_id"), "seq_id", 0, 10**19)
+        sampler = SamplerName.parse(requests.text_in(body, "sampling_session_id"))
+        seq = requests.number_in_body(body.get("seq_id"), "seq_id", 0, 10**19)
         job = await self._trainers.job_of_sampler(visitor.user, visitor.broker, sampler)
         wanted = SampleRequest(source=sampler.source, request=f"{sampler}:{seq}", body=raw)
         taken = await self._trainers.sample(visitor.user, visitor.broker, job, wanted)
@@ -357,9 +338,9 @@ class TinkerApi:
             result = await self._trainers.sampled(
                 visitor.user, visitor.broker, job, name.actor, wanted
             )
-        except (NotFoundError, DeadlineError) as error:
+        except (errors.NotFoundError, errors.DeadlineError) as error:
             return JSONResponse({"detail": error.message}, _GONE)
-        return answered(str(name), result)
+        return requests.answered(str(name), result)
 
     async def _operate(
         self,
@@ -397,7 +378,7 @@ def _guarded(endpoint: Handler) -> Callable[[Request], Coroutine[Any, Any, Respo
     async def answer(request: Request) -> Response:
         try:
             return await endpoint(request)
-        except TinkermqError as error:
+        except errors.TinkermqError as error:
             message = f"{error.message} ({error.hint})" if error.hint else error.message
             return JSONResponse({"detail": message}, error.status)
         except HTTPException as error:
@@ -408,4 +389,4 @@ def _guarded(endpoint: Handler) -> Callable[[Request], Coroutine[Any, Any, Respo
 
 async def _not_offered(request: Request) -> Response:
     path = request.path_params["path"]
-    raise NotFoundError(f"this service does not offer {request.method} /{path}")
+    raise errors.NotFoundError(f"this service does not offer {request.method} /{path}")

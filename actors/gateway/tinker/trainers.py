@@ -45,13 +45,7 @@ from ....schemas.tinker.operation import (
 )
 from ....schemas.tinker.sampling import AwaitSample, SampleRequest, SamplerName, SampleTaken
 from ....schemas.tinker.sessions import AboutSessions, ModelCurves, SessionsShown
-from ....schemas.wire.errors import (
-    CheckpointGoneError,
-    DeadlineError,
-    MessageError,
-    NobodyAnswersError,
-    NotFoundError,
-)
+from ....schemas.wire import errors
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import JobScope, rpc, tinker_inbox
 from ..sessions import Visitor
@@ -87,14 +81,14 @@ class Trainers:
         self._offers = (time.monotonic(), offers)
         return offers
 
-    async def job_of_base(self, user: str, broker: Broker, base: str) -> str:
+    async def job_of_base(self, broker: Broker, base: str) -> str:
         """Return the job that trains on a base model; raises NotFoundError."""
         offers = await self.offers(broker)
         for offer in offers:
             if offer.base == base:
                 return offer.job
         there = ", ".join(offer.base for offer in offers) or "none"
-        raise NotFoundError(
+        raise errors.NotFoundError(
             f"there is no base model {base[:200]!r} here", hint=f"this pool offers {there}"
         )
 
@@ -102,27 +96,29 @@ class Trainers:
         """Return the job that has a user's model; raises NotFoundError, NobodyAnswersError."""
         if (known := self._jobs.get((user, str(model)))) is not None:
             return known
-        away: NobodyAnswersError | None = None
+        away: errors.NobodyAnswersError | None = None
         for offer in await self.offers(broker):
             try:
                 await self.info(user, broker, model, offer.job)
-            except NobodyAnswersError as error:  # it may have the model
+            except errors.NobodyAnswersError as error:  # it may have the model
                 away = error
-            except NotFoundError:
+            except errors.NotFoundError:
                 continue
             else:
                 self.remember(user, model, offer.job)
                 return offer.job
         if away is not None:
             raise away
-        raise NotFoundError(f"there is no model {model}", hint="create_model returns a model's id")
+        raise errors.NotFoundError(
+            f"there is no model {model}", hint="create_model returns a model's id"
+        )
 
     def remember(self, user: str, model: ModelName, job: str) -> None:
         """Note which job has a user's model."""
         self._jobs[user, str(model)] = job
 
     async def info(self, user: str, broker: Broker, model: ModelName, job: str) -> ModelInfo:
-        """Return what a trainer knows of a model; raises NotFoundError."""
+        """Return a trainer's information about a model; raises NotFoundError."""
         return await self.ask(user, broker, job, "info", AboutModel(model=str(model)), ModelInfo)
 
     async def source(self, broker: Broker, path: str) -> CheckpointName:
@@ -157,28 +153,28 @@ class Trainers:
         Raises what is most telling where none has it: CheckpointGoneError, NobodyAnswersError,
         NotFoundError.
         """
-        missed: NotFoundError | None = None
-        away: NobodyAnswersError | None = None
+        missed: errors.NotFoundError | None = None
+        away: errors.NobodyAnswersError | None = None
         for offer in await self.offers(broker):
             try:
                 return offer.job, await self.ask(user, broker, offer.job, method, request, reply)
-            except NobodyAnswersError as error:
+            except errors.NobodyAnswersError as error:
                 away = error
-            except CheckpointGoneError:
-                raise  # only the one that has had it knows that
-            except NotFoundError as error:
+            except errors.CheckpointGoneError:
+                raise  # only the trainer that had it reports that
+            except errors.NotFoundError as error:
                 missed = error
         raise (
             away
             or missed
-            or NotFoundError(
+            or errors.NotFoundError(
                 "no Tinker service runs in this pool",
                 hint="start the one that has saved it: `tinkermq tinker up --model NAME=FOLDER`",
             )
         )
 
     async def sessions(self, user: str, broker: Broker, job: str) -> SessionsShown:
-        """Return a user's models on one base, and who has how much to be done there."""
+        """Return a user's models on one base, and each user's waiting operations there."""
         return await self.ask(user, broker, job, "sessions", AboutSessions(), SessionsShown, 5.0)
 
     async def curves(self, user: str, broker: Broker, job: str, model: str) -> ModelCurves:
@@ -194,7 +190,7 @@ class Trainers:
         counts.
         """
         for _ in range(_SUBMITS - 1):
-            with suppress(DeadlineError):
+            with suppress(errors.DeadlineError):
                 return await self.ask(
                     user, broker, job, "submit", operation, OperationTaken, _SUBMIT_S
                 )
@@ -248,7 +244,7 @@ class Trainers:
     async def job_of_sampler(self, user: str, broker: Broker, name: SamplerName) -> str:
         """Return the job that samples for a session; raises NotFoundError."""
         if name.base is not None:
-            return await self.job_of_base(user, broker, name.base)
+            return await self.job_of_base(broker, name.base)
         return await self.job_of_checkpoint(user, broker, name.checkpoint)
 
     async def ask(
@@ -288,7 +284,7 @@ async def _in_parts(
         left_s = max(0.0, ends - time.monotonic())
         try:
             result = await ask(min(_PART_S, left_s))
-        except DeadlineError:
+        except errors.DeadlineError:
             if time.monotonic() >= ends:
                 raise
         else:
@@ -297,7 +293,7 @@ async def _in_parts(
 
 
 class _Replies:
-    """The one subscription in which a visitor's connection hears trainers, whoever they are of."""
+    """The one subscription of a visitor's connection to all trainers."""
 
     def __init__(self, broker: Broker, user: str) -> None:
         self._broker = broker
@@ -317,14 +313,14 @@ class _Replies:
             async with asyncio.timeout(timeout_s):
                 message = await result
         except TimeoutError:
-            raise DeadlineError(
+            raise errors.DeadlineError(
                 f"the trainer of job {job} did not answer within {timeout_s:g} s",
                 hint="see what it does: `tinkermq logs`",
             ) from None
         finally:
             self.inbox.forget(inbox)
         if status_of(message) == NO_RESPONDERS:
-            raise NobodyAnswersError(
+            raise errors.NobodyAnswersError(
                 f"the trainer of job {job} is not there", hint="it starts again; see `tinkermq ps`"
             )
         if header(message, ERROR_CODE):
@@ -360,8 +356,6 @@ class TrainerRecords:
     def __init__(self, trainers: Trainers) -> None:
         """Ask `trainers`."""
         self._trainers = trainers
-
-    # -- checkpoints -------------------------------------------------------------------------------
 
     async def checkpoints(
         self, visitor: Visitor, offset: int, limit: int
@@ -402,8 +396,6 @@ class TrainerRecords:
         request = ExportCheckpoint(path=str(name))
         return await self._first(visitor, "export", request, CheckpointExport)
 
-    # -- runs --------------------------------------------------------------------------------------
-
     async def runs(
         self, visitor: Visitor, offset: int, limit: int
     ) -> tuple[list[TrainingRun], int]:
@@ -422,24 +414,25 @@ class TrainerRecords:
         request = ListRuns(model=str(model), limit=1)
         return (await self._first(visitor, "runs", request, RunPage))[1].runs[0]
 
-    # -- sessions ----------------------------------------------------------------------------------
-
     async def report_event(self, visitor: Visitor, event: TellSession) -> str:
-        """Tell all trainers of a session; return whether it is `live`, `over` or `unknown`.
+        """Report a session to all trainers; return whether it is `live`, `over` or `unknown`.
 
-        Raises NotFoundError for one of somebody else, NobodyAnswersError when none answers.
+        Raises NotFoundError for another user's, NobodyAnswersError when none answers.
         """
         offers = await self._trainers.offers(visitor.broker)
-        requests = [self._told(visitor, offer.job, event) for offer in offers]
+        requests = [self._report_session(visitor, offer.job, event) for offer in offers]
         states = [item for item in await asyncio.gather(*requests) if item is not None]
         if offers and not states:
-            raise NobodyAnswersError("no trainer answers at this moment", hint="try again")
+            raise errors.NobodyAnswersError("no trainer answers at this moment", hint="try again")
         return next((item for item in ("over", "live") if item in states), "unknown")
 
-    async def _told(self, visitor: Visitor, job: str, event: TellSession) -> str | None:
+    async def _report_session(self, visitor: Visitor, job: str, event: TellSession) -> str | None:
         try:
             return (await self._ask(visitor, job, "session", event, SessionState)).state
-        except (NobodyAnswersError, DeadlineError):  # it learns of it by what is made in it
+        except (
+            errors.NobodyAnswersError,
+            errors.DeadlineError,
+        ):  # it learns of it by what is made in it
             return None
 
     async def sessions(self, visitor: Visitor, offset: int, limit: int) -> list[TinkerSession]:
@@ -469,10 +462,10 @@ class TrainerRecords:
             ).sessions:
                 result = _joined(result, item)
         if result is None:
-            raise NotFoundError(f"there is no session {session}", hint="list_sessions lists them")
+            raise errors.NotFoundError(
+                f"there is no session {session}", hint="list_sessions lists them"
+            )
         return result
-
-    # -- asking ------------------------------------------------------------------------------------
 
     async def _ask(
         self, visitor: Visitor, job: str, method: str, request: Message, reply: type[R]
@@ -495,7 +488,7 @@ class TrainerRecords:
         if len(jobs) == 1:
             return await part(jobs[0], offset, min(limit, MAX_PAGE))
         if offset + limit > MAX_DEPTH:
-            raise MessageError(
+            raise errors.MessageError(
                 f"offset={offset} is too far into the list",
                 hint=f"the first {MAX_DEPTH:,} are listed",
             )

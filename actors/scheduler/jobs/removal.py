@@ -107,7 +107,7 @@ class Tidier:
             try:
                 async with self._view.lock(record.user):
                     await self._jobs.update(record, _marked)
-            except TinkermqError as error:  # somebody wrote it first, or the broker is away
+            except TinkermqError as error:  # another writer was first, or the broker is away
                 _log.info("tidying_waits", job=record.job, error=error.message)
 
 
@@ -237,9 +237,9 @@ class Remover:
         await self._drop_weights(record)
         await delete_job_streams(self._broker, record.scope)
         await self._drop_keys(record.scope, evaluations=False)
-        away = await self._jobs.put_away(record)
+        away = await self._jobs.move_to_archive(record)
         if away is not None:
-            self._view.put_away(away)
+            self._view.enter_archived(away)
 
     async def _unarchive(self, record: JobRecord) -> None:
         if record.has_streams:
@@ -261,8 +261,8 @@ class Remover:
         away = await self._jobs.update(
             record, lambda now: now.model_copy(update={"removal": "archive", "refused": reason})
         )
-        if (archived := await self._jobs.put_away(away)) is not None:
-            self._view.put_away(archived)
+        if (archived := await self._jobs.move_to_archive(away)) is not None:
+            self._view.enter_archived(archived)
 
     async def _drop_weights(self, record: JobRecord) -> None:
         """Remove the published versions that are files; those in the broker go with the streams."""

@@ -53,8 +53,8 @@ class SecretStore:
         """Return what a user has sealed, by name; raises AuthError for what cannot be opened."""
         return sorted(self._seal.open(sealed, user).values) if sealed else []
 
-    async def keep(self, scope: JobScope, sealed: bytes) -> list[SecretName]:
-        """Keep what a user has sealed beside what he handed over before; return all names.
+    async def add_sealed(self, scope: JobScope, sealed: bytes) -> list[SecretName]:
+        """Keep a user's sealed secrets beside earlier ones; return all names.
 
         Raises AuthError for what cannot be opened.
         """

@@ -21,21 +21,9 @@ from ....schemas.metric import EvalRecord, Presence
 from ....schemas.node import DamagedRecord, DamagedRecords, NodeStatus, SchedulerLease
 from ....schemas.tinker.operation import TrainerOffer
 from ....schemas.user import NO_BOUNDS, Quota, UserRecord
+from ....schemas.wire import subjects
 from ....schemas.wire.errors import ConflictError, MessageError, NotFoundError
 from ....schemas.wire.message import Message
-from ....schemas.wire.subjects import (
-    BUCKET_ACTORS,
-    BUCKET_ARCHIVE,
-    BUCKET_EVALS,
-    BUCKET_JOBS,
-    BUCKET_LEASES,
-    BUCKET_MACHINES,
-    BUCKET_NODES,
-    BUCKET_REQUESTS,
-    BUCKET_SECRETS,
-    BUCKET_USERS,
-    DEFAULT_USER,
-)
 from ..placement import UserShares
 from .archive import ArchivedJob, ArchivedJobs
 from .states import ACTIVE, holdings, slots_of
@@ -51,8 +39,8 @@ class JobsView:
 
     def __init__(self, broker: Broker) -> None:
         """Know nothing yet; `open` and `refresh` change that."""
-        self._jobs = Mirror(broker, BUCKET_JOBS, JobRecord)
-        self._users = Mirror(broker, BUCKET_USERS, UserRecord, prefix=USER)
+        self._jobs = Mirror(broker, subjects.BUCKET_JOBS, JobRecord)
+        self._users = Mirror(broker, subjects.BUCKET_USERS, UserRecord, prefix=USER)
         self.live: dict[str, JobRecord] = {}
         """Jobs that have not ended, by key."""
         self.waits: dict[str, tuple[int, str]] = {}
@@ -69,7 +57,7 @@ class JobsView:
         self._sized: dict[str, int] = {}
         self._places: dict[str, str] = {}
         self._num_bytes = 0
-        self._has_users = broker.user != DEFAULT_USER
+        self._has_users = broker.user != subjects.DEFAULT_USER
         self._configs: dict[str, tuple[int, JobConfig]] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
@@ -104,10 +92,11 @@ class JobsView:
         self._forget_size(key)
 
     def lock(self, user: str) -> asyncio.Lock:
-        """Return what lets one request of a user at a time count what he holds and add to it."""
+        """Return a lock, so that one request of a user at a time counts and adds to what the user
+        holds."""
         return self._locks.setdefault(user, asyncio.Lock())
 
-    def put_away(self, record: JobRecord) -> None:
+    def enter_archived(self, record: JobRecord) -> None:
         """Enter that the record of an archived job has left the bucket of jobs."""
         key = key_of(record)
         self._jobs.drop(key)
@@ -250,7 +239,7 @@ class JobsView:
         return self._of_user.get(job.user, {}).get(key_of(job), 0)
 
     def run_folders_of_others(self, user: str) -> list[tuple[str, str]]:
-        """Return run folder and owner of each job of somebody else."""
+        """Return run folder and owner of each job of other users."""
         every = (*self._every(), *self.archive.of(None))
         return [(item.run_dir, item.user) for item in every if item.user != user]
 
@@ -381,16 +370,16 @@ def size_of(record: JobRecord) -> int:
 # them by name. It reads whole buckets, so its result is reused for a while.
 
 _BUCKETS: tuple[tuple[str, type[Message], str], ...] = (
-    (BUCKET_JOBS, JobRecord, ""),
-    (BUCKET_ARCHIVE, JobRecord, ""),
-    (BUCKET_NODES, NodeStatus, ""),
-    (BUCKET_ACTORS, Presence, ""),
-    (BUCKET_EVALS, EvalRecord, ""),
-    (BUCKET_REQUESTS, RequestRecord, ""),
-    (BUCKET_SECRETS, SealedSecrets, ""),
-    (BUCKET_LEASES, SchedulerLease, ""),
-    (BUCKET_MACHINES, MachineSpending, ""),
-    (BUCKET_USERS, UserRecord, USER),
+    (subjects.BUCKET_JOBS, JobRecord, ""),
+    (subjects.BUCKET_ARCHIVE, JobRecord, ""),
+    (subjects.BUCKET_NODES, NodeStatus, ""),
+    (subjects.BUCKET_ACTORS, Presence, ""),
+    (subjects.BUCKET_EVALS, EvalRecord, ""),
+    (subjects.BUCKET_REQUESTS, RequestRecord, ""),
+    (subjects.BUCKET_SECRETS, SealedSecrets, ""),
+    (subjects.BUCKET_LEASES, SchedulerLease, ""),
+    (subjects.BUCKET_MACHINES, MachineSpending, ""),
+    (subjects.BUCKET_USERS, UserRecord, USER),
 )
 _TOLD_FOR_S = 10.0
 _MAX_TOLD = 100

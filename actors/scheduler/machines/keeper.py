@@ -226,7 +226,7 @@ class MachineKeeper:
         self._joined: set[str] = set()
         self._given: set[str] = set()
         self._known: dict[str, Machine] = {}
-        self._told = MachineList(on=config.on, least=config.least, most=config.most)
+        self._state = MachineList(on=config.on, least=config.least, most=config.most)
         self._bounds = Bounds(
             config.least, config.most, config.slots, config.idle_s, config.slot_hours_per_day
         )
@@ -237,7 +237,7 @@ class MachineKeeper:
 
     async def answer(self, _: Empty) -> MachineList:
         """Return what became of asking."""
-        return self._told
+        return self._state
 
     async def run(self, demanding: DemandSource, may_act: Callable[[], bool]) -> None:
         """Look for ever; acts only while `may_act`, which another scheduler ends."""
@@ -251,7 +251,7 @@ class MachineKeeper:
         try:
             await self._look(demanding)
         except TinkermqError as error:
-            self._told = self._told.model_copy(update={"trouble": error.message})
+            self._state = self._state.model_copy(update={"trouble": error.message})
             _log.warning("machines_not_seen", error=error.message, hint=error.hint)
 
     async def _look(self, demanding: DemandSource) -> None:
@@ -274,7 +274,7 @@ class MachineKeeper:
         needed = machines_needed(demand, self._config.slots, self._config.most - here)
         idle_s = {name: time.monotonic() - since for name, since in self._idle_since.items()}
         decision = decide(self._bounds, states, needed, idle_s, slot_hours)
-        self._told = MachineList(
+        self._state = MachineList(
             on=self._config.on,
             least=self._config.least,
             most=self._config.most,
@@ -345,7 +345,7 @@ class MachineKeeper:
                 _log.info("machine_asked", machine=name, on=self._config.on)
         except TinkermqError as error:
             self._patience.failed(error.message)
-            self._told = self._told.model_copy(update={"trouble": error.message})
+            self._state = self._state.model_copy(update={"trouble": error.message})
             _log.warning("machine_refused", error=error.message, hint=error.hint)
 
     async def _give_back(self, machine: Machine, *, drain: bool) -> None:

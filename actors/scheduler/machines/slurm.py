@@ -2,7 +2,7 @@
 
 A job's name is the machine's, and `singleton` keeps two of one name from running: who asked twice,
 after a kill in between, has one machine. Slurm sends the node SIGTERM when its time is nearly up
-or that somebody more important needs the machine; the node drains as it does on any SIGTERM. It is
+or that a more important job needs the machine; the node drains as it does on any SIGTERM. It is
 a step, and not the batch script, because only steps get the grace of a preemption. Refusals are
 reported in Slurm's words.
 """

@@ -176,7 +176,7 @@ def _listed(variable: str) -> list[str]:
 def refuse_runs_of_others(
     config: JobConfig, others: Iterable[tuple[str, str]], more: Mapping[str, str] | None = None
 ) -> None:
-    """Raise ConfigError for a value that leads into the run folder of somebody else.
+    """Raise ConfigError for a value that leads into another user's run folder.
 
     It may lead there by itself, by a link inside of the folder that it names, or by another name of
     the same file. `others` are those folders, each with its owner; what the owner's runs lie in is

@@ -53,21 +53,11 @@ from ...storage.access import (
 )
 from ...storage.checkpoints import free_copies
 from ...storage.stores import Stores
+from ..jobs import states
 from ..jobs.secrets import SecretStore
-from ..jobs.states import (
-    KINDS,
-    actors_for,
-    check_bucket,
-    check_priority,
-    check_record,
-    check_room,
-    reserved_bytes,
-    slots_of,
-    stored_bytes,
-    unplaced,
-)
 from ..jobs.view import JobsView, size_of
 from ..reconciler import Reconciler
+from . import origins
 from .access import (
     check_game,
     refuse_code_of_others,
@@ -77,18 +67,6 @@ from .access import (
     refuse_runs_of_others,
     refuse_second_service,
     refuse_unshown,
-)
-from .origins import (
-    Origins,
-    already_configured,
-    begins_with,
-    changed_config,
-    keep_checkpoint,
-    make_run_dir,
-    own_settings,
-    pin_adapters,
-    pin_models,
-    run_dir_of,
 )
 
 # -- models: nodes are asked whether they can load them --------------------------------------------
@@ -112,7 +90,7 @@ class Reader(NamedTuple):
 
     user: str
     roots: Sequence[Path]
-    """Folders below which his jobs may write; none: he may know of all."""
+    """Folders below which the user's jobs may write; none: the user may read all."""
 
     def may_know(self, model: str) -> bool:
         """Whether the answer may say what is at a path."""
@@ -260,7 +238,7 @@ class Submission:
         """Make jobs that `reconciler` takes up, with their secrets in `secrets`."""
         self._secrets = secrets
         self._broker = broker
-        self.origins = Origins(broker, view)
+        self.origins = origins.Origins(broker, view)
         """What jobs begin with."""
         self._jobs = jobs
         self._view = view
@@ -287,12 +265,12 @@ class Submission:
         return await asyncio.shield(making)
 
     def _check_kind(self, user: str, request: SubmitRequest) -> None:
-        if request.kind not in KINDS:
+        if request.kind not in states.KINDS:
             raise ConfigError(
                 f"this pool does not run jobs of kind {request.kind!r}",
-                hint=f"submit one of kind {' or '.join(KINDS)}",
+                hint=f"submit one of kind {' or '.join(states.KINDS)}",
             )
-        check_priority(user, request.priority, self._view.quota(user))
+        states.check_priority(user, request.priority, self._view.quota(user))
 
     async def tried(self, user: str, request: SubmitRequest) -> tuple[JobRecord, JobConfig]:
         """Return what a job would be, which is not made: its record and its configuration.
@@ -305,7 +283,7 @@ class Submission:
         parse_config(request.config)
         record = await self._blank(user, "tried", request)
         plan = await self._planned(record)
-        folder = run_dir_of(plan.config, self._folder_of(user))
+        folder = origins.run_dir_of(plan.config, self._folder_of(user))
         roots = [str(root) for root in plan.roots]
         fields = {"actors": plan.actors, "run_dir": str(folder), "output_roots": roots}
         return record.model_copy(update=fields), plan.config
@@ -317,12 +295,13 @@ class Submission:
             return record or await self._create(user, job or new_id(), request)
 
     def lock(self, user: str) -> asyncio.Lock:
-        """Return what lets one request of a user at a time count what he holds and add to it."""
+        """Return a lock, so that one request of a user at a time counts and adds to what the user
+        holds."""
         return self._view.lock(user)
 
     async def _blank(self, user: str, job: str, request: SubmitRequest) -> JobRecord:
         """Return the record of a job that waits for its configuration; nothing is stored."""
-        check_room(user, self._view.quota(user), self._view.held(user), max_jobs=1)
+        states.check_room(user, self._view.quota(user), self._view.held(user), max_jobs=1)
         if request.kind == "tinker":
             is_admin = self._view.is_admin(user) or not self._has_users
             refuse_second_service(request.config, self._view.offers(), is_admin=is_admin)
@@ -361,7 +340,7 @@ class Submission:
                 await self._free_copies(blank)
                 return await self._jobs.get(user, job)
             if request.sealed:
-                await self._secrets.keep(JobScope(user, job), request.sealed)
+                await self._secrets.add_sealed(JobScope(user, job), request.sealed)
             return await self._jobs.create(record, f"user {user}")
         finally:
             self._names.discard((user, blank.name))
@@ -375,7 +354,7 @@ class Submission:
             record = await self._view.get(user, request.job)
             config = merged(record.config, rename_keys(request.config))
             if record.configured:
-                return already_configured(record, config)
+                return origins.already_configured(record, config)
             if record.state != "QUEUED":
                 raise StateError(
                     f"job {record.name} is {record.state}", hint="submit it as a new job"
@@ -405,9 +384,11 @@ class Submission:
             raise plan.refusal
         if not record.fork_dir:
             await refuse_missing_models(self._broker, self._reconciler.nodes(), config, reader)
-        wanted = {"actors": actors, "stored_bytes": reserved_bytes(config)}
+        wanted = {"actors": actors, "stored_bytes": states.reserved_bytes(config)}
         self.check_growth(before, record.model_copy(update=wanted))
-        run_dir = await asyncio.to_thread(make_run_dir, config, self._folder_of(record.user))
+        run_dir = await asyncio.to_thread(
+            origins.make_run_dir, config, self._folder_of(record.user)
+        )
         judge = await self._judge(record.user, config.env.reward)
         fork_dir, adapters = await self._kept(record, run_dir)
         try:
@@ -438,27 +419,29 @@ class Submission:
         """Return a configuration that names the job's own copies of teachers and reference."""
         if not folders:
             return config
-        pinned = await asyncio.to_thread(pin_models, record, folders, run_dir, Stores(self._broker))
+        pinned = await asyncio.to_thread(
+            origins.pin_models, record, folders, run_dir, Stores(self._broker)
+        )
         return config.model_copy(update={"algorithm": config.algorithm.renamed(pinned)})
 
     async def _planned(self, record: JobRecord) -> _Plan:
         """Return what a job may do, and its actors, as its record says; raises ConfigError."""
         config = parse_config({**record.config, "name": record.name})
         if record.weights_only:
-            config = config.with_model(begins_with(record))
+            config = config.with_model(origins.begins_with(record))
         check_judge_prompt(config.env.reward)
         config, roots = await self._allowed(config, record)
         kind = "sft" if record.kind == "train" and config.sft.data else record.kind
         named = await self.origins.teachers(record, config)
-        return _Plan(config, roots, kind, actors_for(config, kind), *named)
+        return _Plan(config, roots, kind, states.actors_for(config, kind), *named)
 
     async def _kept(self, record: JobRecord, run_dir: Path) -> tuple[str, dict[str, str]]:
         """Return the job's own copies of what it begins with; of a half one nothing is left."""
         stores, fork_dir = Stores(self._broker), record.fork_dir
         try:
             if fork_dir:
-                fork_dir = await asyncio.to_thread(keep_checkpoint, record, run_dir, stores)
-            return fork_dir, await asyncio.to_thread(pin_adapters, record, run_dir, stores)
+                fork_dir = await asyncio.to_thread(origins.keep_checkpoint, record, run_dir, stores)
+            return fork_dir, await asyncio.to_thread(origins.pin_adapters, record, run_dir, stores)
         except TinkermqError:
             await self._free_copies(record)
             raise
@@ -474,15 +457,19 @@ class Submission:
 
         Raises StateError, ConfigError, PlacementError, QuotaError.
         """
-        config, actors, teachers = changed_config(record, changes), record.actors, record.teachers
+        config, actors, teachers = (
+            origins.changed_config(record, changes),
+            record.actors,
+            record.teachers,
+        )
         if changes:
             check_game(config.model_dump(mode="json", exclude_unset=True))
             before = self._view.config(record)
             config, _ = await self._allowed(config, record)
             folders, teachers = await self.origins.teachers(record, config)
             config = await self._with_models(record, config, folders, Path(record.run_dir))
-            wanted = actors_for(config, record.kind)
-            actors = actors if wanted == actors_for(before, record.kind) else wanted
+            wanted = states.actors_for(config, record.kind)
+            actors = actors if wanted == states.actors_for(before, record.kind) else wanted
         self.refuse_placing(record.user, actors)
         fields: dict[str, Any] = {
             "attempt": record.attempt + 1,
@@ -490,8 +477,8 @@ class Submission:
             "stop_complete": False,
             "stopped_by": "",
             "losses": 0,
-            "stored_bytes": reserved_bytes(config),
-            "actors": unplaced(actors),
+            "stored_bytes": states.reserved_bytes(config),
+            "actors": states.unplaced(actors),
         }
         if changes:
             fields["config"] = config.model_dump(mode="json", exclude_unset=True)
@@ -504,7 +491,9 @@ class Submission:
         """Raise PlacementError or QuotaError for actors that have no place here."""
         self._reconciler.refuse_impossible(actors)
         quota = self._view.quota(user)
-        check_room(user, quota, {}, max_slots=slots_of(actors), max_actors=len(actors))
+        states.check_room(
+            user, quota, {}, max_slots=states.slots_of(actors), max_actors=len(actors)
+        )
 
     async def plan_on_gpus(self, kind: str, config: JobConfig, reader: Reader) -> Plan | None:
         """Return what a training job takes on the pool's GPUs.
@@ -539,7 +528,7 @@ class Submission:
             refuse_other_stores(config, record.user, operator_stores())
             others = self._view.run_folders_of_others(record.user)
             await asyncio.to_thread(
-                refuse_runs_of_others, config, others, named_by(own_settings(record))
+                refuse_runs_of_others, config, others, named_by(origins.own_settings(record))
             )
         return config, roots
 
@@ -548,16 +537,16 @@ class Submission:
         user, new = after.user, size_of(after)
         more = new - (size_of(before) if before is not None else 0)
         if more > 0:
-            check_record(after, new)
+            states.check_record(after, new)
             is_admin = self._view.is_admin(user) or not self._has_users
-            check_bucket(self._view.record_bytes(), more, is_admin=is_admin)
-        check_room(
+            states.check_bucket(self._view.record_bytes(), more, is_admin=is_admin)
+        states.check_room(
             user,
             self._view.quota(user),
             self._view.held(user),
             max_live_jobs=int(before is None or is_final(before)),
             max_record_bytes=more,
-            max_stored_bytes=after.stored_bytes - stored_bytes(before),
+            max_stored_bytes=after.stored_bytes - states.stored_bytes(before),
         )
 
     def reader(self, user: str, roots: Sequence[Path]) -> Reader:

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -35,6 +35,7 @@ from ....schemas.tinker.sampling import (
 )
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import ModelError, TinkermqError
+from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import JobScope
 from ...engine.engine import AdapterEngine, Generation, OnToken, PromptScores, Sampling
 from ...policy.model_folder import load_model_config, load_tokenizer
@@ -42,6 +43,8 @@ from ...rollout.players import load_base, start_engine
 from ...storage.tinker_checkpoints import CheckpointFolders
 from ..fair_share import FairShare
 from ..user_records import find_snapshot, mark_of
+
+M = TypeVar("M", bound=Message)
 
 # -- finding and fetching adapters -----------------------------------------------------------------
 
@@ -93,13 +96,13 @@ class Snapshots:
         of the first one is not there.
         """
         if self._is_here is None:
-            reply = await self._find(FindSnapshot())
+            reply = await self._ask("find", FindSnapshot(), FoundSnapshot)
             self._is_here = bool(reply.mark) and reply.mark == mark_of(self._folder)
         name = source.checkpoint
         if self._is_here:
             return await asyncio.to_thread(self._found, user, source, name)
         request = FindSnapshot(user=user, path=str(name), moves=source.moves)
-        reply = await self._find(request)
+        reply = await self._ask("find", request, FoundSnapshot)
         engine_name = _engine_name(reply.owner, source, reply.path, reply.seq)
         return Snapshot(engine_name, reply.seq, user, source, reply.path, None, reply.files)
 
@@ -147,30 +150,19 @@ class Snapshots:
                 file=file,
                 offset=offset,
             )
-            part = await self._part(request)
+            part = await self._ask("fetch", request, SnapshotPart)
             if not part.data:
                 raise ModelError(f"{file} of {snapshot.path} is cut off", hint="sample again")
             parts.append(part.data)
             offset += len(part.data)
         await asyncio.to_thread(target.write_bytes, b"".join(parts))
 
-    async def _find(self, request: FindSnapshot) -> FoundSnapshot:
+    async def _ask(self, verb: str, request: Message, reply: type[M]) -> M:
         return await call(
             self._broker,
-            self._scope.snapshot("find"),
+            self._scope.snapshot(verb),
             request,
-            FoundSnapshot,
-            timeout_s=_TIMEOUT_S,
-            waiting_for=_TRAINER,
-            idempotent=True,
-        )
-
-    async def _part(self, request: FetchSnapshot) -> SnapshotPart:
-        return await call(
-            self._broker,
-            self._scope.snapshot("fetch"),
-            request,
-            SnapshotPart,
+            reply,
             timeout_s=_TIMEOUT_S,
             waiting_for=_TRAINER,
             idempotent=True,
@@ -293,7 +285,7 @@ class SampledAdapters:
 
     def _drop(self, place: _Place) -> None:
         del self._places[place.snapshot.name]
-        place.ready.cancel()  # nobody waits for it any more
+        place.ready.cancel()  # no longer awaited
         self._engine.drop_adapter(place.snapshot.name)
         self._free(place.snapshot)
 

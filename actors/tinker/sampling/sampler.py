@@ -27,15 +27,8 @@ from ....schemas.tinker import wire
 from ....schemas.tinker.operation import OperationResult
 from ....schemas.tinker.sampling import AwaitSample, SampleRequest, SamplerName, SampleTaken
 from ....schemas.tinker.wire import TinkerBody
+from ....schemas.wire import errors
 from ....schemas.wire.bounds import MAX_TOP_K
-from ....schemas.wire.errors import (
-    BusyError,
-    DataError,
-    DeadlineError,
-    MessageError,
-    NotFoundError,
-    TinkermqError,
-)
 from ....schemas.wire.subjects import rpc, user_of_rpc
 from ...engine.engine import Drawn, PromptScores, Sampling
 from ...policy.chat import ChatTokenizer, open_chat
@@ -45,15 +38,7 @@ from ...runtime import JobContext, settle_memory
 from ...storage.tinker_checkpoints import TINKER_FOLDER
 from ..apply import as_failure
 from ..fair_share import ShareFollower
-from .engines import (
-    EngineOfUser,
-    MeteredEngine,
-    SampledAdapters,
-    SampledBase,
-    Snapshot,
-    Snapshots,
-    open_engine,
-)
+from . import engines
 
 # -- `asample`: a JSON request and its protobuf result ---------------------------------------------
 
@@ -79,15 +64,15 @@ class PromptBody(BaseModel):
         """Return its tokens; raises DataError for other parts, and tokens that there are not."""
         for chunk in self.chunks:
             if chunk.type != "encoded_text":
-                raise DataError(
+                raise errors.DataError(
                     f"the prompt holds a chunk of type {chunk.type}", hint="send encoded_text"
                 )
         tokens = [token for chunk in self.chunks for token in chunk.tokens]
         if not tokens:
-            raise DataError("the prompt is empty", hint="send at least one token")
+            raise errors.DataError("the prompt is empty", hint="send at least one token")
         for token in (min(tokens), max(tokens)):
             if not 0 <= token < vocab:
-                raise DataError(
+                raise errors.DataError(
                     f"token {token} of the prompt is outside the vocabulary",
                     hint=f"the model has {vocab:,} tokens, from 0 on",
                 )
@@ -141,7 +126,7 @@ def write_samples(
 ) -> bytes:
     """Return continuations as clients read them, and what is known of the prompt.
 
-    `with_logprobs` tells that its tokens' log-probs are wanted, beside the likeliest.
+    `with_logprobs`: also return its tokens' log-probs, beside the likeliest.
     """
     message = wire.SampleResponse()
     for sequence in sequences:
@@ -175,9 +160,9 @@ class PathAnswers:
     def __init__(
         self,
         model: ModelConfig,
-        engine: MeteredEngine,
-        adapters: SampledAdapters,
-        find: Callable[[str, str], Awaitable[Snapshot | None]],
+        engine: engines.MeteredEngine,
+        adapters: engines.SampledAdapters,
+        find: Callable[[str, str], Awaitable[engines.Snapshot | None]],
         *,
         max_context: int,
     ) -> None:
@@ -203,7 +188,7 @@ class PathAnswers:
         def cancel(message: Msg) -> None:
             try:
                 cancel = CancelInference.from_bytes(message.data)
-            except MessageError as error:
+            except errors.MessageError as error:
                 _log.warning("cancel_ignored", error=error.message)
             else:
                 parts.cancel(cancel.request, user_of_rpc(message.subject))
@@ -219,7 +204,7 @@ class PathAnswers:
                 chat = await self._tokenizer()
                 adapter = await self._loaded(using, snapshot, request)
                 answers = Answers(
-                    EngineOfUser(self._engine, user, adapter),
+                    engines.EngineOfUser(self._engine, user, adapter),
                     chat,
                     lambda: request.adapter,
                     max_context=self._max_context,
@@ -232,7 +217,7 @@ class PathAnswers:
     async def _loaded(
         self,
         using: contextlib.AsyncExitStack,
-        snapshot: Snapshot | None,
+        snapshot: engines.Snapshot | None,
         request: ChatRequest | CompletionRequest,
     ) -> str:
         """Return the engine's name of an adapter, which it has while `using` is open."""
@@ -240,9 +225,9 @@ class PathAnswers:
             async with asyncio.timeout(request.deadline_s):
                 return await using.enter_async_context(self._adapters.using(snapshot))
         except TimeoutError as error:
-            if isinstance(error, DeadlineError):
+            if isinstance(error, errors.DeadlineError):
                 raise
-            raise DeadlineError(
+            raise errors.DeadlineError(
                 f"{request.adapter} had no place in its sampler for {request.deadline_s:g} s",
                 hint="ask again, allow more time, or raise tinker.sampled_at_once",
             ) from None
@@ -259,7 +244,7 @@ class PathAnswers:
         prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
         more = prompts * request.decoding.num_choices
         if self._num_open[user] + more > MAX_ANSWERS:
-            raise BusyError(
+            raise errors.BusyError(
                 f"user {user!r} has {self._num_open[user]:,} answers under way, {more:,} more are "
                 f"over the limit of {MAX_ANSWERS:,}",
                 hint="wait for some of them",
@@ -289,16 +274,16 @@ class _Open:
 
     work: "asyncio.Task[OperationResult]"
     num_samples: int
-    told: float = field(default_factory=time.monotonic)
+    requested_at: float = field(default_factory=time.monotonic)
     """When it was last asked for."""
 
 
 async def run_sampler(context: JobContext) -> None:
-    """Sample until told to stop."""
+    """Sample until stopped."""
     await context.serve_control()
-    base = await open_engine(context.config)
+    base = await engines.open_engine(context.config)
     settle_memory()
-    snapshots = Snapshots(context.broker, context.scope, context.run_dir / TINKER_FOLDER)
+    snapshots = engines.Snapshots(context.broker, context.scope, context.run_dir / TINKER_FOLDER)
     try:
         await Sampler(context, base, snapshots).run()
     finally:
@@ -309,13 +294,17 @@ async def run_sampler(context: JobContext) -> None:
 class Sampler:
     """Answers requests to sample."""
 
-    def __init__(self, context: JobContext, base: SampledBase, snapshots: Snapshots) -> None:
+    def __init__(
+        self, context: JobContext, base: engines.SampledBase, snapshots: engines.Snapshots
+    ) -> None:
         self._context = context
         self._engine = base.engine
         self._snapshots = snapshots
         at_once = context.config.tinker.sampled_at_once
-        self._adapters = SampledAdapters(base.engine, at_once, snapshots.fetch, snapshots.free)
-        self._metered = MeteredEngine(base.engine, context.config.generator.num_requests)
+        self._adapters = engines.SampledAdapters(
+            base.engine, at_once, snapshots.fetch, snapshots.free
+        )
+        self._metered = engines.MeteredEngine(base.engine, context.config.generator.num_requests)
         weights, tokens = self._metered.weights, self._metered.tokens
         self._shares = ShareFollower(context, weights, lambda: tokens, sampler=context.name)
         self._parts = PartsService(context.broker, context.service)
@@ -374,7 +363,7 @@ class Sampler:
                 if newest.version > running.version:
                     async with self._adapters.using(newest):
                         pass
-            except TinkermqError as error:  # they go on with what they have
+            except errors.TinkermqError as error:  # they go on with what they have
                 _log.warning("samples_stay", adapter=running.name, error=error.message)
 
     async def _take(self, request: SampleRequest, context: RequestContext) -> SampleTaken:
@@ -382,7 +371,7 @@ class Sampler:
         mine = self._open.setdefault(context.user, OrderedDict())
         if (match := mine.get(request.request)) is None:
             if len(mine) >= MAX_OPEN:
-                raise BusyError(
+                raise errors.BusyError(
                     f"user {context.user!r} has {MAX_OPEN:,} samples under way",
                     hint="wait for some of them",
                 )
@@ -398,11 +387,11 @@ class Sampler:
         """Return a result as soon as there is one."""
         match = self._open.get(context.user, {}).get(request.request)
         if match is None:
-            raise NotFoundError(
+            raise errors.NotFoundError(
                 f"sampler {self._context.name} has no request {request.request[-40:]}",
                 hint="sample again",
             )
-        match.told = time.monotonic()
+        match.requested_at = time.monotonic()
         if request.cancel:
             del self._open[context.user][request.request]
             match.work.cancel()
@@ -411,23 +400,23 @@ class Sampler:
             return OperationResult(state="failed", error="it was cancelled", category="user")
         if not match.work.done():
             return OperationResult(queue_reason="it is being sampled")
-        match.told = time.monotonic()
+        match.requested_at = time.monotonic()
         return match.work.result()
 
     def _sweep(self) -> None:
-        """Forget results that were told, or that nobody asks for."""
+        """Drop results that were sent, or are no longer requested."""
         before = time.monotonic() - KEPT_S
         for user, mine in list(self._open.items()):
             for request, one in list(mine.items()):
-                if one.work.done() and one.told < before:
+                if one.work.done() and one.requested_at < before:
                     del mine[request]
             if not mine:
                 del self._open[user]
 
-    async def _admitted(self, user: str, source: str) -> Snapshot | None:
+    async def _admitted(self, user: str, source: str) -> engines.Snapshot | None:
         """Return what a user's samples are drawn with, None for the base.
 
-        Raises NotFoundError, and ExhaustedError for a user who has no tokens left.
+        Raises NotFoundError, and ExhaustedError for a user without tokens left.
         """
         self._shares.check(user)
         self._metered.count(user, 0)  # so that the quota is asked for, too
@@ -435,24 +424,26 @@ class Sampler:
         if name.base is None:
             return await self._snapshots.find(user, name)
         if name.base != self._context.config.tinker.base:
-            raise NotFoundError(f"there is no base model {name.base!r} here")
+            raise errors.NotFoundError(f"there is no base model {name.base!r} here")
         return None
 
     async def _done(
-        self, user: str, body: SampleBody, snapshot: Snapshot | None
+        self, user: str, body: SampleBody, snapshot: engines.Snapshot | None
     ) -> OperationResult:
         try:
             written = await self._sampled(user, body, snapshot)
             self._context.progressed()
             return OperationResult(state="done", body=written, is_proto=True)
-        except TinkermqError as error:
+        except errors.TinkermqError as error:
             return as_failure(error)
         except Exception as error:  # noqa: BLE001  one request: the others go on
             _log.exception("sample_failed")
             message = f"the sampler failed: {type(error).__name__}; its log has the details"
             return OperationResult(state="failed", error=message, category="server")
 
-    async def _sampled(self, user: str, body: SampleBody, snapshot: Snapshot | None) -> bytes:
+    async def _sampled(
+        self, user: str, body: SampleBody, snapshot: engines.Snapshot | None
+    ) -> bytes:
         prompt = body.prompt.token_ids(self._vocab)
         async with self._adapters.using(snapshot) as adapter:
             scored = asyncio.ensure_future(self._scored(user, prompt, body, adapter))

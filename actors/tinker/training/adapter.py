@@ -94,7 +94,7 @@ class AdapterInUse:
     def add(self, layer: str, rows: Tensor, whole: Tensor) -> Tensor:
         """Return a layer's products float[rows, out] with what is in use added to them.
 
-        `whole` is nobody else's and may be written over. Raises RuntimeError where the layer is
+        `whole` is not shared and may be overwritten. Raises RuntimeError where the layer is
         given other rows than those that are shared out.
         """
         if not self._shares:

@@ -1,6 +1,6 @@
 """Adapters in folders: as PEFT reads them, with the optimiser's state in a file of its own.
 
-`adapter_model.safetensors` and `adapter_config.json` are PEFT's; `tinkermq.json` tells what made
+`adapter_model.safetensors` and `adapter_config.json` are PEFT's; `tinkermq.json` records what made
 the adapter and how far it came, `optimizer.safetensors` holds the moments. A folder is written
 under a hidden name and renamed. One that another program wrote is read, too, if its tensors are
 those of an adapter of ours; alphas of its own go into B, and layers of a smaller rank get the
@@ -54,7 +54,7 @@ class StoredAdapter:
 
     folder: Path
     base_model: str
-    """The name of its base, or the path that PEFT's file tells; empty where none does."""
+    """The name of its base, or the path in PEFT's file; empty if there is none."""
     rank: int
     spec: LoraSpec | None
     """What made it; None where another program did."""

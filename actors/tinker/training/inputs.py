@@ -64,7 +64,7 @@ class DataReader:
     ) -> DatumBatch:
         """Check data for the loss called `name`, and lay it out.
 
-        What only tells log-probs needs no weights, and passes over inputs that its loss does not
+        A pass for log-probs needs no weights, and passes over inputs that its loss does not
         have. Raises DataError that names the datum, the field and the value.
         """
         if not data:
@@ -212,7 +212,7 @@ class PendingWindow:
     """The forward_backward calls that one optim_step will apply.
 
     One that failed fails that optim_step: a program that does not look at its results would train
-    on half a batch otherwise. Whoever refuses a call before it comes here tells `fail`.
+    on half a batch otherwise. Earlier refusals of a call are reported to `fail`.
     """
 
     def __init__(self) -> None:
@@ -234,7 +234,7 @@ class PendingWindow:
         return window
 
     def begin(self, operation: str) -> str:
-        """Note that a call begins; return its name, one that tells its place if it has none."""
+        """Record the start of a call; return its name, by default one from its place."""
         self.num_calls += 1
         name = operation or f"forward_backward {self.num_calls} of this window"
         self._open.append(name)
@@ -245,7 +245,7 @@ class PendingWindow:
         self._open.remove(name)
 
     def fail(self, name: str, reason: str) -> None:
-        """Note that a call failed; the first one that did so is told."""
+        """Record that a call failed; the first one is reported."""
         if name in self._open:
             self._open.remove(name)
         self._failed = self._failed or (name, reason)

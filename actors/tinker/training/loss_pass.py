@@ -33,7 +33,7 @@ from .inputs import DatumBatch
 from .losses import LossFunction, OutputLayer, PlacedTargets, Targets
 
 # Packing, by the learner's packer. The learner's sequences end with the token that their last
-# column predicts; the targets of data are given, so one more token stands behind each, which nobody
+# column predicts; the targets of data are given, so one more token stands behind each, which is not
 # reads.
 
 
@@ -46,7 +46,7 @@ def pack_data(
 ) -> list[MicroBatch]:
     """Pack the tokens of data into micro-batches of at most so many columns, padding included.
 
-    `index_N` of a micro-batch tells its positions among those of all data one after the other. A
+    `index_N` of a micro-batch has its positions among those of all data in order. A
     datum longer than a micro-batch is one of its own. With `share_prompts` what data begin with in
     common is there once for each row. Deterministic.
     """
@@ -226,7 +226,7 @@ _MOST_PADDED = 1.5
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of one pass, or of nobody."""
+    """Rows of one pass, or empty ones."""
 
     micro: MicroBatch
     owner: LossPass | None
@@ -341,7 +341,7 @@ def _fit(base: SharedBase, passes: Sequence[LossPass]) -> bool:
 
 
 def _joined(micros: Sequence[MicroBatch]) -> MicroBatch:
-    """Lay the rows of micro-batches below each other; what tells of sequences is the first's."""
+    """Stack the rows of micro-batches; sequence fields are the first's."""
     if len(micros) == 1:
         return micros[0]
     columns = max(micro.input_ids_BT.shape[1] for micro in micros)
@@ -375,7 +375,7 @@ def _padded(micro: MicroBatch, columns: int) -> MicroBatch:
 
 
 def _among(base: SharedBase, part: _Part, company: Company) -> list[_Part]:
-    """Return a part among rows that nobody reads, as it once stood among those of others."""
+    """Return a part among unused rows, as it once stood among those of others."""
     before, behind, columns = company
     flat, device = base.scorer.flat_rows, base.scorer.device
     fillers = [_filler(size, columns, flat, device) for size in (before, behind)]

@@ -38,7 +38,7 @@ from ...training.model import Scorer
 def target_logprobs(logits_UV: Tensor, place_E: Tensor, targets_E: Tensor) -> Tensor:
     """Return the log-prob of each target at its column: float32[E].
 
-    The backward pass writes over the logits, so they must be nobody else's; it runs once.
+    The backward pass writes over the logits, so they must not be shared; it runs once.
     """
     return cast(Tensor, _TargetLogprobs.apply(logits_UV.float(), place_E, targets_E))
 
@@ -121,7 +121,7 @@ class LossFunction:
 
     @property
     def has_bounds(self) -> bool:
-        """Whether it tells which ratios were out of bounds."""
+        """Whether it reports which ratios were out of bounds."""
         return _LOW in self.config
 
     def active_E(self, targets: Targets) -> Tensor:

@@ -68,7 +68,7 @@ class AdapterTrainer:
     ) -> None:
         """Take over a model, which is frozen and whose linear layers are wrapped.
 
-        `base_model` is its name, by which folders of adapters are told apart; `base_path` the
+        `base_model` is its name, which distinguishes folders of adapters; `base_path` the
         folder that they name for PEFT. `microbatch_tokens` bounds the columns of one forward and
         backward pass, `logits_bytes` the logits that are held at once. The base is held and
         computes in `dtype`, adapters are float32. With `mixed` a pass may hold micro-batches of
@@ -123,8 +123,6 @@ class AdapterTrainer:
         if device is not None:
             cast(nn.Module, model).to(device)
         return cls(model, base_model=base_model or folder, base_path=folder, **options)
-
-    # -- adapters ------------------------------------------------------------------------------
 
     def create(self, model_id: str, spec: LoraSpec) -> None:
         """Give a model a fresh adapter, which changes nothing yet.
@@ -193,8 +191,6 @@ class AdapterTrainer:
         """Return copies of the state of a model's optimiser, on the CPU."""
         return self._of(model_id).moments()
 
-    # -- operations ----------------------------------------------------------------------------
-
     def begin(
         self,
         model_id: str,
@@ -206,7 +202,7 @@ class AdapterTrainer:
         operation: str = "",
         companies: Sequence[Company] | None = None,
     ) -> LossPass:
-        """Check a call and lay it out; whoever asked computes it by its micro-batches.
+        """Check a call and lay it out; the caller computes it by its micro-batches.
 
         With `backward` its gradients add up with those since the last optim_step, and if it fails
         that optim_step will; `operation` is how it is called there. With the `companies` that it
@@ -240,7 +236,7 @@ class AdapterTrainer:
             try:
                 compute(self._base, chosen)
                 return chosen
-            except Exception:  # noqa: BLE001  whoever is to blame fails alone
+            except Exception:  # noqa: BLE001  only the operation at fault fails
                 _log.exception("mixed_pass_failed", losses=len(chosen))
                 for one, before in zip(chosen, gradients, strict=True):
                     one.adapter.put_gradients(before)
@@ -285,8 +281,6 @@ class AdapterTrainer:
             raise
         return adapter.step(params)
 
-    # -- folders -------------------------------------------------------------------------------
-
     def save(
         self, model_id: str, folder: Path, *, with_optimizer: bool, lasting: bool = True
     ) -> None:
@@ -325,8 +319,6 @@ class AdapterTrainer:
         adapter.put(stored.tensors, stored.moments)
         self._adapters[model_id] = adapter
         self._windows[model_id] = PendingWindow()
-
-    # -- checks --------------------------------------------------------------------------------
 
     def _check_mixed(self) -> None:
         """Prove that adapters beside each other add to their own rows; else raises ModelError."""

@@ -171,8 +171,6 @@ class AgentRun:
             info["limit"] = ending.how
         return StepResult("", reward.reward, done=True, info=info)
 
-    # -- setup ---------------------------------------------------------------------------------
-
     def _write_task(self, folder: ProgramFolder) -> None:
         write_json(folder["task"] / _name(INPUT), self.episode.task_input)
         folder.give_away("task")
@@ -193,8 +191,6 @@ class AgentRun:
                 f"agent.setup {words.get(how, _ended(how, exit_code))}",
                 hint=f"it printed: {one.program.printed.tail().strip()[-_SHOWN_CHARS:]}",
             )
-
-    # -- the program ---------------------------------------------------------------------------
 
     async def _run(self, folder: ProgramFolder, begun: Callable[[], None]) -> Ending:
         """Run the program until it has ended with all its processes."""
@@ -270,8 +266,6 @@ class AgentRun:
 
     def _filled(self, command: list[str]) -> list[str]:
         return filled(self._config, command, last_user_text(self.prompt))
-
-    # -- its reward ----------------------------------------------------------------------------
 
     async def _reward(self, folder: ProgramFolder, outcome: Outcome) -> ProgramReward:
         """Return the reward of the episode; RewardError if nothing gives one."""

@@ -1,6 +1,5 @@
 """What a program gets: its command, its variables, and the files with its task."""
 
-import base64
 import json
 import os
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ....schemas.config.agent import AgentConfig
+from ...chat_messages import json_default
 from ...dataset import TRUTH_COLUMNS, Record
 from ...game import ChatMessage
 from ...running.episodes import Opening
@@ -52,7 +52,7 @@ def prompt_of(opening: Opening) -> list[ChatMessage]:
 
 def last_user_text(messages: Sequence[ChatMessage]) -> str:
     """Return what the user says last, as text."""
-    texts = [one["content"] for one in messages if one.get("role") == "user"]
+    texts = [message["content"] for message in messages if message.get("role") == "user"]
     content = texts[-1] if texts else ""
     if isinstance(content, str):
         return content
@@ -103,7 +103,7 @@ def reward_variables(config: AgentConfig, episode: ProgramEpisode) -> dict[str, 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write an object for a program to read; bytes are written as base64."""
-    path.write_text(json.dumps(value, default=_plain, ensure_ascii=False), "utf-8", "replace")
+    path.write_text(json.dumps(value, default=json_default, ensure_ascii=False), "utf-8", "replace")
 
 
 def _own() -> dict[str, str]:
@@ -142,17 +142,11 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
     """Fill one word; what is filled in is not looked at again."""
     parts: list[str] = []
     while word:
-        at, name = min(((word.find(one), one) for one in values if one in word), default=(-1, ""))
+        at, name = min(
+            ((word.find(value), value) for value in values if value in word), default=(-1, "")
+        )
         if at < 0:
             break
         parts += [word[:at], values[name]]
         word = word[at + len(name) :]
     return "".join([*parts, word])
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return str(value)

@@ -98,7 +98,7 @@ class _Stream:
     printed: Printed
     is_out: bool
 
-    def take(self, chunk: bytes) -> None:
+    def add(self, chunk: bytes) -> None:
         (self.printed.out if self.is_out else self.printed.errors).add(chunk)
         self.printed.both.add(chunk)
 
@@ -154,7 +154,7 @@ class OutputReader:
         except BlockingIOError:
             return
         if chunk:
-            stream.take(chunk)
+            stream.add(chunk)
             return
         self._selector.unregister(file)
         os.close(file)

@@ -95,7 +95,7 @@ class ImageRoot:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            return  # somebody else uses them
+            return  # others use them
         else:
             _remove(self._folder)
         finally:
@@ -120,7 +120,7 @@ class ImageRoot:
         return (self._folder / "complete").exists()
 
     def _write(self, tool: str, name: str) -> None:
-        """Write the files out, unless somebody else has meanwhile."""
+        """Write the files out, unless written meanwhile."""
         os.close(self._lock)
         self._lock = _held(self._folder, exclusive=True)
         if not self._is_complete():

@@ -17,16 +17,7 @@ import structlog
 from ....broker.client.connection import Broker
 from ....broker.client.parts import SharedInbox, ask_parts
 from ....schemas.agent import CallDelivered, CallDelta, CallPart, CallRequest, CancelCall
-from ....schemas.wire.errors import (
-    BrokerError,
-    ConflictError,
-    DeadlineError,
-    DeniedError,
-    InternalError,
-    LogInRefusedError,
-    NobodyAnswersError,
-    TinkermqError,
-)
+from ....schemas.wire import errors
 from ...model_apis.answers import FinishReason, TokenLogprob
 from ..episode import ContextTooLong, EpisodeLimit, EpisodeOver
 from .exchange import NobodyPlays, TooLarge
@@ -38,8 +29,13 @@ MAX_LEFT = 64
 """Calls of one episode whose programs have gone, and that are kept for a while."""
 _LARGE = 64 << 10
 """Bytes of a request that is packed in a thread: the loop serves others meanwhile."""
-_PASSING = (NobodyAnswersError, DeadlineError, BrokerError, ConflictError)
-_LASTING = (DeniedError, LogInRefusedError)
+_PASSING = (
+    errors.NobodyAnswersError,
+    errors.DeadlineError,
+    errors.BrokerError,
+    errors.ConflictError,
+)
+_LASTING = (errors.DeniedError, errors.LogInRefusedError)
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -141,9 +137,9 @@ class ProxyTimes:
     adopt_s: float = 30.0
     """For the same request once more, when a program has gone before its answer was whole."""
     silence_s: float = 10.0
-    """Without a sign of life from who answers, until he is taken for dead."""
+    """Silence after which an answering generator counts as dead."""
     pause_s: float = 0.25
-    """Before somebody is looked for again."""
+    """Wait before another generator is looked for."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +190,9 @@ class CallAsker:
     ) -> None:
         """Say whether a program has the end of an answer."""
         delivered = CallDelivered(calls=calls, whole=whole)
-        with contextlib.suppress(TinkermqError):  # unknown, then, until a later call shows it
+        with contextlib.suppress(
+            errors.TinkermqError
+        ):  # unknown, then, until a later call shows it
             await self.broker.publish(subjects.delivered, delivered.to_bytes())
 
 
@@ -206,7 +204,7 @@ class RunningCall:
     ) -> None:
         """Begin to ask what came in a body of `num_bytes`."""
         self.answer = GatheredAnswer(request.num_choices)
-        self.error: TinkermqError | None = None
+        self.error: errors.TinkermqError | None = None
         self.request = request
         self.is_delivered = False
         """Whether a program has all of it."""
@@ -236,7 +234,7 @@ class RunningCall:
         finally:
             self._listeners.discard(woken)
 
-    def end(self, error: TinkermqError) -> None:
+    def end(self, error: errors.TinkermqError) -> None:
         """Stop with an error, which every request that waits for it gets."""
         if not self.is_over:
             self.error = error
@@ -262,13 +260,13 @@ class RunningCall:
         try:
             await self._ask_until_whole()
             self._note()
-        except TinkermqError as error:
+        except errors.TinkermqError as error:
             self.error = error
             if isinstance(error, EpisodeLimit | ContextTooLong):
                 self._opened.episode.limit = error.code
         except Exception as error:  # noqa: BLE001  the call's boundary: record, reveal no details
             _log.exception("call_failed", episode=self._opened.episode.episode)
-            self.error = InternalError(f"the call failed: {type(error).__name__}")
+            self.error = errors.InternalError(f"the call failed: {type(error).__name__}")
         self._wake()
         if self.answer.is_whole and not self._listeners and not self.request.count_only:
             await self.delivered(whole=False)
@@ -378,7 +376,7 @@ class ProgramCalls:
                 self._left[oldest].cancel()
                 self._give_up(_digest_of(self._calls, oldest), oldest)
 
-    def end(self, error: TinkermqError) -> list[RunningCall]:
+    def end(self, error: errors.TinkermqError) -> list[RunningCall]:
         """End all of them; return them."""
         for timer in self._left.values():
             timer.cancel()

@@ -72,13 +72,13 @@ class BodyRoom:
         """Allow so many bytes."""
         self._left = num_bytes
 
-    def take(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int) -> None:
         """Take some; BusyError where so much is not left."""
         if num_bytes > self._left:
             raise BusyError("too many large requests are being read", hint="send fewer at once")
         self._left -= num_bytes
 
-    def give(self, num_bytes: int) -> None:
+    def release(self, num_bytes: int) -> None:
         """Give some back."""
         self._left += num_bytes
 
@@ -132,13 +132,13 @@ class HttpExchange:
                 piece = message.get("body", b"")
                 if len(raw) + len(piece) > most:
                     raise _too_large(most)
-                room.take(len(piece))
+                room.reserve(len(piece))
                 taken += len(piece)
                 raw += piece
                 if not message.get("more_body", False):
                     return bytes(raw)
         finally:
-            room.give(taken)
+            room.release(taken)
 
     def watch(self, wake: Callable[[], object]) -> None:
         """From now on notice when the program goes away, and call `wake` then."""

@@ -251,8 +251,8 @@ class ModelCalls:
                 await call.delivered(whole=arrived)
         if waiting.api is RESPONSES and call.error is None:
             opened, reading = waiting.opened, waiting.reading
-            opened.answers.keep(reading.id, reading.kept(call.answer))
-            opened.inputs.keep(reading.id, reading.kept_input())
+            opened.answers.add(reading.id, reading.kept(call.answer))
+            opened.inputs.add(reading.id, reading.kept_input())
 
     async def _stream(self, waiting: _Waiting) -> None:
         exchange, call, reading = waiting.exchange, waiting.call, waiting.reading

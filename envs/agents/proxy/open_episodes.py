@@ -45,7 +45,7 @@ class KeptAnswers:
         """Keep up to `room` bytes."""
         self._kept: FIFOCache[str, KeptAnswer] = FIFOCache(room, lambda one: one.num_bytes)
 
-    def keep(self, name: str, answer: KeptAnswer) -> None:
+    def add(self, name: str, answer: KeptAnswer) -> None:
         """Keep an answer by its id; the oldest go when there is no more room."""
         with suppress(ValueError):  # it is larger than the room
             self._kept[name] = answer
@@ -178,7 +178,7 @@ class OpenEpisodes:
     def find(self, presented: Iterable[str]) -> OpenEpisode:
         """Return the episode of one of the keys that came with a request.
 
-        Only digests under a salt of ours are looked up, so that the time that it takes tells
+        Only digests under a salt of ours are looked up, so that the time that it takes reveals
         nothing of other keys. Raises KeyRefused, which says what is wrong.
         """
         past = ""

@@ -342,8 +342,8 @@ async def _answered(routes: ProxyRoutes, post: EpisodePost) -> EpisodePosted:
         sent.append(message)
 
     await routes(scope, receive, send)
-    told = {name.decode(): value.decode("latin-1") for name, value in sent[0]["headers"]}
-    passed_on = {name: value for name, value in told.items() if name.startswith(_PASSED_ON)}
+    headers = {name.decode(): value.decode("latin-1") for name, value in sent[0]["headers"]}
+    passed_on = {name: value for name, value in headers.items() if name.startswith(_PASSED_ON)}
     body = b"".join(message.get("body", b"") for message in sent)
     return EpisodePosted(status=sent[0]["status"], headers=passed_on, body=body)
 

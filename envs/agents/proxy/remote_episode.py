@@ -16,17 +16,8 @@ from ....broker.client.connection import Broker
 from ....broker.client.keys import EpisodeIdentity
 from ....broker.client.parts import SharedInbox, ask_parts, last_part
 from ....schemas.agent import EpisodePost, EpisodePosted, ReportedCall
+from ....schemas.wire import errors
 from ....schemas.wire.codec import read_json
-from ....schemas.wire.errors import (
-    AuthError,
-    BrokerError,
-    DeadlineError,
-    DeniedError,
-    LogInRefusedError,
-    NobodyAnswersError,
-    NotFoundError,
-    TinkermqError,
-)
 from ...http_server import Receive, Scope, Send
 from ..episode import EpisodeOver, ProgramEpisode
 from .calls import CallAsker, ProgramCalls, ProxyTimes
@@ -138,18 +129,16 @@ class RemoteEpisode:
             await call.settle()
         if self._told[0] and not self.over:
             self._episode.num_open = 0
-            with contextlib.suppress(TinkermqError, TimeoutError):
+            with contextlib.suppress(errors.TinkermqError, TimeoutError):
                 async with asyncio.timeout(_ANSWERED_S):
                     await self._ask(self._post())
         await self.broker.close()
-
-    # -- what its calls need -----------------------------------------------------------------------
 
     async def note_answered(self, names: list[str], calls: list[int]) -> None:
         """Report an answered call to the host, before the program gets its end."""
         self._unsaid.append(ReportedCall(names=names, calls=calls))
         del self._unsaid[:-_MAX_UNSAID]
-        with contextlib.suppress(TinkermqError, TimeoutError):  # then with the next report
+        with contextlib.suppress(errors.TinkermqError, TimeoutError):  # then with the next report
             async with asyncio.timeout(_ANSWERED_S):
                 await self._ask(self._post())
 
@@ -157,15 +146,13 @@ class RemoteEpisode:
         """Learn which call an id means, which another gateway may have answered."""
         try:
             self._opened.call_number(name)
-        except NotFoundError:
+        except errors.NotFoundError:
             posted = await self._ask_patiently(
                 self._post(method="GET", path=f"/v1/episode/calls/{name[:512]}")
             )
             if posted.status == 200:
                 value: Any = read_json(posted.body)
                 self._opened.learn([name], [int(value["call"])])
-
-    # -- the host ----------------------------------------------------------------------------------
 
     async def _relay(self, exchange: HttpExchange, opened: OpenEpisode) -> None:
         """Let the host answer a request."""
@@ -197,9 +184,9 @@ class RemoteEpisode:
         while True:
             try:
                 return await self._ask(post)
-            except (DeniedError, LogInRefusedError):
+            except (errors.DeniedError, errors.LogInRefusedError):
                 raise
-            except (NobodyAnswersError, DeadlineError, BrokerError) as error:
+            except (errors.NobodyAnswersError, errors.DeadlineError, errors.BrokerError) as error:
                 if self.over or time.monotonic() > deadline:
                     raise NobodyPlays(
                         f"the host of the episode does not answer: {self.over or error.message}",
@@ -221,10 +208,10 @@ class RemoteEpisode:
         )
         try:
             posted = await last_part(parts)
-        except (NobodyAnswersError, DeadlineError):
+        except (errors.NobodyAnswersError, errors.DeadlineError):
             self._miss()
             raise
-        except AuthError as error:
+        except errors.AuthError as error:
             self._end(error.message)
             raise KeyRefused(error.message, hint=error.hint) from error
         self._away_since, self._away_s = None, self._times.away_s
@@ -244,7 +231,7 @@ class RemoteEpisode:
                     await episode.changed.wait()
             episode.changed.clear()
             if episode.num_open or self._told != (episode.num_open, episode.limit):
-                with contextlib.suppress(TinkermqError):  # the next report has it
+                with contextlib.suppress(errors.TinkermqError):  # the next report has it
                     await self._ask(self._post())
             await asyncio.sleep(_PAUSE_S)
 

@@ -99,9 +99,9 @@ async def test_an_admin_is_told_of_all_jobs_and_stops_one_by_its_id(
 ) -> None:
     jobs = [await submitted(scheduled, user, tmp_path) for user in ("ada", "mallory")]
     root, ada = Pool(await scheduled.user("root")), Pool(await scheduled.user("ada"))
-    told = {one.job: one for one in await root.told_jobs(widest=True)}
+    told = {one.job: one for one in await root.all_jobs(widest=True)}
     assert told.keys() >= {one.job for one in jobs}
-    own = await ada.told_jobs(widest=True)
+    own = await ada.all_jobs(widest=True)
     assert {one.user for one in own} == {"ada"}
     hers = next(one for one in jobs if one.user == "ada")
     stopped = await root.stop(hers.job)

@@ -117,7 +117,7 @@ async def test_a_flood_of_requests_ends_neither_scheduler_nor_the_answers_to_oth
         subject = rpc("mallory", "scheduler", "list")
         async with flood(pool, "publish", "mallory", subject, str(num_bytes)):
             for _ in range(NUM_ASKED):
-                await ada.told_jobs()
+                await ada.all_jobs()
                 await ask_users(ada.broker, "me", Empty(), UserReply)
 
             async def told() -> bool:
@@ -126,7 +126,7 @@ async def test_a_flood_of_requests_ends_neither_scheduler_nor_the_answers_to_oth
                 )
 
             await eventually(told, "the flood to be noticed")
-            await ada.told_jobs()
+            await ada.all_jobs()
         after = await leases.get("scheduler")
         assert scheduler.poll() is None
         assert before is not None

@@ -88,7 +88,7 @@ async def test_a_list_that_is_too_large_for_one_answer_comes_in_pages(
     )
     assert 1 <= len(first.records) < 7
     assert first.after
-    assert [one.job for one in await lister.told_jobs()] == made[::-1]
+    assert [one.job for one in await lister.all_jobs()] == made[::-1]
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,9 @@ async def test_a_model_whose_trainer_may_be_away_is_not_said_to_be_missing(
         assert await trainers.job_of_model("local", own_broker, MODEL) == "here"
         with pytest.raises(NobodyAnswersError):
             await trainers.job_of_model("local", own_broker, ModelName("s1", 1))
-        assert await trainers.job_of_base("local", own_broker, "b/away") == "away"
+        assert await trainers.job_of_base(own_broker, "b/away") == "away"
         with pytest.raises(NotFoundError, match="this pool offers b/away, b/here"):
-            await trainers.job_of_base("local", own_broker, "b/other")
+            await trainers.job_of_base(own_broker, "b/other")
 
 
 async def test_that_a_checkpoint_has_expired_is_told_by_the_service_that_had_it(

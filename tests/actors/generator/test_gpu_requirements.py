@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 from tinkermq.actors.engine.gpu_requirements import (
-    Card,
+    GpuState,
     check_instances,
     check_kernels,
     check_versions,
     installed_versions,
     lack_of_memory,
-    own_card,
+    read_own_gpu,
 )
 from tinkermq.schemas.config.job import GeneratorConfig
 from tinkermq.schemas.wire.errors import ConfigError
@@ -26,7 +26,7 @@ from tinkermq.schemas.wire.errors import ConfigError
 from tests.support.nvml import MigNvml, Nvml
 
 GIB = 1 << 30
-H100 = Card("NVIDIA H100", "GPU-1", 80 * GIB, 79 * GIB, (9, 0))
+H100 = GpuState("NVIDIA H100", "GPU-1", 80 * GIB, 79 * GIB, (9, 0))
 A100 = replace(H100, model="NVIDIA A100", capability=(8, 0))
 L4 = replace(H100, model="NVIDIA L4", capability=(8, 9))
 FP8 = "generator.quantization=fp8 needs a GPU of compute capability 8.9, and "
@@ -39,16 +39,16 @@ def vllm(**keys: Any) -> GeneratorConfig:
 
 def test_a_process_knows_the_first_gpu_that_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", Nvml().nvmlDeviceGetUUID(3))
-    card = own_card(Nvml)
+    card = read_own_gpu(Nvml)
     assert card is not None
     assert (card.total_bytes, card.free_bytes) == (141 * GIB, 138 * GIB)
     assert (card.capability, card.is_instance) == ((9, 0), False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-102-c2b1")
-    instance = own_card(MigNvml)
+    instance = read_own_gpu(MigNvml)
     assert instance is not None
     assert (instance.total_bytes, instance.is_instance) == (35 * GIB, True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert own_card(Nvml) is None
+    assert read_own_gpu(Nvml) is None
 
 
 @pytest.mark.parametrize(
@@ -65,14 +65,14 @@ def test_a_process_knows_the_first_gpu_that_it_sees(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_keys_whose_kernels_a_card_lacks_are_refused(
-    keys: dict[str, Any], card: Card | None, message: str
+    keys: dict[str, Any], card: GpuState | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_kernels(vllm(**keys), card)
 
 
 @pytest.mark.parametrize("card", [H100, L4])
-def test_newer_cards_have_all_kernels(card: Card) -> None:
+def test_newer_cards_have_all_kernels(card: GpuState) -> None:
     check_kernels(vllm(quantization="fp8", kv_cache_dtype="fp8", batch_invariant=True), card)
     check_kernels(vllm(), A100)
 

@@ -11,22 +11,21 @@ from tinkermq.actors.learner import gpu_turns
 from tinkermq.actors.learner.gpu_turns import (
     GpuTurns,
     GpuUse,
-    ModelBytes,
     choose_gpu_use,
-    count_bytes,
     gpu_use_of,
+    held_bytes,
 )
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import call
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.control import GpuTurn, GpuTurnRequest
+from tinkermq.schemas.plan.cards import find_card
 from tinkermq.schemas.wire.errors import ConfigError, EngineError, NobodyAnswersError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.contexts import job_context
 
-GIB = 1 << 30
-H100 = 80 * GIB
+H100 = find_card("H100")
 
 
 def config(**sections: Any) -> JobConfig:
@@ -34,63 +33,72 @@ def config(**sections: Any) -> JobConfig:
     return JobConfig.model_validate({"model": {"path": "m"}, "env": {"game": "g"}, **sections})
 
 
-def bytes_of(billions: float, **sections: Any) -> tuple[JobConfig, ModelBytes]:
-    """Return a job in bfloat16 that trains so many parameters, and what it holds."""
-    job = config(
-        learner={"dtype": "bfloat16", **sections.pop("learner", {})},
-        generator={"dtype": "bfloat16", **sections.pop("generator", {})},
-        **sections,
-    )
-    model = torch.nn.Linear(1000, round(billions * 1e6), bias=False, device="meta")
-    return job, count_bytes(job, [model])
+def job_of(size: str, **sections: Any) -> JobConfig:
+    """Return a job that trains a model of a known shape, with vLLM."""
+    generator = {"engine": "vllm", **sections.pop("generator", {})}
+    model = {"path": f"Qwen/Qwen2.5-{size}-Instruct"}
+    return config(model=model, generator=generator, **sections)
 
 
-def test_what_a_model_holds_is_counted() -> None:
-    _, held = bytes_of(1)
-    assert (held.learner, held.engine) == (18 * 10**9, 2 * 10**9)
-    job = config()
-    model = torch.nn.Sequential(torch.nn.Linear(10, 10, bias=False), torch.nn.Linear(10, 1))
-    model[0].requires_grad_(False)  # as beside an adapter
-    held = count_bytes(job, [model])
-    assert (held.learner, held.engine) == (4 * 100 + 16 * 11, 4 * 111)
-    critic = torch.nn.Linear(50, 1, bias=False)
-    with_critic = count_bytes(job, [model], [critic])
-    assert with_critic.learner == held.learner + 16 * 50
-    with_reference = count_bytes(config(algorithm={"kl_coef": 0.1}), [model])
-    assert with_reference.learner == held.learner + 4 * 111
-    assert with_reference.engine == with_critic.engine == held.engine
-    _, offloaded = bytes_of(1, learner={"cpu_offload": True})
-    assert offloaded.learner == 0
+PASSES = {"learner": {"microbatch_tokens": 8192}}
 
 
 @pytest.mark.parametrize(
-    ("billions", "sleeps"), [(0.5, False), (1.5, False), (3.0, True), (3.4, True)]
+    ("size", "sections", "sleeps"),
+    [
+        ("0.5B", {}, False),
+        ("1.5B", {}, True),  # its passes are as large as the GPU holds
+        ("1.5B", PASSES, False),
+        ("3B", PASSES, False),
+        ("7B", {"lora": {"rank": 32}}, True),
+        ("7B", {"learner": {"cpu_offload": True}}, True),
+    ],
 )
 def test_both_overlap_where_they_fit_and_take_turns_where_they_do_not(
-    billions: float, sleeps: bool
+    size: str, sections: dict[str, Any], sleeps: bool
 ) -> None:
-    job, held = bytes_of(billions)
-    use = choose_gpu_use(job, held, H100)
+    job = job_of(size, **sections)
+    held = held_bytes(job, H100, [], [])
+    use = choose_gpu_use(job, held, H100.memory_bytes)
     assert use.sleeps == sleeps
     assert use.memory_share is not None
-    of_engine = use.memory_share * H100
-    assert of_engine >= held.engine + 0.09 * H100  # its weights, and a cache
-    activations = 0 if sleeps else 0.25 * H100
-    assert held.learner + activations + of_engine <= 0.95 * H100
+    of_engine = use.memory_share * H100.memory_bytes
+    assert of_engine >= held.engine + 0.09 * H100.memory_bytes  # a cache, too
+    of_learner = held.stored if sleeps else held.step
+    assert of_learner + of_engine <= 0.95 * H100.memory_bytes
+    assert held.step <= 0.95 * H100.memory_bytes
 
 
 def test_a_model_that_does_not_fit_beside_itself_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"do not fit on one GPU of 80 GiB: .*126.8, .*14.1"):
-        choose_gpu_use(*bytes_of(7.564), H100)
-    job, held = bytes_of(7.564, learner={"cpu_offload": True})
-    assert not choose_gpu_use(job, held, H100).sleeps
+    job = job_of("7B")
+    with pytest.raises(
+        ConfigError, match=r"do not fit on one GPU of 80 GiB: the learner holds 85\.1 from step to"
+    ):
+        choose_gpu_use(job, held_bytes(job, H100, [], []), H100.memory_bytes)
 
 
 def test_a_share_and_a_way_that_the_user_names_are_taken() -> None:
-    job, held = bytes_of(0.5, generator={"memory_share": 0.3, "sleep": "always"})
-    assert choose_gpu_use(job, held, H100) == GpuUse(0.3, True)
-    job, held = bytes_of(3, generator={"memory_share": 0.3, "sleep": "never"})
-    assert choose_gpu_use(job, held, H100) == GpuUse(0.3, False)
+    for sleep, sleeps in (("always", True), ("never", False)):
+        job = job_of("3B", generator={"memory_share": 0.3, "sleep": sleep})
+        held = held_bytes(job, H100, [], [])
+        assert choose_gpu_use(job, held, H100.memory_bytes) == GpuUse(0.3, sleeps)
+
+
+def test_parameters_are_counted_of_a_model_whose_shape_is_not_known() -> None:
+    job, quarter = config(), round(0.25 * H100.memory_bytes)
+    model = torch.nn.Sequential(torch.nn.Linear(10, 10, bias=False), torch.nn.Linear(10, 1))
+    model[0].requires_grad_(False)  # as beside an adapter
+    held = held_bytes(job, H100, [model], [])
+    assert (held.stored, held.engine) == (2 * 100 + 18 * 11, 2 * 111)
+    assert held.step == held.stored + quarter
+    critic = torch.nn.Linear(50, 1, bias=False)
+    with_critic = held_bytes(job, H100, [model], [critic])
+    assert with_critic.stored == held.stored + 18 * 50
+    with_reference = held_bytes(config(algorithm={"kl_coef": 0.1}), H100, [model], [])
+    assert with_reference.stored == held.stored + 2 * 111
+    assert with_reference.engine == with_critic.engine == held.engine
+    offloaded = held_bytes(config(learner={"cpu_offload": True}), H100, [model], [])
+    assert offloaded.stored == 2 * 100
 
 
 def test_on_a_cpu_an_engine_sleeps_when_it_is_told_to() -> None:

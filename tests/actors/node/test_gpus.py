@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from tinkermq.actors.gpus import Gpus, find_gpus, unseen_gpu
@@ -200,7 +201,7 @@ async def test_an_actor_sees_its_own_gpus_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eval", "train"])
-def test_every_actor_that_evaluates_a_model_sees_a_gpu(kind: str) -> None:
+def test_every_actor_that_evaluates_a_model_sees_a_gpu(kind: Literal["eval", "train"]) -> None:
     tree = {
         "model": {"path": "m"},
         "env": {"game": "g"},

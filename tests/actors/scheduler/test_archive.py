@@ -91,7 +91,7 @@ async def test_pages_hold_archived_jobs_at_their_places(stack: Stack) -> None:
     jobs = [await _cancelled(stack, name) for name in "abcd"]
     await _until_away(stack, *jobs[:2])
     await Pool(stack.broker).archive_run("a", undo=True)  # the oldest is at hand, a newer one not
-    everything = await Pool(stack.broker).told_jobs(archived=True)
+    everything = await Pool(stack.broker).all_jobs(archived=True)
     assert [one.name for one in everything] == ["d", "c", "b", "a"]
 
 
@@ -120,7 +120,7 @@ async def test_a_job_asked_to_be_deleted_while_it_is_archived_is_deleted(stack: 
         job, lambda now: now.model_copy(update={"removal": "delete"})
     )
     with pytest.raises(Exception, match="not to be archived any more"):
-        await stack.jobs.put_away(archiving)
+        await stack.jobs.move_to_archive(archiving)
     assert (await stack.jobs.get("local", job.job)).removal == "delete"
 
 
