@@ -16,7 +16,7 @@ import structlog
 
 from ...broker.disk import remedy
 from ...schemas.config.job import JobConfig
-from ...schemas.plan.cards import Card
+from ...schemas.plan.cards import GpuCard
 from ...schemas.plan.plan import choose_learner_settings, find_models
 from ...schemas.task import BatchRecord
 from ...schemas.wire.errors import EngineError, OutOfMemoryError, StorageError, TinkermqError
@@ -28,7 +28,7 @@ _log = structlog.get_logger()
 
 
 def with_chosen_settings(
-    config: JobConfig, card: Card | None, *, shared: bool = False
+    config: JobConfig, card: GpuCard | None, *, shared: bool = False
 ) -> JobConfig:
     """Return a configuration whose `auto` keys of the learner are settled for a card.
 

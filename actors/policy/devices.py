@@ -6,7 +6,7 @@ from typing import Any, Literal, cast
 import torch
 
 from ...schemas.config.sections import Dtype, resolve_dtype
-from ...schemas.plan.cards import Card, card_like
+from ...schemas.plan.cards import GpuCard, card_like
 from ..gpus import unseen_gpu
 
 
@@ -33,7 +33,7 @@ def own_device() -> torch.device:
     return first_device(num_gpus)
 
 
-def own_card() -> Card | None:
+def own_card() -> GpuCard | None:
     """Return the first GPU that this process sees; None on a CPU."""
     if not torch.cuda.is_available():
         return None

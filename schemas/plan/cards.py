@@ -20,7 +20,7 @@ MAX_CARDS = 4096
 
 
 @dataclass(frozen=True)
-class Card:
+class GpuCard:
     """One GPU, or a MIG slice of one."""
 
     name: str
@@ -48,7 +48,7 @@ class Card:
 class CardSet:
     """Equal cards, in equal machines."""
 
-    card: Card
+    card: GpuCard
     machines: int
     per_machine: int
 
@@ -62,9 +62,9 @@ class CardSet:
         return whole if self.machines == 1 else f"{self.machines}x{whole}"
 
 
-def _card(name: str, mib: int, bf16: float, tf32: float, gbps: float, link: float) -> Card:
+def _card(name: str, mib: int, bf16: float, tf32: float, gbps: float, link: float) -> GpuCard:
     fp8 = name in ("H100", "H100 NVL", "H100 PCIe", "H200", "B200", "L40S", "L4", "RTX 4090")
-    return Card(
+    return GpuCard(
         name,
         mib * _MIB,
         bf16 * _TERA,
@@ -103,7 +103,7 @@ def known_cards() -> list[str]:
     return list(_CARDS)
 
 
-def find_card(name: str, memory_bytes: int = 0) -> Card:
+def find_card(name: str, memory_bytes: int = 0) -> GpuCard:
     """Return the card of a name; `memory_bytes` is what its driver reports, if that is known.
 
     Raises ConfigError, naming the known ones.
@@ -135,15 +135,15 @@ def find_card(name: str, memory_bytes: int = 0) -> Card:
     )
 
 
-def card_like(name: str, memory_bytes: int) -> Card:
+def card_like(name: str, memory_bytes: int) -> GpuCard:
     """Return the card that a driver reports; of an unknown one only its memory is known."""
     try:
         return find_card(name, memory_bytes)
     except ConfigError:
-        return Card(name, memory_bytes, 0.0, 0.0, 0.0, 0.0, has_fp8=True)
+        return GpuCard(name, memory_bytes, 0.0, 0.0, 0.0, 0.0, has_fp8=True)
 
 
-def _find(text: str, memory_bytes: int, cut_from: Card | None) -> Card | None:
+def _find(text: str, memory_bytes: int, cut_from: GpuCard | None) -> GpuCard | None:
     """Return the whole card that a name in small letters contains, else that of a slice."""
     words = text.split()
 
@@ -171,7 +171,7 @@ def _find(text: str, memory_bytes: int, cut_from: Card | None) -> Card | None:
     return named or cut_from
 
 
-def _of_slice(parts: int, gigabytes: int) -> Card | None:
+def _of_slice(parts: int, gigabytes: int) -> GpuCard | None:
     """Return the card that a slice without its card's name, as Kubernetes has it, is cut from.
 
     Slices of A100 80GB and H100 have the same names: the slower card is returned.

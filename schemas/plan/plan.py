@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 from ..config.job import JobConfig
 from ..config.sections import Dtype, resolve_dtype
 from ..wire.errors import ConfigError, ModelError, PlacementError
-from .cards import Card, CardSet, find_card
+from .cards import CardSet, GpuCard, find_card
 from .memory import (
     GIB,
     PASSING,
@@ -103,7 +103,7 @@ class EngineSettings:
 
 
 def choose_learner_settings(
-    job: JobConfig, models: JobModels, card: Card, *, shared: bool = False
+    job: JobConfig, models: JobModels, card: GpuCard, *, shared: bool = False
 ) -> LearnerSettings:
     """Return the settings of a learner on cards of this kind; `auto` keys are chosen.
 
@@ -144,7 +144,7 @@ def _terms(job: JobConfig, models: JobModels, settings: LearnerSettings) -> list
     return learner_terms(load)
 
 
-def choose_engine_settings(job: JobConfig, models: JobModels, card: Card) -> EngineSettings:
+def choose_engine_settings(job: JobConfig, models: JobModels, card: GpuCard) -> EngineSettings:
     """Return the settings of a generator's engine on cards of this kind."""
     is_large = card.memory_bytes >= _LARGE_CARD
     batched = job.generator.max_batched_tokens
@@ -218,7 +218,7 @@ class ActorMemory:
 def estimate_memory(
     job: JobConfig,
     models: JobModels,
-    card: Card,
+    card: GpuCard,
     learner: LearnerSettings,
     engine: EngineSettings,
     *,
@@ -243,7 +243,7 @@ def estimate_memory(
 
 
 def refuse_too_large(
-    job: JobConfig, models: JobModels, card: Card, *, shared: bool = False
+    job: JobConfig, models: JobModels, card: GpuCard, *, shared: bool = False
 ) -> list[ActorMemory]:
     """Return what the cards of each actor hold; raise PlacementError for what a card cannot hold.
 
@@ -274,7 +274,7 @@ def refuse_too_large(
     return actors
 
 
-def _refuse_missing_kernels(job: JobConfig, models: JobModels, card: Card) -> None:
+def _refuse_missing_kernels(job: JobConfig, models: JobModels, card: GpuCard) -> None:
     if models.policy.quantization == "fp8" and not card.has_fp8:
         raise PlacementError(
             f"model.path={job.model.path} has FP8 weights, for which {card.name} has no kernels",
@@ -387,7 +387,7 @@ def estimate_times(
 
 
 def _generation_s(
-    job: JobConfig, shape: ModelShape, card: Card, engine: EngineSettings, reached: Efficiencies
+    job: JobConfig, shape: ModelShape, card: GpuCard, engine: EngineSettings, reached: Efficiencies
 ) -> float:
     generator, rollout = job.generator, job.rollout
     if not generator.count or job.sft.data:
@@ -410,7 +410,11 @@ def _generation_s(
 
 
 def _training_s(
-    job: JobConfig, models: JobModels, card: Card, learner: LearnerSettings, reached: Efficiencies
+    job: JobConfig,
+    models: JobModels,
+    card: GpuCard,
+    learner: LearnerSettings,
+    reached: Efficiencies,
 ) -> float:
     rollout, tasks = job.rollout, job.training.batch_size
     prompts = tasks * (1 if job.learner.share_prompts else rollout.group_size)

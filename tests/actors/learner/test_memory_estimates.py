@@ -46,10 +46,8 @@ KINDS = {
     "Qwen3": Qwen3Config(**_shape(256, 4, 4, 768, 2048), head_dim=128, tie_word_embeddings=True),
     "Llama": LlamaConfig(**_shape(256, 4, 4, 768, 2048)),
     "experts": Qwen3MoeConfig(
-        **_shape(256, 4, 4, 768, 2048),
-        head_dim=64,
-        moe_intermediate_size=256,
-        num_experts=8,
+        **_shape(256, 4, 4, 768, 2048)
+        | {"head_dim": 64, "moe_intermediate_size": 256, "num_experts": 8},
         num_experts_per_tok=2,
         tie_word_embeddings=True,
     ),
