@@ -393,7 +393,7 @@ class LearnerConfigDict(TypedDict, total=False):
     dtype: Literal['auto', 'float32', 'bfloat16']
     """Compute dtype; master weights, gradients and optimiser state are float32. auto: bfloat16 on a GPU, float32 on CPUs."""
     publish_dtype: Literal['auto', 'float32', 'bfloat16']
-    """Dtype of the weights that generators get. auto: the learner's compute dtype."""
+    """Dtype of the weights that generators get. auto: that of `generator.dtype`."""
     deterministic: bool
     """Use deterministic CUDA kernels only, so that `tinkermq replay` comes to the same bits on a GPU: slower. On CPUs results are the same bits anyway."""
     max_row_tokens: int
@@ -531,13 +531,13 @@ class SelfPlayConfigDict(TypedDict, total=False):
 
 class WeightsConfigDict(TypedDict, total=False):
     transport: Literal['auto', 'object', 'file', 'nccl']
-    """object: through NATS; file: a shared folder; nccl: from the learner's memory by torch.distributed, with NCCL between GPUs and gloo otherwise; auto: nccl where learner and generator share a GPU, else object."""
+    """object: through NATS; file: a shared folder; nccl: from the learner's memory by torch.distributed, with NCCL between GPUs, CUDA IPC on one GPU, and gloo otherwise; auto: nccl where learner and generator share a GPU, else object."""
     folder: str | None
     """The shared folder; default: the run folder."""
     chunk_bytes: int
     """Size of one message."""
     differences: bool
-    """Send 16-bit weights (`learner.publish_dtype: bfloat16`) as differences where smaller; learner and generators then hold two versions in memory."""
+    """Send 16-bit weights as differences where smaller; learner and generators then hold two versions in memory."""
     full_snapshot_every: int
     """Every N versions one is stored whole, for receivers that join or were away."""
     sha256: bool

@@ -76,6 +76,12 @@ class ScriptedEngine:
         """Refuse: a script knows no log-probs."""
         raise EngineError("a script scores no prompts")
 
+    async def sleep(self) -> None:
+        """Stay as it is: a script takes no memory of a GPU."""
+
+    async def wake(self) -> None:
+        """Stay as it is."""
+
     def cancel(self, request_id: str) -> None:
         """End a request."""
         self._cancelled.add(request_id)

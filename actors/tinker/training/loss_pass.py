@@ -30,7 +30,7 @@ from ...training.micro_batch import MicroBatch, TokenSequence, ranges
 from ...training.packing import pack
 from .adapter import Adapter, RowShare, SharedBase
 from .inputs import DatumBatch
-from .losses import LossFunction, OutputLayer, PlacedTargets, Targets
+from .losses import LossFunction, LossReader, PlacedTargets, Targets
 
 # Packing, by the learner's packer. The learner's sequences end with the token that their last
 # column predicts; the targets of data are given, so one more token stands behind each, which is not
@@ -123,7 +123,7 @@ class LossPass:
         self._past = companies
         self._batch = batch
         self._loss = loss
-        self._output = OutputLayer(base.scorer, loss, config, base.logits_columns)
+        self._output = LossReader(base.scorer, loss, config, base.logits_columns)
         self._at_end = at_end
         self._micros = pack_data(
             batch.tokens,

@@ -279,7 +279,7 @@ class _Columns:
     """Whether a backward pass has anything to do."""
 
 
-class OutputLayer:
+class LossReader:
     """Reads the hidden states of micro-batches for one loss."""
 
     def __init__(

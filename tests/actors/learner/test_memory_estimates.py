@@ -43,7 +43,9 @@ SIZES = {
     "14 M": Qwen2Config(**_shape(320, 8, 10, 1280, 3072), tie_word_embeddings=False),
 }
 KINDS = {
-    "Qwen3": Qwen3Config(**_shape(256, 4, 4, 768, 2048), head_dim=128, tie_word_embeddings=True),
+    "Qwen3": Qwen3Config(
+        **_shape(256, 4, 4, 768, 2048) | {"head_dim": 128}, tie_word_embeddings=True
+    ),
     "Llama": LlamaConfig(**_shape(256, 4, 4, 768, 2048)),
     "experts": Qwen3MoeConfig(
         **_shape(256, 4, 4, 768, 2048)

@@ -116,13 +116,6 @@ def test_versions_that_may_be_needed_follow_from_the_configuration(
     assert num_versions(config_of(**sections), differences=differences) == versions
 
 
-def test_weights_are_published_in_the_dtype_of_the_engine_unless_another_is_set() -> None:
-    assert config_of().publish_dtype == "float32"
-    assert config_of(generator={"dtype": "bfloat16"}).publish_dtype == "bfloat16"
-    set_one = {"generator": {"dtype": "bfloat16"}, "learner": {"publish_dtype": "float32"}}
-    assert config_of(**set_one).publish_dtype == "float32"
-
-
 def test_tied_tensors_count_once_and_lie_in_one_buffer() -> None:
     first, second, other = nn.Linear(3, 8), nn.Linear(3, 8, bias=False), nn.Linear(1, 1)
     second.weight = first.weight
