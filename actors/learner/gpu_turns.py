@@ -19,7 +19,7 @@ from torch import nn
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import Dtype, resolve_dtype
 from ...schemas.control import GpuTurn, GpuTurnRequest
-from ...schemas.plan.cards import Card
+from ...schemas.plan.cards import GpuCard
 from ...schemas.plan.memory import stored_bytes
 from ...schemas.plan.plan import (
     choose_engine_settings,
@@ -96,7 +96,7 @@ def choose_gpu_use(config: JobConfig, held: HeldBytes, card_bytes: int) -> GpuUs
 
 
 def held_bytes(
-    config: JobConfig, card: Card, policies: Sequence[nn.Module], critics: Sequence[nn.Module]
+    config: JobConfig, card: GpuCard, policies: Sequence[nn.Module], critics: Sequence[nn.Module]
 ) -> HeldBytes:
     """Estimate what learner and engine hold on a card.
 
@@ -117,7 +117,7 @@ def held_bytes(
 
 
 def _count_bytes(
-    config: JobConfig, card: Card, policies: Sequence[nn.Module], critics: Sequence[nn.Module]
+    config: JobConfig, card: GpuCard, policies: Sequence[nn.Module], critics: Sequence[nn.Module]
 ) -> HeldBytes:
     total = _num_parameters(policies)
     trained = _num_parameters(policies, trained=True) + _num_parameters(critics, trained=True)
