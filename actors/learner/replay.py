@@ -136,7 +136,8 @@ async def replay(
         if differing:
             begun = load_models(config, folder)
             distance = await in_torch(_distance, made, saved, begun)
-        inexact = why_inexact(recorded, policies.numerics)
+        now = policies.numerics
+        inexact = why_inexact(recorded or [now.model_copy(update={"sums": 0})], now)
     finally:
         await asyncio.to_thread(ranks.close)
         thread.shutdown()

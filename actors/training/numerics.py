@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import deterministic
 
 from ...schemas.config.sections import LearnerConfig
-from .state import Numerics
+from .state import SUMS, Numerics
 from .varlen import describe_attention
 
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -56,6 +56,7 @@ def numerics_of(
         deterministic=learner.deterministic,
         torch=str(torch.__version__),
         ranks=learner.ranks,
+        sums=SUMS,
     )
 
 

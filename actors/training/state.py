@@ -47,6 +47,13 @@ class Waste(BaseModel):
         }
 
 
+SUMS = 1
+"""Order in which our own computations add; one more whenever a change of ours changes bits.
+
+0: until the output layer and the softmax became one operation.
+"""
+
+
 class Numerics(BaseModel):
     """How a learner computed: other kernels, or other numbers of ranks, add in another order."""
 
@@ -61,6 +68,8 @@ class Numerics(BaseModel):
     torch: str
     """Its version."""
     ranks: int = 1
+    sums: int = 0
+    """Order in which our own computations add; see `SUMS`."""
 
     @property
     def repeats(self) -> bool:
@@ -70,9 +79,10 @@ class Numerics(BaseModel):
     def __str__(self) -> str:
         """Return it for messages."""
         kernels = "deterministic kernels" if self.repeats else "kernels that add in any order"
+        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
         return (
             f"{self.device}, {self.dtype}, attention {self.attention}, {kernels}, torch "
-            f"{self.torch}, {self.ranks} rank{'s' if self.ranks > 1 else ''}"
+            f"{self.torch}, {ranks}, sums in order {self.sums}"
         )
 
 
@@ -128,6 +138,8 @@ class LearnerState(BaseModel):
 
     def note_numerics(self, numerics: Numerics) -> None:
         """Note how the steps from here on are computed."""
+        if self.step and not self.numerics:  # those before had it in no checkpoint
+            self.numerics.append(numerics.model_copy(update={"sums": 0}))
         if self.numerics[-1:] != [numerics]:
             self.numerics.append(numerics)
 

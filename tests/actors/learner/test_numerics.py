@@ -13,7 +13,7 @@ from tinkermq.actors.learner.replay import ReplayResult, why_inexact
 from tinkermq.actors.training.model import Scorer, load_model
 from tinkermq.actors.training.packing import pack
 from tinkermq.actors.training.parallel import Inside, Parallel
-from tinkermq.actors.training.state import LearnerState, Numerics
+from tinkermq.actors.training.state import SUMS, LearnerState, Numerics
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.sections import LearnerConfig, resolve_dtype
 from tinkermq.schemas.wire.errors import ModelError
@@ -304,3 +304,14 @@ def test_a_state_notes_each_change_of_kernels() -> None:
     assert state.numerics == [CPU, GPU, CPU]
     assert LearnerState.model_validate_json(state.model_dump_json()) == state
     assert LearnerState.model_validate({"step": 3}).numerics == []  # of an earlier release
+
+
+def test_steps_of_an_earlier_release_count_as_added_up_in_another_order() -> None:
+    now = CPU.model_copy(update={"sums": SUMS})
+    state = LearnerState(step=3)
+    state.note_numerics(now)
+    assert [item.sums for item in state.numerics] == [0, SUMS]
+    assert "sums in order 0, and is replayed with" in why_inexact(state.numerics, now)
+    begun = LearnerState()
+    begun.note_numerics(now)
+    assert begun.numerics == [now]
