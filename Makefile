@@ -186,10 +186,11 @@ docs: $(VENV)/dev.stamp  ## Write the generated pages of docs/
 	$(BIN)/python -m docs.typed_config
 
 # What deployments install, with hashes: of the extras that each needs, for every platform.
-LOCKS := worker gateway container
+LOCKS := worker gateway container gpu
 EXTRAS_worker := worker
 EXTRAS_gateway := gateway
 EXTRAS_container := gateway,kubernetes,worker
+EXTRAS_gpu := gateway,gpu,kubernetes
 comma := ,
 locks: $(LOCKS:%=deploy/locks/%.txt)  ## Lock what deployments install; UPGRADE=1 takes newer versions
 
