@@ -43,8 +43,11 @@ class Gpus:
         self._nvml = nvml
         self._pci_devices = pci_devices
         self._devices = list(devices)
-        self.groups, self.groups_by = self._find_groups()
-        """Slots that are linked closely, and what by."""
+        groups, by = self._find_groups()
+        self.groups = groups
+        """Slots that are linked closely."""
+        self.groups_by: GroupKind = by
+        """What the groups are linked by."""
 
     def __len__(self) -> int:
         return len(self._devices)
