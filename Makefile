@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart quickstart-real venv programs test test-gpu test-long test-vllm test-vllm-engine \
-  test-vllm-stack extras ray test-ray agents test-agents tinker test-tinker locks sbom audit lint format check docs site screenshots bench bench-quick
+  test-vllm-stack extras ray test-ray agents test-agents tinker test-tinker locks resolve-gpu sbom audit lint format check docs site screenshots bench bench-quick
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -186,10 +186,11 @@ docs: $(VENV)/dev.stamp  ## Write the generated pages of docs/
 	$(BIN)/python -m docs.typed_config
 
 # What deployments install, with hashes: of the extras that each needs, for every platform.
-LOCKS := worker gateway container
+LOCKS := worker gateway container gpu
 EXTRAS_worker := worker
 EXTRAS_gateway := gateway
 EXTRAS_container := gateway,kubernetes,worker
+EXTRAS_gpu := gateway,gpu,kubernetes
 comma := ,
 locks: $(LOCKS:%=deploy/locks/%.txt)  ## Lock what deployments install; UPGRADE=1 takes newer versions
 
@@ -198,6 +199,16 @@ deploy/locks/%.txt: $(VENV)-locks/locks.stamp pyproject.toml
 	$(VENV)-locks/bin/uv pip compile pyproject.toml $(foreach one,$(subst $(comma), ,$(EXTRAS_$*)),--extra $(one)) \
 	  --generate-hashes --universal --python-version 3.11 --no-header --no-annotate --quiet \
 	  $(if $(UPGRADE),--upgrade) --output-file $@
+
+# From wheels alone, so that no build can look for a torch or a compiler; of nkeys there is none, and
+# it is pure Python. A machine whose glibc is older may lack wheels.
+resolve-gpu: $(VENV)-locks/locks.stamp  ## Resolve tinkermq[gpu] for Linux against the package index
+	@for machine in x86_64-manylinux_2_34 aarch64-manylinux_2_39; do for version in 3.11 3.12; do \
+	  found=$$($(VENV)-locks/bin/uv pip compile pyproject.toml --extra gpu --only-binary :all: \
+	  --no-binary nkeys --python-platform $$machine --python-version $$version --no-header \
+	  --no-annotate --quiet) || exit 1; \
+	  echo "$$machine, Python $$version:" $$(echo "$$found" | grep -E '^(torch|transformers|vllm)=='); \
+	done; done
 
 sbom: $(VENV)-locks/locks.stamp  ## List what deployments install as CycloneDX, in dist/
 	@mkdir -p dist

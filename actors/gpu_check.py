@@ -382,7 +382,10 @@ def check_flash_attention() -> str:
     if not torch.cuda.is_available():
         raise CheckSkipped("flash-attention's kernels run on GPUs only, and there is none")
     if find_spec("flash_attn") is None:
-        raise CheckSkipped("flash-attn is not installed", hint="pip install 'tinkermq[flash-attn]'")
+        raise CheckSkipped(
+            "flash-attn is not installed",
+            hint="pip install --no-build-isolation 'tinkermq[flash-attn]'",
+        )
     output_error, gradient_error = _compare_attention((700, 1, 256, 1091))
     detail = f"outputs differ by {output_error:.2g}, gradients by {gradient_error:.2g}"
     if not (output_error <= 0.02 and gradient_error <= 0.05):

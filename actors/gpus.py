@@ -1,20 +1,22 @@
 """The GPUs of a machine, through NVML: which there are, how they are linked, how busy they are.
 
 GPUs that are joined by NVLink, directly or over others, are one group; without NVLink those at the
-same memory domain of the host are.
+same NUMA node of the host are.
 """
 
 import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ..schemas.node import Gpu
+from ..schemas.node import Gpu, GroupKind
 from ..schemas.wire.errors import ConfigError
 
 _NONE = frozenset({"", "-1", "none", "void", "nodevfiles"})
 """How Slurm and container runtimes say, in lower case, that a process has no GPU."""
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,16 @@ class _Device:
 class Gpus:
     """The GPUs that a node gives away; slot i of the node is the i-th of them."""
 
-    def __init__(self, nvml: Any, devices: Sequence[_Device]) -> None:
-        """`nvml` is the initialised module pynvml."""
+    def __init__(self, nvml: Any, devices: Sequence[_Device], pci_devices: Path) -> None:
+        """`nvml` is the initialised module pynvml, `pci_devices` the kernel's list of devices."""
         self._nvml = nvml
+        self._pci_devices = pci_devices
         self._devices = list(devices)
-        self.groups = self._find_groups()
+        groups, by = self._find_groups()
+        self.groups = groups
         """Slots that are linked closely."""
+        self.groups_by: GroupKind = by
+        """What the groups are linked by."""
 
     def __len__(self) -> int:
         return len(self._devices)
@@ -79,28 +85,45 @@ class Gpus:
             numa=self._numa(device.card),
         )
 
-    def _numa(self, handle: Any) -> int:
-        with contextlib.suppress(self._nvml.NVMLError, AttributeError):
-            return int(self._nvml.nvmlDeviceGetNumaNodeId(handle))
-        return 0
+    def _numa(self, handle: Any) -> int | None:
+        """Return the NUMA node that a GPU is closest to; None if neither kernel nor NVML tells.
 
-    def _find_groups(self) -> list[list[int]]:
+        Not nvmlDeviceGetNumaNodeId: that is the node of the GPU's own memory, which only machines
+        such as Grace Hopper have.
+        """
+        domain, _, place = self._bus(handle).lower().partition(":")
+        with contextlib.suppress(OSError, ValueError):  # NVML's domains have 8 digits, Linux' 4
+            file = self._pci_devices / f"{int(domain, 16):04x}:{place}" / "numa_node"
+            if (node := int(file.read_text())) >= 0:  # -1: unknown, as in most virtual machines
+                return node
+        with contextlib.suppress(self._nvml.NVMLError):
+            scope = self._nvml.NVML_AFFINITY_SCOPE_NODE
+            (nodes,) = self._nvml.nvmlDeviceGetMemoryAffinity(handle, 1, scope)  # 64 nodes
+            if nodes:
+                return (nodes & -nodes).bit_length() - 1
+        return None
+
+    def _find_groups(self) -> tuple[list[list[int]], GroupKind]:
+        kind: GroupKind = "nvlink"
         handles = [device.card for device in self._devices]
         slot_of = {self._bus(handle): slot for slot, handle in enumerate(handles)}
-        group_of = list(range(len(handles)))
+        group_of: list[int | None] = list(range(len(handles)))
         for slot, handle in enumerate(handles):
             for peer in self._peers(handle):
                 if peer in slot_of:
                     old, new = group_of[slot_of[peer]], group_of[slot]
                     group_of = [new if group == old else group for group in group_of]
         if any(device.is_instance for device in self._devices):
+            kind = ""
             group_of = list(range(len(handles)))  # instances cannot work together
         elif len(set(group_of)) == len(handles):
             group_of = [self._numa(handle) for handle in handles]
-        return [
+            kind = "" if None in group_of else "numa"
+        groups = [
             [slot for slot, group in enumerate(group_of) if group == linked]
             for linked in dict.fromkeys(group_of)
         ]
+        return groups, kind
 
     def _peers(self, handle: Any) -> list[str]:
         """Return the bus ids at the other ends of a GPU's active links; a switch joins all."""
@@ -135,7 +158,11 @@ def load_nvml() -> Any | None:
     return nvml
 
 
-def find_gpus(wanted: str | None, load: Callable[[], Any | None] = load_nvml) -> Gpus | None:
+def find_gpus(
+    wanted: str | None,
+    load: Callable[[], Any | None] = load_nvml,
+    pci_devices: Path = _PCI_DEVICES,
+) -> Gpus | None:
     """Return the GPUs to give away; None if there are none.
 
     `wanted` lists them: by number, by UUID (`GPU-…`, `MIG-…`, or its unique beginning), or as an
@@ -150,7 +177,7 @@ def find_gpus(wanted: str | None, load: Callable[[], Any | None] = load_nvml) ->
         if nvml is None or wanted.strip().lower() in _NONE:
             return None
     if wanted.strip().lower() == "all":
-        return Gpus(nvml, there) if there else None
+        return Gpus(nvml, there, pci_devices) if there else None
     chosen: list[_Device] = []
     for part in wanted.split(","):
         chosen += _select(part.strip(), there, f"{source} {wanted!r}")
@@ -158,7 +185,7 @@ def find_gpus(wanted: str | None, load: Callable[[], Any | None] = load_nvml) ->
         raise ConfigError(
             f"{source} {wanted!r} names a GPU twice", hint="a GPU is one slot: name each once"
         )
-    return Gpus(nvml, chosen)
+    return Gpus(nvml, chosen, pci_devices)
 
 
 def _devices(nvml: Any) -> list[_Device]:

@@ -92,6 +92,9 @@ class ActorStatus(Message):
     pid: int | None = None
 
 
+GroupKind = Literal["nvlink", "numa", ""]
+
+
 class Gpu(Message):
     """A GPU of a node."""
 
@@ -107,8 +110,8 @@ class Gpu(Message):
     """Memory in use by all processes."""
     utilization: float = Field(default=0.0, ge=0, le=1)
     """Recent share of time in use."""
-    numa: int = 0
-    """NUMA node that it belongs to."""
+    numa: int | None = None
+    """NUMA node of the machine that it is closest to; null: unknown."""
 
 
 class NodeStatus(Message):
@@ -123,6 +126,8 @@ class NodeStatus(Message):
     """Model of the GPU or CPU."""
     groups: list[list[int]] = Field(default_factory=list[list[int]])
     """Closely linked slots (NVLink, else NUMA); empty: all alike."""
+    groups_by: GroupKind = ""
+    """What the groups are linked by; empty: unknown."""
     link: str = ""
     """Fast network shared with nodes that name the same."""
     gpus: list[Gpu] = Field(default_factory=list[Gpu])

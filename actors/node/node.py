@@ -203,6 +203,7 @@ class Node:
             slot_kind="gpu" if gpus else "cpu",
             slot_model=gpus[0].model if gpus else platform.processor() or platform.machine(),
             groups=self._gpus.groups if self._gpus else [],
+            groups_by=self._gpus.groups_by if self._gpus else "",
             link=self._link,
             gpus=gpus,
             actors=[_reported(actor) for actor in self._actors.values()],

@@ -105,8 +105,8 @@ def flash_attn_kernel() -> VarlenKernel:
         raise ConfigError(
             f"model.attn_implementation=flash_attention_2, and flash-attn cannot be imported: "
             f"{error}",
-            hint="install the extra `flash-attn` where learners run, or set "
-            "model.attn_implementation=auto",
+            hint="where learners run: pip install --no-build-isolation 'tinkermq[flash-attn]', or "
+            "set model.attn_implementation=auto",
         ) from error
 
     def kernel(

@@ -65,6 +65,9 @@ def pool(*, common: Common = COMMON) -> int:
         print_table(("machine", "state", "slots", "used", "since", "time left", "waits for"), rows)
     else:
         print_note("no nodes: start one with `tinkermq node`, or machines with `tinkermq up --on`")
+    for node in nodes:
+        if node.gpus:
+            print_plain(describe_gpus(node))
     if machines.on:
         print_plain(_summary(machines))
     if machines.trouble:
@@ -72,6 +75,32 @@ def pool(*, common: Common = COMMON) -> int:
     for warning in [*package_differences(nodes), *clock_differences(nodes)]:
         print_note(warning)
     return 0
+
+
+def describe_gpus(node: NodeStatus) -> str:
+    """Return one line: a node's GPUs by model, and which slots NVLink and NUMA nodes join."""
+    models = Counter(gpu.model for gpu in node.gpus)
+    parts = [", ".join(f"{count} × {model}" for model, count in models.items())]
+    if node.groups_by == "nvlink":
+        linked = [_slots(group) for group in node.groups if len(group) > 1]
+        parts.append(f"NVLink joins slots {' and '.join(linked)}")
+    numa: dict[int, list[int]] = {}
+    for slot, gpu in enumerate(node.gpus):
+        if gpu.numa is not None:
+            numa.setdefault(gpu.numa, []).append(slot)
+    parts += [f"NUMA node {place}: slots {_slots(slots)}" for place, slots in sorted(numa.items())]
+    return f"{node.node}: {'; '.join(parts)}"
+
+
+def _slots(slots: list[int]) -> str:
+    """Return slots as a list in which neighbours are a range: `0-3, 6`."""
+    runs: list[list[int]] = []
+    for slot in sorted(slots):
+        if runs and slot == runs[-1][-1] + 1:
+            runs[-1].append(slot)
+        else:
+            runs.append([slot])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def package_differences(nodes: list[NodeStatus]) -> list[str]:

@@ -22,6 +22,7 @@ from tests.support.configs import REPOSITORY
 
 FOLDER = REPOSITORY / "deploy" / "container"
 COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER / "compose.yaml").read_text())
+ON_GPUS: dict[str, Any] = yaml.safe_load((FOLDER / "compose.gpu.yaml").read_text())
 NOT_OURS = {"GOMEMLIMIT", "HF_HOME"}
 ACTORS = ("auth", "scheduler", "gateway", "node")
 
@@ -36,7 +37,8 @@ def steps() -> list[tuple[str, str]]:
 def test_the_image_copies_what_there_is_and_installs_extras_that_exist() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     copied = [rest for word, rest in steps() if word == "COPY" and "--from" not in rest]
-    sources = {name for rest in copied for name in rest.split()[:-1]}
+    locks = {text.replace("${LOCK}", name) for text in copied for name in ("container", "gpu")}
+    sources = {name for rest in locks for name in rest.split()[:-1]}
     assert sources >= {"schemas", "broker", "envs", "actors", "clients", "pyproject.toml"}
     assert all((REPOSITORY / name).exists() for name in sources)
     assert project["name"] == "tinkermq"
@@ -45,8 +47,14 @@ def test_the_image_copies_what_there_is_and_installs_extras_that_exist() -> None
 def test_the_image_installs_what_is_locked_and_nothing_else() -> None:
     installs = [rest for word, rest in steps() if word == "RUN" and "/pip install" in rest]
     assert [one.split("install ", 1)[1] for one in installs] == [
-        *("--require-hashes -r container.txt", "--no-deps .")
+        *("--require-hashes -r locked.txt", "--no-deps .")
     ]
+    arguments = dict(rest.split("=", 1) for word, rest in steps() if word == "ARG")
+    assert arguments["LOCK"] == "container"
+    chosen = ON_GPUS["services"]["node"]["build"]["args"]
+    assert set(chosen) <= set(arguments)
+    for lock in (arguments["LOCK"], chosen["LOCK"]):
+        assert (REPOSITORY / f"deploy/locks/{lock}.txt").exists()
     bases = {rest.split()[0] for word, rest in steps() if word == "FROM"}
     assert bases == {"${BASE}"}
 
@@ -56,6 +64,26 @@ def test_the_image_runs_as_nobody_in_particular() -> None:
     made = next(rest for word, rest in steps() if word == "RUN" and "useradd" in rest)
     assert users == ["10001:10001"]
     assert "--uid 10001" in made
+
+
+def test_the_image_has_what_compilers_of_kernels_need() -> None:
+    """Triton calls a C compiler, torch.compile a C++ compiler; both load what they wrote."""
+    packages = next(rest for word, rest in steps() if "apt-get install" in rest).split()
+    assert {"gcc", "g++", "libc6-dev"} <= set(packages)
+    node = COMPOSE["services"]["node"]
+    assert node["read_only"]
+    assert node["tmpfs"] == ["/tmp:exec,mode=1777"]  # noexec is the default of a tmpfs
+    variables = " ".join(rest for word, rest in steps() if word == "ENV")
+    assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in variables
+
+
+def test_a_node_on_gpus_sees_them_and_may_pin_memory() -> None:
+    node = ON_GPUS["services"]["node"]
+    assert set(ON_GPUS["services"]) == {"node"}
+    (devices,) = node["deploy"]["resources"]["reservations"]["devices"]
+    assert (devices["count"], devices["capabilities"]) == ("all", ["gpu"])
+    assert node["ulimits"]["memlock"] == -1
+    assert node["image"] != COMPOSE["services"]["node"]["image"]
 
 
 @pytest.mark.parametrize("name", ACTORS)
@@ -124,17 +152,25 @@ def test_the_server_of_the_containers_takes_its_configuration(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
 
 
-def test_compose_itself_understands_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [[], [FOLDER / "compose.gpu.yaml"]], ids=["cpu", "gpu"])
+def test_compose_itself_understands_the_files(tmp_path: Path, more: list[Path]) -> None:
     if shutil.which("docker-compose") is None:
         pytest.skip("needs docker-compose: apt-get install docker-compose, as root")
     text = (FOLDER / "compose.yaml").read_text()
     older = tmp_path / "compose.yaml"  # Debian's compose is older than the key `name`
     older.write_text(re.sub("^name: tinkermq\n", "", text, count=1, flags=re.MULTILINE))
     done = subprocess.run(
-        ["docker-compose", "--project-directory", str(FOLDER), "-f", str(older), "config"],
+        [
+            *("docker-compose", "--project-directory", str(FOLDER), "-f", str(older)),
+            *(text for file in more for text in ("-f", str(file))),
+            "config",
+        ],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert set(yaml.safe_load(done.stdout)["services"]) == set(COMPOSE["services"])
+    merged = yaml.safe_load(done.stdout)["services"]
+    assert set(merged) == set(COMPOSE["services"])
+    assert merged["node"]["image"] == ("tinkermq-gpu" if more else "tinkermq")
+    assert merged["node"]["build"]["dockerfile"] == "deploy/container/Containerfile"

@@ -43,7 +43,7 @@ NEVER_AGAIN = 2
 def of_this_machine(text: str, root: Path) -> str:
     """Return a file of deploy/ with its folders below `root` and this environment's programs."""
     text = text.replace("/opt/tinkermq/bin", str(Path(sys.prefix) / "bin"))
-    for folder in ("/etc/tinkermq", "/var/lib/tinkermq"):
+    for folder in ("/etc/tinkermq", "/var/lib/tinkermq", "/var/cache/tinkermq"):
         text = text.replace(folder, f"{root}{folder}")
     return text
 
@@ -87,6 +87,24 @@ def test_a_service_is_exposed_to_little(unit: Path, units: list[Path]) -> None:
     assert found, done.stdout + done.stderr
     name = unit.stem.removeprefix("tinkermq-")
     assert float(found[1]) <= MOST_EXPOSED.get(name, 2.0)
+
+
+def test_the_node_gets_what_gpus_need() -> None:
+    lines = (REPOSITORY / "deploy/systemd/tinkermq-node.service").read_text().splitlines()
+    assert _values(lines, "LimitMEMLOCK") == ["infinity"]
+    assert _values(lines, "CacheDirectory") == ["tinkermq"]
+    (compiled,) = _values(lines, "Environment")
+    assert compiled.startswith("TORCHINDUCTOR_CACHE_DIR=/var/cache/tinkermq/")
+    # the node has no rights: what makes device files runs as root, and may be missing
+    assert _values(lines, "CapabilityBoundingSet") == [""]
+    made = [command.split() for command in _values(lines, "ExecStartPre")]
+    assert [command[0] for command in made] == [
+        "-+/usr/bin/nvidia-smi",
+        "-+/usr/bin/nvidia-modprobe",
+    ]
+    for hides in ("PrivateDevices", "DevicePolicy", "DeviceAllow", "NoExecPaths"):
+        assert _values(lines, hides) == []
+    assert _values(lines, "MemoryDenyWriteExecute") == []  # Triton and CUDA make code
 
 
 @dataclass
@@ -135,6 +153,8 @@ class Systemd:
         unit = unit.replace("%i", instance)
         lines = of_this_machine(unit, self.root).splitlines()
         for command in _values(lines, "ExecStartPre"):
+            if command.startswith("-+"):  # as root: it would change this machine
+                continue
             subprocess.run(shlex.split(command), check=True, capture_output=True)
         (command,) = _values(lines, "ExecStart")
         command += PORT_OF_ITS_OWN.get(name, "")

@@ -73,7 +73,9 @@ def test_the_learner_scores_packed_sequences_alike_with_flash_attention(
 ) -> None:
     if not on_gpu:
         pytest.skip("flash-attention's kernels run on GPUs only")
-    pytest.importorskip("flash_attn", reason="pip install 'tinkermq[flash-attn]'")
+    pytest.importorskip(
+        "flash_attn", reason="pip install --no-build-isolation 'tinkermq[flash-attn]'"
+    )
     sequences = token_sequences(policy.vocab_size, [300, 40, 211])
     flash_N = policy.learner("flash_attention_2").logprobs(sequences)
     difference = float((flash_N - policy.learner("sdpa").logprobs(sequences)).abs().mean())

@@ -8,12 +8,13 @@ class NvmlError(Exception):
 
 
 class Nvml:
-    """Four GPUs at two memory domains; `links` joins pairs of them, `switched` reach a switch."""
+    """Four GPUs at two NUMA nodes; `links` joins pairs of them, `switched` reach a switch."""
 
     NVMLError = NvmlError
     NVML_NVLINK_MAX_LINKS = 4
     NVML_NVLINK_DEVICE_TYPE_SWITCH = 2
     NVML_DEVICE_MIG_ENABLE = 1
+    NVML_AFFINITY_SCOPE_NODE = 0
     compute_capability = (9, 0)
 
     def __init__(self, links: tuple[tuple[int, int], ...] = (), switched: bool = False) -> None:
@@ -52,11 +53,12 @@ class Nvml:
             raise NvmlError
         return SimpleNamespace(gpu=25)
 
-    def nvmlDeviceGetNumaNodeId(self, handle: int) -> int:
-        return handle // 2
+    def nvmlDeviceGetMemoryAffinity(self, handle: int, size: int, scope: int) -> list[int]:
+        assert (size, scope) == (1, self.NVML_AFFINITY_SCOPE_NODE)
+        return [1 << handle // 2]
 
     def nvmlDeviceGetPciInfo(self, handle: int) -> SimpleNamespace:
-        return SimpleNamespace(busId=f"0000:0{handle}:00.0")
+        return SimpleNamespace(busId=f"0000FFFF:0{handle}:00.0")  # none here
 
     def _others(self, handle: int) -> list[int]:
         return [a + b - handle for a, b in self.links if handle in (a, b)]

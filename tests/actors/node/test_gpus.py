@@ -14,10 +14,11 @@ from tinkermq.actors.node.sandbox import actor_environment
 from tinkermq.actors.policy.devices import own_device
 from tinkermq.actors.scheduler.jobs.states import actors_for, wanted_actor
 from tinkermq.actors.scheduler.placement import NodeSlots, PlacementRequest, place, with_nodes
+from tinkermq.clients.cli.doctor import describe_gpus
 from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import LogLines
-from tinkermq.schemas.node import WantedActor
+from tinkermq.schemas.node import NodeStatus, WantedActor
 from tinkermq.schemas.wire.errors import ConfigError
 
 from tests.support.nvml import MigNvml, Nvml
@@ -53,10 +54,52 @@ def test_each_gpu_tells_its_model_memory_and_use() -> None:
         (Nvml(links=((0, 1), (1, 2))), [[0, 1, 2], [3]]),
         (Nvml(switched=True), [[0, 1, 2, 3]]),
     ],
-    ids=["memory domains", "pairs", "chain", "switch"],
+    ids=["NUMA nodes", "pairs", "chain", "switch"],
 )
 def test_linked_gpus_are_a_group(nvml: Nvml, groups: list[list[int]]) -> None:
     assert gpus_of("all", nvml).groups == groups
+
+
+def test_the_numa_node_of_a_gpu_is_what_the_kernel_tells(tmp_path: Path) -> None:
+    """As of an x86 server: NVML has NUMA nodes only of GPUs whose memory is one."""
+    for index, node in enumerate((1, 0, -1)):
+        (tmp_path / f"ffff:0{index}:00.0").mkdir()
+        (tmp_path / f"ffff:0{index}:00.0" / "numa_node").write_text(f"{node}\n")
+    gpus = find_gpus("all", Nvml, tmp_path)
+    assert gpus is not None
+    assert [gpu.numa for gpu in gpus.read()] == [1, 0, 1, 1]
+    assert (gpus.groups, gpus.groups_by) == ([[0, 2, 3], [1]], "numa")
+
+
+def test_gpus_whose_numa_nodes_nobody_tells_are_all_alike() -> None:
+    class Virtual(Nvml):
+        def nvmlDeviceGetMemoryAffinity(self, handle: int, size: int, scope: int) -> list[int]:
+            raise self.NVMLError
+
+    gpus = gpus_of("all", Virtual)
+    assert [gpu.numa for gpu in gpus.read()] == [None] * 4
+    assert (gpus.groups, gpus.groups_by) == ([[0, 1, 2, 3]], "")
+
+
+def test_the_pool_shows_how_the_gpus_of_a_node_are_linked() -> None:
+    def shown(nvml: Nvml) -> str:
+        gpus = gpus_of("all", nvml)
+        return describe_gpus(
+            NodeStatus(
+                node="n1",
+                host="h",
+                slots=len(gpus),
+                groups=gpus.groups,
+                groups_by=gpus.groups_by,
+                gpus=gpus.read(),
+                time=0.0,
+            )
+        )
+
+    numa = "NUMA node 0: slots 0-1; NUMA node 1: slots 2-3"
+    assert shown(Nvml()) == f"n1: 4 × NVIDIA H200; {numa}"
+    assert shown(Nvml(switched=True)) == (f"n1: 4 × NVIDIA H200; NVLink joins slots 0-3; {numa}")
+    assert "NVLink joins slots 0, 2 and 1, 3;" in shown(Nvml(links=((0, 2), (1, 3))))
 
 
 def test_slots_are_numbered_from_zero_whatever_gpus_are_given_away() -> None:
