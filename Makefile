@@ -40,7 +40,7 @@ REPORT := outputs/gpu_report.json
 ON_cpu := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
 test-gpu: $(VENV)/dev.stamp  ## Run the tests of a machine with GPUs; DEVICE=cpu without one
 	@mkdir -p $(dir $(REPORT)) && rm -f $(REPORT) $(REPORT).figures
-	@export DEVICE=$(DEVICE) FIGURES=$(REPORT).figures $(ON_$(DEVICE)); \
+	@export DEVICE=$(DEVICE) FIGURES=$(abspath $(REPORT).figures) $(ON_$(DEVICE)); \
 	failed=0; for module in tests/gpu/test_*.py; do \
 	  $(BIN)/python -m pytest -q -m gpu_machine $$module || failed=1; \
 	done; \
