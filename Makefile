@@ -34,12 +34,17 @@ test-long: $(VENV)/dev.stamp programs ray  ## Run the tests that take longer: mo
 
 # A machine with GPUs: install its extras first (docs/gpu.md). DEVICE=cpu is a small form without a
 # GPU. Each module has a process of its own, so that an error of CUDA fails that module and no other.
+# What they measured is summarised in REPORT, which `tinkermq plan --measured` reads.
 DEVICE := gpu
+REPORT := outputs/gpu_report.json
 ON_cpu := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
 test-gpu: $(VENV)/dev.stamp  ## Run the tests of a machine with GPUs; DEVICE=cpu without one
-	@failed=0; for module in tests/gpu/test_*.py; do \
-	  DEVICE=$(DEVICE) $(ON_$(DEVICE)) $(BIN)/python -m pytest -q -m gpu_machine $$module || failed=1; \
-	done; exit $$failed
+	@mkdir -p $(dir $(REPORT)) && rm -f $(REPORT) $(REPORT).figures
+	@export DEVICE=$(DEVICE) FIGURES=$(abspath $(REPORT).figures) $(ON_$(DEVICE)); \
+	failed=0; for module in tests/gpu/test_*.py; do \
+	  $(BIN)/python -m pytest -q -m gpu_machine $$module || failed=1; \
+	done; \
+	$(BIN)/python -m tests.gpu.report $(REPORT).figures $(REPORT) || failed=1; exit $$failed
 
 # vLLM's CPU build pins other packages than development does. Two of them do not fit its torch, which
 # keeps it from being imported, and are only for sound: they are taken out again. Of torchvision the

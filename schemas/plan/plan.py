@@ -324,7 +324,7 @@ class Efficiencies:
 _OBJECT_BYTES_PER_S = 0.4e9
 """Weights through NATS or files, all steps of their way together."""
 _LINK_SHARE = 0.5
-_STEP_OVERHEAD_S = {True: 0.5e-3, False: 12e-3}
+DECODE_OVERHEAD_S = {True: 0.5e-3, False: 12e-3}
 """Of one decoding step besides its reads: with CUDA graphs, and without."""
 
 
@@ -403,7 +403,7 @@ def _generation_s(
     computed = 2 * shape.active_weights * at_once / (width * flops * reached.learner_of_peak)
     is_graph = load.is_vllm and load.compiled
     step = max(read / (card.bandwidth * reached.decode_of_bandwidth), computed)
-    decoding = episodes / at_once * rollout.response_limit * (step + _STEP_OVERHEAD_S[is_graph])
+    decoding = episodes / at_once * rollout.response_limit * (step + DECODE_OVERHEAD_S[is_graph])
     prompts = job.training.batch_size / generator.count * rollout.max_prompt_tokens
     prefill = 2 * shape.active_weights * prompts / (width * flops * reached.learner_of_peak)
     return decoding + prefill

@@ -1,7 +1,7 @@
 """Tests of a machine with GPUs: `make test-gpu` runs them, `make test-gpu DEVICE=cpu` a small form.
 
 What a test measures it records with `record_property`; the figures follow behind the results, and
-are in the file of `--junitxml`.
+are appended to the file that FIGURES names, of which `tests.gpu.report` makes the report.
 """
 
 import os
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.gpu.material import RandomPolicy
+from tests.gpu.report import append_figures
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +27,13 @@ def on_gpu() -> bool:
 def policy(tmp_path: Path, on_gpu: bool) -> RandomPolicy:
     """Return a small random model, whose heads any attention kernel of the device takes."""
     return RandomPolicy.make(tmp_path / "model", on_gpu=on_gpu)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Keep what was measured for the report."""
+    path = os.environ.get("FIGURES")
+    if path and (report.when == "call" or not report.passed):
+        append_figures(Path(path), report)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -7,14 +7,18 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from tinkermq.actors.policy.devices import own_device
 from tinkermq.actors.policy.tiny_models import save_tiny_model
 from tinkermq.actors.training.micro_batch import TokenSequence
 from tinkermq.actors.training.model import Scorer, load_model
 from tinkermq.actors.training.packing import pack
 from tinkermq.actors.training.parallel import Parallel
 from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.plan.cards import card_like
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from benchmarks.learner_step import matrix_rate, timed
 
 MAX_TOKENS = 1024
 """Of one sequence."""
@@ -118,3 +122,41 @@ def token_sequences(vocab_size: int, lengths: Sequence[int]) -> list[TokenSequen
         )
         for length in lengths
     ]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a device can do at most."""
+
+    flops: float
+    """Operations per second of matrices in the learner's dtype."""
+    bandwidth: float
+    """Bytes per second of its memory."""
+    source: str
+
+    @classmethod
+    def of_device(cls, dtype: str, matrix_flops: float = 0.0) -> "Peak":
+        """Return the data sheet's numbers; of a CPU or an unknown card, measured ones.
+
+        `matrix_flops` is what a matrix product reaches, if that is measured already.
+        """
+        if torch.cuda.is_available():
+            of_first = torch.cuda.get_device_properties(0)
+            card = card_like(of_first.name, of_first.total_memory)
+            flops = card.bfloat16_flops if dtype == "bfloat16" else card.tf32_flops
+            if flops:
+                return cls(flops, card.bandwidth, f"the data sheet of {card.name}")
+        size = 8192 if torch.cuda.is_available() else 256
+        return cls(matrix_flops or matrix_rate(dtype, size), copied_bytes_per_s(), "measured")
+
+
+def copied_bytes_per_s() -> float:
+    """Return the bytes per second that a copy of a large tensor reads and writes."""
+    device = own_device()
+    num_bytes = 1 << (30 if device.type == "cuda" else 26)
+    source, target = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in "ab")
+
+    def copy(_: int) -> None:
+        target.copy_(source)
+
+    return 2 * num_bytes / timed(copy, 3, device).seconds

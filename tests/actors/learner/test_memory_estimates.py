@@ -3,21 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from tinkermq.actors.training.batch import TrainingBatch, assemble
-from tinkermq.actors.training.model import load_model
-from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.plan.memory import layer_bytes_per_token, learner_load, learner_terms
+from tinkermq.schemas.plan.memory import layer_bytes_per_token, learner_load
 from tinkermq.schemas.plan.model_shape import find_shape
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
-from benchmarks.learner_step import StepSequences
-from tests.support.allocations import largest_allocation
+from tests.support.allocations import allocated_in_step, estimated_for_step
 
 torch.set_num_threads(1)
 
@@ -83,41 +78,12 @@ def _config(folder: Path, **sections: dict[str, Any]) -> JobConfig:
     )
 
 
-def _batch(vocab: int) -> TrainingBatch:
-    work, rng = StepSequences(vocab, LENGTH, NUM_EPISODES), np.random.default_rng(0)
-    work.ids = [rng.integers(8, vocab, LENGTH) for _ in range(NUM_EPISODES)]
-    return assemble(work.groups())
-
-
 def _measured(config: JobConfig) -> int:
-    """Return the most bytes of a step: weights and states before it, and what it allocates."""
-    model = load_model(config.model, config.learner, lora=config.lora)
-    trainer = Trainer(model, config, total_steps=4)
-    batch = _batch(int(model.config.vocab_size))
-    trainer.step(batch, 1)  # the optimiser has its states after it
-    trainer.optimizer.zero_grad()
-    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
-    there = [*model.parameters(), *filter(torch.is_tensor, states)]
-    before = sum(tensor.numel() * tensor.element_size() for tensor in there)
-    return before + largest_allocation(lambda: trainer.step(batch, 2))
-
-
-def _estimated(config: JobConfig) -> int:
-    shape = find_shape(config.model.path)
-    assert shape is not None
-    learner = config.learner
-    load = learner_load(
-        config,
-        shape,
-        microbatch_tokens=learner.pass_tokens,
-        checkpointing=learner.recomputes,
-        on_gpu=False,
-    )
-    return sum(term.num_bytes for term in learner_terms(load))
+    return allocated_in_step(config, LENGTH, NUM_EPISODES)
 
 
 def _assert_close(config: JobConfig) -> None:
-    measured, estimated = _measured(config), _estimated(config)
+    measured, estimated = _measured(config), estimated_for_step(config)
     assert estimated == pytest.approx(measured, rel=TOLERANCE), (measured, estimated)
 
 
@@ -151,7 +117,7 @@ def test_it_is_for_other_decoders_too(tmp_path: Path, kind: str) -> None:
 def test_it_is_for_other_settings_too(tmp_path: Path, sections: dict[str, Any]) -> None:
     config = _config(_saved(SIZES["5 M"], tmp_path), **sections)
     if config.algorithm.kl_coef:
-        estimated = _estimated(config) + 4 * _num_weights(tmp_path)  # the reference
+        estimated = estimated_for_step(config) + 4 * _num_weights(tmp_path)  # the reference
         assert estimated == pytest.approx(_measured_with_reference(config), rel=TOLERANCE)
         return
     _assert_close(config)
