@@ -375,7 +375,7 @@ def num_versions(config: JobConfig, *, differences: bool) -> tuple[int, int]:
     with room for the newest, the next, one that is evaluated, and the opponents.
     """
     opponents = config.self_play.pool_size if config.self_play.past_share else 0
-    evaluated = int(config.has_evaluator)
+    evaluated = int(config.validates)
     anchors = 1 + evaluated + opponents if differences else 0
     wanted = 3 + MOST_EVALUATIONS * evaluated + opponents + anchors
     return wanted, 2 + evaluated + opponents + anchors

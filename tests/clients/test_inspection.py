@@ -240,7 +240,7 @@ async def test_a_profile_tells_who_waited_for_whom_and_what_to_change(
         "",
         "actor busy of it waits for",
         "learner 50% train 50% generation 30%, games 20%",
-        "generator-0 75% tasks 25%",
+        "generator-0 75% generation 75% tasks 25%",
         "env-a 75% all workers 75% actions 25%",
         "",
         "games answered after p50 1.25 s, p95 1.25 s",

@@ -555,7 +555,7 @@ def test_conversations_and_tools_are_read(tmp_path: Path, suffix: str) -> None:
         ({"messages": [{"content": "2+2"}]}, "messages of row 0 of .* is"),
         (
             {"messages": [{"role": "user", "content": None}]},
-            "message 0 of row 0 of .* says nothing",
+            "message 0 of row 0 of .* it is empty",
         ),
     ],
 )

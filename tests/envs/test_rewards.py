@@ -358,7 +358,7 @@ def test_the_last_line_gives_the_score(reply, score):
     ],
 )
 def test_anything_else_is_no_score(reply):
-    with pytest.raises(ValueError, match=r"says|ends|holds|gives"):
+    with pytest.raises(ValueError, match=r"says|ends|holds|gives|has no text"):
         read_judgement(reply, 10)
 
 
@@ -407,7 +407,7 @@ async def test_the_default_prompt_demands_the_form(broker, scope):
     [
         (_says("Score: -3"), "which is no `Score: N`"),
         (_says("Score: 1", finish="length"), "was cut at 256 tokens"),
-        (_says(None), "says nothing"),
+        (_says(None), "has no text"),
         (_says([{"type": "text", "text": "Score: 3"}]), "content is no text"),
         ((200, {"choices": []}), "answered no chat completion"),
         ((200, ["Score: 3"]), "answered no chat completion"),

@@ -53,11 +53,12 @@ ERROR_CODE = "Nats-Service-Error-Code"
 NOBODY = frozenset(
     {
         *("weights.join", "episode.0.call", "episode.0.post", "episode.keys", "env.give"),
+        "ctl.learner.turn",
         *(f"rank.rank-1.{verb}" for verb in ("begin", "order-p1", "look-p1")),
     }
 )
 """Nobody answers there, as the weights of these runs travel through the broker, no program runs in
-them, their learners have one rank, and there are no users."""
+them, their learners have one rank and share no GPU, and there are no users."""
 ENDS = frozenset({"stop", "hand_over", "profile", "checkpoint"})
 """Verbs that end an actor, or whose answer takes as long as training does."""
 OF_USERS = tuple(topic for topic in TOPICS if ".users." in topic.subject)
