@@ -41,21 +41,28 @@ async def num_sleeps(job: Job) -> float:
 
 
 async def until_turn(job: Job, *, asleep: bool) -> GpuTurn:
-    """Wait until the learner trains, or does not; asked as a generator that is awake would."""
+    """Wait until the learner trains, or does not; asked as a generator that is awake would.
+
+    Each answer comes with the next turn, so that none is missed, however short it is.
+    """
+    seen = -1
 
     async def there() -> GpuTurn | None:
+        nonlocal seen
         try:
             turn = await call(
                 job.stack.broker,
                 job.scope.gpu_turn("learner"),
-                GpuTurnRequest(asleep=False, seen=-1),
+                GpuTurnRequest(asleep=False, seen=seen),
                 GpuTurn,
-                timeout_s=2.0,
+                timeout_s=10.0,
                 waiting_for="the learner",
                 idempotent=True,
             )
         except TinkermqError:
+            seen = -1
             return None
+        seen = turn.number
         return turn if turn.asleep == asleep and turn.number > 2 else None
 
     return await job.eventually(there, f"a turn with asleep={asleep}")
@@ -101,7 +108,7 @@ async def test_versions_are_validated_by_an_engine_that_sleeps_in_between(
 async def test_a_generator_and_a_learner_killed_while_the_engine_sleeps(
     stack: Stack, model: Path
 ) -> None:
-    job = await stack.submit(colocated(model, "always", num_steps=16))
+    job = await stack.submit(colocated(model, "always", num_steps=32))
     await until_turn(job, asleep=True)
     await job.kill("generator-0")
     await job.until_step(6)
@@ -116,7 +123,7 @@ async def test_a_generator_and_a_learner_killed_while_the_engine_sleeps(
 async def test_a_generator_and_a_learner_killed_while_the_engine_generates(
     stack: Stack, model: Path
 ) -> None:
-    job = await stack.submit(colocated(model, "always", num_steps=16))
+    job = await stack.submit(colocated(model, "always", num_steps=32))
     await until_turn(job, asleep=False)
     await job.kill("learner")
     await job.until_event("training_recovered")
