@@ -8,45 +8,21 @@ import random
 import re
 from typing import Any
 
-from ..dataset import answer_text
-from ..game import AbstractGame, StepResult
+from ..game import StepResult
 from ..write_data import DataMaker, verl_row
+from .addition import AdditionGame
 
 _NUMBER = re.compile(r"\d+")
 
 
-class SumsGame(AbstractGame):
+class SumsGame(AdditionGame):
     """Add two numbers of two digits."""
-
-    def __init__(self) -> None:
-        self._truth = ""
-
-    def reset(self, *, ground_truth: str, **_: Any) -> str:
-        """Start with the answer of a row; the question is the row's prompt."""
-        self._truth = answer_text(ground_truth)
-        return ""
 
     def step(self, action: str) -> StepResult:
         """Judge the answer: 1 if its last number is the sum, else 0."""
         numbers = _NUMBER.findall(self.parse_action(action))
-        correct = bool(numbers) and numbers[-1] == self._truth
+        correct = numbers[-1:] == [self.gold_action()]
         return StepResult("", float(correct), done=True, info={"correct": correct})
-
-    def get_system_prompt(self) -> str:
-        """Return no system prompt: the model's template has its own."""
-        return ""
-
-    def get_initial_user_message(self) -> str:
-        """Return nothing: the question is in the data."""
-        return ""
-
-    def get_state(self) -> dict[str, Any]:
-        """Return the gold answer."""
-        return {"ground_truth": self._truth}
-
-    def gold_action(self) -> str:
-        """Return the right answer."""
-        return self._truth
 
 
 def question(first: int, second: int) -> str:
