@@ -79,6 +79,15 @@ def no_more_than(before: tuple[set[int], int]) -> bool:
     return pids <= then and files <= most
 
 
+def left_over(before: tuple[set[int], int]) -> list[str]:
+    """Describe new processes, and all files if there are more of them."""
+    (pids, files), (then, most) = held(), before
+    found = [Path(f"/proc/{pid}/stat").read_text()[:200] for pid in pids - then]
+    if files > most:
+        found += [str(file.readlink()) for file in Path("/proc/self/fd").iterdir()]
+    return found
+
+
 @contextlib.asynccontextmanager
 async def hosting(
     code: str = "", *, max_tries: int = 1, private: tuple[Path, ...] = (), **config: Any
@@ -95,7 +104,10 @@ async def hosting(
         folders = runner._launcher and runner._launcher.folders.path
         await runner.stop()
         assert not (folders and folders.exists())
-    await until(lambda: no_more_than(before), "rest")
+    try:
+        await until(lambda: no_more_than(before), "rest")
+    except TimeoutError:
+        raise AssertionError(f"left over: {left_over(before)}") from None
 
 
 @pytest.fixture
