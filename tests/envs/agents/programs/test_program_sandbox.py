@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from tinkermq.envs.agents.programs.sandbox import ImageRoot
+from tinkermq.envs.agents.programs.sandbox import WORK, ImageRoot
 from tinkermq.schemas.config.agent import AgentConfig
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.wire.errors import ConfigError, SandboxError, TinkermqError
@@ -126,7 +126,7 @@ async def test_two_programs_see_nothing_of_each_other():
         for episode in ("e-1", "f-1"):
             result = await host.end(episode)
             found = json.loads(result.info["output"].splitlines()[-1])
-            assert found == [["/episode/work/mine"], 2, True]
+            assert found == [[f"{WORK}/mine"], 2, True]
 
 
 async def test_a_program_reaches_the_model_and_no_other_address(play):
