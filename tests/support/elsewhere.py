@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import openai
@@ -15,6 +16,8 @@ from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.gateway import Gateway
 from tests.support.scripted_generator import Script, ScriptedGenerator
+
+_numbers = count(1)
 
 
 @dataclass
@@ -46,9 +49,12 @@ async def elsewhere(
     generator: Broker,
     scope: JobScope,
     *gateways: Gateway,
-    episode: str = "g-1-0",
 ) -> AsyncIterator[Elsewhere]:
-    """Host an episode with `host`, and play it with `generator`."""
+    """Host an episode with `host`, and play it with `generator`.
+
+    Each has a name of its own, and so a key: a gateway remembers for a while that one is over.
+    """
+    episode = f"g-{next(_numbers)}-0"
     script = Script()
     async with ModelProxy(host, scope, gateway=gateways[0].url) as proxy:
         opened = ProgramEpisode(

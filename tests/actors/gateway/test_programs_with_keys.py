@@ -65,7 +65,7 @@ async def hosted(guarded: Guarded) -> AsyncIterator[Elsewhere]:
     """A program whose episode is hosted by a user's own process."""
     host = await guarded.pool.user("ada")
     generator = await guarded.pool.process(guarded.ada, "generator-0")
-    async with elsewhere(host, generator, guarded.ada, guarded.gateway, episode="g-2-0") as made:
+    async with elsewhere(host, generator, guarded.ada, guarded.gateway) as made:
         yield made
 
 
@@ -82,12 +82,12 @@ async def test_a_program_calls_and_posts_with_its_key(program: Elsewhere) -> Non
 async def test_keys_that_no_host_has_signed_are_refused_by_the_broker(
     guarded: Guarded, hosted: Elsewhere
 ) -> None:
-    key, job = hosted.episode.key, guarded.ada.job
+    key, job, name = hosted.episode.key, guarded.ada.job, hosted.episode.episode
     for forged in (
-        key.replace(".g-2-0.", ".g-2-1."),
+        key.replace(f".{name}.", f".{name}-1."),
         key.replace("_ada.", "_mallory."),
         key[:-1] + ("0" if key[-1] != "0" else "1"),
-        episode_key(EpisodeIdentity("ada", job, "g-2-0"), b"guessed" * 8),
+        episode_key(EpisodeIdentity("ada", job, name), b"guessed" * 8),
         guarded.pool.keys["ada"].replace("tmq_", "tmqe_"),
     ):
         answer = await guarded.gateway.post(
@@ -102,7 +102,7 @@ async def test_keys_that_no_host_has_signed_are_refused_by_the_broker(
 async def test_a_signed_key_of_an_episode_that_nobody_hosts_is_worth_nothing(
     guarded: Guarded, hosted: Elsewhere
 ) -> None:
-    past = hosted.proxy.new_key("g-2-0-0")
+    past = hosted.proxy.new_key(f"{hosted.episode.episode}-0")
     answer = await guarded.gateway.post(CHAT, {"messages": SAY}, authorization=f"Bearer {past}")
     assert answer.status == 401
     assert "no host has the episode" in answer.text
@@ -162,22 +162,22 @@ async def test_keys_of_users_and_of_episodes_stay_what_they_are(
 async def test_a_program_with_a_connection_of_its_own_gets_no_further(
     guarded: Guarded, hosted: Elsewhere
 ) -> None:
-    scope, script = guarded.ada, hosted.script
+    scope, script, name = guarded.ada, hosted.script, hosted.episode.episode
     own = await guarded.pool.connected(hosted.episode.key)
     post = EpisodePost(request="r", key="tmqe_x", source="s", num_open=64)
     inbox = own.nc.new_inbox()
     heard: list[bytes] = []
     listening = await own.listen(inbox, lambda message: heard.append(message.data))
-    await own.nc.publish(scope.episode("g-2-0", "post"), post.to_bytes(), reply=inbox)
+    await own.nc.publish(scope.episode(name, "post"), post.to_bytes(), reply=inbox)
     await until(lambda: bool(heard), "the host's refusal")
     assert b"not the key of the episode" in heard[-1]
     assert not hosted.episode.num_open
     call = CallRequest.model_validate({"request": "c", "messages": [{"role": "user"}]})
-    for other in ("g-1-0", "g-2-1"):
+    for other in (f"{name}-1", "g-0-0"):
         await refused_publish(own, scope.episode(other, "call"), call.to_bytes())
     await refused_publish(own, f"$JS.API.DIRECT.GET.{scope.stream_rollout}", b"{}")
     # an answer is sent to inboxes only: nothing of the job can be made to hear one
-    await own.nc.publish(scope.episode("g-2-0", "call"), call.to_bytes(), reply=scope.rollout(1))
+    await own.nc.publish(scope.episode(name, "call"), call.to_bytes(), reply=scope.rollout(1))
     await own.nc.flush()
     async with hosted.openai() as client:
         await client.chat.completions.create(model="any", messages=SAY)  # type: ignore[arg-type]
@@ -189,7 +189,7 @@ async def test_what_a_program_says_of_its_calls_is_bounded(
     guarded: Guarded, hosted: Elsewhere
 ) -> None:
     own = await guarded.pool.connected(hosted.episode.key)
-    subject = guarded.ada.episode("g-2-0", "post")
+    subject = guarded.ada.episode(hosted.episode.episode, "post")
     for number in range(200):
         told = EpisodePost(
             request=f"r{number}", key=hosted.episode.key, source=f"s{number}", num_open=1
