@@ -51,6 +51,8 @@ class MappedFile(mmap.mmap):
 
     path: Path
     """Where it lies as long as this is mapped; of a shared folder, until it is removed."""
+    is_in_memory = False
+    """Whether it lies in this machine's memory, where reading it can never fail."""
 
 
 def place_of(view: memoryview) -> tuple[Path, int] | None:
@@ -62,6 +64,11 @@ def place_of(view: memoryview) -> tuple[Path, int] | None:
         return None
     start: int = np.frombuffer(mapped, np.uint8).ctypes.data
     return mapped.path, np.frombuffer(view, np.uint8).ctypes.data - start
+
+
+def is_in_memory(view: memoryview) -> bool:
+    """Whether a view is in a `MappedFile` of this machine's memory."""
+    return isinstance(view.obj, MappedFile) and view.obj.is_in_memory
 
 
 class SharedMemory:
@@ -268,7 +275,7 @@ def _map(file: int, num_bytes: int, place: Path) -> memoryview:
     if status.st_uid != os.geteuid() or status.st_size != num_bytes:
         raise _NotShared(f"a file of {status.st_size:,} bytes stands where {num_bytes:,} should")
     mapped = MappedFile(file, num_bytes, access=mmap.ACCESS_COPY)
-    mapped.path = place
+    mapped.path, mapped.is_in_memory = place, True
     return memoryview(mapped)
 
 

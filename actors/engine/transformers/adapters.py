@@ -6,8 +6,9 @@ an exact 0. Rows that all have the same adapter, or none, compute nothing else. 
 stay what they are: what is added to their output is a hook, set when the first adapter comes.
 
 New weights are prepared beside the running ones. Two sets exist from the first update on: the one
-that decodes and the one that is filled next. So a swap exchanges pointers and costs microseconds
-whatever the model's size, and an update that is refused has touched nothing.
+that decodes and the one that is filled next, or that lies in the machine's shared memory. So a swap
+exchanges pointers and costs microseconds whatever the model's size, and an update that is refused
+has touched nothing.
 
 Shape letters: B rows of a forward pass, N tokens of each, R ranks of all adapters in use together.
 """
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ....broker.weights.shared_memory import is_in_memory
 from ....schemas.config.sections import LoraConfig
 from ....schemas.wire.errors import ModelError
 from ...policy.lora import PREFIX, has_adapter, layer_of
@@ -238,6 +240,9 @@ def _unfit(why: str) -> ModelError:
 class DoubleBuffer:
     """The second set of the weights that change: all of a model, or those of its adapter.
 
+    On a CPU new weights that lie in the machine's shared memory are the second set themselves, of
+    which all engines of the machine have one copy.
+
     `prepare` may run in any thread while the model decodes; `swap` runs in the engine's thread.
     One update at a time.
     """
@@ -246,6 +251,8 @@ class DoubleBuffer:
         """`weights` are the tensors themselves by name; a tied one has several names."""
         self._names = WeightNames(weights)
         self._spare: list[torch.Tensor] | None = None
+        self._is_shared = self._was_shared = False
+        """Whether the prepared set lies in shared memory, and whether that in use does."""
 
     @property
     def num_bytes(self) -> int:
@@ -253,12 +260,18 @@ class DoubleBuffer:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._names.tensors)
 
     def prepare(self, tensors: Mapping[str, TensorSource]) -> list[torch.Tensor]:
-        """Copy and convert new weights into the spare set; return it.
+        """Copy and convert new weights into the spare set, unless they are used where they lie;
+        return it.
 
         Raises EngineError listing the names that are missing, unknown, or of the wrong shape.
         """
         self._names.check(tensors)
         given = self._names.once(tensors)
+        shared = _in_shared_memory(given.values(), self._names.tensors)
+        self._is_shared = shared is not None
+        if shared is not None:
+            self._spare = None
+            return shared
         spare, self._spare = self._spare, None
         fresh = spare or [torch.empty_like(t, requires_grad=False) for t in self._names.tensors]
         for target, source in zip(fresh, given.values(), strict=True):
@@ -272,7 +285,9 @@ class DoubleBuffer:
         old = [tensor.data for tensor in self._names.tensors]
         for tensor, new in zip(self._names.tensors, fresh, strict=True):
             tensor.data = new
-        self._spare = old if all(_is_whole(tensor) for tensor in old) else None
+        can_refill = not self._is_shared and not self._was_shared
+        self._was_shared = self._is_shared
+        self._spare = old if can_refill and all(_is_whole(tensor) for tensor in old) else None
 
     def free_spare(self) -> None:
         """Free the set that is not in use."""
@@ -308,6 +323,25 @@ class OffloadedWeights:
 def _is_whole(tensor: torch.Tensor) -> bool:
     """Whether a tensor has memory for all its values; none has while the engine sleeps."""
     return tensor.untyped_storage().nbytes() >= tensor.nbytes
+
+
+def _in_shared_memory(
+    sources: Iterable[TensorSource], live: Sequence[torch.Tensor]
+) -> list[torch.Tensor] | None:
+    """Return new weights as they lie in this machine's shared memory; None where they do not, or
+    not as the model computes with them."""
+    found: list[torch.Tensor] = []
+    for source, tensor in zip(sources, live, strict=True):
+        if isinstance(source, torch.Tensor) or tensor.is_cuda or dtype_of(source) != tensor.dtype:
+            return None
+        view = source[2]
+        if not isinstance(view, memoryview) or not is_in_memory(view) or not tensor.numel():
+            return None
+        shared = torch.frombuffer(view, dtype=torch.uint8)
+        if shared.data_ptr() % tensor.itemsize or shared.numel() != tensor.nbytes:
+            return None
+        found.append(shared.view(tensor.dtype).view(tensor.shape))
+    return found
 
 
 def _fill(target: torch.Tensor, source: TensorSource) -> None:

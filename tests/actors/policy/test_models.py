@@ -32,11 +32,14 @@ from tinkermq.actors.policy.model_folder import (
 from tinkermq.actors.policy.tiny_models import TinyKind, save_tiny_model
 from tinkermq.actors.policy.vision import ImageReader, load_image_reader
 from tinkermq.actors.weights.job_weights import as_sources, device_of_new_weights
+from tinkermq.actors.weights.tensors import TensorSource
 from tinkermq.broker.weights.payloads import TensorBytes
+from tinkermq.broker.weights.shared_memory import SharedMemory
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import DataError
 from tinkermq.schemas.wire.images import encoded_image
+from tinkermq.schemas.wire.subjects import JobScope
 from transformers import Qwen2Config
 from transformers.image_utils import load_image
 
@@ -401,3 +404,31 @@ def test_an_engine_takes_weights_from_memory_and_from_tensors_alike(on_device: b
     assert weights["a"].view(torch.uint8).tolist() == payload[:2].tolist()
     assert weights["b"].flatten().view(torch.uint8).tolist() == payload[2:].tolist()
     assert set(as_sources(told, "other")) == {"b"}
+
+
+async def test_an_engine_computes_with_weights_where_they_lie_in_shared_memory(
+    tmp_path: Path,
+) -> None:
+    payloads = [np.full((2, 1 << 18), number, np.float32) for number in range(3)]
+    memory = SharedMemory(JobScope("ada", "j"), 1 << 30, root=tmp_path)
+    weights = {"a": torch.zeros(1 << 18), "b": torch.zeros(1 << 18)}
+    buffer = DoubleBuffer(weights)
+
+    def given(data: memoryview) -> dict[str, TensorSource]:
+        half = len(data) // 2
+        told = {"a": data[:half], "b": data[half:]}
+        return as_sources(
+            {name: TensorBytes("float32", (1 << 18,), view) for name, view in told.items()}
+        )
+
+    first = await memory.offer("0" * 64, [payloads[1].data.cast("B")])
+    assert first is not None
+    buffer.swap(buffer.prepare(given(first)))
+    place = np.frombuffer(first, np.uint8).ctypes.data
+    assert weights["a"].data_ptr() == place
+    assert float(weights["b"].mean()) == 1
+    # private memory after that is memory of its own: nothing is written over what is shared
+    for number in (2, 0):
+        buffer.swap(buffer.prepare(given(payloads[number].data.cast("B"))))
+        assert {float(tensor.mean()) for tensor in weights.values()} == {number}
+    assert float(np.frombuffer(first, np.float32).mean()) == 1
