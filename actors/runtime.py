@@ -41,6 +41,7 @@ from ..schemas.metric import Event, Presence
 from ..schemas.wire.errors import NotFoundError, StateError, TinkermqError, root_cause
 from ..schemas.wire.subjects import BUCKET_JOBS, JobScope
 from .logging import configure_logging
+from .process_memory import read_process_memory
 from .storage.access import refuse_links_to_others
 from .storage.cache import bring_here
 
@@ -153,6 +154,8 @@ class JobContext(ActorContext):
     scope: JobScope = field(default_factory=lambda: JobScope("local", "none"))
     record: JobRecord = field(kw_only=True)
     config: JobConfig = field(kw_only=True)
+    own_bytes: Callable[[], dict[str, int]] = dict
+    """What this actor knows of the bytes in its memory, by what they are."""
     _control_handler: ControlHandler | None = None
     _serves_control: bool = False
 
@@ -197,6 +200,9 @@ class JobContext(ActorContext):
             await self.event("control_by_admin", f"{request.verb} asked for by {context.who}")
         if request.verb == "hand_over":
             self.stopping.set()
+        elif request.verb == "memory":
+            memory = await asyncio.to_thread(read_process_memory)
+            detail = {"memory": memory, "parts": self.own_bytes()}
         elif self._control_handler is not None:
             detail = await self._control_handler(request)
         elif request.verb == "stop":

@@ -409,6 +409,41 @@ async def trace_steps(broker: Broker, record: JobRecord, steps: int) -> list[str
     return [str(file) for file in reply.detail["files"]]
 
 
+_MEMORY_S = 10.0
+
+
+async def read_memory(broker: Broker, record: JobRecord) -> "dict[str, ControlReply]":
+    """Ask each actor of a job what its memory holds; those that do not answer are left out.
+
+    The detail of a reply has `memory`, as Linux counts it, and `parts`, what the actor knows of it.
+    Raises StateError for a job that does not run.
+    """
+    if record.state not in _LIVE:
+        raise errors.StateError(
+            f"job {record.name} is {record.state}, so it has no processes",
+            hint="ask while it runs",
+        )
+    from ..schemas.control import ControlReply, ControlRequest
+
+    async def ask(name: str) -> ControlReply | None:
+        request = ControlRequest(verb="memory", reason="asked for")
+        try:
+            return await call(
+                broker,
+                broker.control(record.scope, name),
+                request,
+                ControlReply,
+                timeout_s=_MEMORY_S,
+                waiting_for=f"the memory of {name}",
+            )
+        except (errors.DeadlineError, errors.NobodyAnswersError):
+            return None
+
+    names = [actor.name for actor in record.actors]
+    replies = await asyncio.gather(*(ask(name) for name in names))
+    return {name: one for name, one in zip(names, replies, strict=True) if one is not None}
+
+
 def _refuse_idle(record: JobRecord, wanted: str, hint: str) -> None:
     if not record.trains or record.state not in _LIVE:
         what = f"is {record.state}" if record.trains else "trains nothing"

@@ -12,9 +12,12 @@ MAX_TRACED_STEPS = 32
 class ControlRequest(Message):
     """Ask an actor to do something, on `ctl.<actor>`."""
 
-    verb: Literal["pause", "resume", "checkpoint", "profile", "stop", "hand_over", "status"]
-    """checkpoint: write one now; profile: record torch traces of the next steps; stop: drain and
-    exit; hand_over: exit as on SIGTERM, because the job continues elsewhere; status: report."""
+    verb: Literal[
+        "pause", "resume", "checkpoint", "profile", "memory", "stop", "hand_over", "status"
+    ]
+    """checkpoint: write one now; profile: record torch traces of the next steps; memory: report
+    what the process's memory holds; stop: drain and exit; hand_over: exit as on SIGTERM, because
+    the job continues elsewhere; status: report."""
     reason: str = ""
     steps: int = Field(default=1, ge=1, le=MAX_TRACED_STEPS)
     """Number of steps to trace."""

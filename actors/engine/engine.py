@@ -8,7 +8,7 @@ concurrent requests, and the reading of images. Nothing here imports torch.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -174,6 +174,9 @@ class EngineStats:
     """How long it stood still so far, at swaps and asleep."""
     cache_bytes: int
     """Memory of the KV cache, that of cached prefixes included."""
+    weight_bytes: int = 0
+    """Memory of the weights in this process, with the set that is filled next; 0 where other
+    processes hold them."""
 
 
 class Engine(Protocol):
@@ -348,7 +351,14 @@ class Meter:
             self._marks.append((now, self.generated, self.busy_s))
 
     def stats(
-        self, *, version: int, running: int, waiting: int, cached_prefixes: int, cache_bytes: int
+        self,
+        *,
+        version: int,
+        running: int,
+        waiting: int,
+        cached_prefixes: int,
+        cache_bytes: int,
+        weight_bytes: int = 0,
     ) -> EngineStats:
         """Return an engine's statistics: the counters, and what only the engine knows."""
         tokens_per_s, busy_share = self.rates()
@@ -366,6 +376,7 @@ class Meter:
             last_pause_s=self.last_pause_s,
             paused_s=self.paused_s,
             cache_bytes=cache_bytes,
+            weight_bytes=weight_bytes,
         )
 
     def rates(self) -> tuple[float, float]:
@@ -482,6 +493,15 @@ def again(error: EngineError) -> EngineError:
     copy = EngineError(error.message, hint=error.hint)
     copy.__cause__ = error.__cause__
     return copy
+
+
+def bytes_of_engines(engines: Iterable[Engine]) -> dict[str, int]:
+    """Return the bytes that engines hold in this process, by what they are."""
+    every = [engine.stats() for engine in engines]
+    return {
+        "weights": sum(stats.weight_bytes for stats in every),
+        "KV cache": sum(stats.cache_bytes for stats in every),
+    }
 
 
 def report_engine(context: JobContext, stats: EngineStats, **more: float) -> None:

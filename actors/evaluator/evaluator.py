@@ -8,6 +8,7 @@ checkpoint, or the model of its configuration, once and ends.
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from ...broker.feed import publish_metric
@@ -17,6 +18,7 @@ from ...schemas.config.job import JobConfig
 from ...schemas.env import DescribeReply
 from ...schemas.metric import EpisodeScore, Metric
 from ...schemas.task import Task
+from ..engine.engine import bytes_of_engines
 from ..engine.weight_updates import WeightFollower
 from ..policy.chat import make_chat
 from ..policy.policies import check_weights, config_of_checkpoint
@@ -39,6 +41,7 @@ async def run_evaluator(context: JobContext) -> None:
     environments = Environments(context.broker, context.scope, config.env, context.missing)
     engines = await start_engines(_with_slots(config))
     episodes = await TaskEpisodes.start(context, engines, chat, environments)
+    context.own_bytes = partial(bytes_of_engines, engines.values())
     await context.serve_control()
     try:
         if is_job_of_its_own:

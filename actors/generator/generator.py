@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import structlog
@@ -26,7 +27,7 @@ from ...schemas.config.sections import SelfPlayConfig
 from ...schemas.rollout import Group
 from ...schemas.wire.errors import NotFoundError
 from ...schemas.wire.trace import GENERATOR_KINDS
-from ..engine.engine import Engine, report_engine
+from ..engine.engine import Engine, bytes_of_engines, report_engine
 from ..engine.weight_updates import WeightFollower, fetch_version
 from ..policy.chat import make_chat
 from ..policy.policies import MAIN, check_weights
@@ -159,6 +160,7 @@ async def run_generator(context: JobContext) -> None:
     generator = Generator(
         context, engine, follower, runner, environments, background, time_use, teachers, validation
     )
+    context.own_bytes = partial(bytes_of_engines, players.engines.values())
     await context.serve_control()
     try:
         await generator.run()

@@ -110,6 +110,7 @@ class Learner:
         )
         checkpoints.judged = self.evaluations
         self.publisher = Publisher(context, policies.models, policies.snapshot)
+        context.own_bytes = self._bytes_by_kind
         models = [*policies.models.values()]
         is_shared = context.record.is_colocated
         use = gpu_use_of(config, models, policies.critics) if is_shared else None
@@ -153,6 +154,9 @@ class Learner:
         self._checkpoints, self._tokenizer = checkpoints, tokenizer
         self._kept_weights: tuple[int, Path] | None = None
         self._saver = Saver(context, checkpoints, state, self.intake, self._write_checkpoint)
+
+    def _bytes_by_kind(self) -> dict[str, int]:
+        return self._policies.bytes_by_kind | {"weights sent": self.publisher.sending_bytes}
 
     def _open_intake(self, policies: Policies, vocab_size: int) -> Intake:
         config, state = self.config, self.state

@@ -284,6 +284,8 @@ class Publisher:
         self._num_versions = num_versions(config, differences=differences)
         self._sending: asyncio.Task[None] | None = None
         self._pinned: set[int] = set()
+        self.sending_bytes = 0
+        """Of the copy that is being sent."""
         self.send_s = 0.0
         """Seconds that the last sending took, beside training."""
 
@@ -362,7 +364,9 @@ class Publisher:
             await self._store.publish(version, tensors, kind=self._kind)
 
         started = time.perf_counter()
+        self.sending_bytes = sum(tensor.data.nbytes for tensor in tensors.values())
         await with_room(publish, f"the weights of version {version}", self._missing)
+        self.sending_bytes = 0
         self.send_s = time.perf_counter() - started
         await self._store.keep(self._pinned | keep(), newest=NEWEST)
 

@@ -30,7 +30,7 @@ from ...schemas.infer import (
 )
 from ...schemas.job import JobRecord
 from ...schemas.wire import errors
-from ..engine.engine import Engine, report_engine
+from ..engine.engine import Engine, bytes_of_engines, report_engine
 from ..engine.weight_updates import WeightFollower
 from ..policy.chat import ChatTokenizer, make_chat
 from ..policy.lora import config_of
@@ -152,6 +152,7 @@ async def run_server(context: JobContext) -> None:
     chat = await asyncio.to_thread(make_chat, config)
     engines = await start_engines(context.record, config)
     engine = engines[""]
+    context.own_bytes = partial(bytes_of_engines, engines.values())
     answers = {
         adapter: Answers(
             its_engine,

@@ -18,6 +18,7 @@ from ...schemas.rollout import Group
 from ...schemas.wire.errors import ConfigError, OutOfMemoryError
 from ..policy.lora import policy_tensors
 from ..policy.policies import MAIN, policy_config, policy_folder, policy_names
+from ..process_memory import tensor_bytes
 from .batch import assemble
 from .model import load_model
 from .parallel import Parallel, snapshot
@@ -147,6 +148,25 @@ class Policies:
             for model in self.models.values()
             for tensor in policy_tensors(model).values()
         )
+
+    @property
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes of the tensors of training in this machine's memory, by what they are."""
+        trained = [part for one in self.trainers.values() for part in (one, one.critic) if part]
+        weights = [weight for one in trained for weight in one.model.parameters()]
+        buffers = [buffer for one in trained for buffer in one.model.buffers()]
+        moments = [
+            value
+            for one in trained
+            for state in one.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+        return {
+            "weights": tensor_bytes([*weights, *buffers]),
+            "gradients": tensor_bytes(weight.grad for weight in weights),
+            "optimiser state": tensor_bytes(moments),
+        }
 
     def snapshot(self, dtype: torch.dtype) -> dict[str, TensorBytes]:
         """Copy what changes from version to version, of each policy, as it is published."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from ...broker.calls import trace_steps
+from ...broker.calls import read_memory, trace_steps
 from ...broker.feed import read_traces
 from ...broker.kept_rollouts import RunRollouts
 from ...broker.profile import (
@@ -50,6 +50,8 @@ from .session import COMMON, Common, with_pool
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
+
+    from ...schemas.control import ControlReply
 
 
 _START_POLL_S = 1.0
@@ -270,6 +272,7 @@ def profile(
     *,
     steps: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
     torch_profiler: bool = False,
+    memory: bool = False,
     otlp: str | None = None,
     common: Common = COMMON,
 ) -> int:
@@ -284,14 +287,25 @@ def profile(
     torch_profiler
         Trace the learner's next steps with torch's profiler, and print the trace files on the
         pool, for chrome://tracing or Perfetto.
+    memory
+        Show what the memory of each of the run's processes holds, instead of times.
     otlp
         Send the spans of these steps to an OpenTelemetry collector at this URL, such as
         http://127.0.0.1:4318.
     """
 
-    if torch_profiler and otlp is not None:
+    alone = [
+        name
+        for name, is_given in (
+            ("--torch-profiler", torch_profiler),
+            ("--memory", memory),
+            ("--otlp", otlp is not None),
+        )
+        if is_given
+    ]
+    if len(alone) > 1:
         raise ConfigError(
-            "--otlp has no effect beside --torch-profiler", hint="give one of them at a time"
+            f"{' and '.join(alone)} are given together", hint="give one of them at a time"
         )
 
     async def trace(pool: Pool) -> list[str]:
@@ -306,6 +320,12 @@ def profile(
             )
         return record, await read_traces(pool.broker, record.scope, steps or _STEPS)
 
+    async def ask_for_memory(pool: Pool) -> "dict[str, ControlReply]":
+        return await read_memory(pool.broker, await pool.find(run))
+
+    if memory:
+        _print_memory(with_pool(common.nats_url, ask_for_memory), as_json=common.json)
+        return 0
     if torch_profiler:
         _print_files(with_pool(common.nats_url, trace), as_json=common.json)
         return 0
@@ -329,6 +349,31 @@ def _print_files(files: list[str], *, as_json: bool) -> None:
         return
     for file in files:
         print_plain(file)
+
+
+_PROCESS = (("resident", "in memory"), ("peak", "peak"), ("shared_memory", "of it shared"))
+_LIBRARIES = "libraries, activations, allocator"
+
+
+def _print_memory(replies: Mapping[str, "ControlReply"], *, as_json: bool) -> None:
+    """Print a line for each part of each process; the rest is what no actor counts."""
+    if as_json:
+        print_json({name: reply.detail for name, reply in replies.items()})
+        return
+    rows: list[tuple[str, ...]] = []
+    for name, reply in replies.items():
+        sizes: dict[str, int] = reply.detail["memory"]
+        parts = {part: size for part, size in reply.detail["parts"].items() if size}
+        rest = sizes.get("resident", 0) - sum(parts.values())
+        rows.append((name, *(_megabytes(sizes.get(key, 0)) for key, _ in _PROCESS), ""))
+        listed = sorted(parts.items(), key=lambda part: -part[1])
+        listed += [(_LIBRARIES, rest)] if parts and rest > 0 else []
+        rows += [("", "", "", "", f"{_megabytes(size):>7}  {part}") for part, size in listed]
+    print_table(("MB", *(title for _, title in _PROCESS), "of it"), rows)
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.0f}"
 
 
 def _send(record: JobRecord, traces: list[StepTrace], url: str) -> None:

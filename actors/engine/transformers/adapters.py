@@ -259,6 +259,11 @@ class DoubleBuffer:
         """Size of one set."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._names.tensors)
 
+    @property
+    def held_bytes(self) -> int:
+        """Size of the sets that are in memory."""
+        return self.num_bytes * (1 + (self._spare is not None))
+
     def prepare(self, tensors: Mapping[str, TensorSource]) -> list[torch.Tensor]:
         """Copy and convert new weights into the spare set, unless they are used where they lie;
         return it.

@@ -309,6 +309,7 @@ class EngineWorker:
             waiting=len(self._waiting),
             cached_prefixes=len(self._prefix_cache),
             cache_bytes=self._decoder.cache.num_bytes + self._prefix_cache.num_bytes,
+            weight_bytes=self._weights.held_bytes,
         )
 
     # One tick -------------------------------------------------------------------------------
