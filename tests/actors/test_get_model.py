@@ -3,6 +3,7 @@
 import hashlib
 import shutil
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from tinkermq.actors import get_model
-from tinkermq.actors.policy.chat import open_chat
+from tinkermq.actors.policy.chat import ChatTokenizer, open_chat
 from tinkermq.actors.policy.model_folder import check_model_is_here, load_causal_lm
+from tinkermq.actors.policy.template_facts import facts_of
 from tinkermq.clients.validation import resolve_paths
 from tinkermq.schemas.config.job import ModelConfig
 from tinkermq.schemas.model_catalogue import CATALOGUE, PackagedModel, find_model
@@ -170,6 +172,25 @@ def test_a_model_of_the_catalogue_is_downloaded_once_and_found_by_its_name(
     assert far_away["model"]["path"] == "tiny"
     check_model_is_here("tiny")
     assert [one.name for one in folder.parent.iterdir()] == ["tiny"]
+
+
+def test_a_model_with_a_template_for_tools_says_what_its_own_says_and_shows_tools(
+    packaged: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CATALOGUE, "tiny-tools", replace(packaged, with_tools=True))
+    chats: list[ChatTokenizer] = []
+    for name in ("tiny", "tiny-tools"):
+        get_model.get(name, tmp_path / name, "bfloat16")
+        chats.append(open_chat(ModelConfig(path=str(tmp_path / name))))
+    user, said = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
+    messages = [{"role": "system", "content": "Be."}, user, said, user]
+    own, shown = (chat.render(messages, prompt=True, tools=()) for chat in chats)
+    assert own == shown
+    assert not facts_of(chats[0]).takes_tools
+    facts = facts_of(chats[1])
+    assert facts.takes_parallel_calls
+    assert facts.continues_tools
+    assert facts.reads_calls
 
 
 def test_a_folder_of_that_name_comes_before_the_catalogue(

@@ -1,5 +1,6 @@
 """The small games and those with roles: rules, data, demonstrations, gold play."""
 
+import json
 import random
 from random import Random
 from random import choice as pick
@@ -17,6 +18,7 @@ from tinkermq.envs.games import (
     calculator,
     guess,
     negotiation,
+    products,
     sums,
     tictactoe,
 )
@@ -30,14 +32,14 @@ MODULES = {"addition": addition, "calculator": calculator, "bandit": bandit, "gu
 
 
 def config_of(name, folder):
-    module = {**MODULES, "sums": sums}[name]
+    module = {**MODULES, "sums": sums, "products": products}[name]
     if not hasattr(module, "make_data"):
         return EnvConfig(game=name)
     train, val = module.make_data(folder, 32, 8, seed=3)
     return EnvConfig(game=name, train_data=[str(train)], val_data=[str(val)])
 
 
-@pytest.mark.parametrize("name", [*MODULES, "sums"])
+@pytest.mark.parametrize("name", [*MODULES, "sums", "products"])
 def test_every_check_of_the_game_passes(name, tmp_path):
     results = check_game(config_of(name, tmp_path))
     assert [result for result in results if not result.ok] == []
@@ -62,6 +64,25 @@ def test_the_data_of_a_seed_is_always_the_same(module, tmp_path):
         return [data.record(n).prompt for n in range(len(data))]
 
     assert prompts("a", 1) == prompts("b", 1) != prompts("c", 2)
+
+
+def test_a_product_is_computed_by_the_tool_and_judged_by_the_answers_last_number():
+    def call(expression):
+        arguments = {"expression": expression}
+        body = json.dumps({"name": "calculate", "arguments": arguments})
+        return f"<tool_call>\n{body}\n</tool_call>"
+
+    game = products.ProductsGame()
+    game.reset(ground_truth="1786", extra_info={"expression": "47 * 38"})
+    assert game.gold_action() == call("47 * 38")
+    told = game.step(call("47 * 38 * 2"))
+    assert (told.role, told.messages()[0]["content"][:6]) == ("tool", "Error:")
+    assert game.step(call("47*38")).messages() == [{"role": "tool", "content": "1786"}]
+    last = game.step("47 * 38 = 1786")
+    assert (last.reward, last.done, last.info["asked_tool"]) == (1.0, True, True)
+    guessed = products.ProductsGame()
+    guessed.reset(ground_truth="1786")
+    assert guessed.step("1786 or 1787").reward == 0
 
 
 def test_addition_gives_1_for_the_sum_alone():
