@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ..schemas.config.job import EnvConfig
 from ..schemas.config.sections import check_judge_prompt
@@ -342,16 +342,20 @@ def _signature(tool: dict[str, Any]) -> str:
 
 
 def _type_name(schema: Any) -> str:
-    fields: dict[str, Any] = schema if isinstance(schema, dict) else {}
+    fields = _fields_of(schema)
     if "enum" in fields:
         return "|".join(map(str, fields["enum"]))
-    given = fields.get("type", "any")
-    return "|".join(map(str, given)) if isinstance(given, list) else str(given)
+    given: Any = fields.get("type", "any")
+    return "|".join(map(str, cast("list[Any]", given))) if isinstance(given, list) else str(given)
+
+
+def _fields_of(schema: Any) -> dict[str, Any]:
+    return cast("dict[str, Any]", schema) if isinstance(schema, dict) else {}
 
 
 def example_of(schema: Any, depth: int = 0) -> Any:
     """Return a value that fits a JSON schema, for a policy that has learnt nothing."""
-    fields: dict[str, Any] = schema if isinstance(schema, dict) else {}
+    fields = _fields_of(schema)
     for key in ("default", "const"):
         if key in fields:
             return fields[key]
@@ -362,7 +366,7 @@ def example_of(schema: Any, depth: int = 0) -> Any:
     if branches and depth < MAX_SCHEMA_DEPTH:
         return example_of(branches[0], depth + 1)
     given = fields.get("type")
-    kind = given[0] if isinstance(given, list) else given
+    kind: Any = cast("list[Any]", given)[0] if isinstance(given, list) else given
     if kind == "object":
         properties = fields.get("properties", {})
         names = fields.get("required", ()) if depth < MAX_SCHEMA_DEPTH else ()
