@@ -119,7 +119,7 @@ class TrlGame(ToolGame):
         last = messages[-1]
         content = last["content"]
         if isinstance(content, list):
-            parts: list[Any] = content
+            parts = cast("list[Any]", content)
             content = [*parts, {"type": "text", "text": opening}] if opening else parts
         else:
             content = f"{content}{opening}"
@@ -160,10 +160,10 @@ class TrlGame(ToolGame):
 
     def get_state(self) -> dict[str, Any]:
         """Return the plain attributes of the environment."""
-        fields = vars(self._environment).items() if self._environment is not None else ()
+        fields: dict[str, Any] = getattr(self._environment, "__dict__", {})
         return {
             name: value
-            for name, value in fields
+            for name, value in fields.items()
             if not name.startswith("_") and isinstance(value, str | int | float | bool | None)
         }
 
@@ -287,9 +287,10 @@ def _text_of(result: Any) -> str:
 
     A list of text parts is their text. Raises GameError for one that holds anything else.
     """
-    if not (isinstance(result, list) and result and all(map(_is_part, cast("Any", result)))):
-        return str(result)
-    parts = cast("list[dict[str, Any]]", result)
+    listed = cast("list[Any]", result) if isinstance(result, list) else []
+    if not (listed and all(map(_is_part, listed))):
+        return str(cast("object", result))
+    parts = cast("list[dict[str, Any]]", listed)
     if other := next((part for part in parts if part["type"] != "text"), None):
         raise GameError(
             f"a tool returned a part of type {shown(other['type'])}",
@@ -430,14 +431,15 @@ def _factories_in(found: Any, target: str, name: str) -> dict[str, Factory]:
             for key, one in by_name.items()
             for factory in _factories_in(one, f"{target}[{key!r}]", str(key)).values()
         }
-    if not callable(found):
-        kind = "there is no such name" if found is None else f"it is {shown(found)}"
+    factory = cast("object", found)
+    if not callable(factory):
+        kind = "there is no such name" if factory is None else f"it is {shown(factory)}"
         raise GameError(
             f"trl:{target} is no environment: {kind}",
             hint="name a class with reset and public methods, or a function that returns an "
             "instance of one",
         )
-    return {name: found}
+    return {name: factory}
 
 
 def _class_of(factory: Factory) -> type:
@@ -447,7 +449,8 @@ def _class_of(factory: Factory) -> type:
 
 @cache
 def _made(factory: Factory) -> type:
-    return type(factory())
+    environment: object = factory()
+    return type(environment)
 
 
 @cache
@@ -594,7 +597,8 @@ def _with_text(schema: dict[str, Any], text: str, name: str) -> dict[str, Any]:
 
 def _schema_of(hint: Any, name: str) -> dict[str, Any]:
     """Return the JSON schema of a type."""
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin: Any = get_origin(hint)
+    arguments: tuple[Any, ...] = get_args(hint)
     of = partial(_schema_of, name=name)
     if origin is None:
         return dict(_SIMPLE.get(hint, {"type": "object"}))
@@ -608,7 +612,7 @@ def _schema_of(hint: Any, name: str) -> dict[str, Any]:
     if origin is tuple and ... not in arguments and len(arguments) != 1:
         return {"type": "array", "prefixItems": [of(one) for one in arguments]}
     if origin is dict:
-        return {"type": "object", "additionalProperties": of(arguments[1])}
+        return {"type": "object", "additionalProperties": of(arguments[-1])}
     raise _untold(name, f"has the type {hint}, which JSON cannot express", "use a simpler one")
 
 
