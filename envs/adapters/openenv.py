@@ -355,7 +355,7 @@ class Environment:
         for server in self._servers:
             url = server.start() if server.start else server.name
             try:
-                return _apart(_look(HttpRoutes(url, self._access), self._options))
+                return _apart(_look(url, self._access, self._options))
             except ServerAway as error:
                 failure = error
         assert failure is not None
@@ -377,8 +377,13 @@ def _apart(work: Coroutine[Any, Any, T]) -> T:
         return thread.submit(asyncio.run, work).result()
 
 
-async def _look(routes: HttpRoutes, options: Options) -> Facts:
+async def _look(url: str, access: Access, options: Options) -> Facts:
     """Ask a server for its actions, its tools and its tasks."""
+    async with HttpRoutes(url, access) as routes:
+        return await _facts(routes, options)
+
+
+async def _facts(routes: HttpRoutes, options: Options) -> Facts:
     action = (await routes.read_as(Schemas, "/schema")).action
     name, description = await _names(routes)
     split, tasks = await _tasks(routes, name, options)
@@ -622,7 +627,7 @@ class StartedServer:
         deadline = time.monotonic() + self._start_s
         while running.process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(httpx.HTTPError):
-                httpx.get(f"{running.url}/health", timeout=1.0, trust_env=False)
+                httpx.get(f"{running.url}/health", timeout=1.0, trust_env=False, verify=False)  # noqa: S501 - it is not TLS
                 return
             time.sleep(_LOOK_S)
         ended = running.process.poll() is not None

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 from urllib.parse import urlsplit
 
 import httpx
@@ -180,11 +180,24 @@ def _http_refusal(url: str, status: int) -> ServerError:
 
 
 class HttpRoutes:
-    """The routes of one server that describe its environment."""
+    """The routes of one server that describe its environment; an async context."""
 
     def __init__(self, url: str, access: Access) -> None:
         self.url = url
         self._access = access
+        headers = {**access.headers, "accept-encoding": "identity"}
+        self._client = httpx.AsyncClient(
+            headers=headers,
+            timeout=REQUEST_S,
+            trust_env=not is_local(url),
+            verify=url.startswith("https:"),  # to read the authorities' certificates takes long
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
 
     async def ask(self, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
         """GET a route, or POST `body` to it; return status and content.
@@ -192,19 +205,15 @@ class HttpRoutes:
         Raises ServerAway when nobody answers, ServerError for what is too large or a redirect.
         """
         url = f"{self.url}{path}"
-        client = httpx.AsyncClient(
-            headers=dict(self._access.headers), timeout=REQUEST_S, trust_env=not is_local(url)
-        )
         method = "GET" if body is None else "POST"
         try:
             async with (
                 asyncio.timeout(REQUEST_S),
-                client,
-                client.stream(method, url, json=body, headers={"accept-encoding": "identity"}) as a,
+                self._client.stream(method, url, json=body) as answer,
             ):
-                if 300 <= a.status_code < 400:
-                    raise _http_refusal(url, a.status_code)
-                return a.status_code, await self._content(url, a)
+                if 300 <= answer.status_code < 400:
+                    raise _http_refusal(url, answer.status_code)
+                return answer.status_code, await self._content(url, answer)
         except (httpx.HTTPError, TimeoutError) as error:
             raise ServerAway(
                 f"{url} does not answer within {REQUEST_S:g} s: {words_of(error)}",

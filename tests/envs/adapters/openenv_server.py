@@ -6,6 +6,7 @@ it is `openenv_server:app`.
 
 import asyncio
 import contextlib
+import inspect
 import json
 import os
 import socket
@@ -121,8 +122,8 @@ def make_app(behaviour: Behaviour) -> Starlette:
 
     async def session(websocket: WebSocket) -> None:
         if one.redirect:
-            headers = [(b"location", one.redirect.encode())]
-            await websocket.send_denial_response(Response(status_code=307, headers=dict(headers)))
+            denial = Response(status_code=307, headers={"location": one.redirect})
+            await websocket.send_denial_response(denial)
             return
         if one.key and websocket.headers.get("authorization") != f"Bearer {one.key}":
             await websocket.close()
@@ -166,7 +167,7 @@ async def _play(websocket: WebSocket, one: Behaviour) -> None:
         if kind == "close":
             return
         odd = one.answer(message) if one.answer is not None else None
-        if asyncio.iscoroutine(odd):
+        if inspect.iscoroutine(odd):
             await odd
         elif isinstance(odd, bytes):
             await websocket.send_bytes(odd)
