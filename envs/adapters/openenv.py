@@ -160,7 +160,7 @@ class OpenEnvGame(AsyncToolGame):
                 hint="set env.kwargs.url to the URL of a running server, for example",
             )
         self._options = options
-        self._environment = _environment(json.dumps(asdict(options), sort_keys=True))
+        self._environment = _environment(options)
         self._instructions = instructions
         self._session: PooledSession | None = None
         self._task: int | None = None
@@ -171,7 +171,7 @@ class OpenEnvGame(AsyncToolGame):
         task = self.rng.choice(tasks) if tasks else None
         return {"seed": self.rng.getrandbits(31), "task": task}
 
-    async def reset(
+    async def reset(  # pyright: ignore[reportIncompatibleMethodOverride]  # the host awaits it
         self,
         *,
         seed: int | None = None,
@@ -277,8 +277,8 @@ def _text_of_result(observation: Mapping[str, Any]) -> str:
             return f"Error: {message}"
         case {"error": error} if error:
             return f"Error: {_plain(error)}"
-        case {"result": {"content": list(parts), **result}}:
-            text = "\n".join(map(_text_of_part, cast("list[Any]", parts)))
+        case {"result": {"content": list(), **result}}:
+            text = "\n".join(map(_text_of_part, _list(observation["result"]["content"])))
             return f"Error: {text}" if result.get("is_error") is True else text
         case _:
             return _plain(observation.get("result", ""))
@@ -362,13 +362,17 @@ class Environment:
         raise failure
 
 
-@functools.lru_cache(maxsize=64)
-def _environment(options: str) -> Environment:
+_environments: dict[str, Environment] = {}
+_environments_lock = threading.Lock()
+
+
+def _environment(options: Options) -> Environment:
     """Return the environment of a configuration: one for all episodes of this process."""
-    values = json.loads(options)
-    task_range = values["task_range"] and tuple(values["task_range"])
-    urls = tuple(values["urls"])
-    return Environment(Options(**{**values, "urls": urls, "task_range": task_range}))
+    key = json.dumps(asdict(options), sort_keys=True)
+    with _environments_lock:
+        if key not in _environments:
+            _environments[key] = Environment(options)
+        return _environments[key]
 
 
 def _apart(work: Coroutine[Any, Any, T]) -> T:
@@ -414,11 +418,12 @@ def _may_be_mcp(properties: Mapping[str, Any]) -> bool:
 
 async def _mcp_tools(routes: HttpRoutes) -> list[Any] | None:
     """Return the tools of an MCP environment; None for one that has no such thing."""
-    request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
+    no_params: dict[str, Any] = {}
+    request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": no_params}
     answer = await routes.read("/mcp", request)
     match answer:
-        case {"result": {"tools": list(tools)}}:
-            return [_function(tool) for tool in cast("list[Any]", tools)]
+        case {"result": {"tools": list()}}:
+            return [_function(tool) for tool in _list(answer["result"]["tools"])]
         case {"error": _}:
             return None
         case _:
@@ -443,8 +448,8 @@ async def _names(routes: HttpRoutes) -> tuple[str, str]:
     status, content = await routes.ask("/metadata")
     about = _mapping(routes.parse("/metadata", content)) if status == 200 else {}
     status, content = await routes.ask("/list_environments")
-    listed = routes.parse("/list_environments", content) if status == 200 else []
-    names = [name for name in _list(listed) if isinstance(name, str) and name]
+    listed = _list(routes.parse("/list_environments", content)) if status == 200 else []
+    names = [name for name in listed if isinstance(name, str) and name]
     name = names[0] if names else _text(about.get("name"))
     return name, _printable(_text(about.get("description")))
 
@@ -498,9 +503,13 @@ def _text(value: Any) -> str:
 
 def _checked_urls(urls: Any) -> tuple[str, ...]:
     """Return base URLs for HTTP, as they are given but for the scheme and a last slash."""
-    if not isinstance(urls, list | tuple) or len(cast("list[Any]", urls)) > _MOST_URLS:
-        raise GameError(f"env.kwargs.url is {shown(urls)}, it must be a URL or a list of them")
-    return tuple(_checked_url(url) for url in cast("list[Any]", urls))
+    listed = list(cast("Sequence[Any]", urls)) if isinstance(urls, list | tuple) else [None]
+    if len(listed) > _MOST_URLS:
+        raise GameError(
+            f"env.kwargs.url names {len(listed)} servers",
+            hint=f"at most {_MOST_URLS} may be named",
+        )
+    return tuple(map(_checked_url, listed))
 
 
 def _checked_url(url: Any) -> str:
@@ -579,7 +588,7 @@ class Running:
             return False
         address = urlsplit(self.url)
         try:
-            with socket.create_connection((address.hostname, address.port), _LOOK_S):
+            with socket.create_connection((address.hostname or "", address.port or 0), _LOOK_S):
                 return True
         except ConnectionRefusedError:
             return False

@@ -474,8 +474,9 @@ class SessionPool:
         The session is closed when `owner` is gone. Raises ServerError.
         """
         self._num_waiting += 1
+        limit = asyncio.timeout(self._wait_s)
         try:
-            async with asyncio.timeout(self._wait_s) as limit:
+            async with limit:
                 session, observation = await self._opened(arguments)
         except TimeoutError as error:
             if not limit.expired():

@@ -232,10 +232,7 @@ async def test_a_wait_for_a_session_has_an_end():
             assert f"no session within 0.3 s, 1 episodes wait {held}" in error.value.message
             with pytest.raises(GameError) as error:
                 await opened(other, "b")
-            assert (
-                f"({url}: 0 of ours of at most 1); the last answer: {url} has no session left"
-                in (error.value.message)
-            )
+            assert f"the last answer: {url} has no session left (1 of 1)" in error.value.message
 
 
 async def test_a_session_that_another_gives_back_is_taken():
