@@ -86,15 +86,24 @@ $(VLLM)/vllm.stamp: pyproject.toml
 
 # Packages of games that need a compiler, or do not fit beside those of development, have an
 # environment of their own; their tests run without the fixtures of the whole stack.
-extras: $(VENV)-extras/extras.stamp  ## Run the tests of games whose packages are extras
+extras: $(VENV)-extras/extras.stamp $(VENV)-openenv/openenv.stamp  ## Run the tests of games whose packages are extras
 	OMP_NUM_THREADS=1 $(VENV)-extras/bin/python -m pytest -m extras --confcutdir tests/envs \
 	  tests/envs/adapters tests/envs/test_alfworld.py
+	OMP_NUM_THREADS=1 $(VENV)-openenv/bin/python -m pytest -m openenv --confcutdir tests/envs \
+	  tests/envs/adapters/test_openenv_package.py
 
 $(VENV)-extras/extras.stamp: pyproject.toml
 	@echo "installing the packages of games into $(VENV)-extras: some minutes, once"
 	@$(PYTHON) -m venv $(VENV)-extras
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)-extras/bin/python -m pip -qq install -e \
 	  '.[alfworld,gymnasium,reasoning-gym,textarena,verifiers]' pytest pytest-asyncio pytest-timeout
+	@touch $@
+
+$(VENV)-openenv/openenv.stamp: pyproject.toml
+	@echo "installing the package openenv into $(VENV)-openenv: some minutes, once"
+	@$(PYTHON) -m venv $(VENV)-openenv
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)-openenv/bin/python -m pip -qq install -e '.[openenv]' \
+	  openenv==0.10.0 pytest pytest-asyncio pytest-timeout
 	@touch $@
 
 # The documentation as pages, with search; every link is checked. It needs nothing of ours.

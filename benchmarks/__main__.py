@@ -32,6 +32,7 @@ NAMES = (
     "agent_proxy",
     "sandbox",
     "adapters",
+    "openenv_speed",
     "engine",
     "vllm",
     "weights",
