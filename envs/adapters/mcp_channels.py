@@ -76,6 +76,8 @@ class GameServer(McpServer):
     """Prompts that stand there: a name, or `{name: …, arguments: {…}}`."""
     shared: bool = False
     """One session for all episodes of a host, for servers without state."""
+    max_sessions: int = Field(default=64, ge=1, le=4096)
+    """Sessions of one host at the same time; more episodes wait for `start_timeout_s`."""
     start_timeout_s: float = Field(default=20.0, gt=0, le=3600)
     """Time limit of a start, up to the server's first answer."""
     call_timeout_s: float = Field(default=20.0, gt=0, le=3600)
@@ -169,6 +171,15 @@ def _too_long(name: str) -> CallRefused:
     return CallRefused(f"error: the answer is longer than {MAX_MESSAGE_BYTES:,} bytes", hint=name)
 
 
+farewells: set["asyncio.Task[None]"] = set()
+"""What ends sessions."""
+
+
+def _begin_farewell(task: "asyncio.Task[None]") -> None:
+    farewells.add(task)
+    task.add_done_callback(farewells.discard)
+
+
 # -- programs over stdio ---------------------------------------------------------------------------
 
 
@@ -188,7 +199,6 @@ class StdioChannel(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
         self._printed: _Printed | None = None
         self._program: PipedProgram | None = None
-        self._ending: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the program; SandboxError, ConfigError."""
@@ -307,24 +317,26 @@ class StdioChannel(asyncio.Protocol):
         if self._error is not None:
             return
         self._error = error or ServerError(f"{self._name} has ended")
-        self._ending = self._loop.create_task(self._end(error, grace_s))
+        if self._transport is not None:
+            self._transport.abort()
+        _begin_farewell(self._loop.create_task(self._end(error, grace_s)))
 
     async def _end(self, error: ServerError | None, grace_s: float) -> None:
         """End the program; tell those who wait why, once it is known."""
         program, printed = self._program, self._printed
         assert program is not None
         assert printed is not None
-        if self._transport is not None:
-            self._transport.abort()
-        ended = await asyncio.wrap_future(_enders.submit(program.end, grace_s))
-        if error is None:
-            self._error = error = ServerError(
-                f"{self._name} {ended}", hint=printed.last_words(self._noise)
-            )
-        printed.close()
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(error)
+        ending = asyncio.wrap_future(_enders.submit(program.end, grace_s))
+        try:
+            ended = await asyncio.shield(ending)
+            if error is None:
+                words = printed.last_words(self._noise)
+                self._error = error = ServerError(f"{self._name} {ended}", hint=words)
+        finally:
+            printed.close()
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(self._error or ServerError(self._name))
 
 
 class _Start:
@@ -381,13 +393,12 @@ class _Printed:
 
     def _read(self) -> None:
         self._loop.remove_reader(self._file)
-        try:
+        with contextlib.suppress(BlockingIOError):
             chunk = os.read(self._file, _CHUNK)
-        except BlockingIOError:
-            chunk = b" "
-        if chunk:
+            if not chunk:
+                return
             self._tail = (self._tail + chunk)[-_MAX_TAIL_BYTES:]
-            self._loop.call_later(_PAUSE_S, self._follow)
+        self._loop.call_later(_PAUSE_S, self._follow)
 
     def _follow(self) -> None:
         if self._file >= 0:
@@ -413,7 +424,6 @@ class HttpChannel:
             "Accept-Encoding": "identity",
             "Content-Type": "application/json",
         }
-        self._tasks: set[asyncio.Task[None]] = set()
         self._is_open = True
 
     @property
@@ -452,14 +462,10 @@ class HttpChannel:
             return
         self._is_open = False
         if "Mcp-Session-Id" in self._headers:
-            task = self._loop.create_task(self._delete())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-            farewells.add(task)
-            task.add_done_callback(farewells.discard)
+            _begin_farewell(self._loop.create_task(self._delete()))
 
     async def _delete(self) -> None:
-        with contextlib.suppress(httpx.HTTPError, TimeoutError):
+        with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL, TimeoutError):
             async with asyncio.timeout(_CONNECT_S):
                 await self._client.delete(self._url, headers=self._headers)
 
@@ -482,10 +488,10 @@ class HttpChannel:
         """Follow a redirect within the same origin."""
         if reply.status_code not in (307, 308):
             return False
-        target = reply.url.join(reply.headers.get("Location", ""))
-        if _origin(str(target)) != _origin(self._url):
+        target = str(reply.url.join(reply.headers.get("Location", "")))
+        if _origin(target) != _origin(self._url):
             return False
-        self._url = str(target)
+        self._url = target
         return True
 
     async def _check(self, reply: httpx.Response) -> None:
@@ -576,15 +582,11 @@ class HttpChannel:
     def _blaming(self) -> Iterator[None]:
         try:
             yield
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ServerError(
                 f"{self._name} cannot be reached: {type(error).__name__}: {clean_text(error, 300)}",
                 hint="see whether it runs, and its url",
             ) from error
-
-
-farewells: set["asyncio.Task[None]"] = set()
-"""Requests that end sessions."""
 
 
 def http_client() -> httpx.AsyncClient:
@@ -616,9 +618,9 @@ def _variable(server: GameServer, name: str) -> str:
     return value
 
 
-def _origin(url: str) -> tuple[str, str, int | None]:
+def _origin(url: str) -> tuple[str, str]:
     parts = urlsplit(url)
-    return parts.scheme, parts.hostname or "", parts.port
+    return parts.scheme, parts.netloc
 
 
 def _piped(server: GameServer) -> PipedSettings:

@@ -62,6 +62,11 @@ class Session:
         """Whether it can be used."""
         return self._channel.is_open
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether all episodes of an event loop have it."""
+        return self._server.shared
+
     async def begin(self) -> None:
         """Shake hands; ServerError for a server that speaks another version."""
         client = {"name": "tinkermq", "version": "1"}
@@ -137,13 +142,18 @@ class Session:
             async with asyncio.timeout(limit_s):
                 answer = await self._channel.request(message)
         except TimeoutError as error:
-            self.close()
+            if not self._goes_on:
+                self.close()
             raise GameHung(
                 f"{self._who} did not answer {_named(method, params)} within {limit_s:g} s",
                 hint="raise call_timeout_s of the server if it may take longer; "
                 "env.on_step_timeout says what becomes of the episode",
             ) from error
-        except (ServerError, asyncio.CancelledError):
+        except asyncio.CancelledError:
+            if not self.is_shared:
+                self.close()
+            raise
+        except ServerError:
             self.close()
             raise
         if (refusal := answer.get("error")) is not None:
@@ -183,6 +193,11 @@ class Session:
             f"{self._who} answered {method} with {shown(answer)}, which is no such answer",
             hint="see the server: its answers must be as MCP defines them",
         )
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether a call without an answer says nothing of others, as over HTTP."""
+        return self.is_shared and not self._server.command
 
     @property
     def _who(self) -> str:
@@ -236,6 +251,8 @@ class _LoopSessions:
     shared: dict[str, "asyncio.Task[Session]"] = field(
         default_factory=dict[str, "asyncio.Task[Session]"]
     )
+    places: dict[str, asyncio.Semaphore] = field(default_factory=dict[str, asyncio.Semaphore])
+    """What is left of `max_sessions`, by server."""
 
 
 _of_loops: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopSessions]" = (
@@ -259,7 +276,9 @@ async def connect(server: GameServer) -> Session:
 
 async def close_all() -> None:
     """Close the connections of this event loop; it is used no more."""
-    here = _here()
+    here = _of_loops.pop(asyncio.get_running_loop(), None)
+    if here is None:
+        return
     for task in here.shared.values():
         if task.done() and _is_usable(task):
             task.result().close()
@@ -280,14 +299,31 @@ def _is_usable(task: "asyncio.Task[Session]") -> bool:
 
 
 async def _new_session(server: GameServer) -> Session:
+    """Open a session once there is a place for it."""
+    limit_s = server.start_timeout_s
+    places = _here().places.setdefault(server.key(), asyncio.Semaphore(server.max_sessions))
     try:
-        async with asyncio.timeout(server.start_timeout_s):
-            return await _begun(server)
+        async with asyncio.timeout(limit_s):
+            await places.acquire()
     except TimeoutError as error:
         raise ServerError(
-            f"{who(server)} did not start within {server.start_timeout_s:g} s",
+            f"{server.max_sessions} sessions with {who(server)} are open, and none ended within "
+            f"{limit_s:g} s",
+            hint="raise its max_sessions, lower generator.max_episodes, or set shared",
+        ) from error
+    try:
+        async with asyncio.timeout(limit_s):
+            session = await _begun(server)
+    except BaseException as error:
+        places.release()
+        if not isinstance(error, TimeoutError):
+            raise
+        raise ServerError(
+            f"{who(server)} did not start within {limit_s:g} s",
             hint="raise its start_timeout_s, and see what it does as it starts",
         ) from error
+    session.on_close = places.release
+    return session
 
 
 async def _begun(server: GameServer) -> Session:
