@@ -75,7 +75,7 @@ class McpGame(AsyncToolGame):
         """Take the answer of a row, and read the resources and prompts that servers name."""
         self._truth = ground_truth
         texts = [
-            await self._read(number, server)
+            await self._named_texts(number, server)
             for number, server in enumerate(self._servers)
             if server.resources or server.prompts
         ]
@@ -122,7 +122,7 @@ class McpGame(AsyncToolGame):
             self._sessions[number] = await connect(self._servers[number])
         return self._sessions[number]
 
-    async def _read(self, number: int, server: GameServer) -> str:
+    async def _named_texts(self, number: int, server: GameServer) -> str:
         """Return what the resources and prompts of a server say."""
         session = await self._session(number)
         texts: list[str] = []

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from http.cookiejar import DefaultCookiePolicy
 from typing import Any, Literal, Protocol, cast
@@ -37,6 +37,7 @@ _MAX_TAIL_BYTES = 2048
 _CHUNK = 64 << 10
 _PAUSE_S = 0.02
 _END_S = 0.5
+_FINISH_S = 0.05
 _CONNECT_S = 10.0
 _MAX_STARTS = 4
 _METHOD_NOT_FOUND = -32601
@@ -124,6 +125,12 @@ class Channel(Protocol):
 def who(server: GameServer) -> str:
     """Return how messages name a server."""
     return f"the MCP server {server.name} ({server.url or server.command})"
+
+
+def printable(text: str) -> str:
+    """Return the words of a stranger as a text of bounded length that no terminal obeys."""
+    cut = clean_text(text)
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in cut)
 
 
 def rpc_message(method: str, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -382,7 +389,7 @@ class _Printed:
         if self._file >= 0:
             self._read()
         said = self._tail.decode(errors="replace").strip() or noise.strip()
-        return f"it printed at last: {clean_text(said)}" if said else "it printed nothing"
+        return f"it printed at last: {printable(said)}" if said else "it printed nothing"
 
     def close(self) -> None:
         """Read no more; harmless when repeated."""
@@ -425,6 +432,7 @@ class HttpChannel:
             "Content-Type": "application/json",
         }
         self._is_open = True
+        self._ends_streams = True
 
     @property
     def is_open(self) -> bool:
@@ -453,8 +461,8 @@ class HttpChannel:
     async def notify(self, message: dict[str, Any]) -> None:
         """Send a notification, or the answer to a request of the server."""
         with self._blaming():
-            async with self._posted(message):
-                return
+            async with self._posted(message) as reply:
+                await self._body(reply)
 
     def close(self) -> None:
         """End the session; the server is told where it named one."""
@@ -510,7 +518,7 @@ class HttpChannel:
                 f"{self._name} refused with status {status}: it needs a key, or another one",
                 hint="key_variable of the server names the variable with it, or set its headers",
             )
-        said = clean_text((await self._body(reply))[:500].decode(errors="replace"))
+        said = printable((await self._body(reply))[:500].decode(errors="replace"))
         raise ServerError(
             f"{self._name} answered with status {status}: {said}",
             hint="see its url, which is often /mcp, and its log",
@@ -526,7 +534,7 @@ class HttpChannel:
 
     async def _body(self, reply: httpx.Response) -> bytes:
         body = bytearray()
-        async for chunk in reply.aiter_raw(_CHUNK):
+        async for chunk in reply.aiter_raw():
             body += chunk
             if len(body) > MAX_MESSAGE_BYTES:
                 raise _too_long(self._name)
@@ -535,29 +543,44 @@ class HttpChannel:
     async def _awaited(self, reply: httpx.Response, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer among the events of a stream."""
         budget = _Budget(self._name)
-        async for data in self._events(reply, budget):
-            parsed = _parsed(data)
-            budget.take(messages=1)
-            if not isinstance(parsed, dict):
-                continue
-            fields = cast("dict[str, Any]", parsed)
-            if "method" not in fields and fields.get("id") == message["id"]:
-                return fields
-            if "method" in fields and "id" in fields:
-                await self.notify(_answer_to(fields))
+        async with contextlib.aclosing(self._events(reply, budget)) as events:
+            async for data in events:
+                parsed = _parsed(data)
+                budget.take(messages=1)
+                if not isinstance(parsed, dict):
+                    continue
+                fields = cast("dict[str, Any]", parsed)
+                if "method" not in fields and fields.get("id") == message["id"]:
+                    await self._finish(events)
+                    return fields
+                if "method" in fields and "id" in fields:
+                    await self.notify(_answer_to(fields))
         raise ServerError(
             f"{self._name} ended its stream without an answer to {message['method']}",
             hint="see the server's log",
         )
 
-    async def _events(self, reply: httpx.Response, budget: _Budget) -> AsyncIterator[bytes]:
+    async def _finish(self, events: AsyncIterator[bytes]) -> None:
+        """Read on to the end of a stream, so that its connection serves again; not for long."""
+        if not self._ends_streams:
+            return
+        try:
+            async with asyncio.timeout(_FINISH_S):
+                async for _ in events:
+                    pass
+        except TimeoutError:
+            self._ends_streams = False
+
+    async def _events(self, reply: httpx.Response, budget: _Budget) -> AsyncGenerator[bytes, None]:
         """Yield the data of each event of a stream."""
         rest, data = bytearray(), bytearray()
-        async for chunk in reply.aiter_raw(_CHUNK):
+        async for chunk in reply.aiter_raw():
             budget.take(num_bytes=len(chunk))
             rest += chunk
             if len(rest) + len(data) > MAX_MESSAGE_BYTES:
                 raise _too_long(self._name)
+            if b"\n" not in chunk:
+                continue
             *lines, last = rest.replace(b"\r\n", b"\n").split(b"\n")
             rest = bytearray(last)
             for line in lines:
@@ -584,7 +607,7 @@ class HttpChannel:
             yield
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ServerError(
-                f"{self._name} cannot be reached: {type(error).__name__}: {clean_text(error, 300)}",
+                f"{self._name} cannot be reached: {type(error).__name__}: {printable(str(error))}",
                 hint="see whether it runs, and its url",
             ) from error
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 import httpx
 
 from ...schemas.wire.errors import ConfigError, SandboxError
-from ...schemas.wire.foreign import clean_text, shown
+from ...schemas.wire.foreign import shown
 from ..running.episodes import GameHung
 from .mcp_channels import (
     CallRefused,
@@ -33,6 +33,7 @@ from .mcp_channels import (
     StdioChannel,
     farewells,
     http_client,
+    printable,
     rpc_message,
     who,
 )
@@ -212,8 +213,9 @@ def _refusal(error: Any) -> str:
     """Return what an error of JSON-RPC says."""
     if isinstance(error, dict):
         fields = cast("dict[str, Any]", error)
-        return clean_text(fields.get("message", fields), 2000)
-    return clean_text(error, 2000)
+        message = fields.get("message")
+        return printable(message) if isinstance(message, str) else shown(fields)
+    return shown(error)
 
 
 def _part_text(part: Any) -> str:

@@ -1,25 +1,32 @@
 """MCP servers of the real package, for tests: `python mcp_servers.py NAME [PORT]`."""
 
 import sys
+from typing import Any
 
 from mcp.server import MCPServer
+from mcp.server.mcpserver import Context
 
 
 def shop() -> MCPServer:
     """Hold a basket: a server with state, a resource and a prompt."""
     server = MCPServer("shop", instructions="Buy what is asked for.")
-    basket: list[str] = []
+    baskets: dict[str, list[str]] = {}
+
+    def basket_of(context: Context[Any, Any]) -> list[str]:
+        session = (context.headers or {}).get("mcp-session-id", "the only one")
+        return baskets.setdefault(session, [])
 
     @server.tool()
-    def add(item: str, count: int = 1) -> str:
+    def add(item: str, context: Context[Any, Any], count: int = 1) -> str:
         """Put something into the basket."""
+        basket = basket_of(context)
         basket.extend([item] * count)
         return f"{len(basket)} in the basket"
 
     @server.tool()
-    def basket_content() -> list[str]:
+    def basket_content(context: Context[Any, Any]) -> list[str]:
         """Return what is in the basket."""
-        return basket
+        return basket_of(context)
 
     @server.tool()
     def fail(reason: str) -> str:
