@@ -202,7 +202,7 @@ def _read_server(values: Any, number: int) -> GameServer:
                 f"{place}.prompts: {shown(prompt)} names no prompt",
                 hint="give a name, or {name: …, arguments: {…}}",
             )
-    return server if server.name else server.model_copy(update={"name": f"server{number + 1}"})
+    return server.named(number + 1)
 
 
 def _is_prompt(prompt: Mapping[str, Any]) -> bool:

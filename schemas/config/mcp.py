@@ -31,3 +31,7 @@ class McpServer(Section):
             found = "both" if self.command else "neither"
             raise ValueError(f"give command or url; {found} is set")
         return self
+
+    def named(self, number: int) -> Self:
+        """Return it with a name: its own, or one by its number."""
+        return self if self.name else self.model_copy(update={"name": f"server{number}"})
