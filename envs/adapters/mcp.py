@@ -71,7 +71,7 @@ class McpGame(AsyncToolGame):
         """
         return toolbox(self._servers).tools
 
-    async def reset(self, *, ground_truth: Any, **_: Any) -> str:
+    async def reset(self, *, ground_truth: Any, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]  # the host awaits it
         """Take the answer of a row, and read the resources and prompts that servers name."""
         self._truth = ground_truth
         texts = [

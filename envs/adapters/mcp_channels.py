@@ -591,15 +591,13 @@ class HttpChannel:
                     data = bytearray()
 
     def _checked(self, parsed: Any, message: Mapping[str, Any]) -> dict[str, Any]:
-        if not isinstance(parsed, dict) or cast("dict[str, Any]", parsed).get("id") not in (
-            message["id"],
-            None,
-        ):
+        fields = cast("dict[str, Any]", parsed) if isinstance(parsed, dict) else {}
+        if not fields or fields.get("id") not in (message["id"], None):
             raise ServerError(
-                f"{self._name} answered {message['method']} with {shown(parsed)}",
+                f"{self._name} answered {message['method']} with {shown(cast('object', parsed))}",
                 hint="its answers must be as MCP defines them",
             )
-        return cast("dict[str, Any]", parsed)
+        return fields
 
     @contextlib.contextmanager
     def _blaming(self) -> Iterator[None]:

@@ -99,9 +99,10 @@ class Session:
             if not isinstance(page, list):
                 raise self._wrong("tools/list", result)
             for tool in cast("list[Any]", page):
-                if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):  # pyright: ignore[reportUnknownMemberType]
-                    raise self._wrong("tools/list", tool)
-                tools.append(cast("dict[str, Any]", tool))
+                fields = cast("dict[str, Any]", tool) if isinstance(tool, dict) else {}
+                if not isinstance(fields.get("name"), str):
+                    raise self._wrong("tools/list", cast("object", tool))
+                tools.append(fields)
             cursor = result.get("nextCursor")
             if len(tools) > MAX_TOOLS or not isinstance(cursor, str):
                 break
@@ -183,7 +184,7 @@ class Session:
         try:
             texts = [_part_text(part) for part in cast("list[Any]", parts)]
         except (TypeError, KeyError) as error:
-            raise self._wrong(method, parts) from error
+            raise self._wrong(method, cast("object", parts)) from error
         if not texts and (structured := result.get("structuredContent")) is not None:
             texts = [json.dumps(structured, ensure_ascii=False)]
         return "\n".join(texts)
@@ -223,7 +224,7 @@ def _part_text(part: Any) -> str:
 
     Images and sound are named, not shown.
     """
-    fields = _typed(part, dict)
+    fields = cast("dict[str, Any]", _typed(part, dict))
     if "role" in fields:  # a message of a prompt
         return _part_text(fields["content"])
     kind = fields.get("type", "text" if "text" in fields else "blob")

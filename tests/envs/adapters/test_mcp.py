@@ -23,6 +23,7 @@ from tinkermq.envs.dataset import Record
 from tinkermq.envs.running.episodes import GameHung, Opening
 from tinkermq.envs.running.runners import make_runner
 from tinkermq.schemas.config.job import EnvConfig
+from tinkermq.schemas.config.sections import RewardConfig
 from tinkermq.schemas.wire.errors import ConfigError, GameError, TinkermqError
 
 from tests.envs.adapters.scripted_mcp import answers
@@ -175,7 +176,7 @@ def test_every_check_of_a_real_server_passes_with_a_reward_by_function(
         game="mcp",
         kwargs={"servers": [over_http(shop_url)], "allowed_hosts": ["127.0.0.1"]},
         train_data=[str(tmp_path / "data.jsonl")],
-        reward={"source": "function", "function": "shop_rewards:paid"},
+        reward=RewardConfig(source="function", function="shop_rewards:paid"),
     )
     results = check_game(config)
     assert [result for result in results if not result.ok] == []
@@ -411,13 +412,13 @@ class _Hostile(BaseHTTPRequestHandler):
         is_call = request["method"] == "tools/call"
         match mode:
             case "elsewhere":
-                self._say(307, b"", Location="http://localhost:1/mcp")
+                self._say(307, b"", headers={"Location": "http://localhost:1/mcp"})
             case "moved":
-                self._say(307, b"", Location="/plain")
+                self._say(307, b"", headers={"Location": "/plain"})
             case "circle":
-                self._say(308, b"", Location="/circle?again")
+                self._say(308, b"", headers={"Location": "/circle?again"})
             case "garbage":
-                self._say(307, b"", Location="http://[::1/")
+                self._say(307, b"", headers={"Location": "http://[::1/"})
             case "key" if self.headers.get("Authorization") != "Bearer sesame":
                 self._say(401, b"")
             case "page":
@@ -429,9 +430,9 @@ class _Hostile(BaseHTTPRequestHandler):
             case "silent" if is_call:
                 time.sleep(5)
             case "session":
-                self._say(200, b"{}", **{"Mcp-Session-Id": "two words"})
+                self._say(200, b"{}", headers={"Mcp-Session-Id": "two words"})
             case "gzip":
-                self._say(200, gzip.compress(b"{}"), **{"Content-Encoding": "gzip"})
+                self._say(200, gzip.compress(b"{}"), headers={"Content-Encoding": "gzip"})
             case "endless" if is_call:
                 self._stream(b"data: x\n\n" * 1000 for _ in range(10**9))
             case "line" if is_call:
@@ -464,10 +465,10 @@ class _Hostile(BaseHTTPRequestHandler):
         body: bytes,
         kind: str = "application/json",
         length: int = 0,
-        **headers: str,
+        headers: dict[str, str] | None = None,
     ) -> None:
         self.send_response(status)
-        for name, value in headers.items():
+        for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(length or len(body)))
