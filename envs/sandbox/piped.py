@@ -166,12 +166,12 @@ _check_lock = threading.Lock()
 
 def _check_once(settings: PipedSettings, sandbox: Sandbox) -> None:
     """Prove the sandbox of these settings, and that the command is there, once in a process."""
-    key = settings.model_dump_json(exclude={"environment"})
+    command, environment = _command(settings)[0], dict(_variables(settings))
+    key = f"{command} {settings.model_dump_json(exclude={'command', 'environment'})}"
     with _check_lock:
         if key in _checked:
             return
         bubblewrap_program()
-        command, environment = _command(settings)[0], dict(_variables(settings))
         for absent in absent_commands(sandbox, [command], environment):
             raise ConfigError(
                 f"the sandbox has no program {absent!r}",

@@ -73,6 +73,7 @@ post("/reward", reward=0.5)
 SHOP = Path(__file__).parents[2] / "adapters" / "mcp_servers.py"
 
 
+@pytest.mark.long
 async def test_a_program_starts_its_mcp_server_inside_its_sandbox(play):
     result = await play(
         "",
