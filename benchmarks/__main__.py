@@ -33,6 +33,7 @@ NAMES = (
     "sandbox",
     "adapters",
     "openenv_speed",
+    "mcp_speed",
     "engine",
     "vllm",
     "weights",
