@@ -69,7 +69,8 @@ class TaskEnvironmentSettings(_Table):
 class TaskVerifierSettings(_Table):
     """`[verifier]`: how the tests run."""
 
-    timeout_sec: float = Field(default=600.0, gt=0, allow_inf_nan=False)
+    timeout_sec: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """None: as the job has it."""
     env: dict[str, str] = Field(default_factory=dict[str, str])
     environment_mode: Literal["shared", "separate"] = "shared"
 
@@ -144,11 +145,12 @@ class HarborTask:
             )
         for reason, (holds, key, table) in refusals.items():
             if holds:
-                raise TaskRefused(self.name, reason, self._place(key, table))
+                raise TaskRefused(self.name, reason, self.place(key, table))
         if self.compose:
             raise TaskRefused(self.name, "it needs several containers", self.compose)
 
-    def _place(self, key: str, table: str) -> str:
+    def place(self, key: str, table: str) -> str:
+        """Return where a key of the settings stands, as `file:line`."""
         text = read_text(self.folder, SETTINGS) or ""
         line = _line_of(text, key, table)
         return f"{SETTINGS}:{line}" if line else SETTINGS

@@ -327,6 +327,7 @@ def make_program_runner(
     *,
     max_tries: int = 1,
     private: Sequence[Path] = (),
+    builds: bool = True,
 ) -> ProgramRunner:
     """Return what runs the programs of a job; see `ProgramRunner`.
 
@@ -335,7 +336,9 @@ def make_program_runner(
     from .proxy.proxy import ModelProxy  # hosts of games need no HTTP server
 
     proxy = ModelProxy(broker, scope)
-    return ProgramRunner(config, proxy, max_tries=max_tries, job=scope.job, private=private)
+    return ProgramRunner(
+        config, proxy, max_tries=max_tries, job=scope.job, private=private, builds=builds
+    )
 
 
 def make_lease_runner(

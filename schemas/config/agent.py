@@ -67,7 +67,8 @@ class AgentConfig(Section):
     command: list[str] = Field(default_factory=list[str], max_length=1024)
     """Program and arguments to run for each episode. `{prompt}`, `{workdir}`, `{files}`,
     `{input}` and `{python}` stand for the task's last user message, the working folder, the copy of
-    `files`, the file with the task's row, and the pool's interpreter. Empty: no agent job, or `client`."""
+    `files`, the file with the task's row, and the pool's interpreter. Empty: no agent job, or
+    `client`."""
     client: bool = False
     """Clients run the episodes: with `env.hosts=0` (then the default) callers of `AgentEpisodes` or
     hosts of a Python function, with `env.hosts=1` clients of a gateway's `/v1/episodes`."""

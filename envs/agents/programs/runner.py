@@ -15,6 +15,7 @@ from .agent_run import AgentRun
 from .environment import filled, plain_variables
 from .launcher import ModelEndpoint, ProgramLauncher
 from .sandbox import grader_mounts
+from .task_environments import Engines, TaskEnvironments
 
 _NAME = "agent"
 
@@ -34,12 +35,15 @@ class ProgramRunner:
         max_tries: int = 1,
         job: str = "",
         private: Sequence[Path] = (),
+        builds: bool = True,
     ) -> None:
         """Start nothing yet.
 
         `max_tries` is the job's: the last try of an episode counts even if its program crashed.
-        `private` folders may not be shown to programs, whatever the configuration names.
+        `private` folders may not be shown to programs, whatever the configuration names. `builds`:
+        whether images of tasks may be built and pulled here.
         """
+        self._builds = builds
         self._config = config
         self._endpoint = endpoint
         self._opened = contextlib.AsyncExitStack()
@@ -50,6 +54,7 @@ class ProgramRunner:
         """Programs at the same time."""
         self._places = asyncio.Semaphore(config.per_host)
         self._launcher: ProgramLauncher | None = None
+        self._environments: TaskEnvironments | None = None
         self._held: dict[str, _RunningEpisode] = {}
         self._tasks: set[asyncio.Task[StepResult]] = set()
 
@@ -68,6 +73,9 @@ class ProgramRunner:
             ) from error
         self._opened.push_async_callback(self._launcher.close)
         await prove(self._config, self._launcher)
+        engines = await asyncio.to_thread(Engines, self._config, builds=self._builds)
+        self._environments = TaskEnvironments(self._config, self._launcher, engines)
+        self._opened.push_async_callback(self._environments.close)
         return GameFacts(_NAME, [], [])
 
     def reset(self, opening: Opening) -> Awaitable[list[ChatMessage]]:
@@ -77,11 +85,13 @@ class ProgramRunner:
         cannot be started.
         """
         assert self._launcher is not None
+        assert self._environments is not None
         run = AgentRun(
             self._config,
             self._launcher,
             self._endpoint,
             opening,
+            self._environments,
             max_tries=self._max_tries,
             job=self._job,
         )
