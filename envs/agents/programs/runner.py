@@ -15,7 +15,7 @@ from .agent_run import AgentRun
 from .environment import filled, plain_variables
 from .launcher import ModelEndpoint, ProgramLauncher
 from .sandbox import grader_mounts
-from .task_environments import Engines, TaskEnvironments
+from .task_environments import TaskEnvironments
 
 _NAME = "agent"
 
@@ -73,8 +73,7 @@ class ProgramRunner:
             ) from error
         self._opened.push_async_callback(self._launcher.close)
         await prove(self._config, self._launcher)
-        engines = await asyncio.to_thread(Engines, self._config, builds=self._builds)
-        self._environments = TaskEnvironments(self._config, self._launcher, engines)
+        self._environments = TaskEnvironments(self._config, self._launcher, builds=self._builds)
         self._opened.push_async_callback(self._environments.close)
         return GameFacts(_NAME, [], [])
 

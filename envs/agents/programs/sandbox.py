@@ -423,12 +423,13 @@ class ProgramSandboxes:
     def variables(self, own: Mapping[str, str], view: TaskView | None = None) -> Mapping[str, str]:
         """Return a program's variables, behind what an image sets: only its PATH goes before.
 
-        In a task's environment HOME does, too. Its tests and steps see nothing of the job's.
+        In a task's environment HOME does, too. Its tests and steps see nothing of the job's, and
+        the tests' HOME is an empty folder.
         """
         if view is not None:
             of_task = view.environment.command_variables
             if view.stage != "program":
-                return {**of_task, **own}
+                return {**of_task, **({"HOME": HOME} if view.stage == "tests" else {}), **own}
             given = self._config.environment
             named = {name: given.get(name) or of_task[name] for name in ("HOME", "PATH")}
             return {**of_task, **own, **named}

@@ -213,11 +213,14 @@ class _Made:
 class TaskEnvironments:
     """The environments of a host's tasks, each made once."""
 
-    def __init__(self, config: AgentConfig, launcher: ProgramLauncher, engines: Engines) -> None:
-        """Make none yet."""
+    def __init__(
+        self, config: AgentConfig, launcher: ProgramLauncher, *, builds: bool = True
+    ) -> None:
+        """Make none yet; `builds` is that of `Engines`."""
         self._config = config
         self._launcher = launcher
-        self._engines = engines
+        self._builds = builds
+        self._engines: Engines | None = None
         self._made: dict[Path, asyncio.Task[_Made]] = {}
 
     @contextlib.asynccontextmanager
@@ -262,9 +265,12 @@ class TaskEnvironments:
 
     async def _make(self, task: HarborTask) -> _Made:
         try:
-            plan = self._engines.plan(task)
+            if self._engines is None:  # which only jobs with tasks look for
+                self._engines = await asyncio.to_thread(Engines, self._config, builds=self._builds)
+            engines = self._engines
+            plan = engines.plan(task)
             if plan is None:
-                made = await self._written_out(task)
+                made = await self._written_out(task, engines)
             else:
                 made = await self._from_steps(task, plan)
             try:
@@ -294,9 +300,10 @@ class TaskEnvironments:
             where = DOCKERFILE if task.dockerfile is not None else SETTINGS
             raise TaskRefused(task.name, "it has no bash, which runs its tests", where)
 
-    async def _written_out(self, task: HarborTask) -> _Made:
+    async def _written_out(self, task: HarborTask, engines: Engines) -> _Made:
         """Return the environment of an image; one that nobody waits for any more is removed."""
-        writing = asyncio.ensure_future(self._launcher.blocking(lambda: self._from_image(task)))
+        write = self._launcher.blocking(lambda: self._from_image(task, engines))
+        writing = asyncio.ensure_future(write)
         try:
             return await asyncio.shield(writing)
         except asyncio.CancelledError:
@@ -305,9 +312,9 @@ class TaskEnvironments:
                 writing.result().give_back()
             raise
 
-    def _from_image(self, task: HarborTask) -> _Made:
+    def _from_image(self, task: HarborTask, engines: Engines) -> _Made:
         """Write the image of a task out; blocks."""
-        image = ImageRoot(self._engines.image_of(task), f"the image of task {task.name}")
+        image = ImageRoot(engines.image_of(task), f"the image of task {task.name}")
         try:
             for path in (TASK_HOME, f"{LOGS}/agent", f"{LOGS}/verifier"):
                 image.place(path)
