@@ -53,6 +53,7 @@ def _programs(context: JobContext) -> tuple[BoundedRunner | None, LeaseRequests 
         scope,
         max_tries=tries,
         private=[context.run_dir],
+        has_tasks=config.has_tasks,
         builds=not context.record.output_roots,  # not for users: a build reaches the network
     )
     return runner, None

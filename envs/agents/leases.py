@@ -327,6 +327,7 @@ def make_program_runner(
     *,
     max_tries: int = 1,
     private: Sequence[Path] = (),
+    has_tasks: bool = False,
     builds: bool = True,
 ) -> ProgramRunner:
     """Return what runs the programs of a job; see `ProgramRunner`.
@@ -337,7 +338,13 @@ def make_program_runner(
 
     proxy = ModelProxy(broker, scope)
     return ProgramRunner(
-        config, proxy, max_tries=max_tries, job=scope.job, private=private, builds=builds
+        config,
+        proxy,
+        max_tries=max_tries,
+        job=scope.job,
+        private=private,
+        has_tasks=has_tasks,
+        builds=builds,
     )
 
 

@@ -423,6 +423,11 @@ class JobConfig(Section):
         return [TaskSource.parse(name) for name in (*self.env.train_data, *self.env.val_data)]
 
     @property
+    def has_tasks(self) -> bool:
+        """Whether the data are folders of tasks."""
+        return any(self.task_sources)
+
+    @property
     def keeps_segments(self) -> bool:
         """Whether running episodes are logged."""
         return self.agent.runs_programs or self.generator.segment_tokens > 0

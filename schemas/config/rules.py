@@ -85,7 +85,7 @@ _BRANCHES = "algorithm.branch_credit={algorithm.branch_credit}"
 
 
 def _of_task_folders(when: "Callable[[JobConfig], Any]") -> "Callable[[JobConfig], Any]":
-    return lambda job: any(job.task_sources) and when(job)
+    return lambda job: job.has_tasks and when(job)
 
 
 _TESTS = "has no effect, since the tests of Harbor tasks give the reward: remove it"

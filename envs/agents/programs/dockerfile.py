@@ -339,21 +339,22 @@ def _commands(step: Instruction, text: str) -> Iterator[list[str]]:
     lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     lexer.commenters = ""
-    command: list[str] = []
-    is_file = False
     try:
-        for token in lexer:
-            if token in _OPERATORS:
-                yield from [command] if command else []
-                command = []
-            elif token in _REDIRECTIONS:
-                is_file = True
-            elif set(token) <= set("();<>|&"):
-                step.refuse(f"RUN with {token}")
-            elif is_file:
-                is_file = False
-            elif command or not re.match(r"[A-Za-z_]\w*=", token):
-                command.append(token)
+        tokens = list(lexer)
     except ValueError as error:
         step.refuse(f"RUN: {error}")
+    command: list[str] = []
+    is_file = False
+    for token in tokens:
+        if token in _OPERATORS:
+            yield from [command] if command else []
+            command = []
+        elif token in _REDIRECTIONS:
+            is_file = True
+        elif set(token) <= set("();<>|&"):
+            step.refuse(f"RUN with {token}")
+        elif is_file:
+            is_file = False
+        elif command or not re.match(r"[A-Za-z_]\w*=", token):
+            command.append(token)
     yield from [command] if command else []

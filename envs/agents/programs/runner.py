@@ -35,14 +35,16 @@ class ProgramRunner:
         max_tries: int = 1,
         job: str = "",
         private: Sequence[Path] = (),
+        has_tasks: bool = False,
         builds: bool = True,
     ) -> None:
         """Start nothing yet.
 
         `max_tries` is the job's: the last try of an episode counts even if its program crashed.
-        `private` folders may not be shown to programs, whatever the configuration names. `builds`:
-        whether images of tasks may be built and pulled here.
+        `private` folders may not be shown to programs, whatever the configuration names. With
+        `has_tasks` the data are Harbor tasks; `builds`: their images may be built and pulled here.
         """
+        self._has_tasks = has_tasks
         self._builds = builds
         self._config = config
         self._endpoint = endpoint
@@ -72,7 +74,7 @@ class ProgramRunner:
                 hint="see the host's temporary folder ($TMPDIR)",
             ) from error
         self._opened.push_async_callback(self._launcher.close)
-        await prove(self._config, self._launcher)
+        await prove(self._config, self._launcher, has_tasks=self._has_tasks)
         self._environments = TaskEnvironments(self._config, self._launcher, builds=self._builds)
         self._opened.push_async_callback(self._environments.close)
         return GameFacts(_NAME, [], [])
@@ -186,11 +188,11 @@ def _seen(task: "asyncio.Task[StepResult]") -> None:
         task.exception()
 
 
-async def prove(config: AgentConfig, launcher: ProgramLauncher) -> None:
+async def prove(config: AgentConfig, launcher: ProgramLauncher, *, has_tasks: bool = False) -> None:
     """Run the self-test in a program's sandbox, and see that its commands are there.
 
-    Raises SandboxError if the sandbox does not hold, and ConfigError for a command that is not
-    there.
+    With `has_tasks` the commands may be those of images that are not there yet. Raises SandboxError
+    if the sandbox does not hold, and ConfigError for a command that is not there.
     """
     if any("{grader}" in word for word in config.reward) and launcher.grader is None:
         raise ConfigError(
@@ -201,6 +203,7 @@ async def prove(config: AgentConfig, launcher: ProgramLauncher) -> None:
         name: filled(config, getattr(config, name)) for name in ("command", "setup", "reward")
     }
     keys = {words[0]: name for name, words in commands.items() if _is_needed(config, words)}
+    keys = {} if has_tasks else keys
     sandboxes = launcher.sandboxes
     environment = dict(sandboxes.variables(plain_variables(config)))
     reach = "open" if config.network == "open" else "model"

@@ -408,6 +408,7 @@ class ProgramSandboxes:
         refuse_shown({**read, **own}, private)
         for one in config.read:
             check_shown("agent.read", one)
+        self._read = sorted({*read.values()})
         self._shown = sorted({*read.values(), *own.values()})
         above = {parent for path in self._shown for parent in path.parents}
         self.unseen = sorted(set(private) - above)
@@ -439,10 +440,9 @@ class ProgramSandboxes:
         path = self._config.environment.get("PATH") or of_image.get("PATH") or _PATH
         return {**of_image, **own, "PATH": path}
 
-    @property
-    def shown(self) -> Sequence[Path]:
-        """The folders that programs read at their own places."""
-        return self._shown
+    def shown(self, *, in_image: bool) -> Sequence[Path]:
+        """Return the folders that programs read at their own places: not ours in an image."""
+        return self._read if in_image else self._shown
 
     def task_sandbox(self, folder: ProgramFolder, reach: Reach, view: TaskView) -> Sandbox:
         """Return the sandbox of one stage of a task.
@@ -454,16 +454,16 @@ class ProgramSandboxes:
         writable_paths = environment.root.writable if stage != "build" else ()
         if stage == "tests":
             writable_paths = tuple(one for one in writable_paths if one not in ("tests", "logs"))
-        etc = ("passwd", "group", "hosts")
+        shown = self.shown(in_image=environment.is_image)
         mounts = (
             memory_folder("/dev/shm", (self._config.memory_mb << 20) // _SHARED_MEMORY_PART),  # noqa: S108 - its own
             *environment.system,
-            *(readable(f"/etc/{name}", folder["etc"] / name) for name in etc),
+            *(readable(f"/etc/{name}", folder["etc"] / name) for name in _OWN_ETC),
             *(etc_mounts(("resolv.conf",)) if reach == "open" else ()),
             *(readable(place, path) for place, path in interpreter_files().items()),
             *(writable(f"/{path}", folder[f"root/{path}"]) for path in writable_paths),
             *(writable(place, folder[part]) for part, place in _STAGES[stage].items()),
-            *(readable(path) for path in (self._shown if stage == "program" else ())),
+            *(readable(path) for path in shown if stage == "program"),
         )
         return replace(
             self.sandbox(folder, reach),

@@ -415,7 +415,8 @@ class TaskEnvironments:
                 and one.name not in (*SYSTEM_FOLDERS, *_OUR_FOLDERS)
             )
         )
-        for path in (workdir, *map(str, self._launcher.sandboxes.shown)):
+        shown = self._launcher.sandboxes.shown(in_image=is_image)
+        for path in (workdir, *map(str, shown)):
             if path == workdir or path.split("/")[1] in writable:
                 try:
                     place_folder(root, path)
