@@ -47,8 +47,16 @@ def _programs(context: JobContext) -> tuple[BoundedRunner | None, LeaseRequests 
         return make_lease_runner(config.agent, broker, scope, max_tries=tries)
     if not config.agent.command:
         return None, None
-    private = [context.run_dir]
-    return make_program_runner(config.agent, broker, scope, max_tries=tries, private=private), None
+    runner = make_program_runner(
+        config.agent,
+        broker,
+        scope,
+        max_tries=tries,
+        private=[context.run_dir],
+        has_tasks=config.has_tasks,
+        builds=not context.record.output_roots,  # not for users: a build reaches the network
+    )
+    return runner, None
 
 
 @contextlib.asynccontextmanager

@@ -63,7 +63,7 @@ class EnvConfigDict(TypedDict, total=False):
     kwargs: dict[str, Any]
     """Arguments of the game's constructor."""
     train_data: list[str]
-    """Parquet or JSONL files of a dataset game; empty: the game generates its states."""
+    """Parquet or JSONL files of a dataset game, or `harbor:FOLDER` for an agent program; empty: the game generates its states."""
     val_data: list[str]
     """Validation files of a dataset game."""
     num_val: int
@@ -104,9 +104,13 @@ class McpServerDict(TypedDict, total=False):
 
 class AgentConfigDict(TypedDict, total=False):
     command: list[str]
-    """Program and arguments to run for each episode. `{prompt}`, `{workdir}`, `{input}` and `{python}` stand for the task's last user message, the working folder, the file with the task's row, and the pool's interpreter. Empty: no agent job, or `client`."""
+    """Program and arguments to run for each episode. `{prompt}`, `{workdir}`, `{files}`, `{input}` and `{python}` stand for the task's last user message, the working folder, the copy of `files`, the file with the task's row, and the pool's interpreter. Empty: no agent job, or `client`."""
     client: bool
     """Clients run the episodes: with `env.hosts=0` (then the default) callers of `AgentEpisodes` or hosts of a Python function, with `env.hosts=1` clients of a gateway's `/v1/episodes`."""
+    tasks: str | None
+    """`harbor:FOLDER`: the folder's [Harbor tasks](harbor.md) are the data; short for `env.train_data`, which then holds it. Their tests give the reward."""
+    val_share: float
+    """Share of `tasks`, by a digest of their names, that is `env.val_data` and not trained."""
     files: str | None
     """Folder that is copied as the program's folder for each try; default: an empty folder. Folders here are relative to where the job is submitted or, with `env.hosts=0`, to where `tinkermq agent host` runs."""
     setup: list[str]
@@ -122,7 +126,7 @@ class AgentConfigDict(TypedDict, total=False):
     setup_timeout_s: float
     """Time limit of `setup`, and of waiting for a place at the host."""
     reward_timeout_s: float
-    """Time limit of `reward`."""
+    """Time limit of `reward`, and of a Harbor task's tests the longest that may be asked for."""
     grace_s: float
     """Seconds from SIGTERM to SIGKILL for a program over a limit."""
     idle_s: float

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+from ..envs.task_folders import TaskFolders
+from ..schemas.config.agent import TaskSource, name_with_folder
 from ..schemas.config.sections import ADAPTER_CONFIG, given_section, is_url
 from ..schemas.job import BEST_STEP, LAST_STEP
 from ..schemas.model_catalogue import CATALOGUE, find_model
@@ -78,7 +80,7 @@ def resolve_paths(
     for section, keys in (("env", {"train_data", "val_data"}), ("sft", {"data"})):
         data: dict[str, Any] = resolved.get(section) or {}
         for key in keys & data.keys():
-            data[key] = [_existing(str(path)) for path in data[key]]
+            data[key] = [name_with_folder(str(path), _existing) for path in data[key]]
     env: dict[str, Any] = resolved.get("env") or {}
     if env.get("hosts") != 0:
         _resolve_programs(resolved.get("agent") or {})
@@ -88,6 +90,8 @@ def resolve_paths(
 
 
 def _resolve_programs(agent: dict[str, Any]) -> None:
+    if isinstance(agent.get("tasks"), str):
+        agent["tasks"] = name_with_folder(agent["tasks"], _existing)
     for key in {"files", "reward_files"} & agent.keys():
         if agent[key] is not None:
             agent[key] = _existing(str(agent[key]))
@@ -129,16 +133,25 @@ def check_files_exist(tree: Mapping[str, Any], broker_url: str, *, has_model: bo
         check_model_folder(
             path, here=True, has_tokenizer=bool(given_section(tree, "model").get("tokenizer"))
         )
+    tasks = given_section(tree, "agent").get("tasks")
+    if isinstance(tasks, str):
+        _check_dataset(tasks, "agent.tasks")
     for section, key in _DATA_KEYS:
         for name in cast("list[Any]", given_section(tree, section).get(key) or []):
-            if isinstance(name, str) and not Path(name).expanduser().is_file():
-                raise DataError(
-                    f"there is no dataset file {name!r} ({section}.{key})",
-                    hint="give the path of a parquet or JSONL file, relative to this folder or "
-                    "absolute",
-                )
+            if isinstance(name, str):
+                _check_dataset(name, f"{section}.{key}")
     if given_section(tree, "env").get("hosts") != 0:
         _check_folders_exist(given_section(tree, "agent"))
+
+
+def _check_dataset(name: str, key: str) -> None:
+    if (source := TaskSource.parse(name)) is not None:
+        TaskFolders(source)
+    elif not Path(name).expanduser().is_file():
+        raise DataError(
+            f"there is no dataset file {name!r} ({key})",
+            hint="give the path of a parquet or JSONL file, relative to this folder or absolute",
+        )
 
 
 def _check_folders_exist(agent: Mapping[str, Any]) -> None:

@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs] - it has none
 
+from ..schemas.config.agent import TaskSource
 from ..schemas.wire import errors
 from ..schemas.wire.codec import read_json
 from ..schemas.wire.foreign import blaming, plain_value, words_of
 from ..schemas.wire.images import encoded_image
 from .chat_messages import Origin, are_messages, plain, read_conversation, shorten
 from .game import ChatMessage
+from .task_folders import TaskFolders
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -66,6 +68,8 @@ class Record:
     """File and row."""
     columns: dict[str, Any] = field(default_factory=dict[str, Any])
     """Whatever else the row of a program's task has; all columns for a game that takes rows."""
+    folder: Path | None = None
+    """Of a Harbor task, which is its row."""
 
     def messages(self) -> list[ChatMessage]:
         """Return a fresh copy of the prompt, each `<image>` tag replaced by its image.
@@ -529,12 +533,21 @@ class Dataset:
 
     def record(self, number: int) -> Record:
         """Decode row `number`; DataError for one that does not exist or cannot be read."""
+        index, local = self._place(number)
         row, where = self.row(number)
         with blaming(lambda error: _unreadable(error, where)):
-            return self._parse(row, where)
+            record = self._parse(row, where)
+        file = self._files[index]
+        is_task = isinstance(file, TaskFolders)
+        return replace(record, folder=file.tasks[local].folder) if is_task else record
 
     def row(self, number: int) -> tuple[Mapping[str, Any], str]:
         """Return row `number` as it stands in its file, and where that is."""
+        index, local = self._place(number)
+        return self._files[index].row(local), f"row {local} of {self.paths[index]}"
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """Return the file of a row, and its number there."""
         if not 0 <= number < len(self):
             raise errors.DataError(
                 f"row {number} does not exist: {self._names()} has {len(self)} rows",
@@ -542,8 +555,7 @@ class Dataset:
             )
         number = number if self._order is None else self._order[number]
         index = bisect.bisect_right(self._ends, number)
-        local = number - (self._ends[index - 1] if index else 0)
-        return self._files[index].row(local), f"row {local} of {self.paths[index]}"
+        return index, number - (self._ends[index - 1] if index else 0)
 
     def close(self) -> None:
         """Give the files back."""
@@ -571,6 +583,8 @@ def is_dataset_name(path: Path) -> bool:
 def _open_file(
     path: Path, opened: contextlib.ExitStack, check: Callable[[Iterable[str], str], None]
 ) -> RowFile:
+    if (source := TaskSource.parse(str(path))) is not None:
+        return TaskFolders(source)
     if not path.is_file():
         raise errors.DataError(
             f"there is no dataset file {str(path)!r}",

@@ -18,6 +18,8 @@ from ...broker.client.login import without_secrets
 from ...broker.service_process import die_with
 from ...envs.dataset import is_dataset_name
 from ...envs.registry import find_game
+from ...envs.task_folders import is_task_folder
+from ...schemas.config.agent import TaskSource
 from ...schemas.node import (
     GameCheck,
     InspectQuestion,
@@ -57,7 +59,7 @@ async def check_files(question: LookQuestion) -> LookAnswer:
 
 def check_files_now(question: LookQuestion) -> LookAnswer:
     """Look at the files, and for the game's package."""
-    missing = [file for file in question.files if not _is_there(Path(file).expanduser())]
+    missing = [file for file in question.files if not _is_there(file)]
     if not question.game:
         return LookAnswer(missing=missing)
     try:
@@ -66,8 +68,13 @@ def check_files_now(question: LookQuestion) -> LookAnswer:
         return LookAnswer(missing=missing, lacks_game=error.message, hint=error.hint)
 
 
-def _is_there(path: Path) -> bool:
-    """Whether a dataset exists; of other files this is not revealed."""
+def _is_there(name: str) -> bool:
+    """Whether a dataset exists; of other files and folders this is not revealed."""
+    source = TaskSource.parse(name)
+    if source is not None:
+        folder = Path(source.folder).expanduser()
+        return folder.is_dir() and any(is_task_folder(one) for one in folder.iterdir())
+    path = Path(name).expanduser()
     return is_dataset_name(path) and path.is_file()
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ...broker.run_folder import Folder
+from ...schemas.config.agent import TaskSource
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import BROKER, is_url, model_paths
 from ...schemas.job import JobRecord
@@ -268,9 +269,13 @@ def _is_linked(lead: Lead) -> bool:
     return bool(lead.via) or without_tilde(lead.value).absolute() != lead.path
 
 
+_DATA = ("env.train_data", "env.val_data")
+
+
 def _with_bases(key: str, value: str) -> Iterator[tuple[str, str]]:
     """Yield a text and, where it is the folder of an adapter, the base of that, and so on."""
-    yield key, value
+    source = TaskSource.parse(value) if key in _DATA else None
+    yield key, value if source is None else source.folder
     seen: set[str] = set()
     while is_adapter(value) and value not in seen:
         seen.add(value)

@@ -106,7 +106,9 @@ def make_host(
         from ...envs.agents.leases import make_program_runner
 
         tries = job.rollout.max_tries
-        programs = make_program_runner(job.agent, pool.broker, record.scope, max_tries=tries)
+        programs = make_program_runner(
+            job.agent, pool.broker, record.scope, max_tries=tries, has_tasks=job.has_tasks
+        )
     return EnvironmentHost(
         pool.broker, record.scope, job.env, name=name, seed=job.seed, programs=programs
     )

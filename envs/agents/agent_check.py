@@ -1,19 +1,22 @@
 """Runs a job's program once against a scripted model, and reports which calls would be trained."""
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from ...broker.client.connection import Broker
 from ...schemas.config.job import JobConfig
 from ...schemas.wire.errors import RewardError
 from ..model_apis.canonical import THINK, THOUGHT
+from ..task_folders import TaskFolders, TaskRefused
 from ..tool_calls import CLOSE, OPEN
 from .call_lines import WHY_NOT
 from .call_selection import WhyNot, main_root, why_untrained
 from .local_run import LocalAnswer, LocalCall, LocalRun, num_common, open_program
+from .programs.task_environments import Engines
 
 LIMIT_S = 120.0
 """How long a program may take, unless its job allows less."""
@@ -93,14 +96,78 @@ async def check_program(
 ) -> AgentReport:
     """Run a job's program on one task, here, against a scripted model; return what was found.
 
-    Raises what `open_program` and `LocalProgram.run` raise.
+    Of Harbor tasks it is, unless a row is given, the first from `seed` on that runs here. Raises
+    what `open_program` and `LocalProgram.run` raise.
     """
 
     async def speak(call: LocalCall) -> str:
         return scripted_answer(call)
 
+    tasks = await asyncio.to_thread(look_at_tasks, job, seed)
+    row = row if tasks is None or row is not None else tasks.row
     async with open_program(broker, job, limit_s=limit_s) as program:
-        return report_run(await program.run(speak, row=row, seed=seed), job.agent.train)
+        report = report_run(await program.run(speak, row=row, seed=seed), job.agent.train)
+    if tasks is None:
+        return report
+    findings = [*tasks.findings, *report.findings]
+    return replace(report, findings=findings, ok=report.ok and tasks.row is not None)
+
+
+# -- Harbor tasks ----------------------------------------------------------------------------------
+
+_MAX_REFUSED = 20
+
+
+class TaskReport(NamedTuple):
+    """What there is to say of a job's tasks, before one of them is run."""
+
+    findings: list[AgentFinding]
+    row: int | None
+    """The first task from the seed on that can be run here."""
+
+
+def look_at_tasks(job: JobConfig, seed: int = 0) -> TaskReport | None:
+    """See where a job's Harbor tasks would run on this machine; None for other data; blocks.
+
+    Raises DataError for a folder that cannot be read.
+    """
+    sources = [source for source in job.task_sources if source is not None]
+    if not sources:
+        return None
+    folders = [TaskFolders(source) for source in sources]
+    engines = Engines(job.agent)
+    refused: list[TaskRefused] = []
+    rows: list[int] = []
+    num_train = sum(map(len, folders[: len(job.env.train_data)]))
+    tasks = [task for folder in folders for task in folder.tasks]
+    for number, task in enumerate(tasks):
+        try:
+            engines.plan(task)
+        except TaskRefused as error:
+            refused.append(error)
+        else:
+            rows.append(number)
+    where = f"images of {engines.engine.name}" if engines.engine else "the sandbox"
+    findings = [
+        AgentFinding(
+            "ok" if rows else "fail",
+            f"{len(rows)} of {len(tasks)} Harbor tasks run here, in {where}"
+            + (f" ({engines.lacking})" if engines.lacking else ""),
+        ),
+        AgentFinding("ok", "their reward is that of tests/test.sh, in /logs/verifier"),
+        *(AgentFinding("note", error.message, error.hint) for error in refused[:_MAX_REFUSED]),
+    ]
+    if len(refused) > _MAX_REFUSED:
+        text = f"{len(refused) - _MAX_REFUSED} more tasks cannot be run"
+        findings.append(AgentFinding("note", text))
+    most = job.agent.memory_mb
+    hungry = [one.name for one in tasks if (one.settings.environment.memory_mb or 0) > most]
+    if hungry:
+        text = f"{len(hungry)} tasks ask for more memory than agent.memory_mb={most}: {hungry[0]}"
+        findings.append(AgentFinding("note", text))
+    here = [number for number in rows if number < num_train]
+    start = seed % num_train
+    return TaskReport(findings, next((one for one in here if one >= start), (here or [None])[0]))
 
 
 # -- the script ------------------------------------------------------------------------------------

@@ -331,6 +331,8 @@ def make_program_runner(
     *,
     max_tries: int = 1,
     private: Sequence[Path] = (),
+    has_tasks: bool = False,
+    builds: bool = True,
 ) -> ProgramRunner:
     """Return what runs the programs of a job; see `ProgramRunner`.
 
@@ -339,7 +341,15 @@ def make_program_runner(
     from .proxy.proxy import ModelProxy  # hosts of games need no HTTP server
 
     proxy = ModelProxy(broker, scope)
-    return ProgramRunner(config, proxy, max_tries=max_tries, job=scope.job, private=private)
+    return ProgramRunner(
+        config,
+        proxy,
+        max_tries=max_tries,
+        job=scope.job,
+        private=private,
+        has_tasks=has_tasks,
+        builds=builds,
+    )
 
 
 def make_lease_runner(

@@ -373,7 +373,7 @@ async def open_program(
         update={name: min(most, getattr(job.agent, name)) for name, most in limits.items()}
     )
     proxy = _ObservedProxy(broker)
-    runner = ProgramRunner(agent, proxy, job=SCOPE.job)
+    runner = ProgramRunner(agent, proxy, job=SCOPE.job, has_tasks=job.has_tasks)
     try:
         await runner.start()
         yield LocalProgram(broker, job, runner, proxy)

@@ -19,6 +19,8 @@ _FIRST_USER, _NUM_USERS = 1 << 30, 1 << 28
 _LEAST_USER = 1000
 _NUM_MAPPED = 5000
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64")
+SYSTEM_FOLDERS = (*_SYSTEM, "libx32", "etc", "boot")
+"""The system's folders in `/`, which programs do not write."""
 SYSTEM_ETC = (
     *("alternatives", "ca-certificates", "fonts", "host.conf", "ld.so.cache", "ld.so.conf"),
     *("ld.so.conf.d", "localtime", "mime.types", "nsswitch.conf", "pki", "protocols"),

@@ -1,8 +1,8 @@
 """Configuration of agent programs and their limits."""
 
 import re
-from collections.abc import Mapping
-from typing import Any, Literal, Self
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -15,18 +15,69 @@ TRAIN_WORDS = ("all", "main", "alive")
 """Values of `agent.train` other than patterns."""
 _GAME = "agent"
 _MARGIN_S = 30.0
+_TASKS = "harbor:"
+
+
+class TaskSource(NamedTuple):
+    """A folder of Harbor tasks, or a share of them, as `env.train_data` and `val_data` name it."""
+
+    folder: str
+    share: float = 0.0
+    """Of the tasks that are for validation; 0: there is no split."""
+    is_val: bool = False
+    """Whether these are meant; else all others."""
+
+    @property
+    def name(self) -> str:
+        """The name that `parse` reads."""
+        share = f"{self.share:.6f}".rstrip("0")
+        split = f"#{'val' if self.is_val else 'train'}={share}" if self.share else ""
+        return f"{_TASKS}{self.folder}{split}"
+
+    @classmethod
+    def parse(cls, name: str) -> "TaskSource | None":
+        """Read `harbor:FOLDER`, `harbor:FOLDER#train=SHARE` or `#val=SHARE`; None for a file.
+
+        Raises ValueError for a share that is none.
+        """
+        if not name.startswith(_TASKS):
+            return None
+        folder, mark, split = name.removeprefix(_TASKS).partition("#")
+        if not folder:
+            raise ValueError(f"{name!r} names no folder: give harbor:FOLDER")
+        if not mark:
+            return cls(folder)
+        match = re.fullmatch(r"(train|val)=(0?\.\d{1,6})", split)
+        if match is None or not float(match[2]):
+            raise ValueError(
+                f"{name!r} does not say which tasks are meant: give harbor:FOLDER, or the two "
+                "parts harbor:FOLDER#train=0.2 and harbor:FOLDER#val=0.2, the same share in both"
+            )
+        return cls(folder, float(match[2]), match[1] == "val")
+
+
+def name_with_folder(name: str, change: Callable[[str], str]) -> str:
+    """Return the name of a dataset with its path changed, that of a task folder, too."""
+    source = TaskSource.parse(name)
+    return change(name) if source is None else source._replace(folder=change(source.folder)).name
 
 
 class AgentConfig(Section):
     """Programs that call the model through OpenAI's or Anthropic's API, one per episode."""
 
     command: list[str] = Field(default_factory=list[str], max_length=1024)
-    """Program and arguments to run for each episode. `{prompt}`, `{workdir}`, `{input}` and
-    `{python}` stand for the task's last user message, the working folder, the file with the task's
-    row, and the pool's interpreter. Empty: no agent job, or `client`."""
+    """Program and arguments to run for each episode. `{prompt}`, `{workdir}`, `{files}`,
+    `{input}` and `{python}` stand for the task's last user message, the working folder, the copy of
+    `files`, the file with the task's row, and the pool's interpreter. Empty: no agent job, or
+    `client`."""
     client: bool = False
     """Clients run the episodes: with `env.hosts=0` (then the default) callers of `AgentEpisodes` or
     hosts of a Python function, with `env.hosts=1` clients of a gateway's `/v1/episodes`."""
+    tasks: str | None = Field(default=None, max_length=4096, json_schema_extra=when("command"))
+    """`harbor:FOLDER`: the folder's [Harbor tasks](harbor.md) are the data; short for
+    `env.train_data`, which then holds it. Their tests give the reward."""
+    val_share: float = Field(default=0.0, ge=0, lt=1, json_schema_extra=when("tasks"))
+    """Share of `tasks`, by a digest of their names, that is `env.val_data` and not trained."""
     files: str | None = Field(default=None, json_schema_extra=when("command"))
     """Folder that is copied as the program's folder for each try; default: an empty folder. Folders
     here are relative to where the job is submitted or, with `env.hosts=0`, to where `tinkermq agent
@@ -46,7 +97,7 @@ class AgentConfig(Section):
     setup_timeout_s: float = Field(default=300.0, gt=0, le=MAX_WAIT_S)
     """Time limit of `setup`, and of waiting for a place at the host."""
     reward_timeout_s: float = Field(default=120.0, gt=0, le=MAX_WAIT_S)
-    """Time limit of `reward`."""
+    """Time limit of `reward`, and of a Harbor task's tests the longest that may be asked for."""
     grace_s: float = Field(default=20.0, ge=0, le=MAX_WAIT_S)
     """Seconds from SIGTERM to SIGKILL for a program over a limit."""
     idle_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
@@ -158,6 +209,31 @@ def runs_programs(tree: Mapping[str, Any]) -> bool:
     return bool(section.get("command") or section.get("client"))
 
 
+def _with_tasks(tree: Mapping[str, Any], agent: AgentConfig) -> dict[str, Any]:
+    """Return a tree with the tasks of `agent.tasks` as its data, in place of that key."""
+    if agent.tasks is None:
+        return dict(tree)
+    source = TaskSource.parse(agent.tasks)
+    if source is None or source.share:
+        raise ValueError(f"agent.tasks={agent.tasks!r} is not known: give harbor:FOLDER")
+    env = dict(given_section(tree, "env"))
+    named = {"train_data": [source.name]}
+    if agent.val_share:
+        named = {
+            f"{split}_data": [source._replace(share=agent.val_share, is_val=split == "val").name]
+            for split in ("train", "val")
+        }
+    for key in named:
+        if env.get(key):
+            raise ValueError(f"agent.tasks gives env.{key}={env[key]} already: remove one of them")
+    section = {
+        key: value
+        for key, value in given_section(tree, "agent").items()
+        if key not in ("tasks", "val_share")
+    }
+    return {**tree, "agent": section, "env": {**env, **named}}
+
+
 def settle_agent(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return an agent job's tree with implied keys; any other tree unchanged.
 
@@ -173,6 +249,7 @@ def settle_agent(values: Mapping[str, Any]) -> dict[str, Any]:
             "job: remove one of them"
         )
     agent = AgentConfig.model_validate(dict(given))
+    tree = _with_tasks(tree, agent)
     implied: dict[str, dict[str, Any]] = {
         "env": {
             "game": _GAME,

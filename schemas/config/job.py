@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, field_validator, model_validator
 
-from .agent import AgentConfig, settle_agent
+from .agent import AgentConfig, TaskSource, settle_agent
 from .algorithm import AlgorithmConfig, CriticConfig
 from .job_kinds import SftConfig, TinkerConfig, settle_sft, settle_tinker
 from .rules import broken_rules
@@ -77,7 +77,8 @@ class EnvConfig(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Arguments of the game's constructor."""
     train_data: list[str] = Field(default_factory=list[str])
-    """Parquet or JSONL files of a dataset game; empty: the game generates its states."""
+    """Parquet or JSONL files of a dataset game, or `harbor:FOLDER` for an agent program; empty: the
+    game generates its states."""
     val_data: list[str] = Field(default_factory=list[str])
     """Validation files of a dataset game."""
     num_val: int = Field(default=64, ge=0, le=1_000_000)
@@ -415,6 +416,16 @@ class JobConfig(Section):
             return most
         places = max(1, self.env.hosts) * self.agent.per_host
         return min(most, max(1, places // max(1, self.generator.count)))
+
+    @property
+    def task_sources(self) -> list[TaskSource | None]:
+        """The folders of tasks among the data, None in place of a file."""
+        return [TaskSource.parse(name) for name in (*self.env.train_data, *self.env.val_data)]
+
+    @property
+    def has_tasks(self) -> bool:
+        """Whether the data are folders of tasks."""
+        return any(self.task_sources)
 
     @property
     def keeps_segments(self) -> bool:

@@ -83,7 +83,31 @@ def _of_programs(when: "Callable[[JobConfig], Any]") -> "Callable[[JobConfig], A
 
 _BRANCHES = "algorithm.branch_credit={algorithm.branch_credit}"
 
+
+def _of_task_folders(when: "Callable[[JobConfig], Any]") -> "Callable[[JobConfig], Any]":
+    return lambda job: job.has_tasks and when(job)
+
+
+_TESTS = "has no effect, since the tests of Harbor tasks give the reward: remove it"
+
 AGENT_RULES = (
+    Rule(
+        "harbor:",
+        _of_task_folders(lambda job: not job.agent.command),
+        "names tasks for programs, and agent.command is empty: set it",
+    ),
+    Rule(
+        "harbor:",
+        _of_task_folders(lambda job: not all(job.task_sources)),
+        "names tasks that are judged by their own tests, and env.train_data and env.val_data hold "
+        "files, too: give the one or the other",
+    ),
+    Rule("agent.reward", _of_task_folders(lambda job: job.agent.reward), _TESTS),
+    Rule(
+        "agent.image={agent.image}",
+        _of_task_folders(lambda job: job.agent.image),
+        "has no effect, since Harbor tasks name their images: remove it",
+    ),
     *(replace(rule, when=_of_programs(rule.when)) for rule in _ROWS),
     Rule(
         _BRANCHES,

@@ -44,14 +44,16 @@ async def played(
     broker: Broker,
     scope: JobScope,
     folder: Path,
+    tasks: str = "",
+    row: int = 0,
 ) -> list[Trajectory]:
-    """Play one episode of a program, with a host of its own."""
+    """Play one episode of a program, with a host of its own; on a row of `tasks` if given."""
     data = folder / "train.jsonl"
     data.write_text(json.dumps({"prompt": PROMPT, "answer": "7"}))
     config = JobConfig.model_validate(
         {
             "model": {"path": str(folder)},
-            "env": {"train_data": [str(data)]},
+            "env": {"train_data": [tasks or str(data)]},
             "learner": {"max_row_tokens": 2 * ROOM, "microbatch_tokens": 2 * ROOM},
             "agent": {**agent.section, "timeout_s": PLAY_S, "memory_mb": 4096},
             "rollout": {
@@ -61,7 +63,7 @@ async def played(
             },
         }
     )
-    programs = make_program_runner(config.agent, broker, scope)
+    programs = make_program_runner(config.agent, broker, scope, has_tasks=config.has_tasks)
     host = EnvironmentHost(broker, scope, config.env, programs=programs)
     environments = Environments(broker, scope, config.env, lambda _: nullcontext())
     sampling = EpisodeSampling(1.0)
@@ -71,7 +73,7 @@ async def played(
         tasks.create_task(host.run(stopping))
         await loop.start()
         try:
-            plan = EpisodePlan("t1-0", Start(split="train", sample=0, seed=5))
+            plan = EpisodePlan("t1-0", Start(split="train", sample=row, seed=5))
             return await loop.run(plan)
         finally:
             await loop.close()

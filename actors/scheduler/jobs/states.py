@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from ....broker.jetstream.streams import BUCKET_BYTES
 from ....broker.jobs import is_final
-from ....schemas.config.agent import AgentConfig
 from ....schemas.config.job import GeneratorConfig, JobConfig
 from ....schemas.config.sections import BROKER, LearnerConfig, model_paths
 from ....schemas.control import rank_name
@@ -188,7 +187,7 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
         run_dir=record.run_dir,
         output_roots=record.output_roots,
         reads=data if actor.role == "environment" else [],
-        programs=_shown_to_programs(config.agent) if actor.role == "environment" else None,
+        programs=_shown_to_programs(config) if actor.role == "environment" else None,
         own_code=_read_by_own_code(config) if actor.role in ("learner", "rank") else None,
         own_network=not record.output_roots,
         threads=threads.get(actor.role, 1),
@@ -218,9 +217,11 @@ def _read_by_own_code(config: JobConfig) -> list[str] | None:
     return [*model_paths(config).values(), *config.sft.data]
 
 
-def _shown_to_programs(agent: AgentConfig) -> list[str] | None:
+def _shown_to_programs(config: JobConfig) -> list[str] | None:
     """Return the folders that programs of a job see or are judged by; None for a job of games."""
-    named = [agent.files, agent.reward_files, *agent.read]
+    agent = config.agent
+    tasks = [source.folder for source in config.task_sources if source is not None]
+    named = [agent.files, agent.reward_files, *agent.read, *tasks]
     return [folder for folder in named if folder is not None] if agent.command else None
 
 

@@ -6,6 +6,7 @@ own limits have ended.
 """
 
 import asyncio
+import contextlib
 import json
 import math
 import re
@@ -19,6 +20,7 @@ from ....schemas.wire.errors import GameError, MessageError, RewardError, Sandbo
 from ....schemas.wire.foreign import plain_value
 from ...game import ChatMessage, StepResult
 from ...running.episodes import Opening
+from ...task_folders import HarborTask, read_task
 from ..episode import NoCalls, Outcome, ProgramEpisode
 from .environment import (
     INPUT,
@@ -37,7 +39,9 @@ from .environment import (
 )
 from .folders import ProgramFolder
 from .launcher import ModelEndpoint, ProgramLauncher, Running
-from .sandbox import PORT, Reach, grader_mounts
+from .sandbox import PORT, Reach, TaskEnvironment, TaskView, grader_mounts
+from .task_environments import TaskEnvironments
+from .task_tests import TEST_COMMAND, parse_task_reward, read_reward, write_tests
 
 # Parsing of rewards: a number, or an object with `reward`.
 
@@ -133,13 +137,18 @@ class AgentRun:
         launcher: ProgramLauncher,
         endpoint: ModelEndpoint,
         opening: Opening,
+        tasks: TaskEnvironments,
         *,
         max_tries: int,
         job: str = "",
     ) -> None:
-        """Start nothing yet."""
+        """Start nothing yet; DataError for a task that cannot be read."""
         self._config = config
         self._launcher = launcher
+        self._tasks = tasks
+        folder = None if opening.record is None else opening.record.folder
+        self._task = None if folder is None else read_task(folder)
+        self._view: TaskView | None = None
         self._endpoint = endpoint
         self._opening = opening
         self._max_tries = max_tries
@@ -154,7 +163,14 @@ class AgentRun:
 
         Raises SandboxError, GameError, NoCalls or RewardError for an episode that does not count.
         """
-        async with self._launcher.folder(self._launcher.files) as folder:
+        async with contextlib.AsyncExitStack() as opened:
+            if self._task is not None:
+                environment = await opened.enter_async_context(self._tasks.environment(self._task))
+                self._view = TaskView(environment, "program")
+            root = None if self._view is None else self._view.environment.root
+            folder = await opened.enter_async_context(
+                self._launcher.folder(self._launcher.files, root=root)
+            )
             write = self._launcher.blocking
             await write(lambda: self._write_task(folder))
             if self._config.setup:
@@ -181,9 +197,11 @@ class AgentRun:
 
     async def _set_up(self, folder: ProgramFolder) -> None:
         config = self._config
-        variables_ = variables(config, self.episode, {})
+        variables_ = variables(config, self.episode, {}, self._environment)
         reach: Reach = "open" if config.network == "open" else "none"
-        running = self._launcher.running(folder, self._filled(config.setup), variables_, reach)
+        running = self._launcher.running(
+            folder, self._filled(config.setup), variables_, reach, view=self._view
+        )
         async with running as one:
             how = await _by_itself(one, config.setup_timeout_s)
             exit_code = await one.program.kill()
@@ -201,9 +219,10 @@ class AgentRun:
         config, episode, endpoint = self._config, self.episode, self._endpoint
         is_open = config.network == "open"
         base_url = endpoint.base_url if is_open else f"http://127.0.0.1:{PORT}"
-        environment = variables(config, episode, endpoint.env_of(episode, base_url))
+        model = endpoint.env_of(episode, base_url)
+        environment = variables(config, episode, model, self._environment)
         episode.last_call = time.monotonic()
-        episode.deadline = episode.last_call + config.timeout_s
+        episode.deadline = episode.last_call + self._timeout_s
         endpoint.open(episode)
         try:
             async with self._launcher.running(
@@ -212,6 +231,7 @@ class AgentRun:
                 environment,
                 "open" if is_open else "model",
                 endpoint=endpoint,
+                view=self._view,
             ) as running:
                 begun()
                 how = await self._until_over(running)
@@ -269,7 +289,17 @@ class AgentRun:
         return await program.kill()
 
     def _filled(self, command: list[str]) -> list[str]:
-        return filled(self._config, command, last_user_text(self.prompt))
+        return filled(self._config, command, last_user_text(self.prompt), self._environment)
+
+    @property
+    def _environment(self) -> TaskEnvironment | None:
+        return None if self._view is None else self._view.environment
+
+    @property
+    def _timeout_s(self) -> float:
+        """Seconds for the program: its task may allow less than the job."""
+        of_task = None if self._task is None else self._task.settings.agent.timeout_sec
+        return min(self._config.timeout_s, of_task or self._config.timeout_s)
 
     async def _reward(self, folder: ProgramFolder, outcome: Outcome) -> ProgramReward:
         """Return the reward of the episode; RewardError if nothing gives one."""
@@ -281,6 +311,8 @@ class AgentRun:
             raise
 
     async def _given_reward(self, folder: ProgramFolder) -> ProgramReward:
+        if self._task is not None and self._view is not None:
+            return await self._tested(folder, self._task, self._view.environment)
         posted = self.episode.reward
         if posted is not None:
             return ProgramReward(checked_number(posted, repr(posted), "the program"))
@@ -298,6 +330,36 @@ class AgentRun:
             hint="set agent.reward, write a number into the file that TINKERMQ_REWARD names, or "
             "post one to the episode's URL",
         )
+
+    async def _tested(
+        self, folder: ProgramFolder, task: HarborTask, environment: TaskEnvironment
+    ) -> ProgramReward:
+        """Run the tests of a task; what the program has posted of rewards does not count."""
+        self.episode.reward = None
+        self.episode.call_rewards.clear()
+        self.episode.branch_rewards.clear()
+        launcher, verifier = self._launcher, task.settings.verifier
+        limit_s = verifier.timeout_sec or self._config.reward_timeout_s
+        await launcher.blocking(lambda: write_tests(folder, task, self._config.disk_mb << 20))
+        async with launcher.running(
+            folder,
+            TEST_COMMAND,
+            verifier.env,
+            "open" if self._config.network == "open" else "none",
+            view=TaskView(environment, "tests"),
+        ) as running:
+            how = await _by_itself(running, limit_s)
+            exit_code = await running.program.kill()
+        printed = running.program.printed.tail().strip()[-_SHOWN_CHARS:]
+        if how != "exit":
+            words = {"timeout": f"took longer than verifier.timeout_sec={limit_s:g}"}
+            raise RewardError(
+                f"the tests of task {task.name} {words.get(how, _ended(how, exit_code))}",
+                hint=f"they printed: {printed or 'nothing'}",
+            )
+        written = await launcher.blocking(lambda: read_reward(folder))
+        reward, metrics = parse_task_reward(written, task.name, printed)
+        return ProgramReward(reward, info={**metrics, "tests_output": printed})
 
     async def _graded(self, folder: ProgramFolder) -> ProgramReward:
         """Run the reward command in a copy of the program's folder."""

@@ -13,7 +13,7 @@ from ...dataset import TRUTH_COLUMNS, Record
 from ...game import ChatMessage
 from ...running.episodes import Opening
 from ..episode import ProgramEpisode
-from .sandbox import GRADER, HOME, TASK, TMP, WORK
+from .sandbox import GRADER, HOME, TASK, TMP, WORK, TaskEnvironment
 
 INPUT = f"{TASK}/input.json"
 ROW = f"{TASK}/row.json"
@@ -62,13 +62,20 @@ def last_user_text(messages: Sequence[ChatMessage]) -> str:
     return "".join(str(part.get("text", "")) for part in parts)
 
 
-def filled(config: AgentConfig, command: Sequence[str], prompt: str = "") -> list[str]:
+def filled(
+    config: AgentConfig,
+    command: Sequence[str],
+    prompt: str = "",
+    task: TaskEnvironment | None = None,
+) -> list[str]:
     """Return a command with the values of what stands in braces; each word stays one word."""
+    has_image = config.image is not None or (task is not None and task.is_image)
     values = {
         "{prompt}": prompt,
-        "{workdir}": WORK,
+        "{workdir}": WORK if task is None else task.workdir,
+        "{files}": WORK,
         "{input}": INPUT,
-        "{python}": sys.executable if config.image is None else _PYTHON_OF_IMAGE,
+        "{python}": _PYTHON_OF_IMAGE if has_image else sys.executable,
         "{grader}": GRADER,
         "{mcp}": MCP,
     }
@@ -76,7 +83,10 @@ def filled(config: AgentConfig, command: Sequence[str], prompt: str = "") -> lis
 
 
 def variables(
-    config: AgentConfig, episode: ProgramEpisode, model: Mapping[str, str]
+    config: AgentConfig,
+    episode: ProgramEpisode,
+    model: Mapping[str, str],
+    task: TaskEnvironment | None = None,
 ) -> dict[str, str]:
     """Return the variables of a program; `model` are those by which it finds the model."""
     return {
@@ -87,8 +97,8 @@ def variables(
         "TINKERMQ_EPISODE": episode.episode,
         "TINKERMQ_SEED": str(episode.seed),
         "TINKERMQ_SPLIT": episode.split,
-        "TINKERMQ_WORKDIR": WORK,
-        "TINKERMQ_REWARD": REWARD,
+        "TINKERMQ_WORKDIR": WORK if task is None else task.workdir,
+        **({"TINKERMQ_REWARD": REWARD} if task is None else {}),
         **({"TINKERMQ_MCP": MCP} if config.mcp else {}),
     }
 

@@ -36,6 +36,15 @@ class FolderTooLarge(StorageError):
     """A folder that has no room where its copy is to lie."""
 
 
+class RootFiles(NamedTuple):
+    """What a task's environment has besides the system's folders."""
+
+    template: Path
+    """The folder that stands for `/`."""
+    writable: tuple[str, ...]
+    """What programs may write of it, without the slash at the beginning; each gets a copy."""
+
+
 class FolderUsage(NamedTuple):
     """What a program's folders take."""
 
@@ -50,23 +59,55 @@ class ProgramFolder:
         self.path = path
         self.user = user
         """The user that it belongs to and that the program runs as; None: the host's own."""
+        self._parts = list(_PARTS)
 
     def __getitem__(self, part: str) -> Path:
-        """Return where a part lies on the host: `work`, `tmp`, `home`, `task` or `etc`."""
+        """Return where a part lies on the host: `work`, `tmp`, `home`, `task`, `etc` or `root`."""
         return self.path / part
 
-    def make(self, files: Path | None, most_bytes: int) -> None:
-        """Make its parts; `work` becomes a copy of `files`.
+    def make(self, files: Path | None, most_bytes: int, root: RootFiles | None = None) -> None:
+        """Make its parts; `work` becomes a copy of `files`, and `root` of a task's environment.
 
-        Raises ConfigError for files that are larger than the program's room.
+        Raises FolderTooLarge for files that are larger than the program's room.
         """
         self.path.mkdir(mode=0o700)
         for part in _PARTS:
             self[part].mkdir(mode=0o700)
         if files is not None:
             copy_folder(files, self["work"], most_bytes)
+        if root is not None:
+            self._make_root(root, most_bytes)
         self._make_etc()
         self.give_away(*_PARTS)
+
+    def add(self, part: str, files: Path | None = None, most_bytes: int = 0) -> None:
+        """Make another part, a copy of `files`; the program has ended, or not begun."""
+        self[part].mkdir(mode=0o700)
+        self._parts.append(part)
+        if files is not None:
+            copy_folder(files, self[part], most_bytes)
+
+    def clear_root(self) -> None:
+        """Remove the links in `/` that an earlier sandbox made: bubblewrap stops at one.
+
+        No program can write `/` itself, so all of them are.
+        """
+        for entry in os.scandir(self["root"]):
+            if entry.is_symlink():
+                Path(entry.path).unlink()
+
+    def _make_root(self, root: RootFiles, most_bytes: int) -> None:
+        """Copy what of `/` the program may write, and the files that stand in `/` itself."""
+        self.add("root")
+        self["root"].chmod(0o755)  # of the host: programs cannot write `/`
+        for entry in os.scandir(root.template):
+            if entry.is_file(follow_symlinks=False):
+                _copy_file(entry.path, str(self["root"] / entry.name))
+        for name in root.writable:
+            target = self["root"] / name
+            target.mkdir(parents=True)
+            most_bytes -= copy_folder(root.template / name, target, most_bytes)
+            self.give_away(f"root/{name}")
 
     def give_away(self, *parts: str) -> None:
         """Let the program's user own parts of it; nothing of them runs yet."""
@@ -88,7 +129,7 @@ class ProgramFolder:
         What vanishes meanwhile does not count; what is too deep to be looked at counts as too much.
         """
         num_bytes = num_files = 0
-        waiting = [str(self[part]) for part in _PARTS]
+        waiting = [str(self[part]) for part in self._parts]
         while waiting and num_files <= most_files:
             try:
                 entries = list(os.scandir(waiting.pop()))
@@ -211,6 +252,18 @@ def _is_locked(folder: Path) -> bool:
         return False
     finally:
         os.close(file)
+
+
+def place_folder(root: Path, path: str) -> None:
+    """Make a folder below `root` where something else will be shown; ValueError for a link."""
+    at = root
+    for name in Path(path).parts[1:]:
+        at = at / name
+        if at.is_symlink() or (at.exists() and not at.is_dir()):
+            raise ValueError(f"/{at.relative_to(root)}")
+        if not at.exists():
+            at.mkdir()
+            at.chmod(0o755)  # whatever the umask: programs go through it
 
 
 def remove_tree(path: Path) -> None:

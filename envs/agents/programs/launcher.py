@@ -31,8 +31,8 @@ from ...sandbox.bubblewrap import (
 )
 from ...sandbox.sandbox import Limit, Sandbox, holds_more
 from ..episode import ProgramEpisode
-from .folders import ProgramFolder, ProgramFolders, check_folder, check_shown
-from .sandbox import ImageRoot, ProgramSandboxes, Reach, refuse_shown
+from .folders import ProgramFolder, ProgramFolders, RootFiles, check_folder, check_shown
+from .sandbox import ImageRoot, ProgramSandboxes, Reach, TaskView, refuse_shown
 
 # Output: the end of it, read by one thread for all programs of a host. A flood is read a little
 # more slowly than it could be, so that it costs a bounded part of a core.
@@ -278,9 +278,9 @@ class ProgramLauncher:
 
     @contextlib.asynccontextmanager
     async def folder(
-        self, files: Path | None, user: int | None = None
+        self, files: Path | None, user: int | None = None, root: RootFiles | None = None
     ) -> AsyncIterator[ProgramFolder]:
-        """Make a folder with a copy of `files` and remove it in the end.
+        """Make a folder with copies of `files` and of a task's `root`; remove it in the end.
 
         Raises SandboxError where there is no room.
         """
@@ -288,7 +288,7 @@ class ProgramLauncher:
         try:
             try:
                 most = self._config.disk_mb << 20
-                await self.blocking(lambda: folder.make(files, most))
+                await self.blocking(lambda: folder.make(files, most, root))
             except StorageError as error:
                 raise SandboxError(
                     f"{error.message}: more than agent.disk_mb={self._config.disk_mb}",
@@ -313,15 +313,21 @@ class ProgramLauncher:
         *,
         endpoint: ModelEndpoint | None = None,
         more: Mapping[str, Path] | None = None,
+        view: TaskView | None = None,
     ) -> AsyncIterator[Running]:
         """Run a program; in the end no process of it is left, whatever it has done.
 
-        Raises SandboxError where its sandbox cannot be set up, with the remedy, and GameError for a
-        command that cannot be run.
+        With `view` it is one stage of a task. Raises SandboxError where its sandbox cannot be set
+        up, with the remedy, and GameError for a command that cannot be run.
         """
+        sandboxes = self.sandboxes
+        if view is None:
+            sandbox = sandboxes.sandbox(folder, reach, more)
+        else:
+            sandbox = sandboxes.task_sandbox(folder, reach, view)
+            await self.blocking(folder.clear_root)
         program, listening = await self._start(
-            self.sandboxes.sandbox(folder, reach, more),
-            Program(command, environment=self.sandboxes.variables(environment)),
+            sandbox, Program(command, environment=sandboxes.variables(environment, view))
         )
         loop = asyncio.get_running_loop()
         over: asyncio.Future[Limit] = loop.create_future()

@@ -15,6 +15,7 @@ from .agent_run import AgentRun
 from .environment import filled, plain_variables
 from .launcher import ModelEndpoint, ProgramLauncher
 from .sandbox import grader_mounts
+from .task_environments import TaskEnvironments
 
 _NAME = "agent"
 
@@ -34,12 +35,17 @@ class ProgramRunner:
         max_tries: int = 1,
         job: str = "",
         private: Sequence[Path] = (),
+        has_tasks: bool = False,
+        builds: bool = True,
     ) -> None:
         """Start nothing yet.
 
         `max_tries` is the job's: the last try of an episode counts even if its program crashed.
-        `private` folders may not be shown to programs, whatever the configuration names.
+        `private` folders may not be shown to programs, whatever the configuration names. With
+        `has_tasks` the data are Harbor tasks; `builds`: their images may be built and pulled here.
         """
+        self._has_tasks = has_tasks
+        self._builds = builds
         self._config = config
         self._endpoint = endpoint
         self._opened = contextlib.AsyncExitStack()
@@ -50,6 +56,7 @@ class ProgramRunner:
         """Programs at the same time."""
         self._places = asyncio.Semaphore(config.per_host)
         self._launcher: ProgramLauncher | None = None
+        self._environments: TaskEnvironments | None = None
         self._held: dict[str, _RunningEpisode] = {}
         self._tasks: set[asyncio.Task[StepResult]] = set()
 
@@ -67,7 +74,9 @@ class ProgramRunner:
                 hint="see the host's temporary folder ($TMPDIR)",
             ) from error
         self._opened.push_async_callback(self._launcher.close)
-        await prove(self._config, self._launcher)
+        await prove(self._config, self._launcher, has_tasks=self._has_tasks)
+        self._environments = TaskEnvironments(self._config, self._launcher, builds=self._builds)
+        self._opened.push_async_callback(self._environments.close)
         return GameFacts(_NAME, [], [])
 
     def reset(self, opening: Opening) -> Awaitable[list[ChatMessage]]:
@@ -77,11 +86,13 @@ class ProgramRunner:
         cannot be started.
         """
         assert self._launcher is not None
+        assert self._environments is not None
         run = AgentRun(
             self._config,
             self._launcher,
             self._endpoint,
             opening,
+            self._environments,
             max_tries=self._max_tries,
             job=self._job,
         )
@@ -181,11 +192,11 @@ def _seen(task: "asyncio.Task[StepResult]") -> None:
         task.exception()
 
 
-async def prove(config: AgentConfig, launcher: ProgramLauncher) -> None:
+async def prove(config: AgentConfig, launcher: ProgramLauncher, *, has_tasks: bool = False) -> None:
     """Run the self-test in a program's sandbox, and see that its commands are there.
 
-    Raises SandboxError if the sandbox does not hold, and ConfigError for a command that is not
-    there.
+    With `has_tasks` the commands may be those of images that are not there yet. Raises SandboxError
+    if the sandbox does not hold, and ConfigError for a command that is not there.
     """
     if any("{grader}" in word for word in config.reward) and launcher.grader is None:
         raise ConfigError(
@@ -201,6 +212,7 @@ async def prove(config: AgentConfig, launcher: ProgramLauncher) -> None:
         if one.command
     }
     keys = {words[0]: name for name, words in commands.items() if _is_needed(config, words)}
+    keys = {} if has_tasks else keys
     sandboxes = launcher.sandboxes
     environment = dict(sandboxes.variables(plain_variables(config)))
     reach = "open" if config.network == "open" else "model"

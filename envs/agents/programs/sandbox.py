@@ -20,6 +20,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -38,7 +39,15 @@ from ...sandbox.sandbox import (
     system_mounts,
     writable,
 )
-from .folders import ProgramFolder, check_folder, check_shown, is_own_folder, remove_tree
+from .folders import (
+    ProgramFolder,
+    RootFiles,
+    check_folder,
+    check_shown,
+    is_own_folder,
+    place_folder,
+    remove_tree,
+)
 
 # Container images as the root of a sandbox.
 #
@@ -68,15 +77,18 @@ print(open("/proc/self/maps").read())
 class ImageRoot:
     """The files of an image on this machine, held until `close`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, key: str = "agent.image") -> None:
         """Find the image and write its files out; blocks, for large images minutes.
 
-        Raises SandboxError, with the remedy, for a machine without podman and docker, an image
-        that neither has, and files that cannot be written out.
+        `key` is what names the image. Raises SandboxError, with the remedy, for a machine without
+        podman and docker, an image that neither has, and files that cannot be written out.
         """
-        tool, facts = _find(name)
+        tool, facts = _find(name, key)
         self.environment = _variables(facts)
         """What the image sets for its programs."""
+        self.workdir = str((facts.get("Config") or {}).get("WorkingDir") or "/")
+        """Where the image has its programs begin."""
+        self._key = key
         number = str(facts.get("Id", "")).rpartition(":")[2]
         self._folder = Path(tempfile.gettempdir(), f"{_PREFIX}{os.getuid()}-{number[:32]}")
         self.path = self._folder / "root"
@@ -103,18 +115,13 @@ class ImageRoot:
 
     def place(self, path: str) -> None:
         """Make a folder in it where something else will be shown; SandboxError if it is a link."""
-        at = self.path
-        for name in Path(path).parts[1:]:
-            at = at / name
-            if at.is_symlink() or (at.exists() and not at.is_dir()):
-                raise SandboxError(
-                    f"the image has a link or a file at /{at.relative_to(self.path)}, where "
-                    f"programs are to be shown {path}",
-                    hint="make the image with a folder there",
-                )
-            if not at.exists():
-                at.mkdir()
-                at.chmod(0o755)  # whatever the umask: programs go through it
+        try:
+            place_folder(self.path, path)
+        except ValueError as error:
+            raise SandboxError(
+                f"the image has a link or a file at {error}, where programs are to be shown {path}",
+                hint="make the image with a folder there",
+            ) from error
 
     def _is_complete(self) -> bool:
         return (self._folder / "complete").exists()
@@ -126,7 +133,7 @@ class ImageRoot:
         if not self._is_complete():
             remove_tree(self.path)
             self.path.mkdir()
-            _unpack(tool, name, self.path)
+            _unpack(tool, name, self.path, self._key)
             for folder in _FOLDERS:
                 self.place(f"/{folder}")
             for file in _FILES:
@@ -138,14 +145,14 @@ class ImageRoot:
         fcntl.flock(self._lock, fcntl.LOCK_SH)
 
 
-def _find(name: str) -> tuple[str, dict[str, Any]]:
+def _find(name: str, key: str) -> tuple[str, dict[str, Any]]:
     """Return which tool has an image, and what it says of it."""
     tools = [path for one in _TOOLS if (path := shutil.which(one)) is not None]
     if not tools:
         raise SandboxError(
-            f"agent.image={name!r} needs podman or docker, and this machine has neither",
+            f"{key}={name!r} needs podman or docker, and this machine has neither",
             hint="apt-get install podman (dnf install podman) where environment hosts run, or "
-            "remove agent.image",
+            "remove the image",
         )
     reasons: list[str] = []
     for tool in tools:
@@ -155,7 +162,7 @@ def _find(name: str) -> tuple[str, dict[str, Any]]:
                 return tool, dict(json.loads(done.stdout)[0])
         reasons.append(f"{Path(tool).name} says: {_last_line(done.stderr)}")
     raise SandboxError(
-        f"agent.image={name!r} is not on this machine; {'; '.join(reasons)}",
+        f"{key}={name!r} is not on this machine; {'; '.join(reasons)}",
         hint=f"pull or build it where environment hosts run, as the user of the host: "
         f"{Path(tools[0]).name} pull {name}",
     )
@@ -167,12 +174,12 @@ def _variables(facts: dict[str, Any]) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _unpack(tool: str, name: str, root: Path) -> None:
+def _unpack(tool: str, name: str, root: Path, key: str) -> None:
     """Write the files of an image into a folder; nothing of the image is run."""
     made = _run([tool, "create", "--pull=never", "--network=none", name, "/none"])
     container = made.stdout.decode(errors="replace").strip()
     if made.returncode or not container:
-        raise _unwritten(name, _last_line(made.stderr))
+        raise _unwritten(f"{key}={name!r}", _last_line(made.stderr))
     try:
         with (
             subprocess.Popen([tool, "export", container], stdout=subprocess.PIPE) as exporting,
@@ -188,17 +195,17 @@ def _unpack(tool: str, name: str, root: Path) -> None:
                 )
             except (OSError, subprocess.TimeoutExpired) as error:
                 exporting.kill()
-                raise _unwritten(name, str(error)) from error
+                raise _unwritten(f"{key}={name!r}", str(error)) from error
             if done.returncode or exporting.wait(_ASK_S):
                 errors.seek(0)
-                raise _unwritten(name, _last_line(errors.read()))
+                raise _unwritten(f"{key}={name!r}", _last_line(errors.read()))
     finally:
         _run([tool, "rm", "-f", container])
 
 
-def _unwritten(name: str, reason: str) -> SandboxError:
+def _unwritten(image: str, reason: str) -> SandboxError:
     return SandboxError(
-        f"the files of agent.image={name!r} cannot be written out: {reason}",
+        f"the files of {image} cannot be written out: {reason}",
         hint="see the room in the host's temporary folder ($TMPDIR)",
     )
 
@@ -335,6 +342,53 @@ _NUM_FILES = 4096
 _SHARED_MEMORY_PART = 4
 
 
+TESTS, LOGS = "/tests", "/logs"
+"""Where the tests of a task lie, and what they report."""
+CONTEXT = "/episode/context"
+"""Where the folder of a Dockerfile is seen while its steps run."""
+Stage: TypeAlias = Literal["build", "program", "tests"]
+"""The steps of a task's Dockerfile, the program, and the tests after it."""
+_STAGES: Mapping[Stage, Mapping[str, str]] = {
+    "build": {"context": CONTEXT, "task": TASK, "home": HOME, "tmp": TMP},
+    "program": _PLACES,
+    "tests": {
+        "tests": TESTS,
+        "logs": LOGS,
+        "verifier": f"{LOGS}/verifier",
+        "test_home": HOME,
+        "tmp": TMP,
+    },
+}
+TASK_HOME = "/root"
+
+
+@dataclass(frozen=True)
+class TaskEnvironment:
+    """Where the program of a task works, and then its tests run."""
+
+    is_image: bool
+    """Whether it is that of an image; else the sandbox has followed its Dockerfile."""
+    root: RootFiles
+    system: tuple[Mount, ...]
+    """The system's folders, read-only: those of an image, or of the machine."""
+    variables: Mapping[str, str]
+    """What the image or the Dockerfile sets."""
+    workdir: str
+
+    @property
+    def command_variables(self) -> dict[str, str]:
+        """The variables of a command in it, besides its own."""
+        return {"HOME": TASK_HOME, "PATH": _PATH, **self.variables}
+
+
+@dataclass(frozen=True)
+class TaskView:
+    """What one of the stages of a task sees."""
+
+    environment: TaskEnvironment
+    stage: Stage
+
+
 class ProgramSandboxes:
     """What all programs of a job have in common."""
 
@@ -354,6 +408,7 @@ class ProgramSandboxes:
         refuse_shown({**read, **own}, private)
         for one in config.read:
             check_shown("agent.read", one)
+        self._read = sorted({*read.values()})
         self._shown = sorted({*read.values(), *own.values()})
         above = {parent for path in self._shown for parent in path.parents}
         self.unseen = sorted(set(private) - above)
@@ -366,13 +421,58 @@ class ProgramSandboxes:
             for place in (WORK, HOME, TASK, GRADER, *own_places, *map(str, self._shown)):
                 image.place(place)
 
-    def variables(self, own: Mapping[str, str]) -> Mapping[str, str]:
-        """Return a program's variables, behind what an image sets: only its PATH goes before."""
+    def variables(self, own: Mapping[str, str], view: TaskView | None = None) -> Mapping[str, str]:
+        """Return a program's variables, behind what an image sets: only its PATH goes before.
+
+        In a task's environment HOME does, too. Its tests and steps see nothing of the job's, and
+        the tests' HOME is an empty folder.
+        """
+        if view is not None:
+            of_task = view.environment.command_variables
+            if view.stage != "program":
+                return {**of_task, **({"HOME": HOME} if view.stage == "tests" else {}), **own}
+            given = self._config.environment
+            named = {name: given.get(name) or of_task[name] for name in ("HOME", "PATH")}
+            return {**of_task, **own, **named}
         if self._image is None:
             return own
         of_image = self._image.environment
         path = self._config.environment.get("PATH") or of_image.get("PATH") or _PATH
         return {**of_image, **own, "PATH": path}
+
+    def shown(self, *, in_image: bool) -> Sequence[Path]:
+        """Return the folders that programs read at their own places: not ours in an image."""
+        return self._read if in_image else self._shown
+
+    def task_sandbox(self, folder: ProgramFolder, reach: Reach, view: TaskView) -> Sandbox:
+        """Return the sandbox of one stage of a task.
+
+        Nothing is mounted below what an earlier stage could write, where it might have left a link:
+        `agent.read` is not shown to the tests, and Python starts from a folder of its own.
+        """
+        environment, stage = view.environment, view.stage
+        writable_paths = environment.root.writable if stage != "build" else ()
+        if stage == "tests":
+            writable_paths = tuple(one for one in writable_paths if one not in ("tests", "logs"))
+        shown = self.shown(in_image=environment.is_image)
+        mounts = (
+            memory_folder("/dev/shm", (self._config.memory_mb << 20) // _SHARED_MEMORY_PART),  # noqa: S108 - its own
+            *environment.system,
+            *(readable(f"/etc/{name}", folder["etc"] / name) for name in _OWN_ETC),
+            *(etc_mounts(("resolv.conf",)) if reach == "open" else ()),
+            *(readable(place, path) for place, path in interpreter_files().items()),
+            *(writable(f"/{path}", folder[f"root/{path}"]) for path in writable_paths),
+            *(writable(place, folder[part]) for part, place in _STAGES[stage].items()),
+            *(readable(path) for path in shown if stage == "program"),
+        )
+        return replace(
+            self.sandbox(folder, reach),
+            python=(*IN_IMAGE, *_OPTIONS),
+            root=folder["root"],
+            is_read_only=stage != "build",
+            mounts=mounts,
+            folder=environment.workdir if stage != "build" else "/",
+        )
 
     def sandbox(
         self, folder: ProgramFolder, reach: Reach, more: Mapping[str, Path] | None = None

@@ -90,13 +90,24 @@ def left_over(before: tuple[set[int], int]) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def hosting(
-    code: str = "", *, max_tries: int = 1, private: tuple[Path, ...] = (), **config: Any
+    code: str = "",
+    *,
+    max_tries: int = 1,
+    private: tuple[Path, ...] = (),
+    has_tasks: bool = False,
+    **config: Any,
 ) -> AsyncIterator[Host]:
     """Host a Python program; afterwards no process and no folder of it may be left."""
     before = held()
     settings = {"command": ["{python}", "-S", "-c", PRELUDE + code], **LIMITS, **config}
     endpoint = ModelEndpoint()
-    runner = ProgramRunner(AgentConfig(**settings), endpoint, max_tries=max_tries, private=private)
+    runner = ProgramRunner(
+        AgentConfig(**settings),
+        endpoint,
+        max_tries=max_tries,
+        private=private,
+        has_tasks=has_tasks,
+    )
     try:
         await runner.start()
         yield Host(runner, endpoint)
