@@ -401,10 +401,10 @@ class _Connection(_Protocol):
         cycle = cast("Any", self.cycle)
         cycle.default_headers = [*cycle.default_headers, _CLOSE]
 
-    def handle_websocket_upgrade(self, *event: Any) -> None:
+    def handle_websocket_upgrade(self, *args: Any, **kwargs: Any) -> None:
         """Give the connection away: what speaks on it now has bounds of its own."""
         self.all_of_them.leave(self)
-        super().handle_websocket_upgrade(*event)
+        super().handle_websocket_upgrade(*args, **kwargs)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""

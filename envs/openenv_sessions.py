@@ -123,9 +123,6 @@ class ResetParameters(BaseModel):
     index: int | None = Field(default=None, ge=0)
 
 
-_TOOL_ACTION: TypeAdapter[Any] = TypeAdapter(CallToolAction | TextAction)
-
-
 class CapacityError(BusyError):
     """As many sessions are open as the server may have."""
 
@@ -213,7 +210,8 @@ class ServedGame:
         """Return the JSON schemas of actions, observations and states."""
         action = TextAction.model_json_schema()
         if self.facts.tools:
-            action = {"type": "object", **_TOOL_ACTION.json_schema()}
+            either = TypeAdapter[CallToolAction | TextAction](CallToolAction | TextAction)
+            action = {"type": "object", **either.json_schema()}
         observation = GameObservation.model_json_schema()
         return {
             "action": action,
@@ -325,8 +323,7 @@ class Session:
         """Play one action. Before any reset, `parameters` start the episode."""
         if self.game.facts.tools and action.get("type") == "list_tools":
             _checked(TypeAdapter(ListToolsAction), action)
-            observation = {"tools": self.game.tools, "metadata": {}}
-            return {"observation": observation, "reward": None, "done": False}
+            return _answer({"tools": self.game.tools, "metadata": {}}, None, done=False)
         if self.game.facts.tools and action.get("type") == "call_tool":
             call = _checked(TypeAdapter(CallToolAction), action)
             return await self.call_tool(call.tool_name, call.arguments, parameters)
@@ -344,9 +341,9 @@ class Session:
             message = f"there is no tool {shown(name)}; the tools are {', '.join(known)}"
             error = {"error_type": "tool_not_found", "message": message}
             observation = {"tool_name": name, "result": None, "error": error, "metadata": {}}
-            return {"observation": observation, "reward": None, "done": self.state.done}
+            return _answer(observation, None, self.state.done)
         async with self._one_at_a_time:
-            result = await self._step(_written_call(name, arguments), parameters)
+            result = await self._step(written_call(name, arguments), parameters)
         metadata = _json_value(result.info)
         observation = {
             "tool_name": name,
@@ -429,7 +426,7 @@ def _checked(adapter: TypeAdapter[Any], value: Mapping[str, Any]) -> Any:
         raise refused from error
 
 
-def _written_call(name: str, arguments: dict[str, Any]) -> str:
+def written_call(name: str, arguments: dict[str, Any]) -> str:
     """Return the turn of a policy that makes this call; no text in it can end the tag."""
     call = json.dumps({"name": name, "arguments": arguments}).replace("<", "\\u003c")
     return f"{OPEN}{call}{CLOSE}"
@@ -466,8 +463,10 @@ def _texts(parts: list[Any]) -> str:
     return "".join(str(part.get("text", "")) for part in parts if part.get("type") == "text")
 
 
-def _answer(observation: dict[str, Any], reward: Any, done: bool, metadata: Any) -> Answer:
-    answer = {"observation": observation, "reward": reward, "done": done}
+def _answer(
+    observation: dict[str, Any], reward: float | None, done: bool, metadata: Any = None
+) -> Answer:
+    answer: Answer = {"observation": observation, "reward": reward, "done": done}
     return {**answer, "metadata": metadata} if metadata else answer
 
 
