@@ -84,7 +84,8 @@ async def serving(
 
 
 async def test_a_text_game_is_played_to_its_end_in_one_session_again_and_again() -> None:
-    async with serving("guess") as client, client.session() as session:
+    kwargs = {"max_turns": 7}
+    async with serving("guess", kwargs=kwargs) as client, client.session() as session:
         for seed in (1, 2):
             begun = await session.reset(seed=seed)
             assert begun["observation"]["messages"] == [{"role": "user", "content": "guess 0-6"}]
@@ -92,7 +93,7 @@ async def test_a_text_game_is_played_to_its_end_in_one_session_again_and_again()
             result, tries = begun, 0
             while not result["done"]:
                 result, tries = await session.step(text=str(tries)), tries + 1
-            assert result["reward"] > 0
+            assert result["reward"] == 1.0
             state = (await session.say({"type": "state"}))["data"]
             assert (state["seed"], state["step_count"], state["done"]) == (seed, tries, True)
             assert state["episode_return"] == result["reward"]
