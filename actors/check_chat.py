@@ -27,8 +27,8 @@ class Exchange:
     """Chat messages of the first prompt."""
     actions: list[str]
     """The policy's answers."""
-    observations: list[dict[str, Any]]
-    """The game's answers to them as chat messages; the last one is not shown any more."""
+    observations: list[list[dict[str, Any]]]
+    """The game's answers to them, each as chat messages; the last one is not shown any more."""
 
 
 def check_chat(
@@ -94,7 +94,7 @@ def _lengths(chat: ChatTokenizer, one: Exchange) -> tuple[list[int], int]:
     stop = chat.stop_token_ids[0]
     answers = [[*chat.encode_reply(action), stop] for action in one.actions]
     shown = zip(answers, one.observations[: len(answers) - 1], strict=False)
-    observed = [len(chat.next_turn(ids, [message])) for ids, message in shown]
+    observed = [len(chat.next_turn(ids, messages)) for ids, messages in shown]
     return [len(ids) for ids in answers], sum(observed)
 
 

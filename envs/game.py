@@ -48,6 +48,14 @@ class StepResult:
     """Who says the observation: the user, or a tool that the policy has called."""
     rewards: dict[str, float] = field(default_factory=dict[str, float], repr=False)
     """In a game with roles: what each role gets on top; `reward` is the acting role's."""
+    tool_results: list[str] = field(default_factory=list[str], repr=False)
+    """In answer to several calls of one turn: the result of each, in order; `role` is tool. The
+    policy sees one message for each of them, and `observation` becomes all of them in one text."""
+
+    def messages(self) -> list[ChatMessage]:
+        """Return what the policy sees next as chat messages."""
+        texts = self.tool_results or [self.observation]
+        return [{"role": self.role, "content": text} for text in texts]
 
 
 class AbstractGame(ABC):
@@ -175,10 +183,14 @@ def check_result(game: AbstractGame, value: Any) -> StepResult:
         done = _truth(game, done)
     if not isinstance(fields.role, str) or fields.role not in ("user", "tool"):
         _refuse(game, "step's role", fields.role, "user or tool")
+    results = _tool_results(game, fields) if fields.tool_results else []
+    if results:
+        observation = join_texts(*results)
     info = {} if info is None else check_plain_map(game, "step's info", info)
     rewards = {} if fields.rewards is None else _rewards(game, fields.rewards)
     role: Any = fields.role
-    return StepResult(observation, reward, done, info, role, rewards)
+    kept = results if len(results) > 1 else []
+    return StepResult(observation, reward, done, info, role, rewards, kept)
 
 
 def check_plain_map(game: AbstractGame, method: str, value: Any) -> dict[str, Any]:
@@ -205,6 +217,14 @@ def check_roles(game: AbstractGame) -> list[str]:
     if not isinstance(roles, tuple | list):
         _refuse(game, "roles", roles, "a tuple of texts")
     return [check_text(game, "roles", role) for role in cast("list[Any]", roles)]
+
+
+def _tool_results(game: AbstractGame, fields: Any) -> list[str]:
+    given: Any = fields.tool_results
+    if fields.role != "tool" or not isinstance(given, list):
+        _refuse(game, "step's tool_results", given, 'a list of texts, role "tool"')
+    results = cast("list[Any]", given)
+    return [check_text(game, "step's tool_results", result) for result in results]
 
 
 def _rewards(game: AbstractGame, value: Any) -> dict[str, float]:

@@ -34,7 +34,7 @@ from ..schemas.env import (
 from ..schemas.wire.codec import pack
 from ..schemas.wire.errors import DeadlineError, NotFoundError, TinkermqError
 from ..schemas.wire.subjects import JobScope
-from .game import StepResult
+from .game import StepResult, join_texts
 from .host import HostGone
 from .running.episodes import TimedOut
 
@@ -356,10 +356,22 @@ def _parts(actions: list[Action]) -> list[list[Action]]:
 def _results(reply: StepReply) -> list[StepResult | TinkermqError | None]:
     """Return for each action the game's answer, an error, or None where it is not ready."""
     roles = reply.roles or ["user"] * len(reply.observations)
-    columns = zip(reply.observations, reply.rewards, reply.done, reply.infos, roles, strict=True)
+    several = reply.tool_results or [[]] * len(reply.observations)
+    columns = zip(
+        reply.observations, several, reply.rewards, reply.done, reply.infos, roles, strict=True
+    )
     results: list[StepResult | TinkermqError | None] = [
-        None if observation is None else StepResult(observation, reward, done, info, role)
-        for observation, reward, done, info, role in columns
+        None
+        if observation is None
+        else StepResult(
+            join_texts(*texts) if texts else observation,
+            reward,
+            done,
+            info,
+            role,
+            tool_results=texts,
+        )
+        for observation, texts, reward, done, info, role in columns
     ]
     for at in reply.timed_out:
         results[at] = TimedOut("", reply.rewards[at], done=True, info=reply.infos[at])

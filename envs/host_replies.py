@@ -84,6 +84,7 @@ class StepAnswer:
         self._done: list[bool] = []
         self._infos: list[dict[str, Any]] = []
         self._roles: list[Literal["user", "tool"]] = []
+        self._tool_results: list[list[str]] = []
         self._failed: list[FailedStep] = []
         self._timed_out: list[int] = []
         self._num_bytes = 0
@@ -92,6 +93,7 @@ class StepAnswer:
         """Add the next action: the game's answer, or why it was not asked."""
         result = self._result(answer)
         self._roles.append(result.role if result else "user")
+        self._tool_results.append(result.tool_results if result else [])
         if isinstance(result, TimedOut):
             self._timed_out.append(len(self._observations))
         if result is None:
@@ -100,7 +102,7 @@ class StepAnswer:
             self._done.append(False)
             self._infos.append({})
         else:
-            self._observations.append(result.observation)
+            self._observations.append("" if result.tool_results else result.observation)
             self._rewards.append(result.reward)
             self._done.append(result.done)
             self._infos.append(result.info)
@@ -114,6 +116,7 @@ class StepAnswer:
             done=self._done,
             infos=self._infos,
             roles=roles,
+            tool_results=self._tool_results if any(self._tool_results) else [],
             failed=self._failed,
             timed_out=self._timed_out,
         )

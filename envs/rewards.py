@@ -94,7 +94,7 @@ class Rewards:
         reward, score = config.game_weight * result.reward, Score(0.0)
         if config.per == "turn" or result.done:
             score = await self._score(case)
-        case.messages.append({"role": result.role, "content": result.observation})
+        case.messages += result.messages()
         info = {**result.info, **score.info, "game_reward": case.game_return}
         return replace(result, reward=reward + config.weight * score.value, info=info)
 

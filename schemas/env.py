@@ -133,6 +133,9 @@ class StepReply(Message):
     """`info` of the games."""
     roles: list[Literal["user", "tool"]] = Field(default_factory=list[Literal["user", "tool"]])
     """Of the observations; empty: `user` for all."""
+    tool_results: list[list[str]] = Field(default_factory=list[list[str]])
+    """Where a turn made several calls: the result of each, one message each, and the observation is
+    empty. An empty list for any other turn; omitted if there are none."""
     failed: list[FailedStep] = Field(default_factory=list[FailedStep])
     """Failed actions; their episodes have ended."""
     timed_out: list[int] = Field(default_factory=list[int])
@@ -144,6 +147,8 @@ class StepReply(Message):
             raise ValueError("observations, rewards, done and infos are of different lengths")
         if self.roles and len(self.roles) != len(self.observations):
             raise ValueError("roles and observations are of different lengths")
+        if self.tool_results and len(self.tool_results) != len(self.observations):
+            raise ValueError("tool_results and observations are of different lengths")
         length = len(self.observations)
         if not all(
             0 <= at < length for at in (*(one.index for one in self.failed), *self.timed_out)

@@ -541,8 +541,10 @@ class Segment(Message):
     """Last tokens of turns that ended."""
     rewards: list[float] = Field(default_factory=list[float])
     """Rewards of answered turns."""
-    observations: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
-    """Observations, as chat messages."""
+    observations: list[dict[str, Any] | list[dict[str, Any]]] = Field(
+        default_factory=list[dict[str, Any] | list[dict[str, Any]]]
+    )
+    """Observations, as chat messages; a list of them where a turn made several calls of tools."""
     call: LoggedCall | None = None
     """Of programs: the call of these tokens."""
 
@@ -552,6 +554,10 @@ class Segment(Message):
         if len(lengths) != 1 or len(self.rewards) != len(self.observations):
             raise ValueError("the columns of a segment are of different lengths")
         return self
+
+    def messages_by_turn(self) -> list[list[dict[str, Any]]]:
+        """Return the observations as one list of chat messages for each answered turn."""
+        return [one if isinstance(one, list) else [one] for one in self.observations]
 
     @classmethod
     def empty(cls, **fields: Any) -> Self:

@@ -323,11 +323,11 @@ class AgentLoop:
     def _observe(self, plan: EpisodePlan, transcript: Transcript, reply: StepResult) -> bool:
         """Append the observation; False when it leaves no room for another turn."""
         last_turn = transcript.token_ids[-1:]
-        message = {"role": reply.role, "content": reply.observation}
-        ids = self._chat_of(plan).next_turn(last_turn, [message]).tolist()
+        messages = reply.messages()
+        ids = self._chat_of(plan).next_turn(last_turn, messages).tolist()
         if transcript.num_response + len(ids) >= self._config.max_response_tokens:
             return False
-        transcript.add_observation(ids, message)
+        transcript.add_observation(ids, messages)
         return True
 
     def _trajectory(

@@ -134,7 +134,7 @@ class Recorded:
             made.versions += segment.versions.tolist()
             made.turn_ends += segment.turn_ends
             made.rewards += segment.rewards
-            made.observations += segment.observations
+            made.observations += segment.messages_by_turn()
         made.num_prompt = made.mask.index(1)
         if not made.awaits_answer:
             _reopen(made)
@@ -199,8 +199,7 @@ async def _check(
 
 
 def _same(reply: StepResult, made: Transcript, turn: int) -> bool:
-    message = {"role": reply.role, "content": reply.observation}
-    same = message == made.observations[turn] and reply.reward == made.rewards[turn]
+    same = reply.messages() == made.observations[turn] and reply.reward == made.rewards[turn]
     return same and not reply.done
 
 
@@ -222,7 +221,7 @@ def restart_messages(made: Transcript, chat: ChatTokenizer, started: Started) ->
     made.data_source = restarted.data_source
     for turn in range(len(made.turn_ends)):
         made.note_text(chat.answer(*made.turn(turn)))
-        made.messages += observations[turn : turn + 1]
+        made.messages += observations[turn] if turn < len(observations) else []
 
 
 _log = structlog.get_logger()
@@ -348,7 +347,10 @@ class EpisodeSegments(EpisodeRecorder):
             versions=column(transcript.versions, "version", np.int32),
             turn_ends=transcript.turn_ends[self._turns :],
             rewards=transcript.rewards[self._answers : len(transcript.observations)],
-            observations=transcript.observations[self._answers :],
+            observations=[
+                messages[0] if len(messages) == 1 else messages
+                for messages in transcript.observations[self._answers :]
+            ],
         )
 
 

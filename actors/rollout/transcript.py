@@ -34,7 +34,8 @@ class Transcript:
     """Of an engine that records them, one part for each turn: all tokens but the last."""
     turn_ends: list[int] = field(default_factory=list[int])
     rewards: list[float] = field(default_factory=list[float])
-    observations: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    observations: list[list[dict[str, Any]]] = field(default_factory=list[list[dict[str, Any]]])
+    """By turn that the game has answered, the messages before the next one."""
     info: dict[str, Any] = field(default_factory=dict[str, Any])
     generate_s: float = 0.0
     environment_s: float = 0.0
@@ -107,11 +108,11 @@ class Transcript:
         self.rewards.append(reply.reward)
         self.info = reply.info
 
-    def add_observation(self, ids: Sequence[int], message: dict[str, Any]) -> None:
+    def add_observation(self, ids: Sequence[int], messages: list[dict[str, Any]]) -> None:
         """Append what the game says before the next turn."""
         self._add_given(ids)
-        self.observations.append(message)
-        self.messages.append(message)
+        self.observations.append(messages)
+        self.messages += messages
 
     def trajectory(
         self,

@@ -243,9 +243,7 @@ def _conversation_dict(transcript: PlayedEpisode) -> dict[str, Any]:
     return {
         "messages": transcript.messages,
         "actions": transcript.actions,
-        "observations": [
-            {"role": result.role, "content": result.observation} for result in transcript.results
-        ],
+        "observations": [result.messages() for result in transcript.results],
     }
 
 

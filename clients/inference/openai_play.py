@@ -275,7 +275,7 @@ class _Player:
             num_tokens += answer.num_tokens
             if result.done or len(rewards) == self._options.max_turns:
                 return _Played(messages, rewards, result, num_tokens, answer.model, answer.cut)
-            messages = [*messages, {"role": result.role, "content": result.observation}]
+            messages = [*messages, *result.messages()]
 
     def _request(self, seed: int) -> dict[str, Any]:
         """Return the request's fields besides the conversation."""

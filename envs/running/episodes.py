@@ -33,6 +33,7 @@ from ..game import (
     game_failure,
 )
 from ..prompt import address, open_async_game, open_game, resolve
+from ..tools import ToolGame, checked_tools
 
 if TYPE_CHECKING:
     import asyncio
@@ -171,7 +172,10 @@ class Episodes:
         with self._blaming("get_interaction_name"):
             name = check_text(game, "get_interaction_name", game.get_interaction_name())
         with self._blaming("get_tools"):
-            return GameFacts(name, check_tools(game), check_roles(game))
+            tools = check_tools(game)
+            if isinstance(game, ToolGame):
+                tools = checked_tools(tools, type(game).__name__)
+            return GameFacts(name, tools, check_roles(game))
 
     def reset(self, opening: Opening) -> list[ChatMessage]:
         """Make a game, reset it, and return the chat messages of its first prompt."""

@@ -340,7 +340,13 @@ class ProcessRunner:
 
 
 def _result(
-    observation: Any, reward: Any, done: Any, info: Any, role: Any, rewards: Any
+    observation: Any,
+    reward: Any,
+    done: Any,
+    info: Any,
+    role: Any,
+    rewards: Any,
+    tool_results: Any,
 ) -> StepResult:
     """Return what a process answers to a step; TypeError for what none of ours says."""
     if not (
@@ -350,10 +356,13 @@ def _result(
         and isinstance(info, dict)
         and role in ("user", "tool")
         and isinstance(rewards, dict)
+        and isinstance(tool_results, list)
+        and all(isinstance(text, str) for text in cast("list[Any]", tool_results))
     ):
         raise TypeError("no answer to a step")
     plain_info, by_role = cast("dict[str, Any]", info), cast("dict[str, float]", rewards)
-    return StepResult(observation, reward, done, plain_info, role, by_role)
+    texts = cast("list[str]", tool_results)
+    return StepResult(observation, reward, done, plain_info, role, by_role, texts)
 
 
 def _signal_name(number: int) -> str:

@@ -99,6 +99,7 @@ def _answer(number: int, outcome: Any, error: Any) -> bytes:
             outcome.info,
             outcome.role,
             outcome.rewards,
+            outcome.tool_results,
         ]
     try:
         return pack([number, outcome, error])

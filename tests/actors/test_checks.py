@@ -229,7 +229,7 @@ FORGETS = CHAT_TEMPLATE.replace(
 )
 SAID = {"role": "user", "content": "408"}
 # One token for the role and one for the end of the turn: 6 for `12*34`, 2 + 5 for an observation.
-PLAY = Exchange([{"role": "user", "content": "12*34"}], ["=12*34", "408"], [SAID, SAID])
+PLAY = Exchange([{"role": "user", "content": "12*34"}], ["=12*34", "408"], [[SAID], [SAID]])
 
 
 def ask(template: str = CHAT_TEMPLATE, *, gold: bool = True, **limits: int) -> dict[str, str]:

@@ -497,6 +497,25 @@ async def test_tools_and_their_answers_travel(broker, scope, isolation):
         assert (answered.reward, answered.role) == (1.0, "user")
 
 
+@pytest.mark.parametrize(
+    ("game", "isolation"),
+    [("Adding", "thread"), ("Adding", "process"), ("AddingAsync", "thread")],
+)
+async def test_results_of_several_calls_travel_as_messages_of_their_own(
+    broker, scope, game, isolation
+):
+    call = '<tool_call>{"name": "add", "arguments": {"value": 2}}</tool_call>'
+    settings = EnvConfig(game=f"tool_games:{game}", isolation=isolation)
+    async with serving(broker, scope, settings) as (host, caller):
+        await together(caller.reset("e1", START), caller.reset("e2", START))
+        two, one = await together(
+            caller.step(host.name, "e1", 0, call * 2), caller.step(host.name, "e2", 0, call)
+        )
+    assert [message["content"] for message in two.messages()] == ["sum 2", "sum 4"]
+    assert (two.observation, two.role) == ("sum 2\n\nsum 4", "tool")
+    assert one.messages() == [{"role": "tool", "content": "sum 2"}]
+
+
 async def test_a_host_without_a_sandbox_ends_at_once_with_the_remedy(broker, scope, monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     kwargs = {"sandbox": {"packages": [], "time_s": 3}}

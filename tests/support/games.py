@@ -217,6 +217,16 @@ class EchoGame(AbstractGame):
         return f"say {self.rng.randrange(10)}"
 
 
+class TwiceEcho(EchoGame):
+    """Says what it says as the results of two calls."""
+
+    def step(self, action: str) -> StepResult:
+        """Answer with two messages of a tool."""
+        result = super().step(action)
+        results = [result.observation, f"{self.rng.randrange(100)}"]
+        return StepResult("", result.reward, result.done, result.info, "tool", tool_results=results)
+
+
 class SlowEcho(EchoGame):
     """Takes its time over each turn."""
 

@@ -197,6 +197,9 @@ def test_tools_stand_in_the_first_prompt_and_their_answers_are_appended() -> Non
     ids = [*first, *generated, *chat.next_turn(generated, [answer])]
     call = {"role": "assistant", "content": text_of(chat, np.array(generated[:-1]))}
     assert ids == chat.prompt([*ASKED, call, answer], TOOLS)
+    more = [answer, {"role": "tool", "content": "5"}]
+    ids = [*first, *generated, *chat.next_turn(generated, more)]
+    assert ids == chat.prompt([*ASKED, call, *more], TOOLS)
     assert text_of(chat, chat.first_prompt(ASKED)) == (
         "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     )

@@ -103,10 +103,11 @@ async def test_versions_and_logprobs_of_the_first_holder_stay(
     assert group.min_version == 0
 
 
+@pytest.mark.parametrize("game", ["EchoGame", "TwiceEcho"])
 async def test_a_game_whose_host_is_gone_is_played_again_with_the_recorded_turns(
-    broker: Broker, recorded: JobScope, folder: Path
+    broker: Broker, recorded: JobScope, folder: Path, game: str
 ) -> None:
-    async with playing(broker, recorded, folder, "EchoGame") as play:
+    async with playing(broker, recorded, folder, game) as play:
         whole = await play.run(TASK)
         await play.recorder(TASK, 1).end()
         num_there = await die_amid(play, 130)
@@ -117,6 +118,9 @@ async def test_a_game_whose_host_is_gone_is_played_again_with_the_recorded_turns
     assert_same_episodes(group, whole)
     assert group.tokens_continued == num_there
     assert {one.num_tries for one in group.trajectories} == {1}
+    roles = Counter(m["role"] for one in group.trajectories for m in one.messages[3:])
+    num_turns = sum(len(one.turn_ends) for one in group.trajectories) - len(group.trajectories)
+    assert roles["tool"] == (2 * num_turns if game == "TwiceEcho" else 0)
 
 
 async def test_a_game_that_answers_otherwise_the_second_time_starts_again_and_says_so(
