@@ -401,8 +401,7 @@ class Session:
         return result
 
     async def _observed(self, result: StepResult) -> Answer:
-        messages: list[ChatMessage] = [{"role": result.role, "content": result.observation}]
-        player = ""
+        messages, player = result.messages(), ""
         if self.game.facts.roles and not result.done:
             player, opening = await self.game.runner.turn(self._episode)
             messages = opening or messages
