@@ -210,8 +210,8 @@ class ServedGame:
         """Return the JSON schemas of actions, observations and states."""
         action = TextAction.model_json_schema()
         if self.facts.tools:
-            either = TypeAdapter[CallToolAction | TextAction](CallToolAction | TextAction)
-            action = {"type": "object", **either.json_schema()}
+            call = CallToolAction.model_json_schema()
+            action = {"type": "object", "anyOf": [call, action]}
         observation = GameObservation.model_json_schema()
         return {
             "action": action,

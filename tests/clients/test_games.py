@@ -56,6 +56,16 @@ def test_gold_answers_play_by_themselves(cli: Cli) -> None:
     assert (done.code, done.out.splitlines()[-1]) == (0, "return 1 after 2 turns")
 
 
+# -- env serve -------------------------------------------------------------------------------------
+
+
+def test_what_a_served_run_or_game_cannot_have_is_said(cli: Cli) -> None:
+    run = cli("env", "serve", "my-run", "highest=3")
+    assert (run.code, "add --openenv" in run.err) == (2, True)
+    bound = cli("env", "serve", "guess", "--openenv", "--max-sessions", "0")
+    assert (bound.code, "--max-sessions" in bound.err) == (2, True)
+
+
 # -- env new ---------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from tinkermq.schemas.wire.errors import ConfigError, StorageError
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from tests.clients.command import command, tinkermq
+from tests.clients.command import command
 from tests.support.waiting import PATIENCE_S
 
 ADDING = "served_games:AddingGame"
@@ -298,7 +298,7 @@ async def test_several_players_take_turns_in_one_session() -> None:
 
 
 async def test_rewards_of_a_configuration_are_added_and_a_judge_is_refused() -> None:
-    reward = {"source": "function", "function": "served_games:length", "weight": 2.0}
+    reward: Any = {"source": "function", "function": "served_games:length", "weight": 2.0}
     async with serving("guess", reward=reward) as client, client.session() as session:
         await session.reset(seed=1)
         result = await session.step(text="0")
@@ -308,8 +308,9 @@ async def test_rewards_of_a_configuration_are_added_and_a_judge_is_refused() -> 
                 result = await session.step(text="2")
         assert "game_reward" in result["metadata"]
         assert result["reward"] > result["metadata"]["game_reward"]
+    judge = {"source": "judge", "judge": "m"}
     with pytest.raises(ConfigError, match="a served game has no pool"):
-        OpenEnvServer(EnvConfig(game="guess", reward={"source": "judge", "judge": "m"}))
+        OpenEnvServer(EnvConfig.model_validate({"game": "guess", "reward": judge}))
 
 
 # -- bad input and bounds --------------------------------------------------------------------------
@@ -358,20 +359,15 @@ async def test_sessions_beyond_the_bound_are_refused_until_one_is_closed() -> No
 
 
 async def test_sessions_that_are_not_used_end() -> None:
-    bounds = ServerBounds(max_sessions=2, idle_s=0.3)
-    async with serving("guess", bounds) as client:
-        name = (await client.rpc("openenv/session/create"))["result"]["session_id"]
+    async with serving("guess", ServerBounds(max_sessions=1, idle_s=0.2)) as client:
         async with client.session() as session:
             with pytest.raises(ConnectionClosed) as closed:
                 await session.hear()
             assert closed.value.rcvd is not None
             assert closed.value.rcvd.code == 1001
-        while (await client.http.post("/reset", json={})).status_code == 429:
-            await asyncio.sleep(0.05)
-        for _ in range(2):
-            await client.rpc("openenv/session/create")
-        closing = await client.rpc("openenv/session/close", session_id=name)
-        assert closing["error"]["code"] == -32602
+        for _ in range(2):  # each takes the one place, and gives it back unasked
+            while "error" in await client.rpc("openenv/session/create"):
+                await asyncio.sleep(0.02)
 
 
 async def test_messages_and_bodies_over_their_size_are_refused() -> None:
@@ -462,10 +458,3 @@ async def test_the_command_serves_a_game_until_it_is_asked_to_end() -> None:
     finally:
         if process.returncode is None:
             process.kill()
-
-
-def test_the_command_says_what_does_not_fit() -> None:
-    run = tinkermq("env", "serve", "my-run", "highest=3")
-    assert (run.code, "add --openenv" in run.err) == (2, True)
-    bound = tinkermq("env", "serve", "guess", "--openenv", "--max-sessions", "0")
-    assert (bound.code, "--max-sessions" in bound.err) == (2, True)
