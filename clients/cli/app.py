@@ -108,6 +108,7 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
     "env new": (
         Example("tinkermq env new my-game", "on rows of a dataset"),
         Example("tinkermq env new my-game --kind tools --into games", "with tools"),
+        Example("tinkermq env new my-env --kind openenv", "a server of OpenEnv's"),
     ),
     "env check": (
         Example("tinkermq env check guess", "a game that is installed"),

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import ConfigError, GameError, TinkermqError
@@ -67,22 +67,6 @@ class _Observed:
     reward: float
     done: bool
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-
-class _Environment(Protocol):
-    """A harness environment, here or on a server."""
-
-    def reset(self, parameters: Mapping[str, Any]) -> None:
-        """Start the agent."""
-        ...
-
-    def step(self, message: str) -> _Observed:
-        """Send the agent a message, and wait until it has answered."""
-        ...
-
-    def close(self) -> None:
-        """End the agent."""
-        ...
 
 
 def _play(chosen: argparse.Namespace, variables: Mapping[str, str]) -> dict[str, Any]:
@@ -221,9 +205,8 @@ class _Elsewhere:
 
     def step(self, message: str) -> _Observed:
         data = self._ask("step", {"message": message})
-        observation: Any = data.get("observation")
-        inner: Any = observation.get("metadata") if isinstance(observation, dict) else None
-        metadata = data.get("metadata") or inner or {}
+        given: Any = data.get("metadata")
+        metadata = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
         return _Observed(_number(data.get("reward")), bool(data.get("done")), metadata)
 
     def close(self) -> None:

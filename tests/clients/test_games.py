@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 from tinkermq.clients.cli.new_package import AgentKind as AgentKind
-from tinkermq.clients.cli.new_package import Kind
+from tinkermq.clients.cli.new_package import GameKind, write_environment
 from tinkermq.clients.inference.play import EpisodeResult, ResultFile
 from tinkermq.schemas.config.load_config import load_config
 from tinkermq.schemas.wire.errors import ConfigError, StorageError
@@ -255,7 +255,7 @@ def test_an_evaluation_without_a_model_says_what_to_give(cli: Cli) -> None:
 # -- Each kind of `env new` is a sound game, and a tiny model learns it with `make train` ----------
 
 
-KINDS = [kind for kind in get_args(Kind) if kind != "agent"]
+KINDS = get_args(GameKind)
 FAST = ("dataset", "generated")
 
 

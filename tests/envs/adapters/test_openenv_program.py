@@ -69,7 +69,7 @@ class Harness:
 
 
 def observation(reward: float | None, *, done: bool, **metadata: Any) -> Any:
-    data = {"observation": {"metadata": metadata}, "reward": reward, "done": done}
+    data = {"observation": {}, "reward": reward, "done": done, "metadata": metadata}
     return {"type": "observation", "data": data}
 
 
@@ -95,7 +95,7 @@ def environment(answer: Answer) -> Iterator[str]:
 def reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The variables of an episode with three user messages, and where its reward goes."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Model)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     task = tmp_path / "task.json"
     turns = [{"role": "user", "content": text} for text in ("river", "stone", "never said")]
     task.write_text(json.dumps({"prompt": [{"role": "system", "content": "s"}, *turns]}))
