@@ -6,22 +6,26 @@ meaningless are left out.
 
 import asyncio
 import contextlib
+import json
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ..schemas.config.job import EnvConfig
 from ..schemas.config.sections import check_judge_prompt
 from ..schemas.env import Split
 from ..schemas.wire.errors import GameError, TinkermqError
+from ..schemas.wire.foreign import clean_text, shown
 from ..schemas.wire.images import plain_text
 from .data import HostData
 from .game import AbstractGame, ChatMessage, StepResult
 from .registry import load_game
 from .running.local import LocalEpisode, LocalGame, TooSlow
+from .tool_calls import CLOSE, OPEN
+from .tools import MAX_SCHEMA_DEPTH, ToolGame
 
 NUM_EPISODES = 8
 MAX_TURNS = 100
@@ -31,6 +35,7 @@ MAX_PROMPT_CHARACTERS = 32_000
 SENSELESS = ("", "?", "0")
 """What a policy that has learnt nothing may say."""
 _NOTABLE_SHARE = 0.1
+_SHOWN = 160
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,37 @@ class _Checker:
             )
         return f"{min(lengths)} to {max(lengths)} characters"
 
+    def tools(self) -> str:
+        """The policy's tools can be offered."""
+        facts = self.game.facts()
+        lines = [_signature(tool) for tool in facts.tools]
+        for name, tools in facts.environments.items():
+            lines += [f"{name}: {_signature(tool)}" for tool in tools]
+        return "".join(f"\n       {line}" for line in lines)
+
+    def described(self) -> str:
+        """The environment can be asked for its tasks and rewards."""
+        topics = self.game.describe()
+        source = self.game.config.reward.source
+        if source != "game":
+            topics["rewards"] = f"env.reward.source={source}; the game's: {topics['rewards']}"
+        return "".join(f"\n       {name}: {text}" for name, text in topics.items())
+
+    def scripted(self) -> str:
+        """An episode can be played by a policy that calls each tool once and then answers."""
+        episode, lines = self.game.start(0), list[str]()
+        for tool in episode.tools:
+            name, arguments = tool["function"]["name"], example_of(tool["function"]["parameters"])
+            call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+            result = episode.step(f"{OPEN}{call}{CLOSE}")
+            lines.append(f"{name}({json.dumps(arguments)}): {shown(result.observation)}")
+            if result.done:
+                break
+        if not episode.done:
+            lines.append(f"answer {shown(SENSELESS[1])}: {shown(episode.step('?').observation)}")
+        total = sum(result.reward for result in episode.results)
+        return "".join(f"\n       {line}" for line in [*lines, f"return {total:g}"])
+
     def rows(self) -> str:
         """Every row can be read, up to a number of them."""
         data, checked = self.game.data, list[str]()
@@ -280,12 +316,65 @@ def _questions(checker: _Checker) -> Iterator[tuple[str, Callable[[], str]]]:
     if checker.game.data.num_train is not None:
         yield "each row can be read", checker.rows
     yield "first prompts have a sane length", checker.prompts
+    if issubclass(checker.game.game_class, ToolGame):
+        yield "the tools can be offered", checker.tools
+        yield "the environment says what it has", checker.described
+        yield "a scripted policy can play", checker.scripted
     if checker.game.config.reward.source == "function":
         yield "the reward function answers", checker.reward
     if checker.game.config.reward.source == "judge":
         yield "the judge's prompt demands a score", checker.judge_prompt
     if checker.has_gold_action:
         yield "gold answers score full marks", checker.gold
+
+
+def _signature(tool: dict[str, Any]) -> str:
+    """Return a tool as a person reads it: `add(value: integer, times?: integer)  Add a value.`"""
+    function = tool["function"]
+    parameters = function["parameters"]
+    required = parameters.get("required", ())
+    shown_parameters = [
+        f"{name}{'' if name in required else '?'}: {_type_name(schema)}"
+        for name, schema in parameters.get("properties", {}).items()
+    ]
+    about = function["description"].partition("\n")[0]
+    return clean_text(f"{function['name']}({', '.join(shown_parameters)})  {about}", _SHOWN)
+
+
+def _type_name(schema: Any) -> str:
+    fields = _fields_of(schema)
+    if "enum" in fields:
+        return "|".join(map(str, fields["enum"]))
+    given: Any = fields.get("type", "any")
+    return "|".join(map(str, cast("list[Any]", given))) if isinstance(given, list) else str(given)
+
+
+def _fields_of(schema: Any) -> dict[str, Any]:
+    return cast("dict[str, Any]", schema) if isinstance(schema, dict) else {}
+
+
+def example_of(schema: Any, depth: int = 0) -> Any:
+    """Return a value that fits a JSON schema, for a policy that has learnt nothing."""
+    fields = _fields_of(schema)
+    for key in ("default", "const"):
+        if key in fields:
+            return fields[key]
+    for key in ("enum", "examples"):
+        if fields.get(key):
+            return fields[key][0]
+    branches = fields.get("anyOf") or fields.get("oneOf")
+    if branches and depth < MAX_SCHEMA_DEPTH:
+        return example_of(branches[0], depth + 1)
+    given = fields.get("type")
+    kind: Any = cast("list[Any]", given)[0] if isinstance(given, list) else given
+    if kind == "object":
+        properties = fields.get("properties", {})
+        names = fields.get("required", ()) if depth < MAX_SCHEMA_DEPTH else ()
+        return {name: example_of(properties.get(name), depth + 1) for name in names}
+    if kind == "array":
+        return [example_of(one, depth + 1) for one in fields.get("prefixItems", ())]
+    examples: dict[Any, Any] = {"integer": 1, "number": 1.0, "boolean": True, "null": None}
+    return examples.get(kind, "text")
 
 
 def _ask(results: list[CheckResult], name: str, question: Callable[[], Any]) -> Any:

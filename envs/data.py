@@ -16,7 +16,16 @@ from ..schemas.env import Split
 from ..schemas.wire.errors import DataError
 from ..schemas.wire.images import encoded_image, replace_images
 from .chat_messages import Origin, read_conversation, read_tools
-from .dataset import Dataset, Record, any_columns, parse_task, place_images, read_images
+from .dataset import (
+    Dataset,
+    Record,
+    any_columns,
+    parse_row,
+    parse_task,
+    place_images,
+    read_images,
+)
+from .registry import plays_any_row
 
 
 @dataclass(frozen=True)
@@ -102,6 +111,7 @@ class HostData:
         Without `needs_answers` a row is whatever a program takes for a task.
         """
         rows = Dataset if needs_answers else _tasks
+        rows = _whole_rows if plays_any_row(config.game) else rows
         self._train = rows(config.train_data) if config.train_data else None
         self._val = None
         if config.val_data:
@@ -148,6 +158,10 @@ class HostData:
         for dataset in (self._train, self._val):
             if dataset is not None:
                 dataset.close()
+
+
+def _whole_rows(paths: list[str]) -> Dataset:
+    return Dataset(paths, any_columns, parse_row)
 
 
 def _tasks(paths: list[str]) -> Dataset:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -65,7 +65,7 @@ class Record:
     where: str = ""
     """File and row."""
     columns: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Whatever else the row of a program's task has."""
+    """Whatever else the row of a program's task has; all columns for a game that takes rows."""
 
     def messages(self) -> list[ChatMessage]:
         """Return a fresh copy of the prompt, each `<image>` tag replaced by its image.
@@ -126,6 +126,11 @@ def parse_task(row: Mapping[str, Any], where: str) -> Record:
         where=where,
         columns={name: value for name, value in row.items() if name not in known},
     )
+
+
+def parse_row(row: Mapping[str, Any], where: str) -> Record:
+    """Read a row of which a game takes all columns by their names; none has to be there."""
+    return replace(parse_task(row, where), columns=_plain_values(row))
 
 
 def read_map(value: Any, column: str, where: str) -> dict[str, Any]:

@@ -73,6 +73,8 @@ class AbstractGame(ABC):
     isolation: ClassVar[Literal["thread", "process"]] = "thread"
     """Where the game runs unless the configuration says it: a game that may crash, hang or use
     much memory says `process`."""
+    takes_rows: ClassVar[bool] = False
+    """Whether `reset` gets all columns of a row of data, as a map `row`, and none by its name."""
     roles: tuple[str, ...] = ()
     """Names of the players of a game for several; empty: a game for one.
 
@@ -116,6 +118,21 @@ class AbstractGame(ABC):
         results go back as observations with `role="tool"`.
         """
         return []
+
+    def finish_early(self) -> StepResult:
+        """Return what an episode earns that a limit on turns or tokens ends before the game does.
+
+        Only its reward and info count. By default the turns have earned all.
+        """
+        return StepResult("", 0.0, done=True)
+
+    def complete_prompt(self, messages: list[ChatMessage], opening: str) -> list[ChatMessage]:
+        """Return the prompt of a row of data, completed by what `reset` has returned.
+
+        By default it is the row's.
+        """
+        del opening
+        return messages
 
     def generate_initial_state(self) -> dict[str, Any]:
         """Draw an initial state from `self.rng`: the arguments of `reset`."""

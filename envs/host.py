@@ -31,7 +31,13 @@ from ..schemas.env import (
     StepReply,
     StepRequest,
 )
-from ..schemas.wire.errors import GameError, NotFoundError, StateError, TinkermqError
+from ..schemas.wire.errors import (
+    DataError,
+    GameError,
+    NotFoundError,
+    StateError,
+    TinkermqError,
+)
 from ..schemas.wire.fitting import most_bytes
 from ..schemas.wire.foreign import words_of
 from ..schemas.wire.message import Empty
@@ -42,7 +48,7 @@ from .dataset import Record
 from .game import AbstractGame, ChatMessage, StepResult
 from .host_replies import ResetAnswer, StepAnswer, wait_for_some
 from .rewards import make_rewards
-from .running.episodes import LOOK_S, Opening
+from .running.episodes import LOOK_S, GameFacts, Opening
 from .running.runners import BoundedRunner, Runner, TimedRunner, make_runner
 
 
@@ -70,6 +76,10 @@ class Player(Protocol):
         """Play one action."""
         ...
 
+    def finish(self) -> "asyncio.Future[StepResult]":
+        """Return what the episode earns that a limit ends."""
+        ...
+
     def leave(self) -> None:
         """Nobody will play it any more."""
         ...
@@ -91,6 +101,10 @@ class SinglePlayer:
     def step(self, action: str) -> "asyncio.Future[StepResult]":
         """Play one action."""
         return asyncio.ensure_future(self._runner.step(self._episode, action))
+
+    def finish(self) -> "asyncio.Future[StepResult]":
+        """Return what the episode earns that a limit ends."""
+        return asyncio.ensure_future(self._runner.finish(self._episode))
 
     def leave(self) -> None:
         """Forget the game."""
@@ -119,6 +133,12 @@ class RolePlayer:
         self.answer = _promise()
         self._match.play(self, action)
         return self.answer
+
+    def finish(self) -> "asyncio.Future[StepResult]":
+        """Return what earns nothing: in a game with roles the turns have earned all."""
+        finished = _promise()
+        finished.set_result(StepResult("", 0.0, done=True))
+        return finished
 
     def leave(self) -> None:
         """Leave, as one whose tokens are used up does: the game ends for all others."""
@@ -178,6 +198,10 @@ class Match:
             f"its table takes no action {action!r}",
             hint="reset an episode for each role, with `table` and `role`",
         )
+
+    def finish(self) -> "asyncio.Future[StepResult]":
+        """Refuse: actions are played by roles."""
+        return self.step("")
 
     def leave(self) -> None:
         """End the game for its remaining players."""
@@ -377,9 +401,7 @@ class EnvironmentHost:
         self._held: dict[str, HostedEpisode] = {}
         self._changed = asyncio.Event()
         self._data: HostData
-        self._roles: list[str] = []
-        self._game = config.game
-        self._tools: list[dict[str, Any]] = []
+        self._facts = GameFacts(config.game, [], [])
 
     @property
     def num_running(self) -> int:
@@ -406,7 +428,7 @@ class EnvironmentHost:
                 keeper = tasks.create_task(self._keep(), name="env_keep")
                 forget = self._broker.on_reconnect(self._renew)
                 try:
-                    self._game, self._tools, self._roles = await self._runner.start()
+                    self._facts = await self._runner.start()
                     async with self._rewards or contextlib.nullcontext():
                         await self._serve(stopping)
                 finally:
@@ -430,7 +452,7 @@ class EnvironmentHost:
                 )
                 await resets.endpoint("reset", self._scope.env_reset, ResetRequest, self._reset)
                 self.ready.set()
-                _log.info("host_ready", host=self.name, game=self._game)
+                _log.info("host_ready", host=self.name, game=self._facts.name)
                 unusable = await self._until_stopped(stopping)
             await self._drain(self._drain_s if unusable is None else _LAST_REPLIES_S)
             if unusable is not None:
@@ -455,7 +477,7 @@ class EnvironmentHost:
         return await Service.start(
             self._broker,
             name=f"tinkermq-{what}",
-            description=f"{what} of {self._game} at {self.name}, job {self._scope.job}",
+            description=f"{what} of {self._facts.name} at {self.name}, job {self._scope.job}",
             metadata={"host": self.name, "user": self._scope.user, "job": self._scope.job},
         )
 
@@ -504,11 +526,11 @@ class EnvironmentHost:
 
     async def _describe(self, _: DescribeRequest) -> DescribeReply:
         return DescribeReply(
-            game=self._game,
+            game=self._facts.name,
             num_train=self._data.num_train,
             num_val=self._data.num_val,
             host=self.name,
-            roles=self._roles,
+            roles=self._facts.roles,
         )
 
     @property
@@ -528,10 +550,21 @@ class EnvironmentHost:
             host=self.name,
             episodes=answer.episodes,
             prompts=answer.prompts,
-            tools=self._tools,
+            tools=self._tools_of(request),
+            rewards_ends=self._facts.rewards_ends,
             data_source=self._data.source(request.split, request.sample),
             lease_s=self._config.lease_s,
         )
+
+    def _tools_of(self, request: ResetRequest) -> list[dict[str, Any]]:
+        """Return the tools of a row; all episodes of a request have the same one."""
+        if not self._facts.environments:
+            return self._facts.tools
+        try:
+            record = self._data.record(request.split, request.sample)
+        except DataError:
+            return []  # the start of the episode reports it
+        return self._facts.tools_of(record)
 
     def _hold(self, episode: str, request: ResetRequest, trace: str) -> HostedEpisode:
         held = self._held.get(episode)
@@ -560,8 +593,8 @@ class EnvironmentHost:
 
     def _begin(self, episode: str, request: ResetRequest) -> HostedEpisode:
         """Start a game: an episode of its own, or the table of a game with roles."""
-        if self._roles:
-            player: SinglePlayer | Match = Match(self._games, episode, self._roles)
+        if self._facts.roles:
+            player: SinglePlayer | Match = Match(self._games, episode, self._facts.roles)
         else:
             player = SinglePlayer(self._games, episode)
         return HostedEpisode(asyncio.ensure_future(self._open(episode, request, player)), player)
@@ -642,12 +675,21 @@ class EnvironmentHost:
         """Play an action, or only reward an episode; with what the game's host adds to it."""
         if self._rewards is None and not final:
             return player.step(action)
-        if self._rewards is None:
-            raise StateError("the episode is to be rewarded, but its rewards are the game's own")
         if final:
-            return asyncio.ensure_future(self._rewards.finish(episode))
+            return self._finish(player, episode)
+        assert self._rewards is not None
         played = player.step(action)
         return asyncio.ensure_future(self._rewards.step(episode, action, played))
+
+    def _finish(self, player: Player, episode: str) -> "asyncio.Future[StepResult]":
+        """Reward an episode that a limit ends."""
+        if self._rewards is None and not self._facts.rewards_ends:
+            raise StateError("the episode is to be rewarded, but its turns have earned all")
+        finishing = player.finish() if self._facts.rewards_ends else None
+        if self._rewards is not None:
+            return asyncio.ensure_future(self._rewards.finish(episode, finishing))
+        assert finishing is not None
+        return finishing
 
     def _settle(self, held: HostedEpisode, answer: "asyncio.Future[StepResult]") -> None:
         """Take notice of the game's answer; an episode whose game failed has ended."""

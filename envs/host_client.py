@@ -107,6 +107,8 @@ class Started:
     """What the row of the data says of its origin."""
     tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """Function schemas of the tools that the policy may call."""
+    rewards_ends: bool = False
+    """Whether its game has a reward for an episode that a limit ends."""
 
 
 class Environments:
@@ -337,7 +339,9 @@ def _started(opened: Opened, reply: ResetReply) -> Started | str | TinkermqError
     if opened.prompt is None:
         return reply.host
     messages = reply.prompts[opened.prompt]
-    return Started(reply.host, messages, reply.data_source, reply.tools)
+    return Started(
+        reply.host, messages, reply.data_source, reply.tools, rewards_ends=reply.rewards_ends
+    )
 
 
 def _parts(actions: list[Action]) -> list[list[Action]]:

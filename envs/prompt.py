@@ -47,6 +47,8 @@ def _prepare(
     if record is None:
         state = check_map(game, "generate_initial_state", game.generate_initial_state())
         return {**state, **kwargs}
+    if game.takes_rows:
+        return {"row": record.columns, **kwargs}
     return {
         "ground_truth": record.ground_truth,
         "data_source": record.data_source or game.get_interaction_name(),
@@ -62,7 +64,9 @@ def _describe(
     """Return the first prompt of a game that has been reset and said `opening`."""
     opening = check_text(game, "reset", opening)
     messages = record.messages() if record is not None and record.prompt else []
-    if not messages:
+    if messages:
+        messages = game.complete_prompt(messages, opening)
+    else:
         messages = _generated(game, state, opening)
     if not (messages and messages[0]["role"] == "system"):
         messages = [*_system(game), *messages]

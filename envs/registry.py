@@ -94,12 +94,25 @@ def check_registered(game: str) -> None:
         raise GameError(f"there is no game {game!r}", hint=_closest(game))
 
 
+FOREIGN = {"trl": "tinkermq.envs.adapters.trl_environments"}
+"""What stands before the name of a class that is no game, as in `trl:module:Class`: the module
+whose `game_of` makes a game of the rest, and whose `modules_of` says what it imports."""
+
+
+def plays_any_row(game: str) -> bool:
+    """Whether rows of any columns are given to the game, as a whole."""
+    return game.partition(":")[0] in FOREIGN
+
+
 def load_game(game: str) -> type[AbstractGame]:
-    """Import a game by its registered name or by `package.module:Class`.
+    """Import a game by its registered name, by `package.module:Class`, or `trl:module:Class`.
 
     A module in the working folder is found too. Raises GameError naming the closest registered
     game, or the end of the traceback of an import that failed.
     """
+    kind, _, rest = game.partition(":")
+    if kind in FOREIGN:
+        return importlib.import_module(FOREIGN[kind]).game_of(rest)
     if ":" in game:
         return _import_class(game)
     check_registered(game)
@@ -113,7 +126,19 @@ def find_game(game: str) -> str:
     """
     check_registered(game)
     target = game if ":" in game else _registered()[game].value
-    top = target.partition(":")[0].partition(".")[0]
+    kind, _, rest = game.partition(":")
+    if kind in FOREIGN:
+        modules = importlib.import_module(FOREIGN[kind]).modules_of(rest)
+    else:
+        modules = [target.partition(":")[0]]
+    for module in modules:
+        _find_module(module, game)
+    return target
+
+
+def _find_module(module: str, game: str) -> None:
+    """Raise GameError unless the package of a module is installed or lies here."""
+    top = module.partition(".")[0]
     _look_here()
     importlib.invalidate_caches()  # it may have been written a moment ago
     if top not in sys.modules and importlib.util.find_spec(top) is None:
@@ -121,7 +146,6 @@ def find_game(game: str) -> str:
             f"there is no module {top!r} for game {game!r}",
             hint=f"install it where environment hosts run, or start the node where {top} lies",
         )
-    return target
 
 
 def companion(game_class: type[AbstractGame], name: str) -> Callable[..., Any]:
@@ -161,13 +185,23 @@ def _closest(game: str) -> str:
     return f"did you mean {near[0]}? {known}" if near else known
 
 
+def import_object(target: str) -> tuple[ModuleType, Any]:
+    """Import the module of `package.module:name`; return it, and the object or None.
+
+    Raises GameError that blames the module for whatever it raises.
+    """
+    module_name, _, name = target.partition(":")
+    module = _import_module(module_name, target)
+    found: Any = module
+    with _blaming_import(target):
+        for part in name.split("."):
+            found = getattr(found, part, None)
+    return module, found
+
+
 def _import_class(target: str) -> type[AbstractGame]:
     module_name, _, class_name = target.partition(":")
-    module = _import_module(module_name, target)
-    target_object: Any = module
-    with _blaming_import(target):
-        for part in class_name.split("."):
-            target_object = getattr(target_object, part, None)
+    module, target_object = import_object(target)
     if target_object is None:
         classes = [name for name, value in vars(module).items() if _is_game(value)]
         raise GameError(

@@ -74,9 +74,14 @@ class Rewards:
         """Await the game's answer to an action, and add what the action has earned."""
         return self._step(self._case(episode), action, playing)
 
-    def finish(self, episode: str) -> Coroutine[Any, Any, StepResult]:
-        """Reward an episode that ends though its game has not: of its answer only that counts."""
-        return self._finish(self._case(episode))
+    def finish(
+        self, episode: str, finishing: Awaitable[StepResult] | None = None
+    ) -> Coroutine[Any, Any, StepResult]:
+        """Reward an episode that ends though its game has not: of its answer only that counts.
+
+        `finishing` is what the game itself gives for it.
+        """
+        return self._finish(self._case(episode), finishing)
 
     def _case(self, episode: str) -> Case:
         case = self._cases.get(episode)
@@ -98,10 +103,16 @@ class Rewards:
         info = {**result.info, **score.info, "game_reward": case.game_return}
         return replace(result, reward=reward + config.weight * score.value, info=info)
 
-    async def _finish(self, case: Case) -> StepResult:
+    async def _finish(self, case: Case, finishing: Awaitable[StepResult] | None) -> StepResult:
+        given = StepResult("", 0.0, done=True) if finishing is None else await finishing
+        if isinstance(given, TimedOut):
+            return given
+        case.game_return += given.reward
+        case.info = {**case.info, **given.info}
         score = Score(0.0) if self._config.per == "turn" else await self._score(case)
         info = {**case.info, **score.info, "game_reward": case.game_return}
-        return StepResult("", self._config.weight * score.value, done=True, info=info)
+        reward = self._config.game_weight * given.reward + self._config.weight * score.value
+        return StepResult("", reward, done=True, info=info)
 
     async def _score(self, case: Case) -> Score:
         """Ask the source, a bounded number of times at once, for a bounded time."""

@@ -77,7 +77,7 @@ class ToolGame(AbstractGame):
     max_calls: int = 16
     """Calls of one turn that are run; the others are answered by a message."""
     max_tool_turns: int = 256
-    """Turns with calls, after which the episode ends."""
+    """Turns with calls, after which the episode ends as a limit ends it (`finish_early`)."""
 
     _functions: dict[str, Schema] | None = None
     _num_turns = _num_calls = _num_refused = 0
@@ -85,6 +85,20 @@ class ToolGame(AbstractGame):
     @abstractmethod
     def get_tools(self) -> list[dict[str, Any]]:
         """Return the tools as OpenAI's function schemas, in an order that is always the same."""
+
+    def tools_by_environment(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the tools of each environment where rows choose one by their column `environment`.
+
+        By default all episodes have the same tools.
+        """
+        return {}
+
+    def describe(self) -> dict[str, str]:
+        """Return what `tinkermq env check` shows of the environment, by topic.
+
+        Topics are `tasks`, `rewards` and `sessions at once`, or any other.
+        """
+        return {"rewards": "those of the tools and of the answer"}
 
     @abstractmethod
     def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
@@ -104,18 +118,20 @@ class ToolGame(AbstractGame):
             name, arguments = self._read(call, number, turn)
             if arguments is not None and not turn.add(self.call_tool(name, arguments)):
                 break
+        if self.ends_with(turn):
+            turn.end(self.finish_early())
         return self._result(turn)
 
-    def _begin_turn(self, action: str) -> "_Turn":
+    def _begin_turn(self, action: str) -> "Turn":
         if self._functions is None:
             tools = checked_tools(self.get_tools(), type(self).__name__)
             self._functions = {tool["function"]["name"]: tool["function"] for tool in tools}
         said = behind_reasoning(action)
         calls = _calls_in(said, [{"function": one} for one in self._functions.values()])
-        return _Turn(said.strip(), calls, self.max_result_chars)
+        return Turn(said.strip(), calls, self.max_result_chars)
 
     def _read(
-        self, call: FoundCall | None, number: int, turn: "_Turn"
+        self, call: FoundCall | None, number: int, turn: "Turn"
     ) -> tuple[str, dict[str, Any] | None]:
         """Return a call's name and arguments; None for arguments: it was refused by a message."""
         assert self._functions is not None
@@ -135,12 +151,15 @@ class ToolGame(AbstractGame):
             turn.texts.append(f"Error: {problem}")
         return name, None if problem else arguments
 
-    def _result(self, turn: "_Turn") -> StepResult:
-        """Return the answer to a turn whose calls have been run."""
+    def ends_with(self, turn: "Turn") -> bool:
+        """Count a turn whose calls have been run; return whether it is the last one allowed."""
         self._num_turns += 1
-        done = turn.done or self._num_turns >= self.max_tool_turns
+        return not turn.done and self._num_turns >= self.max_tool_turns
+
+    def _result(self, turn: "Turn") -> StepResult:
+        """Return the answer to a turn whose calls have been run."""
         info = {**turn.info, **self._counts()}
-        return StepResult("", turn.reward, done, info, "tool", tool_results=turn.texts)
+        return StepResult("", turn.reward, turn.done, info, "tool", tool_results=turn.texts)
 
     def _answered(self, result: StepResult) -> StepResult:
         result.info = {**(result.info or {}), **self._counts()}
@@ -166,11 +185,13 @@ class AsyncToolGame(ToolGame):
             name, arguments = self._read(call, number, turn)
             if arguments is not None and not turn.add(await self.call_tool(name, arguments)):
                 break
+        if self.ends_with(turn):
+            turn.end(await resolve(self.finish_early()))
         return self._result(turn)
 
 
 @dataclass
-class _Turn:
+class Turn:
     """One turn of the policy, and what its calls have led to so far."""
 
     text: str
@@ -179,6 +200,7 @@ class _Turn:
     """Its calls; None for one that cannot be read."""
     max_chars: int
     texts: list[str] = field(default_factory=list[str])
+    """The result of each call."""
     reward: float = 0.0
     done: bool = False
     info: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -190,6 +212,12 @@ class _Turn:
         self.info.update(result.info)
         self.done = self.done or result.done
         return not self.done
+
+    def end(self, result: StepResult) -> None:
+        """Take what the episode earns at its end."""
+        self.reward += result.reward
+        self.info.update(result.info or {})
+        self.done = True
 
 
 def bounded_text(text: str, max_chars: int) -> str:
@@ -257,6 +285,8 @@ class _Check:
             return
         fields = cast("Schema", fields)
         yield from self._combined(value, place, fields, depth)
+        if value is None and fields.get("nullable") is True:
+            return
         wanted = _listed(fields.get("type")) or [fields.get("type")]
         if not any(_is_of(value, name) for name in wanted):
             types = " or ".join(map(str, wanted))
@@ -376,6 +406,7 @@ def _checked_tool(tool: Any, source: str) -> dict[str, Any]:
         "description": description,
         "parameters": dict(cast("Schema", parameters)),
     }
+    function |= {str(key): value for key, value in fields.items() if key not in function}
     try:
         text = json.dumps(function, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:

@@ -74,6 +74,9 @@ class ResetReply(Message):
     whose turn never came."""
     tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
     """Function schemas of the policy's tools."""
+    rewards_ends: bool = False
+    """Whether an episode that a limit ends is to be stepped once more, as `final`, for a reward of
+    its game."""
     episodes: list[Opened]
     """In request order."""
     data_source: str = ""

@@ -288,7 +288,8 @@ class AgentLoop:
             )
         transcript.add_reply(reply)
         finish = self._finish(plan, transcript, reply)
-        if finish in ("turns", "length") and self._environments.rewards_ends:
+        rewards_ends = game.started.rewards_ends or self._environments.rewards_ends
+        if finish in ("turns", "length") and rewards_ends:
             await self._reward_end(game, transcript)
         return finish
 

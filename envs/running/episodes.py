@@ -9,9 +9,10 @@ import contextlib
 import inspect
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import structlog
@@ -140,6 +141,15 @@ class GameFacts(NamedTuple):
     """The tools that its policy may call."""
     roles: list[str]
     """The names of its players; none for a game for one."""
+    rewards_ends: bool = False
+    """Whether an episode that a limit ends still has a reward to get, from `finish_early`."""
+    environments: Mapping[str, list[dict[str, Any]]] = MappingProxyType({})
+    """Where rows choose an environment by their column `environment`: the tools of each."""
+
+    def tools_of(self, record: Record | None) -> list[dict[str, Any]]:
+        """Return the tools of an episode on a row."""
+        name = record.columns.get("environment") if record is not None else None
+        return self.environments.get(str(name), self.tools)
 
 
 @dataclass
@@ -175,7 +185,10 @@ class Episodes:
             tools = check_tools(game)
             if isinstance(game, ToolGame):
                 tools = checked_tools(tools, type(game).__name__)
-            return GameFacts(name, tools, check_roles(game))
+            roles = check_roles(game)
+            ends = not roles and type(game).finish_early is not AbstractGame.finish_early
+            environments = game.tools_by_environment() if isinstance(game, ToolGame) else {}
+            return GameFacts(name, tools, roles, ends, environments)
 
     def reset(self, opening: Opening) -> list[ChatMessage]:
         """Make a game, reset it, and return the chat messages of its first prompt."""
@@ -204,6 +217,20 @@ class Episodes:
         with blaming_awaited(lambda error: self._step_failure(error, episode)):
             result = _played(game, await resolve(game.step(action)))
         return self._after(episode, result)
+
+    def finish(self, episode: str) -> StepResult:
+        """Return what an episode earns that a limit ends; its game is dropped."""
+        game = self.running(episode)
+        with self._blaming("finish_early"):
+            result = check_result(game, game.finish_early())
+        return self._after(episode, replace(result, done=True))
+
+    async def finish_async(self, episode: str) -> StepResult:
+        """Do the same with a game that may wait."""
+        game = self.running(episode)
+        with blaming_awaited(lambda error: game_failure(self._name, "finish_early", error)):
+            result = check_result(game, await resolve(game.finish_early()))
+        return self._after(episode, replace(result, done=True))
 
     def gold_action(self, episode: str) -> str:
         """Return what the game says is the right answer to its present state."""
@@ -337,7 +364,7 @@ def _start(opening: Opening) -> dict[str, Any]:
 
 LOOK_S = 0.1
 """Seconds between two looks for overdue calls."""
-_OF_STEPS = frozenset({"step", "turn", "drop"})
+_OF_STEPS = frozenset({"step", "turn", "finish", "drop"})
 
 
 class GameHung(GameError):

@@ -18,8 +18,9 @@ from ...schemas.env import Split
 from ...schemas.wire.errors import GameError
 from ...schemas.wire.foreign import blaming
 from ..data import HostData
-from ..game import AbstractGame, ChatMessage, StepResult, game_failure
-from .episodes import Episodes, Opening, hung, is_async
+from ..game import AbstractGame, ChatMessage, StepResult, check_tools, game_failure
+from ..tools import ToolGame
+from .episodes import Episodes, GameFacts, Opening, hung, is_async
 
 T = TypeVar("T")
 _MARGIN_S = 1.0
@@ -50,8 +51,21 @@ class LocalGame:
 
     def probe(self) -> str:
         """Make one instance; return the game's name. Raises GameError."""
-        episodes = Episodes(self.game_class, self.config.kwargs)
-        return self._limited("__init__", episodes.probe).name
+        return self.facts().name
+
+    def describe(self) -> dict[str, str]:
+        """Return what a game with tools says of its environment, by topic. Raises GameError."""
+
+        def asked() -> dict[str, str]:
+            game = self.game_class(**self.config.kwargs)
+            with blaming(lambda error: game_failure(type(game).__name__, "describe", error)):
+                return game.describe() if isinstance(game, ToolGame) else {}
+
+        return self._limited("reset", asked)
+
+    def facts(self) -> GameFacts:
+        """Make one instance; return what all episodes share. Raises GameError."""
+        return self._limited("__init__", Episodes(self.game_class, self.config.kwargs).probe)
 
     def start(self, seed: int, *, row: int | None = None, split: Split = "train") -> "LocalEpisode":
         """Start an episode on a row of the data, by default row `seed` of the rows there are.
@@ -133,6 +147,11 @@ class LocalEpisode:
     def turn(self) -> tuple[str, list[ChatMessage]]:
         """In a game with roles: whose turn it is, and its first prompt if it has had none."""
         return self._episodes.turn(self._name)
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The tools of a running episode."""
+        return check_tools(self._episodes.running(self._name))
 
     @property
     def done(self) -> bool:

@@ -138,8 +138,15 @@ class ProcessRunner:
 
     async def step(self, episode: str, action: str) -> StepResult:
         """Play one action in the process that holds the episode."""
+        return await self._played("step", episode, action)
+
+    async def finish(self, episode: str) -> StepResult:
+        """Return what an episode earns that a limit ends."""
+        return await self._played("finish", episode)
+
+    async def _played(self, verb: str, episode: str, *arguments: str) -> StepResult:
         process = await self._home(episode)
-        values = await self._send(process, "step", episode, (episode, action))
+        values = await self._send(process, verb, episode, (episode, *arguments))
         try:
             result = _result(*values)
         except (TypeError, ValueError):

@@ -53,6 +53,10 @@ class Runner(Protocol):
         """Play one action; GameError when the game fails, which ends the episode."""
         ...
 
+    def finish(self, episode: str) -> Awaitable[StepResult]:
+        """Return what an episode earns that a limit ends; GameError when the game fails."""
+        ...
+
     def turn(self, episode: str) -> Awaitable[tuple[str, list[ChatMessage]]]:
         """Say whose turn it is in a game with roles, and what opens that role's conversation."""
         ...
@@ -106,6 +110,10 @@ class TimedRunner:
     def step(self, episode: str, action: str) -> Awaitable[StepResult]:
         """Play one action; GameError when the game fails, which ends the episode."""
         return self._timed(self._step(episode, action))
+
+    def finish(self, episode: str) -> Awaitable[StepResult]:
+        """Return what an episode earns that a limit ends; GameError when the game fails."""
+        return self._timed(self._runner.finish(episode))
 
     async def _step(self, episode: str, action: str) -> StepResult:
         try:
@@ -263,6 +271,10 @@ class ThreadRunner:
         """Play one action."""
         return self._submit("step", episode, lambda: self._episodes.step(episode, action))
 
+    def finish(self, episode: str) -> "asyncio.Future[StepResult]":
+        """Return what an episode earns that a limit ends."""
+        return self._submit("finish", episode, lambda: self._episodes.finish(episode))
+
     def turn(self, episode: str) -> "asyncio.Future[tuple[str, list[ChatMessage]]]":
         """Say whose turn it is, and what opens that role's conversation."""
         return self._submit("turn", episode, lambda: self._episodes.turn(episode))
@@ -409,6 +421,11 @@ class AsyncRunner:
         """Play one action."""
         episodes = self._episodes
         return await self._play("step", episode, lambda: episodes.step_async(episode, action))
+
+    async def finish(self, episode: str) -> StepResult:
+        """Return what an episode earns that a limit ends."""
+        episodes = self._episodes
+        return await self._play("finish", episode, lambda: episodes.finish_async(episode))
 
     async def turn(self, episode: str) -> tuple[str, list[ChatMessage]]:
         """Say whose turn it is, and what opens that role's conversation."""

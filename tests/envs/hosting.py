@@ -53,11 +53,14 @@ class Client:
     async def describe(self):
         return await self._call(self.scope.env_describe, DescribeRequest(), DescribeReply)
 
-    async def reset(self, episode, sample=None, seed=0, split: Split = "train", **kwargs):
+    async def reset_reply(self, episode, sample=None, seed=0, split: Split = "train", **kwargs):
         request = ResetRequest(
             episodes=[episode], split=split, sample=sample, seed=seed, kwargs=kwargs, wait_s=9
         )
-        reply = await self._call(self.scope.env_reset, request, ResetReply)
+        return await self._call(self.scope.env_reset, request, ResetReply)
+
+    async def reset(self, episode, *arguments, **kwargs):
+        reply = await self.reset_reply(episode, *arguments, **kwargs)
         (opened,) = reply.episodes
         if opened.error is not None:
             raise opened.error.to_error()
@@ -65,9 +68,14 @@ class Client:
             host=reply.host, lease_s=reply.lease_s, messages=reply.prompts[opened.prompt]
         )
 
-    async def step(self, episode, turn, action="go", host=None):
+    async def finish(self, episode, turn):
+        return await self.step(episode, turn, "", final=True)
+
+    async def step(self, episode, turn, action="go", host=None, final=False):
         subject = self.scope.env(host or self.host.name, "step")
-        request = StepRequest(episodes=[episode], turns=[turn], actions=[action], wait_s=9)
+        request = StepRequest(
+            episodes=[episode], turns=[turn], actions=[action], final=[final], wait_s=9
+        )
         reply = await self._call(subject, request, StepReply)
         for failed in reply.failed:
             raise failed.error.to_error()

@@ -227,6 +227,20 @@ class TwiceEcho(EchoGame):
         return StepResult("", result.reward, result.done, result.info, "tool", tool_results=results)
 
 
+class EndsEarly(EchoGame):
+    """Earns at its end only, also where a limit ends it."""
+
+    def step(self, action: str) -> StepResult:
+        """Earn nothing yet."""
+        result = super().step(action)
+        result.reward = 0.0
+        return result
+
+    def finish_early(self) -> StepResult:
+        """Earn by the turn."""
+        return StepResult("", 10.0 + self.turns, done=True, info={"cut_after": self.turns})
+
+
 class SlowEcho(EchoGame):
     """Takes its time over each turn."""
 

@@ -99,6 +99,10 @@ class ProgramRunner:
             raise NotFoundError(f"episode {episode!r} has no program here")
         return await asyncio.shield(held.task)
 
+    async def finish(self, episode: str) -> StepResult:
+        """Refuse: no limit of games ends a program."""
+        raise StateError(f"the program of episode {episode!r} has no turns to be cut")
+
     async def turn(self, episode: str) -> tuple[str, list[ChatMessage]]:
         """Refuse: programs have no roles."""
         raise StateError(f"the program of episode {episode!r} plays no role")

@@ -123,6 +123,22 @@ async def test_a_game_whose_host_is_gone_is_played_again_with_the_recorded_turns
     assert roles["tool"] == (2 * num_turns if game == "TwiceEcho" else 0)
 
 
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+async def test_an_episode_that_a_limit_ends_earns_what_its_game_gives_for_it(
+    broker: Broker, recorded: JobScope, folder: Path, isolation: str
+) -> None:
+    sections = {
+        "env": {"game": "tests.support.games:EndsEarly", "isolation": isolation},
+        "rollout": {"max_turns": 2},
+    }
+    async with playing(broker, recorded, folder, "EndsEarly", **sections) as play:
+        group = await play.run(TASK)
+    for episode in group.trajectories:
+        assert episode.finish == "turns"
+        assert list(episode.rewards) == [0.0, 12.0]
+        assert episode.info == {"cut_after": 2}
+
+
 async def test_a_game_that_answers_otherwise_the_second_time_starts_again_and_says_so(
     broker: Broker, recorded: JobScope, folder: Path
 ) -> None:
