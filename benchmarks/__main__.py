@@ -32,6 +32,7 @@ NAMES = (
     "agent_proxy",
     "sandbox",
     "adapters",
+    "mcp_speed",
     "engine",
     "vllm",
     "weights",

@@ -88,6 +88,20 @@ class EnvConfigDict(TypedDict, total=False):
     lease_s: float
     """An episode that is neither stepped nor closed for this long is freed."""
 
+class McpServerDict(TypedDict, total=False):
+    name: str
+    """Its name among the servers; default: `server1`, `server2` and so on."""
+    command: str
+    """Program of a server over stdio; `{python}` stands for the pool's interpreter."""
+    args: list[str]
+    """Its arguments."""
+    env: dict[str, str]
+    """Its environment variables."""
+    url: str
+    """URL of a server over streamable HTTP."""
+    headers: dict[str, str]
+    """Headers of each request to it."""
+
 class AgentConfigDict(TypedDict, total=False):
     command: list[str]
     """Program and arguments to run for each episode. `{prompt}`, `{workdir}`, `{input}` and `{python}` stand for the task's last user message, the working folder, the file with the task's row, and the pool's interpreter. Empty: no agent job, or `client`."""
@@ -135,6 +149,8 @@ class AgentConfigDict(TypedDict, total=False):
     """Further environment variables; of the host's own the program sees PATH, LANG and TZ."""
     read: list[str]
     """Further folders that the program may read, such as a virtual environment."""
+    mcp: list[McpServerDict]
+    """MCP servers for the program: written as `mcpServers` to the JSON file that `{mcp}` and the variable TINKERMQ_MCP name. The program starts those with a `command` in its sandbox; a `url` needs `network: open`."""
     sampling: Literal['job', 'request']
     """Whether `rollout` sets the sampling, or the program's temperature, top_p and top_k do if sent; tokens drawn at other settings than the learner computes with are off-policy."""
     train: str

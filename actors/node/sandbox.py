@@ -51,7 +51,7 @@ from ...envs.sandbox.sandbox import (
     writable,
 )
 from ...envs.sandbox.self_test import prove
-from ...envs.sandbox.served import SOCKET, listen_at
+from ...envs.sandbox.served import FOLDERS_VARIABLE, NETWORK, SOCKET, listen_at
 from ...schemas.node import WantedActor
 from ...schemas.wire.errors import SandboxError, StorageError, TinkermqError
 from ..storage.access import MODELS_VARIABLE, is_of_another, shown_from
@@ -103,8 +103,6 @@ def actor_environment(
     }
 
 
-FOLDERS_VARIABLE = "TINKERMQ_GAME_FOLDERS"
-"""Further folders for games, joined by `:`, such as packages and data of theirs."""
 VARIABLES_VARIABLE = "TINKERMQ_GAME_VARIABLES"
 """Further variables of the node's environment for games, joined by `:`."""
 _VARIABLES = frozenset(
@@ -196,7 +194,7 @@ class SandboxStarter:
         """
         learns, shares = wanted.own_code is not None, _shares_network(wanted)
         variables = {**_allowed(os.environ, _OF_LEARNERS if learns else ()), **_WHO}
-        interpreters = InterpreterSocket(_allowed(os.environ))
+        interpreters = InterpreterSocket(_allowed(os.environ), has_network=shares)
         handles = _Handles()
         forwarder: Forwarder | None = None
         try:
@@ -468,12 +466,15 @@ class InterpreterSocket:
     The server starts with the first connection, and again if it ends.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], *, has_network: bool) -> None:
         """Listen from now on; `environment` is that of the server.
 
-        Raises OSError where no socket can be made, with what is to be done.
+        Programs for an actor that `has_network` may have one. Raises OSError where no socket can
+        be made, with what is to be done.
         """
-        self._environment = environment
+        folders = os.environ.get(FOLDERS_VARIABLE)
+        self._environment = {**environment, **({FOLDERS_VARIABLE: folders} if folders else {})}
+        self._arguments = [NETWORK] if has_network else []
         self._folder = Path(tempfile.mkdtemp(prefix="tinkermq-"))
         self.path = self._folder / "socket"
         self.hosts = self._folder / "hosts"
@@ -520,6 +521,7 @@ class InterpreterSocket:
         listening = self._listening.fileno()
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tinkermq.envs.sandbox.served", str(listening)),
+            *self._arguments,
             stdin=asyncio.subprocess.DEVNULL,
             env={**self._environment, **ENVIRONMENT},
             pass_fds=[listening],

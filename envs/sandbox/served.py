@@ -1,10 +1,12 @@
-"""Interpreters for games that are in a sandbox themselves: these run outside of it, on the node.
+"""Interpreters and programs for games that are in a sandbox themselves: they run outside of it.
 
 A sandbox in a sandbox would need namespaces, which a hosted game may not make. So the node offers a
 socket, and starts `python -m tinkermq.envs.sandbox.served FD` to serve it: outside of the game's
 sandbox and as the node's user, so that each interpreter is started and bounded as for any game.
 A connection is a session: the settings go ahead, then programs and their outcomes, as JSON after a
-length of four bytes.
+length of four bytes. With `piped` ahead it is one program that is spoken to over descriptors, which
+come with the message; it ends with the connection. It is shown what the operator shows to games,
+and has a network only where the game has one (`served FD network`).
 
 The game at the other end is code of a user: whatever it sends costs at most its own session, and
 the numbers of sessions and of kinds of settings are bounded.
@@ -17,13 +19,16 @@ import socket
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
-from ...schemas.wire.errors import SandboxError, TinkermqError, error_from_reply
+from pydantic import ValidationError
+
+from ...schemas.wire.errors import ConfigError, SandboxError, TinkermqError, error_from_reply
 from .interpreters import CodeSandbox, LocalCodeSandbox, Outcome, SandboxSettings, too_long
+from .piped import LocalPipedProgram, PipedProgram, PipedSettings
 
 SOCKET = Path("/sandbox.socket")
 """Where a game in a sandbox finds the socket."""
@@ -34,6 +39,12 @@ MAX_FRAME_BYTES = 8 << 20
 """A program or an answer, at most, as JSON."""
 BACKENDS: dict[str, Callable[[SandboxSettings], CodeSandbox]] = {"bubblewrap": LocalCodeSandbox}
 """What `backend` may name."""
+FOLDERS_VARIABLE = "TINKERMQ_GAME_FOLDERS"
+"""Further folders for games, joined by `:`, such as packages and data of theirs."""
+NETWORK = "network"
+"""Argument of the server of a game that has a network."""
+_NUM_FDS = 2
+_MAX_GRACE_S = 5.0
 _MAX_SESSIONS = 1024
 _MAX_KINDS = 16
 _places = threading.BoundedSemaphore(_MAX_SESSIONS)
@@ -72,7 +83,7 @@ class ServedCodeSandbox:
 
     def self_test(self) -> str:
         """Let the server prove its sandbox; SandboxError says what fails and the remedy."""
-        _connected(self._settings).close()
+        _connected(self._settings.model_dump(exclude_defaults=True)).close()
         return "the node runs programs in sandboxes that enclose them, outside of this game's"
 
 
@@ -88,7 +99,7 @@ class ServedCodeSession:
         if (refused := too_long(code)) is not None:
             return refused
         if self._connection is None:
-            self._connection = _connected(self._settings)
+            self._connection = _connected(self._settings.model_dump(exclude_defaults=True))
             weakref.finalize(self, self._connection.close)
         reply = _request(self._connection, {"code": code, "time_s": time_s})
         return Outcome(reply["text"], reply["status"], reply["seconds"])
@@ -98,6 +109,35 @@ class ServedCodeSession:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def start_piped(settings: PipedSettings, stdio: int, errors: int) -> PipedProgram:
+    """Start a program with two descriptors, which stay the caller's; blocks.
+
+    A game in a sandbox has it started outside. Raises SandboxError where it does not start,
+    ConfigError for settings that cannot be used.
+    """
+    program = ServedPipedProgram if SOCKET.exists() else LocalPipedProgram
+    return program(settings, stdio, errors)
+
+
+class ServedPipedProgram:
+    """A program that the server behind the socket has started."""
+
+    def __init__(self, settings: PipedSettings, stdio: int, errors: int) -> None:
+        """Have it started with two descriptors, which stay the caller's; blocks."""
+        self._connection = _connected({"piped": settings.model_dump()}, (stdio, errors))
+        self._ended = ""
+
+    def end(self, grace_s: float = 0.0) -> str:
+        """Wait so long for its own end, then end it; return how it ended. Blocks; repeatable."""
+        if not self._ended:
+            try:
+                self._ended = str(_request(self._connection, {"grace_s": grace_s})["ended"])
+            except TinkermqError as error:
+                self._ended = error.message
+            self._connection.close()
+        return self._ended
 
 
 def listen_at(path: Path) -> socket.socket:
@@ -126,15 +166,22 @@ def listen_at(path: Path) -> socket.socket:
     return listening
 
 
-def send_frame(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Send one message; OSError when the other side has gone."""
+def send_frame(connection: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+    """Send one message, and descriptors with it; OSError when the other side has gone."""
     encoded = json.dumps(message).encode()
-    connection.sendall(len(encoded).to_bytes(4, "little") + encoded)
+    head = len(encoded).to_bytes(4, "little")
+    if fds:
+        socket.send_fds(connection, [head], fds)
+        head = b""
+    connection.sendall(head + encoded)
 
 
-def receive_frame(connection: socket.socket) -> dict[str, Any]:
-    """Wait for one message; EOFError when the other side has gone, ValueError for what is none."""
-    length = int.from_bytes(_exactly(connection, 4), "little")
+def receive_frame(connection: socket.socket, head: bytes = b"") -> dict[str, Any]:
+    """Wait for one message, whose first bytes may have been read already.
+
+    Raises EOFError when the other side has gone, ValueError for what is no message.
+    """
+    length = int.from_bytes(head + _exactly(connection, 4 - len(head)), "little")
     if length > MAX_FRAME_BYTES:
         raise ValueError(f"a message of {length} bytes")
     message = json.loads(_exactly(connection, length))
@@ -153,12 +200,12 @@ def _exactly(connection: socket.socket, length: int) -> bytes:
     return bytes(received)
 
 
-def _connected(settings: SandboxSettings) -> socket.socket:
+def _connected(settings: dict[str, Any], fds: Sequence[int] = ()) -> socket.socket:
     """Return a session's connection; the server has tested its sandbox by then."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(str(SOCKET))
-        _request(connection, settings.model_dump(exclude_defaults=True))
+        _request(connection, settings, fds)
     except OSError as error:
         connection.close()
         raise _lost() from error
@@ -168,9 +215,11 @@ def _connected(settings: SandboxSettings) -> socket.socket:
     return connection
 
 
-def _request(connection: socket.socket, message: dict[str, Any]) -> dict[str, Any]:
+def _request(
+    connection: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()
+) -> dict[str, Any]:
     try:
-        send_frame(connection, message)
+        send_frame(connection, message, fds)
         reply = receive_frame(connection)
     except (OSError, EOFError) as error:
         raise _lost() from error
@@ -209,8 +258,22 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _session(connection: socket.socket) -> None:
+    head, fds, _, _ = socket.recv_fds(connection, 4, _NUM_FDS)
+    program: PipedProgram | None = None
     try:
-        sandbox = _checked_sandbox(receive_frame(connection))
+        settings = receive_frame(connection, head)
+        is_piped = "piped" in settings
+        if is_piped and len(fds) == _NUM_FDS:
+            program = _started(connection, settings["piped"], fds)
+    finally:
+        for one in fds:  # the program alone has them from here on
+            os.close(one)
+    if program is not None:
+        _serve_piped(connection, program)
+    if is_piped:
+        return
+    try:
+        sandbox = _checked_sandbox(settings)
     except TinkermqError as error:
         send_frame(connection, _refusal(error))
         return
@@ -226,6 +289,52 @@ def _session(connection: socket.socket) -> None:
             except TinkermqError as error:
                 answer = _refusal(error)
             send_frame(connection, answer)
+
+
+def _started(
+    connection: socket.socket, values: Any, fds: Sequence[int]
+) -> LocalPipedProgram | None:
+    """Start a program; None where it does not start, and the game has been told why."""
+    try:
+        return LocalPipedProgram(_allowed_settings(values), *fds)
+    except TinkermqError as error:
+        send_frame(connection, _refusal(error))
+    except OSError as error:
+        send_frame(connection, _refusal(SandboxError(f"the program does not start: {error}")))
+    return None
+
+
+def _serve_piped(connection: socket.socket, program: PipedProgram) -> None:
+    """Let a program run until the game ends it, or is gone."""
+    try:
+        send_frame(connection, {})
+        grace_s = receive_frame(connection).get("grace_s")
+        if isinstance(grace_s, float | int):
+            send_frame(connection, {"ended": program.end(min(max(0.0, grace_s), _MAX_GRACE_S))})
+    finally:
+        program.end()
+
+
+def _allowed_settings(values: Any) -> PipedSettings:
+    """Read the settings of a game's program; ConfigError for what the game may not have."""
+    try:
+        settings = PipedSettings.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"the program's settings cannot be used: {error}") from error
+    if settings.network == "open" and NETWORK not in sys.argv[2:]:
+        raise ConfigError(
+            "network=open: what runs here has no network itself", hint="remove the key network"
+        )
+    shown = [
+        Path(one).resolve() for one in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep) if one
+    ]
+    for one in settings.read:
+        if not any(Path(one).resolve().is_relative_to(folder) for folder in shown):
+            raise ConfigError(
+                f"read: programs of hosted games may not be shown {one!r}",
+                hint=f"let the operator name it in {FOLDERS_VARIABLE} of the node",
+            )
+    return settings
 
 
 def _checked_sandbox(values: dict[str, Any]) -> CodeSandbox:

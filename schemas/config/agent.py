@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from .mcp import McpServer
 from .sections import MAX_WAIT_S, Section, given_section, when, with_implied
 
 IMPLIED_OF_ENV = ("game", "hosts", "reset_timeout_s", "step_timeout_s", "on_step_timeout")
@@ -82,6 +83,12 @@ class AgentConfig(Section):
     """Further environment variables; of the host's own the program sees PATH, LANG and TZ."""
     read: list[str] = Field(default_factory=list[str], json_schema_extra=when("command"))
     """Further folders that the program may read, such as a virtual environment."""
+    mcp: list[McpServer] = Field(
+        default_factory=list[McpServer], max_length=32, json_schema_extra=when("command")
+    )
+    """MCP servers for the program: written as `mcpServers` to the JSON file that `{mcp}` and the
+    variable TINKERMQ_MCP name. The program starts those with a `command` in its sandbox; a `url`
+    needs `network: open`."""
     sampling: Literal["job", "request"] = "job"
     """Whether `rollout` sets the sampling, or the program's temperature, top_p and top_k do if
     sent; tokens drawn at other settings than the learner computes with are off-policy."""
@@ -99,6 +106,22 @@ class AgentConfig(Section):
         if value not in TRAIN_WORDS:
             train_pattern(value)
         return value
+
+    @model_validator(mode="after")
+    def _reachable_servers(self) -> Self:
+        names = [one.name for one in self.named_mcp()]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"several servers of mcp have the name {twice[0]}: rename one of them")
+        if self.network != "open" and (urls := [one.url for one in self.mcp if one.url]):
+            raise ValueError(
+                f"programs with network={self.network} do not reach the MCP server {urls[0]}: set "
+                "network: open, or give its command"
+            )
+        return self
+
+    def named_mcp(self) -> list[McpServer]:
+        """Return the MCP servers, each with a name."""
+        return [one.named(number) for number, one in enumerate(self.mcp, start=1)]
 
     @property
     def runs_programs(self) -> bool:

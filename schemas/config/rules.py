@@ -259,6 +259,11 @@ RULES = (
         lambda job: job.policies and job.lora.rank,
         "with lora.rank are not built: train all weights, or one policy",
     ),
+    Rule(
+        "env.game=mcp",
+        lambda job: job.env.game == "mcp" and job.env.reward.source == "game",
+        "gives no reward of its own: set env.reward.source to function, endpoint or judge",
+    ),
     # -- the algorithm
     Rule(
         "algorithm.loss",

@@ -264,6 +264,7 @@ REFUSED = [
     ["algorithm.sample=turn", "algorithm.advantage=remax"],
     ["algorithm.gamma=0.9"],
     ["algorithm.filter_equal_rewards=true", "rollout.group_size=1"],
+    ["env.game=mcp"],
     ["algorithm.length_coef=0.1", "rollout.group_size=1"],
     [*BY_TURN, "algorithm.turn_gamma=0.9"],
     [*BY_TURN, "algorithm.turn_lambda=0.9"],

@@ -22,10 +22,12 @@ from ...running.episodes import Opening
 from ..episode import NoCalls, Outcome, ProgramEpisode
 from .environment import (
     INPUT,
+    MCP,
     REWARD,
     ROW,
     filled,
     last_user_text,
+    mcp_servers,
     prompt_of,
     reward_variables,
     task_input,
@@ -173,6 +175,8 @@ class AgentRun:
 
     def _write_task(self, folder: ProgramFolder) -> None:
         write_json(folder["task"] / _name(INPUT), self.episode.task_input)
+        if self._config.mcp:
+            write_json(folder["task"] / _name(MCP), mcp_servers(self._config))
         folder.give_away("task")
 
     async def _set_up(self, folder: ProgramFolder) -> None:

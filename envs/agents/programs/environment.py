@@ -19,6 +19,8 @@ INPUT = f"{TASK}/input.json"
 ROW = f"{TASK}/row.json"
 REWARD = f"{TASK}/reward"
 """Where a program may write its own reward."""
+MCP = f"{TASK}/mcp.json"
+"""The MCP servers of a program, as clients read them."""
 _PYTHON_OF_IMAGE = "python3"
 _KEPT = ("LANG", "TZ")
 _LOOPBACK = "127.0.0.1,localhost"
@@ -68,6 +70,7 @@ def filled(config: AgentConfig, command: Sequence[str], prompt: str = "") -> lis
         "{input}": INPUT,
         "{python}": sys.executable if config.image is None else _PYTHON_OF_IMAGE,
         "{grader}": GRADER,
+        "{mcp}": MCP,
     }
     return [_filled(word, values) for word in command]
 
@@ -86,7 +89,20 @@ def variables(
         "TINKERMQ_SPLIT": episode.split,
         "TINKERMQ_WORKDIR": WORK,
         "TINKERMQ_REWARD": REWARD,
+        **({"TINKERMQ_MCP": MCP} if config.mcp else {}),
     }
+
+
+def mcp_servers(config: AgentConfig) -> dict[str, Any]:
+    """Return the MCP servers of a program in the form that most clients read."""
+    servers: dict[str, Any] = {}
+    for one in config.named_mcp():
+        if one.url:
+            servers[one.name] = {"type": "http", "url": one.url, "headers": one.headers}
+        else:
+            command, *arguments = filled(config, [one.command, *one.args])
+            servers[one.name] = {"command": command, "args": arguments, "env": one.env}
+    return {"mcpServers": servers}
 
 
 def plain_variables(config: AgentConfig) -> dict[str, str]:

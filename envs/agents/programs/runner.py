@@ -195,6 +195,11 @@ async def prove(config: AgentConfig, launcher: ProgramLauncher) -> None:
     commands = {
         name: filled(config, getattr(config, name)) for name in ("command", "setup", "reward")
     }
+    commands |= {
+        f"mcp ({one.name})": filled(config, [one.command])
+        for one in config.named_mcp()
+        if one.command
+    }
     keys = {words[0]: name for name, words in commands.items() if _is_needed(config, words)}
     sandboxes = launcher.sandboxes
     environment = dict(sandboxes.variables(plain_variables(config)))

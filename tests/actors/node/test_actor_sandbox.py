@@ -307,6 +307,62 @@ async def test_programs_of_a_hosted_game_run_in_sandboxes_of_their_own_with_limi
     assert "BlockingIOError" in forked
 
 
+PIPED = """
+import json, os, socket, sys
+from tinkermq.envs.sandbox.piped import PipedSettings
+from tinkermq.envs.sandbox.served import start_piped
+from tinkermq.schemas.wire.errors import TinkermqError
+
+def tried(said, **settings):
+    ours, theirs = socket.socketpair()
+    errors = os.open(os.devnull, os.O_WRONLY)
+    try:
+        program = start_piped(PipedSettings(**settings), theirs.fileno(), errors)
+    except TinkermqError as error:
+        return [error.message]
+    theirs.close()
+    ours.sendall(said)
+    heard = b""
+    while chunk := ours.recv(4096):
+        heard += chunk
+    return [heard.decode(), program.end(5.0)]
+
+shown, hidden, port = sys.argv[1:]
+reads = "import sys; print(sys.stdin.readline()); print(open(sys.argv[1]).read()); sys.exit(3)"
+joins = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1])))"
+for result in (
+    tried(b"hello\\n", command=["{python}", "-S", "-c", reads, shown], read=[shown]),
+    tried(b"", command=["cat", hidden], read=[hidden]),
+    tried(b"", command=["{python}", "-S", "-c", joins, port], network="open"),
+    tried(b"", command=["{python}", "-S", "-c", joins, port]),
+    tried(b"", command=["no-such-program"]),
+):
+    print(json.dumps(result), flush=True)
+"""
+
+
+async def test_a_hosted_game_has_programs_run_that_see_what_the_operator_shows_to_games(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown, hidden = tmp_path / "shown", tmp_path / "hidden"
+    for folder in (shown, hidden):
+        folder.mkdir()
+        (folder / "file").write_text(folder.name)
+    monkeypatch.setenv(FOLDERS_VARIABLE, str(shown))
+    sink = Sink()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        words = [str(shown / "file"), str(hidden / "file"), str(listening.getsockname()[1])]
+        actor = process(host(tmp_path), sink, sys.executable, "-c", PIPED, *words)
+        await asyncio.wait_for(actor.run(), PATIENCE_S)
+    assert actor.status.exit_code == 0, sink.lines
+    read, refused, joined, alone, absent = (json.loads(line) for line in sink.lines)
+    assert read == ["hello\n\nshown\n", "exited with code 3"]
+    assert refused == [f"read: programs of hosted games may not be shown '{hidden}/file'"]
+    assert joined == ["", "exited with code 0"]
+    assert alone == ["", "exited with code 1"]
+    assert absent == ["the sandbox has no program 'no-such-program'"]
+
+
 async def test_a_long_temporary_folder_breaks_no_sandbox_of_a_game(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from tinkermq.envs.dataset import Record
 from tinkermq.envs.host import EnvironmentHost, HostGone
 from tinkermq.schemas.config.agent import AgentConfig
 from tinkermq.schemas.config.job import EnvConfig
+from tinkermq.schemas.config.mcp import McpServer
 from tinkermq.schemas.wire.errors import (
     ConfigError,
     GameError,
@@ -49,6 +50,60 @@ async def test_a_program_asks_the_model_and_is_rewarded(play):
     assert (result.info["outcome"], result.info["exit_code"]) == ("done", 0)
     assert "four" in result.info["output"]
     assert "x\n" in result.info["output"]
+
+
+USES_TOOLS = """
+import asyncio
+from mcp import Client, StdioServerParameters
+from mcp.client.stdio import stdio_client
+
+async def main():
+    servers = json.load(open(os.environ["TINKERMQ_MCP"]))["mcpServers"]
+    assert sys.argv[1] == os.environ["TINKERMQ_MCP"]
+    async with Client(stdio_client(StdioServerParameters(**servers["shop"]))) as client:
+        tools = (await client.list_tools()).tools
+        answer = await client.call_tool("price.of", {"item": "fig"})
+        print([tool.name for tool in tools], answer.content[0].text)
+    print(servers["web"])
+
+asyncio.run(main())
+ask()
+post("/reward", reward=0.5)
+"""
+SHOP = Path(__file__).parents[2] / "adapters" / "mcp_servers.py"
+
+
+@pytest.mark.long
+async def test_a_program_starts_its_mcp_server_inside_its_sandbox(play):
+    result = await play(
+        "",
+        command=["{python}", "-c", PRELUDE + USES_TOOLS, "{mcp}"],
+        read=[str(SHOP.parent)],
+        mcp=[
+            {"name": "shop", "command": "{python}", "args": [str(SHOP), "shop"]},
+            {"name": "web", "url": "https://a.example/mcp", "headers": {"X-Key": "k"}},
+        ],
+        network="open",
+        memory_mb=1024,
+        processes=64,
+    )
+    assert result.reward == 0.5, result.info["output"]
+    assert "'price.of'] 3" in result.info["output"]
+    web = {"type": "http", "url": "https://a.example/mcp", "headers": {"X-Key": "k"}}
+    assert str(web) in result.info["output"]
+
+
+async def test_an_mcp_server_that_a_program_cannot_use_is_refused():
+    with pytest.raises(ConfigError, match=r"agent\.mcp \(server1\): programs find no 'no-server'"):
+        async with hosting(REWARDED, mcp=[{"command": "no-server"}]):
+            pass
+    command = ["true"]
+    with pytest.raises(ValueError, match=r"do not reach the MCP server https://a.example/mcp"):
+        AgentConfig(command=command, mcp=[McpServer(url="https://a.example/mcp")])
+    with pytest.raises(ValueError, match="several servers of mcp have the name one"):
+        AgentConfig(command=command, mcp=[McpServer(name="one", command="x")] * 2)
+    with pytest.raises(ValueError, match="mcp"):
+        AgentConfig(client=True, mcp=[McpServer(command="x")])
 
 
 async def test_a_program_that_says_its_end_is_done_though_it_runs_on(play):

@@ -1,0 +1,217 @@
+"""Programs that are spoken to over their standard input and output, each in a sandbox of its own.
+
+A program sees the system's programs and libraries, this interpreter with its packages and the
+folders that are named for it, all read-only; a /tmp, which is its home and working folder, in
+memory; its own processes; and of variables what is set for it. It has no network unless the
+settings say so. One socket is its input and its output: what it says there is the caller's to read.
+"""
+
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal, Protocol
+
+from pydantic import Field
+
+from ...schemas.config.sections import Section
+from ...schemas.wire.errors import ConfigError
+from .bubblewrap import Program, bubblewrap_program, start
+from .sandbox import (
+    SYSTEM_ETC,
+    Limit,
+    Sandbox,
+    etc_mounts,
+    exceeded,
+    memory_folder,
+    python_variables,
+    readable,
+    system_mounts,
+)
+from .self_test import absent_commands
+
+_TMP = "/tmp"  # noqa: S108 - its own, in memory
+_OPTIONS = ("-I", "-S", "-B", "-X", "utf8")
+_NUM_FILES = 1024
+_LOOK_S, _SHARE = 0.25, 10
+_OWN = {"HOME": _TMP, "TMPDIR": _TMP, "IS_SANDBOX": "1", "PYTHONUNBUFFERED": "1"}
+_KEPT = ("PATH", "LANG", "TZ")
+_OF_NETWORK = ("hosts", "resolv.conf")
+
+
+class PipedSettings(Section):
+    """A program, what it sees, and its limits."""
+
+    command: list[str] = Field(min_length=1, max_length=1024)
+    """Program and arguments; `{python}` stands for this interpreter."""
+    environment: dict[str, str] = Field(default_factory=dict[str, str])
+    """Its environment variables, beside PATH, LANG and TZ."""
+    read: list[str] = Field(default_factory=list[str])
+    """Further files and folders that it may read."""
+    network: Literal["none", "open"] = "none"
+    """open: it reaches what the machine reaches."""
+    memory_mb: int = Field(default=512, ge=64, le=1 << 20)
+    """Memory of all its processes."""
+    processes: int = Field(default=128, ge=1, le=4096)
+    """Concurrent processes and threads."""
+    disk_mb: int = Field(default=64, ge=1, le=1 << 20)
+    """Room in its /tmp, which is memory."""
+
+
+class PipedProgram(Protocol):
+    """A program that runs."""
+
+    def end(self, grace_s: float = 0.0) -> str:
+        """Wait so long for its own end, then end it; return how it ended. Blocks; repeatable."""
+        ...
+
+
+class LocalPipedProgram:
+    """A program that this process has started."""
+
+    def __init__(self, settings: PipedSettings, stdio: int, errors: int) -> None:
+        """Start it with two descriptors, which stay the caller's; blocks.
+
+        Raises SandboxError where it does not start, ConfigError for settings that cannot be used.
+        """
+        self._settings = settings
+        sandbox = piped_sandbox(settings)
+        _check_once(settings, sandbox)
+        program = Program(_command(settings), environment=_variables(settings))
+        self._process = start(sandbox, program, stdin=stdio, stdout=stdio, stderr=errors)
+        self._lock = threading.Lock()
+        self._exceeded: Limit | None = None
+        self._ended = ""
+        _watch(self)
+
+    def end(self, grace_s: float = 0.0) -> str:
+        """Wait so long for its own end, then end it; return how it ended. Blocks; repeatable."""
+        with self._lock:
+            if not self._ended:
+                is_over = _ends_within(self._process.pid, grace_s)
+                self._process.kill()
+                exit_code = self._process.wait()
+                self._process.close()
+                self._ended = f"exited with code {exit_code}" if is_over else "was ended"
+        return self._over_limit() or self._ended
+
+    def look(self) -> bool:
+        """End it if it is over a limit; return whether it runs on."""
+        if self._ended:
+            return False
+        self._exceeded = exceeded(self._process.first, self._settings.memory_mb << 20)
+        if self._exceeded is not None:
+            self._process.kill()
+        return self._exceeded is None
+
+    def _over_limit(self) -> str:
+        if self._exceeded == "memory":
+            return f"was ended: it held more than memory_mb={self._settings.memory_mb}"
+        return "was ended: it made too many files" if self._exceeded == "disk" else ""
+
+
+def piped_sandbox(settings: PipedSettings) -> Sandbox:
+    """Return the sandbox of a program; ConfigError for a folder that is not there."""
+    is_open, disk = settings.network == "open", settings.disk_mb << 20
+    shown = sorted({Path(sys.prefix), Path(sys.base_prefix), *_named(settings.read)})
+    etc = (*SYSTEM_ETC, *(_OF_NETWORK if is_open else ()))
+    return Sandbox(
+        python=(os.path.realpath(sys.executable), *_OPTIONS),
+        mounts=(
+            memory_folder("/dev/shm", disk),  # noqa: S108 - its own
+            *system_mounts(),
+            *etc_mounts(etc),
+            memory_folder(_TMP, disk),
+            *(readable(path) for path in shown),
+        ),
+        folder=_TMP,
+        variables=python_variables(),
+        limits={
+            "NPROC": settings.processes,
+            "FSIZE": disk,
+            "NOFILE": _NUM_FILES,
+            "CORE": 0,
+            "MSGQUEUE": 0,
+        },
+        has_network=is_open,
+    )
+
+
+def _named(folders: list[str]) -> Iterator[Path]:
+    for one in folders:
+        path = Path(one).expanduser()
+        if not path.is_absolute() or not path.exists():
+            raise ConfigError(
+                f"read: there is no {one!r} that the program could be shown",
+                hint="name files and folders by absolute paths, as they are where the game runs",
+            )
+        yield path
+
+
+def _command(settings: PipedSettings) -> list[str]:
+    return [word.replace("{python}", sys.executable) for word in settings.command]
+
+
+def _variables(settings: PipedSettings) -> Mapping[str, str]:
+    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    return {"PATH": os.defpath, **kept, **_OWN, **settings.environment}
+
+
+_checked: set[str] = set()
+_check_lock = threading.Lock()
+
+
+def _check_once(settings: PipedSettings, sandbox: Sandbox) -> None:
+    """Prove the sandbox of these settings, and that the command is there, once in a process."""
+    command, environment = _command(settings)[0], dict(_variables(settings))
+    key = f"{command} {settings.model_dump_json(exclude={'command', 'environment'})}"
+    with _check_lock:
+        if key in _checked:
+            return
+        bubblewrap_program()
+        for absent in absent_commands(sandbox, [command], environment):
+            raise ConfigError(
+                f"the sandbox has no program {absent!r}",
+                hint="it shows the system's folders, this interpreter ({python}) and what `read` "
+                "names; nothing is downloaded: install the program where the game runs",
+            )
+        _checked.add(key)
+
+
+def _ends_within(pid: int, wait_s: float) -> bool:
+    """Wait for the end of a child that nobody else waits for; return whether it came."""
+    handle = os.pidfd_open(pid)
+    try:
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        return bool(poll.poll(wait_s * 1000))
+    finally:
+        os.close(handle)
+
+
+# One thread looks after the memory and files of all programs of this process: a few times a second,
+# or as often as takes a tenth of the time.
+
+_running: set[LocalPipedProgram] = set()
+_running_lock = threading.Lock()
+
+
+def _watch(program: LocalPipedProgram) -> None:
+    with _running_lock:
+        if not _running:
+            threading.Thread(target=_look_after, name="piped-programs", daemon=True).start()
+        _running.add(program)
+
+
+def _look_after() -> None:
+    while True:
+        begun = time.monotonic()
+        over = {program for program in list(_running) if not program.look()}
+        with _running_lock:
+            _running.difference_update(over)
+            if not _running:
+                return
+        time.sleep(max(_LOOK_S, _SHARE * (time.monotonic() - begun)))
