@@ -101,7 +101,7 @@ $(VENV)-extras/extras.stamp: pyproject.toml
 OPENENV := $(VENV)-openenv
 test-openenv: $(OPENENV)/openenv.stamp  ## Run the tests with OpenEnv's package, in an environment of its own
 	OMP_NUM_THREADS=1 $(OPENENV)/bin/python -m pytest -m openenv -W default --confcutdir tests/envs \
-	  tests/envs/adapters tests/envs/test_openenv_package.py
+	  tests/envs/adapters/test_openenv_package.py tests/envs/test_openenv_trainers.py
 
 $(OPENENV)/openenv.stamp: pyproject.toml
 	@echo "installing OpenEnv's package into $(OPENENV): a minute, once"

@@ -1,0 +1,778 @@
+"""Environments of OpenEnv servers: a game whose tools, tasks and rewards are the environment's.
+
+An MCP environment's tools are offered as they are; any other environment is one tool, `act`, with
+the fields of its action, or takes the policy's text where the action is one text. Each episode has
+a WebSocket session of its own (`openenv_client.py`). Its seed, and its task where the environment
+lists tasks, follow from the seed or the row of the episode. Every reward is what `step` answered.
+"""
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, TypeVar, cast
+from urllib.parse import quote, urlsplit
+from uuid import uuid4
+
+import httpx
+
+from ...schemas.wire.errors import GameError
+from ...schemas.wire.foreign import shown, words_of
+from ..game import StepResult
+from ..tools import AsyncToolGame, ToolResult, bounded_text, checked_tools
+from .openenv_client import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    REQUEST_S,
+    Access,
+    ActionRefused,
+    HttpRoutes,
+    Observation,
+    PooledSession,
+    Schemas,
+    Server,
+    ServerAway,
+    ServerError,
+    SessionPool,
+    Split,
+    needs,
+    quoted,
+)
+
+TOOL = "act"
+"""Name of the tool of an environment without tools of its own."""
+_MOST_TASKS = 2**53
+_MOST_URLS = 256
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+_NAME = re.compile(r"[^\w.-]+")
+_MOST_NAME_CHARS = 64
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `env.kwargs` says; `OpenEnvGame` explains it."""
+
+    urls: tuple[str, ...] = ()
+    image: str = ""
+    package: str = ""
+    python: str = ""
+    port: int = 8000
+    copies: int = 1
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    key_variable: str = ""
+    reset: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    split: str = ""
+    task_range: tuple[int, int] | None = None
+    observation_field: str = ""
+    wait_s: float = 25.0
+    start_s: float = 25.0
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is the same in all episodes of an environment."""
+
+    name: str
+    description: str
+    tools: Sequence[dict[str, Any]]
+    is_mcp: bool = False
+    text_field: str = ""
+    """The one field of an action that is a text; else empty."""
+    split: str = ""
+    """The split whose tasks are played; empty: the environment lists none."""
+    tasks: range = range(0)
+    """Their numbers."""
+
+
+class OpenEnvGame(AsyncToolGame):
+    """Play an environment of an OpenEnv server."""
+
+    needs = needs
+
+    def __init__(
+        self,
+        url: str | Sequence[str] = (),
+        *,
+        image: str = "",
+        package: str = "",
+        python: str = "",
+        port: int = 8000,
+        copies: int = 1,
+        variables: Mapping[str, str] | None = None,
+        key_variable: str = "",
+        reset: Mapping[str, Any] | None = None,
+        split: str = "",
+        task_range: Sequence[int] | None = None,
+        instructions: str = "",
+        observation_field: str = "",
+        wait_s: float = 25.0,
+        start_s: float = 25.0,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        """Name the servers, or what to start: one of `url`, `image` and `package`.
+
+        `url` may be a list of servers of the same environment. `package` is `module:app` for the
+        interpreter `python`, by default this one; `image` is a container image whose server listens
+        on `port`. `copies` servers are started with the environment variables `variables`, each
+        within `start_s`. `key_variable` names the host's environment variable with the servers'
+        key. `reset` holds further arguments of the environment's reset. `split` and `task_range`
+        choose among its tasks. `instructions` stand before the first observation, instead of the
+        environment's description. `observation_field` is the field of an observation that the
+        policy reads, by default all. An episode waits `wait_s` for a session.
+        """
+        self.needs.load()
+        options = Options(
+            _checked_urls([url] if isinstance(url, str) and url else url),
+            image,
+            package,
+            python,
+            port,
+            copies,
+            dict(variables or {}),
+            key_variable,
+            dict(reset or {}),
+            split,
+            _checked_range(task_range),
+            observation_field,
+            wait_s,
+            start_s,
+            max_message_bytes,
+        )
+        if sum(map(bool, (options.urls, image, package))) != 1:
+            raise GameError(
+                "an OpenEnv environment is given by one of url, image and package",
+                hint="set env.kwargs.url to the URL of a running server, for example",
+            )
+        self._options = options
+        self._environment = _environment(options)
+        self._instructions = instructions
+        self._session: PooledSession | None = None
+        self._task: int | None = None
+
+    def generate_initial_state(self) -> dict[str, Any]:
+        """Draw a seed, and a task where the environment has some."""
+        tasks = self._environment.facts().tasks
+        task = self.rng.choice(tasks) if tasks else None
+        return {"seed": self.rng.getrandbits(31), "task": task}
+
+    async def reset(  # pyright: ignore[reportIncompatibleMethodOverride]  # the host awaits it
+        self,
+        *,
+        seed: int | None = None,
+        task: int | None = None,
+        extra_info: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> str:
+        """Begin an episode on a session of its own and return what the environment shows.
+
+        `extra_info` of a row holds further arguments of the environment's reset.
+        """
+        facts = self._environment.facts()
+        chosen = {} if task is None else {"split": facts.split, "index": task}
+        drawn = self.rng.getrandbits(31) if seed is None else seed
+        arguments = {"seed": drawn, **self._options.reset, **chosen, **(extra_info or {})}
+        self._task = task
+        self._session, opening = await self._environment.pool().open(arguments, self)
+        if opening.done:
+            self._session.close()
+            raise GameError(f"{facts.name} was over before the policy's first turn")
+        return self._show(opening)
+
+    async def step(self, action: str) -> StepResult:
+        """Play the policy's text or the tool calls in it."""
+        text_field = self._environment.facts().text_field
+        if not text_field:
+            return await super().step(action)
+        result = await self._play({text_field: self.parse_action(action)})
+        info = {"type": self._environment.facts().name}
+        return StepResult(result.text, result.reward, result.done, info)
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        """Call a tool of an MCP environment, or play an action."""
+        if self._environment.facts().is_mcp:
+            call = {"type": "call_tool", "tool_name": name, "arguments": arguments}
+            return await self._play(call)
+        return await self._play(arguments)
+
+    def get_tools(self) -> list[dict[str, Any]]:
+        """Return the environment's tools; a game that has not begun asks the server anew."""
+        return list(self._environment.facts(anew=self._session is None).tools)
+
+    def get_system_prompt(self) -> str:
+        """Return no system prompt."""
+        return ""
+
+    def get_initial_user_message(self) -> str:
+        """Return the instructions, or else the environment's description."""
+        return self._instructions or self._environment.facts().description
+
+    def get_interaction_name(self) -> str:
+        """Return the environment's name."""
+        return self._environment.facts().name
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the environment's name and the task's number."""
+        return {"environment": self._environment.facts().name, "task": self._task}
+
+    async def _play(self, action: Mapping[str, Any]) -> ToolResult:
+        assert self._session is not None
+        try:
+            answer = await self._session.step(action)
+        except ActionRefused as refusal:
+            return ToolResult(f"Error: {_printable(refusal.reason)}")
+        if answer.done:
+            self._session.close()
+        info = {"type": self._environment.facts().name}
+        return ToolResult(self._show(answer), float(answer.reward or 0.0), answer.done, info)
+
+    def _show(self, answer: Observation) -> str:
+        text = text_of(answer.observation, self._options.observation_field)
+        return bounded_text(_printable(text), self.max_result_chars)
+
+
+# -- observations as texts -------------------------------------------------------------------------
+
+
+def text_of(observation: Mapping[str, Any], name: str = "") -> str:
+    """Return what a policy reads of an observation: field `name`, a tool's result, or all fields.
+
+    A single field is shown as it is, several as JSON; metadata are not shown.
+    """
+    if name:
+        if name not in observation:
+            raise GameError(
+                f"the observation has no field {name!r}, it has {shown(list(observation))}",
+                hint="correct env.kwargs.observation_field",
+            )
+        return _plain(observation[name])
+    if "tool_name" in observation:
+        return _text_of_result(observation)
+    fields = {
+        key: value
+        for key, value in observation.items()
+        if key not in ("metadata", "reward", "done") and value is not None
+    }
+    return _plain(next(iter(fields.values())) if len(fields) == 1 else fields or "")
+
+
+def _text_of_result(observation: Mapping[str, Any]) -> str:
+    match observation:
+        case {"error": {"message": str(message)}}:
+            return f"Error: {message}"
+        case {"error": error} if error:
+            return f"Error: {_plain(error)}"
+        case {"result": {"content": list(), **result}}:
+            text = "\n".join(map(_text_of_part, _list(observation["result"]["content"])))
+            return f"Error: {text}" if result.get("is_error") is True else text
+        case _:
+            return _plain(observation.get("result", ""))
+
+
+def _text_of_part(part: Any) -> str:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+        case {"type": str(kind)}:
+            return f"[{kind}]"
+        case _:
+            return _plain(part)
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _printable(text: str) -> str:
+    """Return a text without what a terminal would act on."""
+    text = text.replace("\r\n", "\n")
+    return text if text.isprintable() else _CONTROL.sub("", _ESCAPE.sub("", text))
+
+
+# -- what an environment is ------------------------------------------------------------------------
+
+
+class Environment:
+    """The servers of a configuration, and what they have said of their environment."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._access = Access(_headers(options.key_variable), options.max_message_bytes)
+        self._started = _started(options)
+        self._servers = [Server(url) for url in options.urls] or [
+            Server(one.name, one.start) for one in self._started
+        ]
+        self._lock = threading.Lock()
+        self._facts: Facts | None = None
+        self._pools: dict[asyncio.AbstractEventLoop, SessionPool] = {}
+        self._pools_lock = threading.Lock()
+
+    def facts(self, *, anew: bool = False) -> Facts:
+        """Return what the servers say, the first time and `anew` after asking one; may block."""
+        with self._lock:
+            if self._facts is None or anew:
+                self._facts = self._asked()
+            return self._facts
+
+    def pool(self) -> SessionPool:
+        """Return the sessions of the running event loop."""
+        loop = asyncio.get_running_loop()
+        with self._pools_lock:
+            if loop not in self._pools:
+                servers = [Server(one.name, one.start) for one in self._servers]
+                pool = SessionPool(servers, self._access, self._options.wait_s, self._ended)
+                self._pools[loop] = pool
+            return self._pools[loop]
+
+    def _ended(self, ended: SessionPool) -> None:
+        """End the servers that are ours with the last event loop that uses them."""
+        with self._pools_lock:
+            self._pools = {loop: pool for loop, pool in self._pools.items() if pool is not ended}
+            if not self._pools:
+                for server in self._started:
+                    server.stop()
+
+    def _asked(self) -> Facts:
+        """Ask the first server that can be reached."""
+        failure: ServerAway | None = None
+        for server in self._servers:
+            url = server.start() if server.start else server.name
+            try:
+                return _apart(_look(url, self._access, self._options))
+            except ServerAway as error:
+                failure = error
+        assert failure is not None
+        raise failure
+
+
+_environments: dict[str, Environment] = {}
+_environments_lock = threading.Lock()
+
+
+def _environment(options: Options) -> Environment:
+    """Return the environment of a configuration: one for all episodes of this process."""
+    key = json.dumps(asdict(options), sort_keys=True)
+    with _environments_lock:
+        if key not in _environments:
+            _environments[key] = Environment(options)
+        return _environments[key]
+
+
+def _apart(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end where an event loop may run already, which waits."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
+
+
+async def _look(url: str, access: Access, options: Options) -> Facts:
+    """Ask a server for its actions, its tools and its tasks."""
+    async with HttpRoutes(url, access) as routes:
+        return await _facts(routes, options)
+
+
+async def _facts(routes: HttpRoutes, options: Options) -> Facts:
+    action = (await routes.read_as(Schemas, "/schema")).action
+    name, description = await _names(routes)
+    split, tasks = await _tasks(routes, name, options)
+    facts = functools.partial(
+        Facts, _NAME.sub("-", name)[:_MOST_NAME_CHARS] or "openenv", description
+    )
+    properties = {
+        key: one for key, one in _mapping(action.get("properties")).items() if key != "metadata"
+    }
+    listed = await _mcp_tools(routes) if _may_be_mcp(properties) else None
+    if listed is not None:
+        tools = checked_tools(listed, routes.url)
+        if not tools:
+            raise ServerError(f"the environment at {routes.url} offers no tool")
+        return facts(tools, True, "", split, tasks)
+    if len(properties) == 1 and _mapping(next(iter(properties.values()))).get("type") == "string":
+        return facts([], False, next(iter(properties)), split, tasks)
+    said = _text(action.pop("description", "")) or description
+    tool = {"name": TOOL, "description": said, "parameters": {**action, "properties": properties}}
+    return facts(checked_tools([tool], routes.url), False, "", split, tasks)
+
+
+def _may_be_mcp(properties: Mapping[str, Any]) -> bool:
+    """Whether actions are those that call tools, or of no kind of their own."""
+    kind = _mapping(properties.get("type")).get("const")
+    return not properties or kind in ("call_tool", "list_tools")
+
+
+async def _mcp_tools(routes: HttpRoutes) -> list[Any] | None:
+    """Return the tools of an MCP environment; None for one that has no such thing."""
+    no_params: dict[str, Any] = {}
+    request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": no_params}
+    answer = await routes.read("/mcp", request)
+    match answer:
+        case {"result": {"tools": list()}}:
+            return [_function(tool) for tool in _list(answer["result"]["tools"])]
+        case {"error": _}:
+            return None
+        case _:
+            raise ServerError(
+                f"{routes.url}/mcp lists no tools: {shown(answer)}",
+                hint=f"the versions that are known are {PROTOCOL}",
+            )
+
+
+def _function(tool: Any) -> Any:
+    """Return an MCP tool as a function schema, unchecked."""
+    fields = _mapping(tool)
+    return {
+        "name": fields.get("name"),
+        "description": fields.get("description"),
+        "parameters": fields.get("input_schema", fields.get("inputSchema")),
+    }
+
+
+async def _names(routes: HttpRoutes) -> tuple[str, str]:
+    """Return the environment's name and description, as far as it has them."""
+    status, content = await routes.ask("/metadata")
+    about = _mapping(routes.parse("/metadata", content)) if status == 200 else {}
+    status, content = await routes.ask("/list_environments")
+    listed = _list(routes.parse("/list_environments", content)) if status == 200 else []
+    names = [name for name in listed if isinstance(name, str) and name]
+    name = names[0] if names else _text(about.get("name"))
+    return name, _printable(_text(about.get("description")))
+
+
+async def _tasks(routes: HttpRoutes, name: str, options: Options) -> tuple[str, range]:
+    """Return the split to play and the numbers of its tasks; none where none are listed."""
+    status, content = await routes.ask(f"/{quote(name, safe='')}/splits")
+    if status != 200:
+        if options.split or options.task_range:
+            raise GameError(
+                f"the environment at {routes.url} lists no tasks (HTTP {status})",
+                hint="leave env.kwargs.split and task_range out",
+            )
+        return "", range(0)
+    listed = _list(routes.parse("/splits", content))
+    splits = [routes.check(Split, "/splits", one).name for one in listed]
+    split = options.split or next((one for one in splits if one == "train"), "".join(splits[:1]))
+    if split not in splits:
+        raise GameError(
+            f"the environment at {routes.url} has no split {split!r}, it has {shown(splits)}",
+            hint="correct env.kwargs.split",
+        )
+    answer = await routes.read(f"/{quote(name, safe='')}/num_tasks", {"split": split})
+    count = _mapping(answer).get("num_tasks")
+    if type(count) is not int or not 0 < count < _MOST_TASKS:
+        raise ServerError(f"{routes.url} has {shown(count)} tasks in the split {quoted(split)}")
+    tasks = range(count)[slice(*(options.task_range or (0, count)))]
+    if not tasks:
+        raise GameError(
+            f"env.kwargs.task_range={list(options.task_range or ())} holds none of the {count} "
+            f"tasks of the split {split!r}",
+            hint="give [start, stop] within them",
+        )
+    return split, tasks
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+def _checked_urls(urls: Any) -> tuple[str, ...]:
+    """Return base URLs for HTTP, as they are given but for the scheme and a last slash."""
+    listed = list(cast("Sequence[Any]", urls)) if isinstance(urls, list | tuple) else [None]
+    if len(listed) > _MOST_URLS:
+        raise GameError(
+            f"env.kwargs.url names {len(listed)} servers",
+            hint=f"at most {_MOST_URLS} may be named",
+        )
+    return tuple(map(_checked_url, listed))
+
+
+def _checked_url(url: Any) -> str:
+    text = url if isinstance(url, str) else ""
+    with contextlib.suppress(ValueError):  # a port that is no number
+        parts = urlsplit(text)
+        scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
+        has_more = parts.username or parts.password or parts.query or parts.fragment
+        if scheme in ("http", "https") and parts.hostname and parts.port != 0 and not has_more:
+            return f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+    raise GameError(
+        f"env.kwargs.url={shown(url)} is no URL of a server",
+        hint="write http://HOST:PORT or https://HOST; a key goes into env.kwargs.key_variable",
+    )
+
+
+def _checked_range(bounds: Sequence[int] | None) -> tuple[int, int] | None:
+    if bounds is None:
+        return None
+    match list(bounds):
+        case [int(start), int(stop)] if 0 <= start < stop:
+            return start, stop
+        case _:
+            raise GameError(
+                f"env.kwargs.task_range={shown(bounds)} is no range",
+                hint="give [start, stop], the numbers of the first task and of the one behind the "
+                "last",
+            )
+
+
+def _headers(key_variable: str) -> dict[str, str]:
+    if not key_variable:
+        return {}
+    key = os.environ.get(key_variable)
+    if not key:
+        raise GameError(
+            f"env.kwargs.key_variable={key_variable} is not set",
+            hint="set it in the environment of the environment host",
+        )
+    return {"Authorization": f"Bearer {key}"}
+
+
+# -- servers that are started here -----------------------------------------------------------------
+
+ENGINES = ("docker", "podman")
+_LOOK_S = 0.1
+_MOST_LINES, _MOST_BYTES = 20, 1000
+"""Of what a server has written that a message shows."""
+_PASSED = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "TMPDIR", "VIRTUAL_ENV")
+_SERVE = """
+import os, signal, sys, threading
+
+def end_with_starter():
+    sys.stdin.buffer.read()
+    os.killpg(0, signal.SIGKILL)
+
+threading.Thread(target=end_with_starter, daemon=True).start()
+import uvicorn
+uvicorn.run(sys.argv[1], host="127.0.0.1", port=int(sys.argv[2]), log_level="warning")
+"""
+_REMOVE = 'cat >/dev/null; exec "$0" rm -f "$1" >/dev/null 2>&1'
+
+
+@dataclass
+class Running:
+    """What was started: it, or what ends it, reads from a pipe until this process closes it."""
+
+    process: "subprocess.Popen[bytes]"
+    url: str
+    logged: Callable[[], str]
+    """Returns the end of its output."""
+
+    def is_there(self) -> bool:
+        """Whether it has not ended; one that is slow to answer is there."""
+        if self.process.poll() is not None:
+            return False
+        address = urlsplit(self.url)
+        try:
+            with socket.create_connection((address.hostname or "", address.port or 0), _LOOK_S):
+                return True
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True
+
+    def end(self) -> None:
+        """End it, and wait for that."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+class StartedServer:
+    """A server that this process starts, and that ends with it, even if it is killed."""
+
+    def __init__(self, name: str, launch: Callable[[], Running], start_s: float) -> None:
+        """It must answer `start_s` after its start."""
+        self.name = name
+        self._launch = launch
+        self._start_s = start_s
+        self._lock = threading.Lock()
+        self._running: Running | None = None
+
+    def start(self) -> str:
+        """Start it unless it runs; return its URL. Raises ServerError."""
+        with self._lock:
+            if self._running is None or not self._running.is_there():
+                self._end()
+                self._running = self._launch()
+                self._wait(self._running)
+            return self._running.url
+
+    def stop(self) -> None:
+        """End it, if it runs."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        if self._running is not None:
+            self._running.end()
+            self._running = None
+
+    def _wait(self, running: Running) -> None:
+        deadline = time.monotonic() + self._start_s
+        while running.process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(httpx.HTTPError):
+                httpx.get(f"{running.url}/health", timeout=1.0, trust_env=False, verify=False)  # noqa: S501 - it is not TLS
+                return
+            time.sleep(_LOOK_S)
+        ended = running.process.poll() is not None
+        what = "ended" if ended else f"did not answer within {self._start_s:g} s"
+        logged = running.logged()
+        self._end()
+        raise ServerError(
+            f"{self.name} {what} when it was started: {logged or 'it wrote nothing'}",
+            hint="correct it, or raise env.kwargs.start_s and env.reset_timeout_s",
+        )
+
+
+def _started(options: Options) -> list[StartedServer]:
+    """Return the servers that are ours to start; none of them runs yet."""
+    if not 1 <= options.copies <= _MOST_URLS:
+        raise GameError(f"env.kwargs.copies={options.copies} is not between 1 and {_MOST_URLS}")
+    launch: Callable[[], Running]
+    if options.package:
+        python = options.python or sys.executable
+        launch = functools.partial(launch_package, options.package, python, options.variables)
+    elif options.image:
+        engine = find_engine(options.image)
+        launch = functools.partial(
+            launch_container,
+            engine,
+            options.image,
+            options.port,
+            options.variables,
+            options.start_s,
+        )
+    else:
+        return []
+    name = options.package or options.image
+    return [StartedServer(name, launch, options.start_s) for _ in range(options.copies)]
+
+
+def launch_package(app: str, python: str, variables: Mapping[str, str]) -> Running:
+    """Start `module:app` with uvicorn on a free port of the loopback interface.
+
+    It runs as a child of this process, and not in a sandbox of its own: it is a package that the
+    operator installed, as the games of other packages are, and the sandbox of a hosted game, in
+    which none can be made, encloses it, too.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    passed = {name: os.environ[name] for name in _PASSED if name in os.environ}
+    try:
+        process = subprocess.Popen(
+            [python, "-c", _SERVE, app, str(port)],
+            env={**passed, **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise GameError(
+            f"{app} cannot be started with env.kwargs.python={python}: {words_of(error)}",
+            hint="give the path of a Python interpreter that has the environment's package",
+        ) from error
+    assert process.stdout is not None
+    lines: deque[bytes] = deque(maxlen=_MOST_LINES)
+    reader = threading.Thread(target=_keep_last, args=(process.stdout, lines), daemon=True)
+    reader.start()
+
+    def logged() -> str:
+        if process.poll() is not None:
+            reader.join(_LOOK_S)
+        return _end_of(b"".join(lines))
+
+    return Running(process, f"http://127.0.0.1:{port}", logged)
+
+
+def _keep_last(output: IO[bytes], lines: "deque[bytes]") -> None:
+    with output:
+        while line := output.readline(_MOST_BYTES):
+            lines.append(line)
+
+
+def _end_of(output: bytes) -> str:
+    """Return the end of a program's output as a literal."""
+    text = output.decode(errors="replace").strip()
+    return repr(text[-_MOST_BYTES:]) if text else ""
+
+
+def find_engine(image: str) -> str:
+    """Return the container engine of this machine; GameError where there is none."""
+    for engine in ENGINES:
+        if (found := shutil.which(engine)) is not None:
+            return found
+    raise GameError(
+        f"the image {image!r} cannot be started: neither {' nor '.join(ENGINES)} is on the PATH of "
+        "the environment host",
+        hint="install one there, run the image elsewhere and give its url, or install the "
+        "environment with pip and give its package",
+    )
+
+
+def launch_container(
+    engine: str, image: str, port: int, variables: Mapping[str, str], start_s: float
+) -> Running:
+    """Start an image on a free port of the loopback interface. Raises ServerError.
+
+    `port` is the one on which the server listens within its container.
+    """
+    name = f"tinkermq-openenv-{uuid4().hex[:12]}"
+    remover = subprocess.Popen(
+        ["sh", "-c", _REMOVE, engine, name], stdin=subprocess.PIPE, start_new_session=True
+    )
+    assigned = [f"--env={key}={value}" for key, value in variables.items()]
+    options = ["--security-opt=no-new-privileges", f"--publish=127.0.0.1::{port}", *assigned]
+    running = Running(remover, "", lambda: _engine(engine, "logs", f"--tail={_MOST_LINES}", name))
+    try:
+        _engine(engine, "run", "--detach", f"--name={name}", *options, "--", image, limit_s=start_s)
+        published = _engine(engine, "port", name, f"{port}/tcp").strip("'").split("\\n")[0]
+    except BaseException:
+        running.end()
+        raise
+    running.url = f"http://{published}"
+    return running
+
+
+def _engine(engine: str, command: str, *arguments: str, limit_s: float = REQUEST_S) -> str:
+    """Run a command of the container engine; return its output as a literal."""
+    try:
+        done = subprocess.run(
+            [engine, command, *arguments], capture_output=True, timeout=limit_s, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ServerError(
+            f"{Path(engine).name} {command} {arguments[-1]} took longer than {limit_s:g} s",
+            hint="pull the image before, or raise env.kwargs.start_s and env.reset_timeout_s",
+        ) from error
+    if done.returncode != 0:
+        raise ServerError(
+            f"{Path(engine).name} {command} {arguments[-1]} failed: {_end_of(done.stderr)}",
+            hint="see that the image can be had and run on the machine of the environment host",
+        )
+    return _end_of(done.stdout + (done.stderr if command == "logs" else b""))

@@ -1,0 +1,589 @@
+"""The wire of OpenEnv: HTTP routes that describe an environment, and WebSocket sessions to play it.
+
+A session is a connection to `/ws` with an environment instance of its own on the server, and lasts
+for one episode. `SessionPool` opens them within what the servers take: a server that is full, or
+does not answer, is asked again until a deadline. Nothing is retried once an episode has begun.
+
+Everything that a server sends is foreign: messages are bounded and checked, redirects are not
+followed, compression is off, and texts are quoted in messages of ours, so that no control character
+reaches a terminal.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar, cast
+from urllib.parse import urlsplit
+
+import httpx
+import structlog
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ...schemas.wire.codec import read_json
+from ...schemas.wire.errors import GameError, MessageError
+from ...schemas.wire.foreign import words_of
+from ..registry import extra
+
+needs = extra("websockets", "openenv")
+MAX_MESSAGE_BYTES = 4 << 20
+CONNECT_S = 10.0
+REQUEST_S = 10.0
+"""For a whole HTTP request; and for the answer to a session's end."""
+_MAX_QUEUED_FRAMES = 4
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.05, 1.0
+"""Between two questions to a server that was full or away."""
+_SHOWN_CHARS = 300
+_TOO_BIG, _NOT_UTF8 = 1009, 1007
+"""Codes with which a WebSocket connection is closed."""
+PROTOCOL = "OpenEnv 0.3 to 0.10"
+T = TypeVar("T")
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+# -- what is sent ----------------------------------------------------------------------------------
+
+
+class Observation(BaseModel):
+    """The environment's answer to a reset or a step."""
+
+    model_config = ConfigDict(strict=True)
+
+    observation: dict[str, Any]
+    reward: bool | float | None = Field(default=None, allow_inf_nan=False)
+    done: bool = False
+
+
+class Schemas(BaseModel):
+    """The JSON schemas of an environment."""
+
+    model_config = ConfigDict(strict=True)
+
+    action: dict[str, Any]
+
+
+class Split(BaseModel):
+    """A split of an environment's tasks."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str
+
+
+class _Frame(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    type: str
+    data: dict[str, Any]
+
+
+class _Refusal(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    message: str = ""
+    code: str = ""
+    active_sessions: int | None = None
+    max_sessions: int | None = None
+
+
+@dataclass(frozen=True)
+class Access:
+    """How servers are reached."""
+
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+class ServerError(GameError):
+    """A server that answered an error, something else than the protocol says, or nothing."""
+
+
+class ActionRefused(ServerError):
+    """The environment does not take an action; its episode goes on."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the environment refuses the action: {reason}")
+        self.reason = reason
+
+
+class ServerFull(ServerError):
+    """All sessions of a server are in use."""
+
+    def __init__(self, url: str, refusal: _Refusal) -> None:
+        super().__init__(
+            f"{url} has no session left ({refusal.active_sessions} of {refusal.max_sessions})"
+        )
+        self.max_sessions = refusal.max_sessions
+
+
+class ServerAway(ServerError):
+    """A server that cannot be reached now."""
+
+
+def quoted(said: str | Exception, most_chars: int = _SHOWN_CHARS) -> str:
+    """Return a text of a server as a literal: escaped, on one line, and bounded."""
+    text = said if isinstance(said, str) else words_of(said)
+    return repr(text if len(text) <= most_chars else f"{text[:most_chars]}…")
+
+
+def _malformed(url: str, what: str, error: Exception) -> ServerError:
+    words = error.message if isinstance(error, MessageError) else _places(error)
+    return ServerError(
+        f"{what} of {url} is not of the protocol of {PROTOCOL}: {words}",
+        hint="see that the URL is of an OpenEnv server, and its version of the package openenv",
+    )
+
+
+def _places(error: Exception) -> str:
+    """Return which fields are wrong, without the values."""
+    if not isinstance(error, ValidationError):
+        return quoted(error)
+    found = [
+        f"{'.'.join(map(str, one['loc'])) or 'it'}: {one['msg']}"
+        for one in error.errors(include_url=False, include_input=False, include_context=False)
+    ]
+    return quoted("; ".join(found[:3]))
+
+
+def _http_refusal(url: str, status: int) -> ServerError:
+    """Return the error of an HTTP status other than 200 and 101."""
+    if 300 <= status < 400:
+        return ServerError(
+            f"{url} redirects (HTTP {status}), and redirects are not followed",
+            hint="give the URL that it redirects to, if you trust it",
+        )
+    if status in (401, 403):
+        return ServerError(
+            f"{url} refuses the request (HTTP {status})",
+            hint="set env.kwargs.key_variable to an environment variable of the host that holds "
+            "the server's key; a server without OpenEnv's routes may answer this, too",
+        )
+    if status in (404, 405, 426):
+        return ServerError(
+            f"there is no OpenEnv server of a known version at {url} (HTTP {status})",
+            hint=f"give the URL above /ws and /schema; the versions are {PROTOCOL}",
+        )
+    if status in (408, 425, 429) or status >= 500:
+        return ServerAway(f"{url} answers HTTP {status}", hint="see the server's log")
+    return ServerError(f"{url} answers HTTP {status}", hint="see the server's log")
+
+
+# -- HTTP routes -----------------------------------------------------------------------------------
+
+
+class HttpRoutes:
+    """The routes of one server that describe its environment; an async context."""
+
+    def __init__(self, url: str, access: Access) -> None:
+        self.url = url
+        self._access = access
+        headers = {**access.headers, "accept-encoding": "identity"}
+        self._client = httpx.AsyncClient(
+            headers=headers,
+            timeout=REQUEST_S,
+            trust_env=not is_local(url),
+            verify=url.startswith("https:"),  # to read the authorities' certificates takes long
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    async def ask(self, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
+        """GET a route, or POST `body` to it; return status and content.
+
+        Raises ServerAway when nobody answers, ServerError for what is too large or a redirect.
+        """
+        url = f"{self.url}{path}"
+        method = "GET" if body is None else "POST"
+        try:
+            async with (
+                asyncio.timeout(REQUEST_S),
+                self._client.stream(method, url, json=body) as answer,
+            ):
+                if 300 <= answer.status_code < 400:
+                    raise _http_refusal(url, answer.status_code)
+                return answer.status_code, await self._content(url, answer)
+        except (httpx.HTTPError, TimeoutError) as error:
+            raise ServerAway(
+                f"{url} does not answer within {REQUEST_S:g} s: {words_of(error)}",
+                hint="start the server, or correct env.kwargs.url",
+            ) from error
+
+    async def read(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Return the JSON value of a route; ServerError for any status but 200."""
+        status, content = await self.ask(path, body)
+        if status != 200:
+            raise _http_refusal(f"{self.url}{path}", status)
+        return self.parse(path, content)
+
+    def parse(self, path: str, content: bytes) -> Any:
+        """Return the JSON value of a route's content."""
+        try:
+            return read_json(content)
+        except MessageError as error:
+            raise _malformed(self.url, f"the answer to {path}", error) from error
+
+    async def read_as(self, model: type[T], path: str, body: Mapping[str, Any] | None = None) -> T:
+        """Return the JSON value of a route as a model."""
+        return self.check(model, path, await self.read(path, body))
+
+    def check(self, model: type[T], path: str, value: Any) -> T:
+        """Return a value as a model; ServerError for one that is none."""
+        try:
+            return cast(Any, model).model_validate(value)
+        except ValidationError as error:
+            raise _malformed(self.url, f"the answer to {path}", error) from error
+
+    async def _content(self, url: str, answer: httpx.Response) -> bytes:
+        content = bytearray()
+        async for chunk in answer.aiter_raw():
+            content += chunk
+            if len(content) > self._access.max_message_bytes:
+                raise _too_large(url, self._access)
+        return bytes(content)
+
+
+def is_local(url: str) -> bool:
+    """Whether a URL is of this machine, which no proxy reaches."""
+    host = urlsplit(url).hostname or ""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _too_large(url: str, access: Access) -> ServerError:
+    return ServerError(
+        f"{url} sent a message of more than {access.max_message_bytes:,} bytes",
+        hint="let the environment send less, or raise env.kwargs.max_message_bytes",
+    )
+
+
+# -- sessions --------------------------------------------------------------------------------------
+
+
+class Session:
+    """One environment instance on a server, for one episode; calls may not overlap."""
+
+    def __init__(self, connection: Any, url: str, access: Access) -> None:
+        self.url = url
+        self._connection = connection
+        self._access = access
+        self._websockets: Any = needs.load("exceptions")
+
+    @classmethod
+    async def connect(cls, url: str, access: Access) -> "Session":
+        """Open a session; ServerAway when the server cannot be reached, ServerError otherwise."""
+        client: Any = needs.load("asyncio.client")
+        exceptions: Any = needs.load("exceptions")
+        address = f"ws{url.removeprefix('http')}/ws"
+        connecting = client.connect(
+            address,
+            additional_headers=dict(access.headers),
+            compression=None,
+            open_timeout=CONNECT_S,
+            close_timeout=REQUEST_S,
+            max_size=access.max_message_bytes,
+            max_queue=_MAX_QUEUED_FRAMES,
+            proxy=None if is_local(url) else True,
+        )
+        connecting.process_redirect = _stay
+        try:
+            return cls(await connecting, url, access)
+        except exceptions.InvalidStatus as error:
+            raise _http_refusal(address, error.response.status_code) from error
+        except (exceptions.WebSocketException, OSError, EOFError) as error:
+            raise ServerAway(
+                f"{address} cannot be reached: {quoted(error)}",
+                hint="start the server, or correct env.kwargs.url",
+            ) from error
+
+    async def reset(self, arguments: Mapping[str, Any]) -> Observation:
+        """Begin an episode. Raises ServerFull, ServerAway, ServerError."""
+        return self._observation("reset", await self._request("reset", arguments))
+
+    async def step(self, action: Mapping[str, Any]) -> Observation:
+        """Play an action. Raises ActionRefused, ServerError."""
+        return self._observation("step", await self._request("step", action))
+
+    async def close(self) -> None:
+        """End the session; returns once the server has freed its place, or a while later."""
+        with contextlib.suppress(self._websockets.ConnectionClosed, OSError, TimeoutError):
+            async with asyncio.timeout(REQUEST_S):
+                await self._connection.send('{"type": "close"}')
+                await self._connection.wait_closed()
+        self.abort()
+
+    def abort(self) -> None:
+        """Drop the connection without a word."""
+        self._connection.transport.abort()
+
+    async def _request(self, kind: str, data: Mapping[str, Any]) -> _Frame:
+        message = json.dumps({"type": kind, "data": data})
+        try:
+            # a server that refuses a session says so and closes: its answer may be there already
+            with contextlib.suppress(self._websockets.ConnectionClosed):
+                await self._connection.send(message)
+            answer = await self._connection.recv()
+        except self._websockets.ConnectionClosed as error:
+            raise self._lost(kind, error) from error
+        try:
+            frame = _Frame.model_validate(read_json(answer))
+        except (ValidationError, MessageError) as error:
+            raise _malformed(self.url, f"the answer to {kind}", error) from error
+        if frame.type == "error":
+            raise self._refused(kind, frame)
+        return frame
+
+    def _observation(self, kind: str, frame: _Frame) -> Observation:
+        if frame.type != "observation":
+            raise ServerError(f"{self.url} answered a {kind} with a {quoted(frame.type)}")
+        try:
+            return Observation.model_validate(frame.data)
+        except ValidationError as error:
+            raise _malformed(self.url, f"the answer to {kind}", error) from error
+
+    def _refused(self, kind: str, frame: _Frame) -> ServerError:
+        try:
+            refusal = _Refusal.model_validate(frame.data)
+        except ValidationError as error:
+            return _malformed(self.url, f"the answer to {kind}", error)
+        if refusal.code == "CAPACITY_REACHED":
+            return ServerFull(self.url, refusal)
+        if refusal.code == "VALIDATION_ERROR" and kind == "step":
+            return ActionRefused(json.dumps(frame.data.get("errors", refusal.message)))
+        return ServerError(
+            f"{self.url} answered a {kind} with the error {quoted(refusal.code)}: "
+            f"{quoted(refusal.message)}",
+            hint="the environment raised it; see the server's log",
+        )
+
+    def _lost(self, kind: str, error: Any) -> ServerError:
+        sent = error.sent.code if error.sent is not None else None
+        if sent == _TOO_BIG:
+            return _too_large(self.url, self._access)
+        if sent == _NOT_UTF8:
+            return ServerError(f"{self.url} answered a {kind} with a text that is not UTF-8")
+        return ServerAway(
+            f"{self.url} ended the session during a {kind}: {quoted(error)}",
+            hint="see the server's log; the episode starts again",
+        )
+
+
+def _stay(error: Exception) -> Exception:
+    """Follow no redirect: websockets asks what to do about a failed handshake."""
+    return error
+
+
+# -- the pool --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Server:
+    """One server, and what is known of it."""
+
+    name: str
+    """Its URL, or what is started."""
+    start: Callable[[], str] | None = None
+    """Starts it unless it runs, and returns its URL; None: it is not ours to start."""
+    limit: int | None = None
+    """Most sessions, as far as it has said."""
+    num_open: int = 0
+    """Sessions of ours."""
+    asked_again: float = 0.0
+    """Not before this time of the monotonic clock is it asked again."""
+    pause_s: float = _LEAST_PAUSE_S
+
+    def has_room(self, now: float) -> bool:
+        """Whether it may be asked for a session."""
+        return now >= self.asked_again and (self.limit is None or self.num_open < self.limit)
+
+    def rest(self) -> None:
+        """Ask it again a while later, each time longer."""
+        self.asked_again = time.monotonic() + self.pause_s
+        self.pause_s = min(2 * self.pause_s, _MOST_PAUSE_S)
+
+
+class PooledSession:
+    """A session that gives its place back when it is closed or its owner has gone."""
+
+    def __init__(self, pool: "SessionPool", server: Server, session: Session) -> None:
+        self._pool = pool
+        self._server = server
+        self._session = session
+        self._is_closed = False
+        self._loop = asyncio.get_running_loop()
+
+    async def step(self, action: Mapping[str, Any]) -> Observation:
+        """Play an action; whatever fails ends the session, but for an action that is refused."""
+        try:
+            return await self._session.step(action)
+        except ActionRefused:
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the session soon; from any thread, and as often as one likes."""
+        if not self._is_closed:
+            self._is_closed = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed, the connection with it
+                self._loop.call_soon_threadsafe(self._pool.end, self._server, self._session)
+
+
+class SessionPool:
+    """Opens the sessions of one event loop on some servers of one environment."""
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        access: Access,
+        wait_s: float,
+        ended: Callable[["SessionPool"], None],
+    ) -> None:
+        """An episode waits `wait_s` at most; `ended` is called when the event loop ends."""
+        self._servers = servers
+        self._access = access
+        self._wait_s = wait_s
+        self._door = asyncio.Lock()
+        """Held by the one that looks for room, so that all are served in order."""
+        self._freed = asyncio.Event()
+        self._num_waiting = 0
+        self._last_said = 0.0
+        self._failure: ServerError | None = None
+        self._sessions: set[Session] = set()
+        self._endings: set[asyncio.Task[None]] = set()
+        self._guard = asyncio.create_task(self._until_the_end(ended), name="openenv sessions")
+
+    async def open(
+        self, arguments: Mapping[str, Any], owner: object
+    ) -> tuple["PooledSession", Observation]:
+        """Begin an episode; return its session and the first observation.
+
+        The session is closed when `owner` is gone. Raises ServerError.
+        """
+        self._num_waiting += 1
+        limit = asyncio.timeout(self._wait_s)
+        try:
+            async with limit:
+                session, observation = await self._opened(arguments)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise self._overdue() from error
+        finally:
+            self._num_waiting -= 1
+        weakref.finalize(owner, session.close).atexit = False
+        return session, observation
+
+    async def _opened(self, arguments: Mapping[str, Any]) -> tuple[PooledSession, Observation]:
+        while True:
+            async with self._door:
+                server = await self._room()
+                server.num_open += 1
+            try:
+                return await self._begun(server, arguments)
+            except ServerFull as error:
+                server.limit, self._failure = max(1, error.max_sessions or 1), error
+                server.rest()
+                self._say_full(server)
+            except ServerAway as error:
+                self._failure = error
+                server.rest()
+
+    async def _begun(
+        self, server: Server, arguments: Mapping[str, Any]
+    ) -> tuple[PooledSession, Observation]:
+        """Open a session at a server that has been given the place, and reset it."""
+        session: Session | None = None
+        try:
+            url = await asyncio.to_thread(server.start) if server.start else server.name
+            session = await Session.connect(url, self._access)
+            self._sessions.add(session)
+            observation = await session.reset(arguments)
+        except BaseException:
+            if session is None:
+                self._free(server)
+            else:
+                self.end(server, session)
+            raise
+        server.pause_s = _LEAST_PAUSE_S
+        return PooledSession(self, server, session), observation
+
+    async def _room(self) -> Server:
+        """Wait for a server that may be asked; the one with the fewest sessions of ours."""
+        while True:
+            now = time.monotonic()
+            free = [server for server in self._servers if server.has_room(now)]
+            if free:
+                return min(free, key=lambda server: server.num_open)
+            self._freed.clear()
+            pauses = [s.asked_again - now for s in self._servers if s.asked_again > now]
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._freed.wait(), min(pauses, default=None))
+
+    def end(self, server: Server, session: Session) -> None:
+        """Close a session and free its place when the server has."""
+        task = asyncio.create_task(self._end(server, session), name="openenv close")
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
+
+    async def _end(self, server: Server, session: Session) -> None:
+        try:
+            await session.close()
+        finally:
+            self._sessions.discard(session)
+            self._free(server)
+
+    def _free(self, server: Server) -> None:
+        server.num_open -= 1
+        if server.limit is not None and server.num_open + 1 >= server.limit:
+            server.asked_again = 0.0  # it was full by ours alone, and has room now
+        self._freed.set()
+
+    def _say_full(self, server: Server) -> None:
+        now = time.monotonic()
+        if now - self._last_said > self._wait_s:
+            self._last_said = now
+            _log.warning(
+                "openenv_server_full",
+                server=server.name,
+                max_sessions=server.limit,
+                sessions_here=server.num_open - 1,
+                episodes_waiting=self._num_waiting,
+                hint="raise max_concurrent_envs of the server, or name several in env.kwargs.url",
+            )
+
+    def _overdue(self) -> ServerError:
+        held = "; ".join(
+            f"{one.name}: {one.num_open} of ours"
+            + (f" of at most {one.limit}" if one.limit is not None else "")
+            for one in self._servers
+        )
+        last = f"; the last answer: {self._failure.message}" if self._failure else ""
+        return ServerError(
+            f"no session within {self._wait_s:g} s, {self._num_waiting} episodes wait "
+            f"({held}){last}",
+            hint="raise max_concurrent_envs of the server, name several in env.kwargs.url, or "
+            "raise env.kwargs.wait_s and env.reset_timeout_s",
+        )
+
+    async def _until_the_end(self, ended: Callable[["SessionPool"], None]) -> None:
+        """Drop all connections when the event loop ends, which cancels its tasks."""
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            for session in self._sessions:
+                session.abort()
+            ended(self)
