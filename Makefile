@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart quickstart-real venv programs test test-gpu test-long test-vllm test-vllm-engine \
-  test-vllm-stack extras ray test-ray agents test-agents tinker test-tinker locks resolve-gpu sbom audit lint format check docs site screenshots bench bench-quick
+  test-vllm-stack extras test-openenv ray test-ray agents test-agents tinker test-tinker locks resolve-gpu sbom audit lint format check docs site screenshots bench bench-quick
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -86,11 +86,9 @@ $(VLLM)/vllm.stamp: pyproject.toml
 
 # Packages of games that need a compiler, or do not fit beside those of development, have an
 # environment of their own; their tests run without the fixtures of the whole stack.
-extras: $(VENV)-extras/extras.stamp $(VENV)-openenv/openenv.stamp  ## Run the tests of games whose packages are extras
+extras: $(VENV)-extras/extras.stamp  ## Run the tests of games whose packages are extras
 	OMP_NUM_THREADS=1 $(VENV)-extras/bin/python -m pytest -m extras --confcutdir tests/envs \
 	  tests/envs/adapters tests/envs/test_alfworld.py
-	OMP_NUM_THREADS=1 $(VENV)-openenv/bin/python -m pytest -m openenv --confcutdir tests/envs \
-	  tests/envs/adapters/test_openenv_package.py
 
 $(VENV)-extras/extras.stamp: pyproject.toml
 	@echo "installing the packages of games into $(VENV)-extras: some minutes, once"
@@ -99,11 +97,17 @@ $(VENV)-extras/extras.stamp: pyproject.toml
 	  '.[alfworld,gymnasium,reasoning-gym,textarena,verifiers]' pytest pytest-asyncio pytest-timeout
 	@touch $@
 
-$(VENV)-openenv/openenv.stamp: pyproject.toml
-	@echo "installing the package openenv into $(VENV)-openenv: some minutes, once"
-	@$(PYTHON) -m venv $(VENV)-openenv
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)-openenv/bin/python -m pip -qq install -e '.[openenv]' \
-	  openenv==0.10.0 pytest pytest-asyncio pytest-timeout
+# OpenEnv's own package is the other side of its wire. It brings gradio and fastmcp.
+OPENENV := $(VENV)-openenv
+test-openenv: $(OPENENV)/openenv.stamp  ## Run the tests with OpenEnv's package, in an environment of its own
+	OMP_NUM_THREADS=1 $(OPENENV)/bin/python -m pytest -m openenv -W default --confcutdir tests/envs \
+	  tests/envs/adapters/test_openenv_package.py tests/envs/test_openenv_trainers.py
+
+$(OPENENV)/openenv.stamp: pyproject.toml
+	@echo "installing OpenEnv's package into $(OPENENV): a minute, once"
+	@$(PYTHON) -m venv $(OPENENV)
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(OPENENV)/bin/python -m pip -qq install -e \
+	  '.[agents,math,openenv]' openenv==0.10.0 pytest pytest-asyncio pytest-timeout
 	@touch $@
 
 # The documentation as pages, with search; every link is checked. It needs nothing of ours.

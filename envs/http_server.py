@@ -401,6 +401,11 @@ class _Connection(_Protocol):
         cycle = cast("Any", self.cycle)
         cycle.default_headers = [*cycle.default_headers, _CLOSE]
 
+    def handle_websocket_upgrade(self, *args: Any, **kwargs: Any) -> None:
+        """Give the connection away: what speaks on it now has bounds of its own."""
+        self.all_of_them.leave(self)
+        super().handle_websocket_upgrade(*args, **kwargs)
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""
         self.all_of_them.leave(self)
@@ -507,13 +512,16 @@ async def _drop(receive: Receive) -> None:
 class HttpServer:
     """The sockets that one application is served on."""
 
-    def __init__(self, application: Any, connections: Connections) -> None:
-        """Serve an ASGI application."""
+    def __init__(
+        self, application: Any, connections: Connections, *, max_websocket_bytes: int = 0
+    ) -> None:
+        """Serve an ASGI application, WebSockets with messages of so many bytes included, if any."""
         self._connections = connections
         self._config = Config(
             application,
             lifespan="off",
-            ws="none",
+            ws="websockets-sansio" if max_websocket_bytes else "none",
+            ws_max_size=max_websocket_bytes,
             log_config=None,
             log_level="critical",
             access_log=False,

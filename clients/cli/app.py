@@ -108,6 +108,7 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
     "env new": (
         Example("tinkermq env new my-game", "on rows of a dataset"),
         Example("tinkermq env new my-game --kind tools --into games", "with tools"),
+        Example("tinkermq env new my-env --kind openenv", "a server of OpenEnv's"),
     ),
     "env check": (
         Example("tinkermq env check guess", "a game that is installed"),
@@ -117,6 +118,10 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
     "env play": (
         Example("tinkermq env play guess --seed 1", "type the policy's answers"),
         Example("tinkermq env play train.yaml --gold", "watch right answers"),
+    ),
+    "env serve": (
+        Example("tinkermq env serve my-run", "one more environment host of a run"),
+        Example("tinkermq env serve guess highest=9 --openenv", "a game, as an OpenEnv server"),
     ),
     "env eval": (
         Example("tinkermq env eval train.yaml --model my-run@40", "a checkpoint"),
@@ -255,7 +260,11 @@ _GROUPS: dict[str, list[_Command]] = {
             "evaluation:evaluate_game",
             "Play a game with a model and report its scores.",
         ),
-        _Command("env serve", "games:serve", "Host a run's game in this process."),
+        _Command(
+            "env serve",
+            "games:serve",
+            "Host a run's game in this process, or serve a game to other trainers.",
+        ),
     ],
 }
 _ALSO = {"version": ("version", "--version")}

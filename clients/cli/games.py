@@ -1,9 +1,11 @@
 """Commands for games, data and algorithms: `env list|check|play|serve`, `data`, `algorithm`."""
 
+import asyncio
 import contextlib
 import importlib.util
 import json
 import json as json_format
+import signal
 import subprocess
 import sys
 import tempfile
@@ -341,22 +343,88 @@ def print_checks(results: Sequence[CheckResult], *, json: bool, node: str = "") 
     return 0 if passed else FAILED
 
 
-def serve(run: str, /, *, name: str = "", nats_url: str | None = None) -> int:
+def serve(
+    target: str,
+    /,
+    *arguments: str,
+    openenv: bool = False,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    max_sessions: int = 64,
+    idle_s: float = 600.0,
+    train_data: list[str] | None = None,
+    val_data: list[str] | None = None,
+    name: str = "",
+    nats_url: str | None = None,
+) -> int:
     """Host a run's game, or its agent programs, in this process until Ctrl-C or the run's end.
 
-    The run's generators use it at once. A run that has ended cannot be hosted.
+    The run's generators use it at once. A run that has ended cannot be hosted. With `--openenv`,
+    serve any game as an OpenEnv environment instead, for other trainers; this needs no pool.
 
     Parameters
     ----------
-    run
-        Name or job id.
+    target
+        Name or job id of the run. With `--openenv` a game: registered name, `package.module:Class`,
+        or the YAML file of a run.
+    arguments
+        With `--openenv`, `key=value`: of the game's constructor, or of the YAML file.
+    openenv
+        Serve a game over OpenEnv's HTTP and WebSocket routes.
+    host
+        Address to listen on. Whoever reaches it can play.
+    port
+        Port to listen on; 0: a free one.
+    max_sessions
+        Sessions at once; further ones are refused with OpenEnv's capacity error.
+    idle_s
+        Close a session that is not used for so many seconds.
+    train_data
+        Parquet or JSONL files of a dataset game; default: what its `make_data` makes.
+    val_data
+        Validation files of a dataset game.
     name
-        Name of this host; default: a generated one.
+        Name of this host of a run; default: a generated one.
     nats_url
-        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
+        The broker of the run; default: $TINKERMQ_NATS_URL, or the local stack.
     """
+    if not openenv:
+        if arguments or train_data or val_data:
+            raise ConfigError(
+                "a run is hosted with the game, the arguments and the data that it has",
+                hint="name the run alone; to serve a game to other trainers, add --openenv",
+            )
+        return host_run(target, nats_url, lambda pool, record: make_host(pool, record, name))
+    with open_game(target, arguments, train_data or [], val_data or []) as chosen:
+        _serve_openenv(chosen, host, port, max_sessions, idle_s)
+    return 0
 
-    return host_run(run, nats_url, lambda pool, record: make_host(pool, record, name))
+
+def _serve_openenv(
+    chosen: ChosenGame, host: str, port: int, max_sessions: int, idle_s: float
+) -> None:
+    """Serve a game until Ctrl-C or SIGTERM."""
+    from ...envs.openenv_server import OpenEnvServer, ServerBounds
+
+    if max_sessions < 1 or idle_s <= 0:
+        raise ConfigError("--max-sessions and --idle-s must be more than 0")
+    bounds = ServerBounds(max_sessions=max_sessions, idle_s=idle_s)
+    server = OpenEnvServer(chosen.env, seed=chosen.seed, bounds=bounds)
+
+    async def work() -> None:
+        stopping = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C interrupts
+                asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+        async with server.listening(host, port) as listening:
+            shown_host = f"[{host}]" if ":" in host else host
+            output.print_note(
+                f"serving {server.game.name} at http://{shown_host}:{listening} "
+                f"({max_sessions} sessions at once); Ctrl-C stops it"
+            )
+            await stopping.wait()
+
+    asyncio.run(work())
 
 
 # `tinkermq env play`: a human is the policy.

@@ -63,9 +63,7 @@ def new_agent(name: str, /, *, kind: AgentKind = "openai", into: Path = Path()) 
         "make train": "let a tiny model learn to use the tool, in some minutes",
         "tinkermq train agent.yaml": "train a model under it",
     }
-    width = max(map(len, steps))
-    for step, meaning in steps.items():
-        print_text(f"  {literal(f'{step:<{width}}')}   [dim]{meaning}[/]")
+    _print_steps(steps)
     return 0
 
 
@@ -91,7 +89,9 @@ def write_agent(name: str, kind: AgentKind, into: Path) -> Path:
     return folder
 
 
-Kind: TypeAlias = Literal["dataset", "generated", "tools", "multi-agent", "vision", "agent"]
+GameKind: TypeAlias = Literal["dataset", "generated", "tools", "multi-agent", "vision"]
+EnvironmentKind: TypeAlias = Literal["openenv", "mcp", "trl"]
+Kind: TypeAlias = Literal[GameKind, EnvironmentKind, "agent"]
 
 _COMMON = {
     "README.md": "README.md",
@@ -163,7 +163,7 @@ class _Kind:
         return words
 
 
-_KINDS: dict[Kind, _Kind] = {
+_KINDS: dict[GameKind, _Kind] = {
     "dataset": _Kind(
         max_turns=2, max_turn=10, max_response=64, num_steps=100, lr="3.0e-4", data="jsonl"
     ),
@@ -194,13 +194,22 @@ def new(name: str, /, *, kind: Kind = "dataset", into: Path = Path()) -> int:
     name
         Name of the game and of its folder: small letters, digits and hyphens.
     kind
-        Kind of the game: dataset rows, generated states, tools, several roles, or images; or an
+        Kind of the game: dataset rows, generated states, tools, several roles, or images; an
+        environment in the form of OpenEnv, of MCP tools, or of TRL's environment classes; or an
         agent program, as with `tinkermq agent new`.
     into
         Parent folder of the new package.
     """
-    if kind == "agent":
-        return new_agent(name, into=into)
+    match kind:
+        case "agent":
+            return new_agent(name, into=into)
+        case "openenv" | "mcp" | "trl":
+            return _new_environment(name, kind, into)
+        case _:
+            return _new_game(name, kind, into)
+
+
+def _new_game(name: str, kind: GameKind, into: Path) -> int:
     folder = write_package(name, into, kind)
     print_text(f"made {folder}")
     needs_data = {f"python -m {name.replace('-', '_')}.make_data": "make its pictures"}
@@ -214,26 +223,78 @@ def new(name: str, /, *, kind: Kind = "dataset", into: Path = Path()) -> int:
         "make train": "let a tiny model learn it, in two minutes",
         "tinkermq train train.yaml": "train a model on it",
     }
-    width = max(map(len, steps))
-    for step, meaning in steps.items():
-        print_text(f"  {literal(f'{step:<{width}}')}   [dim]{meaning}[/]")
+    _print_steps(steps)
     return 0
 
 
-def write_package(name: str, into: Path, kind: Kind = "dataset") -> Path:
-    """Write the package of a game into a new folder of `into`; return it. Raises ConfigError."""
+_ENVIRONMENT_PLACES: Mapping[EnvironmentKind, Mapping[str, str]] = {
+    "openenv": {
+        "environment.py": "server/environment.py",
+        "app.py": "server/app.py",
+        "__init__.py": "server/__init__.py",
+        "Dockerfile": "server/Dockerfile",
+        "openenv.yaml": "openenv.yaml",
+    },
+    "mcp": {
+        "server.py": "server.py",
+        "reward.py": "{module}.py",
+        "train.jsonl": "data/train.jsonl",
+        "val.jsonl": "data/val.jsonl",
+    },
+    "trl": {
+        "environment.py": "{module}.py",
+        "train.jsonl": "data/train.jsonl",
+        "val.jsonl": "data/val.jsonl",
+    },
+}
+"""Where the templates of a kind's folder in `clients/new_environment` go, beside `_OF_ALL`."""
+_OF_ALL = {name: name for name in ("README.md", "pyproject.toml", "train.yaml")}
+_TAKEN = frozenset({"tinkermq", "mcp", "openenv", "server", "trl"})
+"""Names of packages that a new one may need, beside Python's own."""
+_SERVE = {
+    "python -m venv .venv && .venv/bin/pip install -e .": "install it, apart from tinkermq",
+    ".venv/bin/server": "serve it, and leave it running",
+}
+
+
+def _new_environment(name: str, kind: EnvironmentKind, into: Path) -> int:
+    folder = write_environment(name, into, kind)
+    print_text(f"made {literal(str(folder))}")
+    install = _SERVE if kind == "openenv" else {"pip install -e .": "install it"}
+    steps = {
+        f"cd {folder}": "the environment",
+        **install,
+        "tinkermq env check train.yaml": "see its tools, and that it plays",
+        "tinkermq train train.yaml": "train a model on it",
+    }
+    _print_steps(steps)
+    return 0
+
+
+def write_environment(name: str, into: Path, kind: EnvironmentKind) -> Path:
+    """Write an environment into a new folder of `into`; return it. Raises ConfigError."""
     module = name.replace("-", "_")
-    _check_name(name, module)
-    folder = into / name
-    if folder.exists():
-        raise ConfigError(
-            f"{folder} already exists", hint="choose another name, or remove it first"
-        )
+    folder = _new_folder(name, module, into)
     words = {
         "name": name,
         "module": module,
-        "class_name": "".join(part.capitalize() for part in module.split("_")) + "Game",
+        "folder": str(folder.absolute()),
+        "class_name": _class_name(module),
     }
+    templates = files("tinkermq.clients") / "new_environment" / kind
+    for source, place in {**_ENVIRONMENT_PLACES[kind], **_OF_ALL}.items():
+        file = folder / place.format(module=module)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = (templates / f"{source}.in").read_text(encoding="utf-8")
+        file.write_text(Template(text).substitute(words), encoding="utf-8")
+    return folder
+
+
+def write_package(name: str, into: Path, kind: GameKind = "dataset") -> Path:
+    """Write the package of a game into a new folder of `into`; return it. Raises ConfigError."""
+    module = name.replace("-", "_")
+    folder = _new_folder(name, module, into)
+    words = {"name": name, "module": module, "class_name": f"{_class_name(module)}Game"}
     templates = files("tinkermq.clients") / "new_game"
     words |= _KINDS[kind].words(module)
     for room, places in (("common", _COMMON), (kind.replace("-", "_"), _OF_KIND)):
@@ -247,13 +308,35 @@ def write_package(name: str, into: Path, kind: Kind = "dataset") -> Path:
     return folder
 
 
+def _class_name(module: str) -> str:
+    return "".join(part.capitalize() for part in module.split("_"))
+
+
+def _print_steps(steps: Mapping[str, str]) -> None:
+    width = max(map(len, steps))
+    for step, meaning in steps.items():
+        print_text(f"  {literal(f'{step:<{width}}')}   [dim]{meaning}[/]")
+
+
+def _new_folder(name: str, module: str, into: Path) -> Path:
+    """Return the folder of a new package, which is not there yet. Raises ConfigError."""
+    _check_name(name, module)
+    folder = into / name
+    if folder.exists():
+        raise ConfigError(
+            f"{folder} already exists", hint="choose another name, or remove it first"
+        )
+    return folder
+
+
 def _check_name(name: str, module: str) -> None:
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} is not a valid name for a game",
             hint="use lower-case letters and digits, with hyphens between words: word-chain",
         )
-    if keyword.iskeyword(module) or module in sys.stdlib_module_names or module == "tinkermq":
+    taken = keyword.iskeyword(module) or module in sys.stdlib_module_names or module in _TAKEN
+    if taken:
         raise ConfigError(
-            f"a package named {module} would hide Python's own or ours", hint="choose another name"
+            f"a package named {module} would hide another of this name", hint="choose another name"
         )

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 from tinkermq.clients.cli.new_package import AgentKind as AgentKind
-from tinkermq.clients.cli.new_package import Kind
+from tinkermq.clients.cli.new_package import GameKind, write_environment
 from tinkermq.clients.inference.play import EpisodeResult, ResultFile
 from tinkermq.schemas.config.load_config import load_config
 from tinkermq.schemas.wire.errors import ConfigError, StorageError
@@ -55,6 +55,16 @@ def test_input_that_ends_before_the_game_ends_with_1() -> None:
 def test_gold_answers_play_by_themselves(cli: Cli) -> None:
     done = cli("env", "play", "calculator", "--gold", "--seed", "3")
     assert (done.code, done.out.splitlines()[-1]) == (0, "return 1 after 2 turns")
+
+
+# -- env serve -------------------------------------------------------------------------------------
+
+
+def test_what_a_served_run_or_game_cannot_have_is_said(cli: Cli) -> None:
+    run = cli("env", "serve", "my-run", "highest=3")
+    assert (run.code, "add --openenv" in run.err) == (2, True)
+    bound = cli("env", "serve", "guess", "--openenv", "--max-sessions", "0")
+    assert (bound.code, "--max-sessions" in bound.err) == (2, True)
 
 
 # -- env new ---------------------------------------------------------------------------------------
@@ -246,7 +256,7 @@ def test_an_evaluation_without_a_model_says_what_to_give(cli: Cli) -> None:
 # -- Each kind of `env new` is a sound game, and a tiny model learns it with `make train` ----------
 
 
-KINDS = [kind for kind in get_args(Kind) if kind != "agent"]
+KINDS = get_args(GameKind)
 FAST = ("dataset", "generated")
 
 
