@@ -8,6 +8,7 @@ and renamed, so that it counts only when it is whole; `latest` is a link to the 
 weights are float32, and so are the saved ones.
 """
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -183,8 +184,9 @@ class CheckpointStore:
                 shutil.rmtree(gone)
 
     def _remove_leftovers(self) -> None:
-        for path in self.folder.glob(".step_*"):
-            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # `write` must be called: other ranks wait there
+            for path in self.folder.glob(".step_*"):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def load_state(folder: Path) -> LearnerState:

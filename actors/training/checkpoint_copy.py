@@ -17,7 +17,7 @@ consists of is used: its stager, and `save` in the thread.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -154,10 +154,15 @@ class CheckpointCopy:
     """All that a checkpoint holds of the models of a job, in this machine's memory."""
 
     def __init__(
-        self, copies: Mapping[str, TrainerCopy], parallel: Parallel, ranks: Ranks | None = None
+        self,
+        copies: Mapping[str, TrainerCopy],
+        parallel: Parallel,
+        ranks: Ranks | None = None,
+        number: int = 0,
     ) -> None:
-        """`copies` by policy; `ranks` have copied theirs, and write them meanwhile."""
+        """`copies` by policy; `ranks` have copied theirs, under the same number, and write them."""
         self._copies = copies
+        self._number = number
         self._parallel = parallel.in_background
         self._ranks = ranks
 
@@ -175,7 +180,10 @@ class CheckpointCopy:
 
     def _write(self, named: Path | None) -> None:
         parallel = self._parallel
-        folder = Path(cast(str, parallel.gather(str(named))[0]))
+        places = parallel.gather((self._number, str(named)))
+        if {number for number, _ in places} != {self._number}:
+            raise ValueError(f"ranks write different copies: {places}")
+        folder = Path(places[0][1])
         for copied in self._copies.values():
             copied.gather(parallel)
         finish: list[Callable[[], None]] = []

@@ -95,6 +95,7 @@ class Policies:
         self.total_steps = total_steps
         self._ranks = ranks or Ranks(config)
         self._parallel = parallel or Parallel()
+        self._num_copies = 0
         self.trainers: dict[str, Trainer] = {
             name: Trainer(
                 model, policy_config(config, name), total_steps=total_steps, parallel=parallel
@@ -133,7 +134,8 @@ class Policies:
         """
         with self._ranks.doing(SAVE):
             copies = {name: trainer.copy(tokenizer) for name, trainer in self.trainers.items()}
-        return CheckpointCopy(copies, self._parallel, self._ranks)
+        self._num_copies += 1
+        return CheckpointCopy(copies, self._parallel, self._ranks, self._num_copies)
 
     def save(self, folder: Path, tokenizer: Any) -> None:
         """Write every policy into the folder of a checkpoint."""
