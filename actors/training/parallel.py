@@ -231,7 +231,7 @@ class Parallel:
             raise _unreachable(rank, meeting.own_address, interface, error) from error
         mesh, sequence = _mesh_of(device, config), _sequence_of(rank, config.context_parallel)
         deadline = timedelta(seconds=_BACKGROUND_DEADLINE_S)
-        background = dist.new_group(backend="gloo", timeout=deadline)
+        background = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=deadline))
         return cls(rank, config.ranks, device, mesh, sequence, background)
 
     @property
@@ -365,7 +365,8 @@ class Parallel:
             return tensor if self.rank == 0 else None
         if not tensor.placements[-1].is_shard(0):
             raise ValueError(f"FSDP2 divides rows, and this tensor is {tensor.placements}")
-        holders = tensor.device_mesh.mesh.reshape(-1, tensor.device_mesh.mesh.shape[-1])[0].tolist()
+        mesh: Tensor = tensor.device_mesh.mesh
+        holders: list[int] = mesh.reshape(-1, mesh.shape[-1])[0].tolist()
         local = tensor.to_local()
         if self.rank != 0:
             if self.rank in holders and local.numel():
