@@ -140,7 +140,7 @@ def _checkpoint_in_host_memory(function: Callable[..., Any], *args: Any) -> Any:
     GPU's memory is free at once. transformers' own `offload` fails on a machine without a GPU.
     """
     with save_on_cpu(pin_memory=True):  # without a GPU: in memory that is not pinned
-        return checkpoint.checkpoint(function, *args, use_reentrant=False)
+        return cast(Any, checkpoint.checkpoint(function, *args, use_reentrant=False))
 
 
 def load_reference(
