@@ -424,6 +424,8 @@ class LearnerConfigDict(TypedDict, total=False):
     """Compute a group's prompt, and common beginnings of an agent episode's rows, once, if they fit into a row of `max_row_tokens`, a multiple of the longest episode (same result)."""
     gradient_checkpointing: bool | Literal['auto']
     """Recompute activations in the backward pass to save memory. auto: where the GPU is estimated to hold few tokens otherwise; not on a CPU."""
+    offload_activations: bool | Literal['auto']
+    """Keep the inputs of recomputed layers in the machine's memory until the backward pass: a GPU holds those of one layer, and each takes its way over PCIe twice. auto: where the GPU is estimated to hold no pass otherwise; not on a CPU. Implies `gradient_checkpointing`."""
     compile: bool
     """Use torch.compile for the model's layers: a minute or more at first use, equal results up to rounding. Needs a C++ compiler."""
     cpu_offload: bool

@@ -10,12 +10,10 @@ Torch runs in one thread of its own; the event loop always answers.
 
 import asyncio
 import contextlib
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
@@ -28,16 +26,11 @@ from ...schemas.config.job import JobConfig
 from ...schemas.config.rules import why_no_rows
 from ...schemas.rollout import Group
 from ...schemas.task import BatchRecord, Dropped
-from ...schemas.wire.errors import (
-    BrokerError,
-    DeadlineError,
-    ModelError,
-    StorageError,
-    TinkermqError,
-)
+from ...schemas.wire.errors import BrokerError, DeadlineError
 from ..rollout.self_play import pool
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
-from ..training.checkpoint import CheckpointStore, keep_weights
+from ..training.checkpoint import CheckpointStore
+from ..training.checkpoint_copy import CheckpointCopy
 from ..training.parallel import torch_thread
 from ..training.policies import Policies
 from ..training.state import LearnerState
@@ -152,8 +145,15 @@ class Learner:
         self._left_alone: float | None = None
         self._torch, self._time_use = torch_thread(config.learner.threads), learner_time_use()
         self._checkpoints, self._tokenizer = checkpoints, tokenizer
-        self._kept_weights: tuple[int, Path] | None = None
-        self._saver = Saver(context, checkpoints, state, self.intake, self._write_checkpoint)
+        self._saver = Saver(
+            context,
+            checkpoints,
+            state,
+            self.intake,
+            self._copy_checkpoint,
+            partial(policies.save_form, tokenizer=tokenizer),
+            reporter.log_checkpoint,
+        )
 
     def _bytes_by_kind(self) -> dict[str, int]:
         return self._policies.bytes_by_kind | {"weights sent": self.publisher.sending_bytes}
@@ -180,6 +180,7 @@ class Learner:
         try:
             return await self._run()
         finally:
+            await self._saver.close()
             await self._reporter.flush()
 
     async def _run(self) -> int:
@@ -227,6 +228,7 @@ class Learner:
     async def _next_batch(self) -> list[CheckedEntry] | None:
         """Wait for the groups of the next step; None when told to stop."""
         while not self.context.stopping.is_set():
+            await self._saver.check()
             if self.control.checkpoint_wanted:
                 self.control.checkpoint_done(await self._save())
             if self.control.paused:
@@ -290,7 +292,7 @@ class Learner:
         """
         self._failures.heard()
         if self._saver.is_to_be_tried_again:
-            await self._save()
+            await self._begin_save()
         with self.context.missing(self._saver.missing or "a checkpoint"):
             await self._wait_or_look_again(self.intake.changed)
 
@@ -367,7 +369,7 @@ class Learner:
             self.issuer.staleness.adapt(trace)
         await self._reporter.report(step, groups, report, trace, self.intake, oldest)
         if self._saver.is_due:
-            await self._save()
+            await self._begin_save()
 
     async def _note_passes(self, tokens: int) -> None:
         """Go on with the passes that the step was trained in, and tell where they are smaller."""
@@ -444,49 +446,25 @@ class Learner:
             self.publisher.pin(self.state.step)
 
     async def _save(self) -> str | None:
+        """Write a checkpoint and wait for it; return its folder, None where it has no room."""
+        await self._begin_save()
+        with self._time_use.doing("checkpoint"):
+            return await self._saver.finish()
+
+    async def _begin_save(self) -> None:
+        """Copy a checkpoint, which is written while training goes on."""
         await self._refuse_if_replaced()
         self._notice_arrivals()
         with self._time_use.doing("checkpoint"):
-            return await self._saver.save()
+            await self._saver.begin()
 
-    async def _write_checkpoint(self) -> Path:
-        """Write a checkpoint of all that is remembered and of the models; return its folder."""
+    async def _copy_checkpoint(self) -> tuple[LearnerState, CheckpointCopy]:
+        """Bring all that is remembered up to date, and copy it and the models."""
         parts = (self.intake, self.ledger, self.issuer, self._drops, self._reporter, self._order)
         for part in parts:
             part.write_to(self.state)
-        write = partial(self._policies.save, tokenizer=self._tokenizer)
-        try:
-            folder = await self._in_torch(partial(self._checkpoints.save, self.state, write))
-        except StorageError as error:
-            if error.is_full:
-                raise
-            outcome = await self._keep_weights()
-            raise StorageError(f"{error.message}; {outcome}", hint=error.hint) from error
-        except TinkermqError:
-            raise
-        except Exception as error:  # a library's, or code that came with the model
-            outcome = await self._keep_weights()
-            raise ModelError(
-                f"a checkpoint could not be saved: {type(error).__name__}: {error}; {outcome}",
-                hint="mend what the model's folder lacks; the weights can begin a new run",
-            ) from error
-        await self._reporter.log_checkpoint(self.state.step, folder)
-        return folder
-
-    async def _keep_weights(self) -> str:
-        """Keep the weights of a step without a checkpoint, once; say where."""
-        step = self.state.step
-        if self._kept_weights is None or self._kept_weights[0] != step:
-            try:
-                self._kept_weights = step, await self._in_torch(self._write_weights)
-            except TinkermqError as error:
-                return error.message
-        return f"the weights of step {step} are kept in {self._kept_weights[1]}, as safetensors"
-
-    def _write_weights(self) -> Path:
-        places = [self.context.run_dir, Path(tempfile.gettempdir()) / self.context.scope.job]
-        form = partial(self._policies.save_form, tokenizer=self._tokenizer)
-        return keep_weights(places, self.state.step, self._policies.gather(), form)
+        state = self.state.model_copy(deep=True)
+        return state, await self._in_torch(partial(self._policies.copy, self._tokenizer))
 
     async def _in_torch(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._torch, work)

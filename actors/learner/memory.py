@@ -36,7 +36,7 @@ def with_chosen_settings(
     stays as it is: the defaults of a CPU.
     """
     learner = config.learner
-    chosen = "auto" in (learner.microbatch_tokens, learner.gradient_checkpointing)
+    chosen = "auto" in learner.settings.values()
     models = find_models(config) if chosen and card is not None else None
     if card is None or models is None:
         return config

@@ -1,11 +1,17 @@
 """When the learner writes a checkpoint and publishes weights, and what it does with the log then.
 
-New weights are a snapshot at once, sent in the background; versions that nobody needs are removed.
+A checkpoint is a copy at once, written in the background, one at a time: training waits for the
+copy, and for the last one if that is still being written. New weights are a snapshot at once, sent
+in the background; versions that nobody needs are removed.
 """
 
 import asyncio
+import contextlib
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +27,7 @@ from ...broker.weights.store import NEWEST, room_for
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import BROKER
 from ...schemas.weights import WeightsBound, WeightsRoom
-from ...schemas.wire.errors import StorageError
+from ...schemas.wire.errors import ModelError, StorageError, TinkermqError
 from ...schemas.wire.subjects import rpc
 from ..policy.devices import own_device
 from ..policy.lora import has_adapter
@@ -29,7 +35,8 @@ from ..policy.policies import MAIN
 from ..runtime import JobContext
 from ..storage.checkpoints import CheckpointMirror, Uploads
 from ..storage.stores import BrokerStore
-from ..training.checkpoint import CheckpointStore
+from ..training.checkpoint import CheckpointStore, keep_weights
+from ..training.checkpoint_copy import CheckpointCopy
 from ..training.parallel import snapshot_bytes
 from ..training.state import LearnerState
 from ..weights.job_weights import make_sender, open_weights
@@ -47,6 +54,8 @@ _UPLOAD_TRIES = 3
 """Of one request before a failure is told; then the whole is tried again, for ever."""
 _DRAIN_S = 8.0
 """A node gives actors that drain 20 s. What is not in the store then is trained again elsewhere."""
+_CLOSE_S = 8.0
+"""How long a learner that has failed waits for the checkpoint that it is writing."""
 
 
 class CheckpointAge:
@@ -69,7 +78,7 @@ class CheckpointAge:
 
 
 class Saver:
-    """Writes the checkpoints of one learner and trims the rollout log behind them."""
+    """Writes the checkpoints of one learner, in the background, and trims the log behind them."""
 
     def __init__(
         self,
@@ -77,14 +86,25 @@ class Saver:
         checkpoints: CheckpointStore,
         state: LearnerState,
         intake: Intake,
-        write: Callable[[], Awaitable[Path]],
+        copy: Callable[[], Awaitable[tuple[LearnerState, CheckpointCopy]]],
+        write_form: Callable[[Path], None],
+        saved: Callable[[int, Path], Awaitable[None]],
     ) -> None:
-        """`write` brings the state up to date and writes a checkpoint; it returns its folder."""
+        """`copy` brings the state up to date, and copies it and the models.
+
+        `write_form` writes a model folder without weights; `saved` is told of each checkpoint.
+        """
         self._context = context
         self._checkpoints = checkpoints
         self._state = state
         self._intake = intake
-        self._write = write
+        self._copy = copy
+        self._write_form = write_form
+        self._saved = saved
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: asyncio.Task[str | None] | None = None
+        self._kept_weights: tuple[int, Path] | None = None
+        self._saved_seq = state.log_seq
         self._due_bytes = context.config.limits.rollout_bytes // 4
         self._most_bytes = context.config.limits.rollout_bytes * 3 // 4
         self._failed: StorageError | None = None
@@ -119,7 +139,14 @@ class Saver:
         log_is_filling = self._intake.bytes_held > self._due_bytes and not training.keep_rollouts
         is_old = self._age.is_over(time.monotonic())
         every = [training.save_freq, training.test_freq if training.keep_best else 0]
-        return log_is_filling or is_old or any(freq and step % freq == 0 for freq in every)
+        if any(freq and step % freq == 0 for freq in every):
+            return True
+        return not self.is_writing and (log_is_filling or is_old)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._writing is not None and not self._writing.done()
 
     @property
     def missing(self) -> str:
@@ -137,35 +164,111 @@ class Saver:
     @property
     def is_to_be_tried_again(self) -> bool:
         """Whether a checkpoint for which there was no room may be tried again now."""
-        return self.lacks_room and time.monotonic() >= self._next_try
+        return self.lacks_room and not self.is_writing and time.monotonic() >= self._next_try
 
     async def save(self, *, keep_bytes: int = 0) -> str | None:
-        """Write a checkpoint and trim the log behind it; return its folder.
+        """Write a checkpoint, wait for it, and return its folder; see `begin`."""
+        await self.begin(keep_bytes=keep_bytes)
+        return await self.finish()
 
-        Of what was trained so many bytes stay in the log; nobody trains them again, since the
-        checkpoint says from where on the log counts.
-        A full disk does not end the run: the first failure is an event, and None is returned.
+    async def begin(self, *, keep_bytes: int = 0) -> None:
+        """Copy what a checkpoint holds, and write it in the background; trim the log behind it.
+
+        One that is still being written is waited for first. Of what was trained so many bytes stay
+        in the log; nobody trains them again, since the checkpoint says from where on the log
+        counts. A full disk does not end the run: the first failure is an event.
         """
-        context, state = self._context, self._state
-        began = time.monotonic()
-        try:
-            folder = await self._write()
-        except StorageError as error:
-            first, self._failed = self._failed is None, error
-            self._next_try = time.monotonic() + _PAUSE_S
-            if first:
-                await context.event("checkpoint_failed", str(error), step=state.step)
+        await self.finish()
+        held_bytes = self._intake.bytes_held
+        state, copied = await self._copy()
+        self._keep_bytes = keep_bytes
+        self._writing = asyncio.create_task(
+            self._write(state, copied, held_bytes), name=f"checkpoint {state.step}"
+        )
+
+    async def finish(self) -> str | None:
+        """Wait for the checkpoint that is being written; return its folder, None without one.
+
+        Raises what keeps checkpoints from being written, unless their disk is full.
+        """
+        if self._writing is None:
             return None
-        self._failed = None
+        with self._context.waiting("the last checkpoint, which is being written"):
+            folder = await self._writing
+        self._writing = None
+        return folder
+
+    async def check(self) -> None:
+        """Raise what has kept the last checkpoint from being written."""
+        if self._writing is not None and not self.is_writing:
+            await self.finish()
+
+    async def close(self) -> None:
+        """Give a checkpoint that is being written a while to become whole, whatever happens."""
+        if self._writing is not None:
+            with contextlib.suppress(TimeoutError, TinkermqError):
+                async with asyncio.timeout(_CLOSE_S):
+                    await self._writing
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _write(
+        self, state: LearnerState, copied: CheckpointCopy, held_bytes: int
+    ) -> str | None:
+        """Write a copy, and do all that a checkpoint allows; return its folder, None without."""
+        context, began = self._context, time.monotonic()
+        try:
+            write = partial(self._checkpoints.save, state, copied.write)
+            folder = await self._in_thread(write)
+        except StorageError as error:
+            await self._note_failure(state.step, copied, error)
+            return None
+        except TinkermqError:
+            raise
+        except Exception as error:  # a library's, or code that came with the model
+            outcome = await self._keep_weights(state.step, copied)
+            raise ModelError(
+                f"a checkpoint could not be saved: {type(error).__name__}: {error}; {outcome}",
+                hint="mend what the model's folder lacks; the weights can begin a new run",
+            ) from error
+        self._failed, self._saved_seq = None, state.log_seq
         self._age.saved(began, time.monotonic())
+        await self._saved(state.step, folder)
         await context.event("checkpoint_saved", str(folder), step=state.step)
-        self._intake.bytes_held, self._keep_bytes = 0, keep_bytes
+        self._intake.bytes_held -= held_bytes
         await self._keeper.sample(state.batch_seq)
         if self._uploads is not None:
             await self._uploads.add_checkpoint(state.step, state.log_seq, folder)
         else:
             await self._trim()
         return str(folder)
+
+    async def _note_failure(self, step: int, copied: CheckpointCopy, error: StorageError) -> None:
+        """Tell the first time that a checkpoint could not be written; it is tried again."""
+        first, self._failed = self._failed is None, error
+        self._next_try = time.monotonic() + _PAUSE_S
+        if not error.is_full:
+            outcome = await self._keep_weights(step, copied)
+            self._failed = StorageError(f"{error.message}; {outcome}", hint=error.hint)
+        if first:
+            await self._context.event("checkpoint_failed", str(self._failed), step=step)
+
+    async def _keep_weights(self, step: int, copied: CheckpointCopy) -> str:
+        """Keep the weights of a step without a checkpoint, once; say where."""
+        if self._kept_weights is None or self._kept_weights[0] != step:
+            run_dir, job = self._context.run_dir, self._context.scope.job
+            places = [run_dir, Path(tempfile.gettempdir()) / job]
+
+            def keep() -> Path:
+                return keep_weights(places, step, copied.weights(), self._write_form)
+
+            try:
+                self._kept_weights = step, await self._in_thread(keep)
+            except TinkermqError as error:
+                return error.message
+        return f"the weights of step {step} are kept in {self._kept_weights[1]}, as safetensors"
+
+    async def _in_thread(self, work: Callable[[], Path]) -> Path:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _trim(self) -> None:
         """Trim the log behind the checkpoint before the newest, which may turn out to be damaged.
@@ -184,17 +287,17 @@ class Saver:
     def _first_needed(self) -> tuple[int, int]:
         """Return the first entry behind the newest checkpoint but one, and behind the newest."""
         if self._uploads is None:
-            return self._first_needed_here(), self._state.log_seq
+            return self._first_needed_here(), self._saved_seq
         seqs = [1, *(seq for _, seq in sorted(self._uploads.first_seqs.items()))]
         return seqs[-2 if self._checkpoints.keeps_one_before else -1], seqs[-1]
 
     def _first_needed_here(self) -> int:
         if not self._checkpoints.keeps_one_before:
-            return self._state.log_seq
+            return self._saved_seq
         try:
             before = self._checkpoints.before_latest()
         except StorageError:
-            return self._state.log_seq
+            return self._saved_seq
         return 1 if before is None else before.log_seq
 
     async def save_at_the_end(self) -> str:

@@ -2,11 +2,13 @@
 
 `checkpoints/step_000040/` holds what `from_pretrained` loads; its `learner/` holds the optimiser
 state, `state.json`, and the critic where there is one; its `policies/<role>/` the like for roles
-with a policy of their own. Several ranks write the optimiser state together (`optimizer.py`); any
-number of ranks reads what any number has written. A checkpoint is written to a hidden folder and
-renamed; `latest` is a link to the newest. Master weights are float32, and so are the saved ones.
+with a policy of their own. It is written from a copy (`checkpoint_copy.py`), by several ranks
+together; any number of ranks reads what any number has written. It is written to a hidden folder
+and renamed, so that it counts only when it is whole; `latest` is a link to the newest. Master
+weights are float32, and so are the saved ones.
 """
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -14,27 +16,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
-import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from ...schemas.wire.errors import NotFoundError, StorageError, TinkermqError
-from ..policy.lora import policy_tensors
 from ..policy.policies import policy_folder
 from ..policy.saving import check_reread, save_model, save_plain_weights, unsavable
 from ..storage.digests import check_digests, write_digests
 from ..storage.files import flush, flush_entries, storage_error
 from ..storage.run_folders import checkpoint_name
-from .optimizer import save_optimizer
-from .parallel import Parallel, whole
 from .state import LearnerState
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 _STATE = "learner/state.json"
-OPTIMIZER = "learner/optimizer"
-"""A folder that several ranks wrote, or with `.pt` the file of one."""
 _REPLACED = ".replaced_"
 _DAMAGED = "damaged_"
 _TRIAL = ".trial"
@@ -188,8 +184,9 @@ class CheckpointStore:
                 shutil.rmtree(gone)
 
     def _remove_leftovers(self) -> None:
-        for path in self.folder.glob(".step_*"):
-            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # `write` must be called: other ranks wait there
+            for path in self.folder.glob(".step_*"):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def load_state(folder: Path) -> LearnerState:
@@ -217,31 +214,6 @@ def _read_state(folder: Path) -> LearnerState:
             f"checkpoint {folder} is damaged: {_STATE} cannot be read",
             hint="take another checkpoint of the run (`RUN@STEP`), or restore the file",
         ) from error
-
-
-def save_policy(
-    folder: Path,
-    model: nn.Module,
-    tokenizer: Any,
-    optimizer: torch.optim.Optimizer,
-    parallel: Parallel,
-) -> Callable[[], None]:
-    """Write a model folder with the state of its optimiser beside it; all ranks do so together.
-
-    What needs the others is done at once. What is returned writes the rest, which needs nobody.
-    """
-    finish_optimizer = save_optimizer(folder / OPTIMIZER, model, optimizer, parallel)
-    weights = gather_weights(model, parallel) if parallel.sharded else None
-
-    def finish() -> None:
-        if parallel.rank != 0:
-            return
-        (folder / "learner").mkdir(parents=True, exist_ok=parallel.sharded)
-        save_model(model, folder, weights)
-        tokenizer.save_pretrained(folder)
-        finish_optimizer()
-
-    return finish
 
 
 def save_form(folder: Path, model: nn.Module, tokenizer: Any) -> None:
@@ -331,21 +303,3 @@ def _keep(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     save_plain_weights(rest, folder / f"{'adapter_' * is_adapter}model.safetensors")
     if critic:
         save_plain_weights(critic, folder / "critic.safetensors")
-
-
-def gather_weights(model: nn.Module, parallel: Parallel) -> dict[str, Tensor] | None:
-    """Gather what is trained of a model on the first rank, on its CPU; None on the others.
-
-    Tied weights are the same tensor under each of their names. All ranks do so together.
-    """
-    gathered: dict[int, Tensor] = {}
-    named: dict[str, Tensor] = {}
-    changing = {id(tensor) for tensor in policy_tensors(model).values()}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in changing:
-            continue
-        if id(tensor) not in gathered:
-            full = whole(tensor.detach())
-            gathered[id(tensor)] = full.cpu() if parallel.rank == 0 else full.new_empty(0)
-        named[name] = gathered[id(tensor)]
-    return named if parallel.rank == 0 else None

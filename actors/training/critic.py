@@ -9,12 +9,11 @@ value layer starts at 0: a new critic says 0 everywhere, and advantages are plai
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -22,16 +21,13 @@ from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import LearnerConfig
 from .advantages import ValueTargets, explained_variance, value_loss
 from .batch import renumber
-from .checkpoint import gather_weights
+from .checkpoint_copy import CRITIC, CRITIC_OPTIMIZER, HostCopies, ModelCopy
 from .losses import Denominators, aggregate
 from .micro_batch import MicroBatch
 from .model import Scorer
-from .optimizer import load_optimizer, make_optimizer, save_optimizer
+from .optimizer import load_optimizer, make_optimizer
 from .parallel import Parallel, divided, whole
 from .varlen import AttentionKey
-
-_WEIGHTS = "learner/critic.safetensors"
-_OPTIMIZER = "learner/critic_optimizer"
 
 
 class ValueModel(nn.Module):
@@ -177,18 +173,9 @@ class Critic:
 
     # -- checkpoints ---------------------------------------------------------------------------
 
-    def begin_save(self, folder: Path) -> Callable[[], None]:
-        """Write what the ranks write together; return what is left to this one, in that order."""
-        optimizer = save_optimizer(folder / _OPTIMIZER, self.model, self.optimizer, self._parallel)
-        weights = gather_weights(self.model, self._parallel)
-
-        def finish() -> None:
-            if weights is not None:
-                contiguous = {name: value.contiguous() for name, value in weights.items()}
-                save_file(contiguous, folder / _WEIGHTS)
-            optimizer()
-
-        return finish
+    def copy(self, copies: HostCopies) -> ModelCopy:
+        """Copy what a checkpoint holds of it."""
+        return ModelCopy.take(copies, self.model, self.optimizer, self._parallel)
 
     def weights(self) -> dict[str, Tensor]:
         """Return all weights, whole and on the CPU; all ranks ask for them together."""
@@ -199,12 +186,12 @@ class Critic:
 
         Only the checkpoint of another run, which a fork starts from, may have none.
         """
-        if not (folder / _WEIGHTS).is_file():
+        if not (folder / CRITIC).is_file():
             return False
         mine = self.model.state_dict()
         saved = saved_critic(folder)
         self.model.load_state_dict({name: divided(saved[name], mine[name]) for name in mine})
-        load_optimizer(folder / _OPTIMIZER, self.model, self.optimizer)
+        load_optimizer(folder / CRITIC_OPTIMIZER, self.model, self.optimizer)
         return True
 
 
@@ -221,4 +208,4 @@ def spread(name: str, values: Tensor) -> dict[str, float]:
 
 def saved_critic(folder: Path) -> dict[str, Tensor]:
     """Return the critic's weights of a checkpoint that has one."""
-    return load_file(folder / _WEIGHTS)
+    return load_file(folder / CRITIC)

@@ -7,6 +7,7 @@ of them, D hidden size, V vocabulary, K tokens that are looked at in the place o
 # torch and transformers leave some of their methods untyped.
 # pyright: reportUnknownMemberType=false
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils import checkpoint
 from transformers import PreTrainedModel
 
@@ -115,11 +117,30 @@ def _prepare(model: PreTrainedModel, learner: LearnerConfig, path: str) -> PreTr
         cast(Any, model).gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}
         )
+        if learner.offloads:
+            _set_checkpointing(model, _checkpoint_in_host_memory)
         model.train()  # transformers recomputes activations in training mode only
         set_dropout(model, on=False)
     if learner.compile:
         compile_layers(model)
     return model
+
+
+def _set_checkpointing(model: nn.Module, function: Callable[..., Any]) -> None:
+    """Have layers that are recomputed call a function in place of torch's `checkpoint`."""
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            cast(Any, module)._gradient_checkpointing_func = function
+
+
+def _checkpoint_in_host_memory(function: Callable[..., Any], *args: Any) -> Any:
+    """Recompute a layer, whose input stays in pinned memory until then.
+
+    The copies are made on the stream that computes: their time is small beside a layer's, and the
+    GPU's memory is free at once. transformers' own `offload` fails on a machine without a GPU.
+    """
+    with save_on_cpu(pin_memory=True):  # without a GPU: in memory that is not pinned
+        return cast(Any, checkpoint.checkpoint(function, *args, use_reentrant=False))
 
 
 def load_reference(

@@ -225,14 +225,25 @@ def _adamw(
     )
 
 
-def save_optimizer(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, parallel: Parallel
-) -> Callable[[], None]:
-    """Write the state of an optimiser: a folder by all ranks at once, or later a file by one."""
+def optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, parallel: Parallel
+) -> dict[str, Any]:
+    """Return what a checkpoint holds of an optimiser: this rank's parts, by reference."""
+    if not parallel.sharded:
+        return optimizer.state_dict()
+    return _state(model, optimizer) if optimizer.state else _settings(optimizer)
+
+
+def save_optimizer(path: Path, state: dict[str, Any], parallel: Parallel) -> Callable[[], None]:
+    """Write the state of an optimiser: a folder by all ranks at once, or later a file by one.
+
+    One process alone writes a file that is read without executing pickled code. Raises StorageError
+    on all ranks if one of them cannot write.
+    """
     if parallel.sharded:
-        _save_together(path, model, optimizer, parallel)
+        _save_together(path, state, parallel)
         return lambda: None
-    return lambda: torch.save(optimizer.state_dict(), path.with_suffix(".pt"))
+    return lambda: torch.save(state, path.with_suffix(".pt"))
 
 
 def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -253,17 +264,11 @@ def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimize
     optimizer.load_state_dict(state)
 
 
-def _save_together(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, parallel: Parallel
-) -> None:
-    """Write the state of an optimiser; all ranks do so together.
-
-    Raises StorageError on all ranks if one of them cannot write.
-    """
-    state = _state(model, optimizer) if optimizer.state else _settings(optimizer)
+def _save_together(folder: Path, state: dict[str, Any], parallel: Parallel) -> None:
+    """Write the state of an optimiser; all ranks do so together."""
     try:
-        with _alone_without_a_warning(), folder_of_all(folder, parallel) as here:
-            save({"optimizer": state}, checkpoint_id=here, no_dist=_is_whole(model))
+        with folder_of_all(folder, parallel) as here:
+            save({"optimizer": state}, checkpoint_id=here, process_group=parallel.group)
     except CheckpointException as error:
         raise StorageError(
             f"the optimiser state in {folder} could not be written: {_reason(error)}",

@@ -47,6 +47,7 @@ def largest_term(config: JobConfig, model: nn.Module, microbatch_tokens: int) ->
         shape,
         microbatch_tokens=microbatch_tokens,
         checkpointing=config.learner.recomputes,
+        offload_activations=config.learner.offloads,
         on_gpu=torch.cuda.is_available(),
     )
     terms = [term for term in learner_terms(load) if term.remedy]

@@ -14,6 +14,7 @@ nothing.
 # pyright: reportUnknownMemberType=false, reportPrivateImportUsage=false
 
 import asyncio
+import copy
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -100,6 +101,8 @@ def _require_compiler() -> None:
 T = TypeVar("T")
 COLLECTIVE_DEADLINE_S = 600.0
 """A rank that is waited for longer than this has failed, and with it the learner."""
+_BACKGROUND_DEADLINE_S = 3600.0
+"""There a rank may wait for the slowest disk; a dead one is noticed by its connection."""
 LOOPBACK_ADDRESS = "127.0.0.1"
 
 
@@ -178,16 +181,21 @@ class Parallel:
         device: torch.device | None = None,
         mesh: DeviceMesh | None = None,
         sequence: SequenceGroup | None = None,
+        background: dist.ProcessGroup | None = None,
     ) -> None:
         """A rank that computes on `device` (default: where the model is), of a mesh if sharded.
 
-        `sequence`: with which it divides each sequence.
+        `sequence`: with which it divides each sequence. `background`: a second group of all ranks,
+        for collectives of another thread.
         """
         self.rank = rank
         self.size = size
+        self.group: dist.ProcessGroup | None = None
+        """The group of its collectives; None: the one in which the ranks train."""
         self._device = device
         self._mesh = mesh
         self.sequence = sequence
+        self._background = background
 
     @classmethod
     def alone(cls) -> "Parallel":
@@ -221,8 +229,17 @@ class Parallel:
             dist.all_reduce(torch.zeros(1, device=device))
         except RuntimeError as error:  # all that torch.distributed raises
             raise _unreachable(rank, meeting.own_address, interface, error) from error
-        mesh = _mesh_of(device, config)
-        return cls(rank, config.ranks, device, mesh, _sequence_of(rank, config.context_parallel))
+        mesh, sequence = _mesh_of(device, config), _sequence_of(rank, config.context_parallel)
+        deadline = timedelta(seconds=_BACKGROUND_DEADLINE_S)
+        background = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=deadline))
+        return cls(rank, config.ranks, device, mesh, sequence, background)
+
+    @property
+    def in_background(self) -> "Parallel":
+        """The same rank in the second group: its collectives may run beside those of a step."""
+        beside = copy.copy(self)
+        beside.group = self._background
+        return beside
 
     def leave(self) -> None:
         """Give up the connections to the other ranks."""
@@ -330,14 +347,40 @@ class Parallel:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def add_up(self, values: Tensor) -> Tensor:
         """Return the sums over all ranks."""
         if self.size > 1:
-            dist.all_reduce(values)
+            dist.all_reduce(values, group=self.group)
         return values
+
+    def gather_whole(self, tensor: Tensor) -> Tensor | None:
+        """Return a tensor on the CPU with all its parts, on rank 0; None elsewhere.
+
+        All ranks come here together. Unlike `whole` it needs no GPU and no memory on other ranks.
+        """
+        if not isinstance(tensor, DTensor):
+            return tensor if self.rank == 0 else None
+        if not tensor.placements[-1].is_shard(0):
+            raise ValueError(f"FSDP2 divides rows, and this tensor is {tensor.placements}")
+        mesh: Tensor = tensor.device_mesh.mesh
+        holders: list[int] = mesh.reshape(-1, mesh.shape[-1])[0].tolist()
+        local = tensor.to_local()
+        if self.rank != 0:
+            if self.rank in holders and local.numel():
+                dist.send(local.contiguous(), 0, group=self.group)
+            return None
+        gathered = torch.empty(tensor.shape, dtype=tensor.dtype)
+        num_rows = -(-len(gathered) // len(holders))  # of each but the last, as torch.chunk has it
+        for place, holder in enumerate(holders):
+            part = gathered[place * num_rows : (place + 1) * num_rows]
+            if holder == 0:
+                part.copy_(local)
+            elif part.numel():
+                dist.recv(part, holder, group=self.group)
+        return gathered
 
 
 def _mesh_of(device: torch.device, config: LearnerConfig) -> DeviceMesh:

@@ -20,6 +20,7 @@ from ..policy.lora import policy_tensors
 from ..policy.policies import MAIN, policy_config, policy_folder, policy_names
 from ..process_memory import tensor_bytes
 from .batch import assemble
+from .checkpoint_copy import SAVE, CheckpointCopy
 from .model import load_model
 from .parallel import Parallel, snapshot
 from .rank_commands import Order, Ranks
@@ -94,6 +95,8 @@ class Policies:
         """
         self.total_steps = total_steps
         self._ranks = ranks or Ranks(config)
+        self._parallel = parallel or Parallel()
+        self._num_copies = 0
         self.trainers: dict[str, Trainer] = {
             name: Trainer(
                 model, policy_config(config, name), total_steps=total_steps, parallel=parallel
@@ -125,15 +128,19 @@ class Policies:
                 parallel=parallel,
             )
 
+    def copy(self, tokenizer: Any) -> CheckpointCopy:
+        """Copy all that a checkpoint holds, on all ranks; it is written beside the training.
+
+        The last copy must have been written before.
+        """
+        with self._ranks.doing(SAVE):
+            copies = {name: trainer.copy(tokenizer) for name, trainer in self.trainers.items()}
+        self._num_copies += 1
+        return CheckpointCopy(copies, self._parallel, self._ranks, self._num_copies)
+
     def save(self, folder: Path, tokenizer: Any) -> None:
         """Write every policy into the folder of a checkpoint."""
-        with self._ranks.doing(Order("save", {"folder": str(folder)})):
-            writes = [
-                trainer.begin_save(policy_folder(folder, name), tokenizer)
-                for name, trainer in self.trainers.items()
-            ]
-            for finish in writes:
-                finish()
+        self.copy(tokenizer).write(folder)
 
     def save_form(self, folder: Path, tokenizer: Any) -> None:
         """Write all of a checkpoint but weights and optimisers; no other rank is asked."""

@@ -79,6 +79,14 @@ class Ranks:
         """
         yield
 
+    @contextlib.contextmanager
+    def explaining(self, order: Order) -> Iterator[None]:
+        """Raise EngineError in place of torch's error while all do something, if a rank has ended.
+
+        For another thread than that which gives orders, too.
+        """
+        yield
+
     async def watch(self) -> None:
         """Raise EngineError as soon as a rank ends."""
 

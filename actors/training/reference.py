@@ -17,16 +17,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ...schemas.config.algorithm import ReferenceConfig
 from ...schemas.wire.errors import ConfigError
 from ..policy.lora import has_adapter, initial_adapter, other_adapter, policy_tensors
+from .checkpoint_copy import REFERENCE
 from .model import Scorer
-from .parallel import Parallel, divided, whole
-
-_FILE = "learner/reference.safetensors"
+from .parallel import divided
 
 
 class Reference:
@@ -99,21 +98,16 @@ class Reference:
             else:
                 tensor.lerp_(policy[name].detach(), share)
 
-    def begin_save(self, parallel: Parallel) -> Callable[[Path], None]:
-        """Gather what moves, together with the other ranks; return what writes it into a folder."""
+    def moving(self) -> dict[str, Tensor]:
+        """Return what moves, by reference: part of a checkpoint."""
         if not self._config.moves:
-            return lambda folder: None
-        gathered: dict[str, Tensor] = {}
-        for name, tensor in self._tensors.items():
-            full = whole(tensor.detach())  # by all ranks; only the first keeps it
-            if parallel.rank == 0:
-                gathered[name] = full.cpu().contiguous()
-        return lambda folder: save_file(gathered, folder / _FILE) if gathered else None
+            return {}
+        return {name: tensor.detach() for name, tensor in self._tensors.items()}
 
     @torch.no_grad()
     def load(self, folder: Path) -> bool:
         """Take what has moved from a checkpoint; False where it has none that fits."""
-        file = folder / _FILE
+        file = folder / REFERENCE
         if not self._config.moves:
             return True
         if not file.is_file():

@@ -124,26 +124,26 @@ def _copy(
     """
     if parallel.rank == source:
         for name in names:
-            _send(folder / name, target)
+            _send(folder / name, target, parallel.group)
     failed: OSError | None = None
     if parallel.rank == target:
         for name in names:
-            failed = _receive(folder / name, source) or failed
+            failed = _receive(folder / name, source, parallel.group) or failed
     return failed
 
 
-def _send(path: Path, target: int) -> None:
+def _send(path: Path, target: int, group: dist.ProcessGroup | None) -> None:
     size = path.stat().st_size
-    dist.send(torch.tensor([size]), target)
+    dist.send(torch.tensor([size]), target, group=group)
     with path.open("rb") as file:
         while piece := bytearray(file.read(_PIECE_BYTES)):
-            dist.send(torch.frombuffer(piece, dtype=torch.uint8), target)
+            dist.send(torch.frombuffer(piece, dtype=torch.uint8), target, group=group)
 
 
-def _receive(path: Path, source: int) -> OSError | None:
+def _receive(path: Path, source: int, group: dist.ProcessGroup | None) -> OSError | None:
     """Take one file; what cannot be written is taken all the same, so that nobody waits."""
     size = torch.zeros(1, dtype=torch.int64)
-    dist.recv(size, source)
+    dist.recv(size, source, group=group)
     failed: OSError | None = None
     with contextlib.ExitStack() as stack:
         try:
@@ -153,7 +153,7 @@ def _receive(path: Path, source: int) -> OSError | None:
             failed, file = error, None
         for begin in range(0, int(size), _PIECE_BYTES):
             piece = torch.empty(min(int(size) - begin, _PIECE_BYTES), dtype=torch.uint8)
-            dist.recv(piece, source)
+            dist.recv(piece, source, group=group)
             try:
                 if file is not None:
                     file.write(piece.numpy().data)

@@ -12,7 +12,6 @@ Shape letters: N generated tokens, S sequences.
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,10 +25,19 @@ from ...schemas.config.job import JobConfig
 from ...schemas.rollout import Group
 from ..policy.experts import RouterReplay
 from ..policy.lora import set_dropout
+from ..policy.policies import MAIN
 from ..policy.vision import Processor, load_image_reader
 from .advantages import Values
 from .batch import TrainingBatch, check_readable, ends_of, minibatches
-from .checkpoint import OPTIMIZER, save_form, save_policy
+from .checkpoint import save_form
+from .checkpoint_copy import (
+    OPTIMIZER,
+    CheckpointCopy,
+    HostCopies,
+    ModelCopy,
+    TrainerCopy,
+    critic_names,
+)
 from .credit import assign_credit
 from .critic import Critic, spread
 from .custom import custom_function
@@ -79,6 +87,7 @@ class Trainer:
         self.config = config
         self.total_steps = total_steps
         self._parallel = parallel or Parallel()
+        self._copies = HostCopies()
         learner = config.learner
         self.image_reader = load_image_reader(
             config.model.path, trust_remote_code=config.model.trust_remote_code
@@ -141,39 +150,28 @@ class Trainer:
     def weights(self) -> dict[str, Tensor]:
         """Return what is trained, whole and on the CPU; all ranks ask for it together."""
         policy = {name: value.cpu() for name, value in whole_tensors(self.model)}
-        critic = {} if self.critic is None else self.critic.weights()
-        return policy | {f"critic.{name}": value for name, value in critic.items()}
+        return policy if self.critic is None else policy | critic_names(self.critic.weights())
 
     def save(self, folder: Path, tokenizer: Any) -> None:
         """Write model, tokenizer, what reads images, optimiser and critic, and make the folder."""
-        self.begin_save(folder, tokenizer)()
+        CheckpointCopy({MAIN: self.copy(tokenizer)}, self._parallel).write(folder)
 
     def save_form(self, folder: Path, tokenizer: Any) -> None:
         """Write all of a checkpoint but weights and optimiser."""
         save_form(folder, self.model, Processor(tokenizer, self.image_reader))
 
-    def begin_save(self, folder: Path, tokenizer: Any) -> Callable[[], None]:
-        """Write what the ranks write together; return what is left to this one.
-
-        A rank that cannot write that leaves nobody waiting.
-        """
-        processor = Processor(tokenizer, self.image_reader)
-        policy = save_policy(folder, self.model, processor, self.optimizer, self._parallel)
-        critic = None if self.critic is None else self.critic.begin_save(folder)
-        reference = None if self._reference is None else self._reference.begin_save(self._parallel)
-
-        def finish() -> None:
-            policy()
-            if critic is not None:
-                critic()
-            if self._parallel.rank != 0:
-                return
-            if reference is not None:
-                reference(folder)
-            if self.config.algorithm.entropy_target is not None:
-                self._entropy.save(folder)
-
-        return finish
+    def copy(self, tokenizer: Any) -> TrainerCopy:
+        """Copy all that a checkpoint holds; on a GPU it is valid until the next copy."""
+        moving = {} if self._reference is None else self._reference.moving()
+        keeps_entropy = self.config.algorithm.entropy_target is not None
+        return TrainerCopy(
+            self.model,
+            Processor(tokenizer, self.image_reader),
+            ModelCopy.take(self._copies, self.model, self.optimizer, self._parallel),
+            None if self.critic is None else self.critic.copy(self._copies),
+            self._copies.take(moving),
+            replace(self._entropy) if keeps_entropy else None,
+        )
 
     def check_readable(self, group: Group) -> None:
         """Raise DataError for a group that the model cannot read, as it is configured."""

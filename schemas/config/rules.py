@@ -436,6 +436,12 @@ RULES = (
         "was not built for learner.context_parallel over 1: remove one of them",
     ),
     Rule(
+        "learner.offload_activations",
+        lambda job: job.learner.offloads and job.learner.gradient_checkpointing is False,
+        "keeps the inputs of layers that are computed again, which "
+        "learner.gradient_checkpointing=false forbids: remove one of them",
+    ),
+    Rule(
         "learner.optimizer=muon",
         lambda job: job.learner.optimizer == "muon" and job.learner.cpu_offload,
         "multiplies matrices where the optimiser's state is, which learner.cpu_offload keeps in "

@@ -317,6 +317,10 @@ class LearnerConfig(Section):
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute activations in the backward pass to save memory. auto: where the GPU is estimated
     to hold few tokens otherwise; not on a CPU."""
+    offload_activations: bool | Literal["auto"] = "auto"
+    """Keep the inputs of recomputed layers in the machine's memory until the backward pass: a GPU
+    holds those of one layer, and each takes its way over PCIe twice. auto: where the GPU is
+    estimated to hold no pass otherwise; not on a CPU. Implies `gradient_checkpointing`."""
     compile: bool = False
     """Use torch.compile for the model's layers: a minute or more at first use, equal results up to
     rounding. Needs a C++ compiler."""
@@ -334,12 +338,17 @@ class LearnerConfig(Section):
     @property
     def recomputes(self) -> bool:
         """Whether activations are recomputed; where nothing was chosen, they are not."""
-        return self.gradient_checkpointing is True
+        return self.gradient_checkpointing is True or self.offloads
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the inputs of layers leave the GPU; where nothing was chosen, they do not."""
+        return self.offload_activations is True
 
     @property
     def settings(self) -> dict[str, int | bool | str]:
         """The keys that may be `auto`, as they are."""
-        names = ("microbatch_tokens", "gradient_checkpointing")
+        names = ("microbatch_tokens", "gradient_checkpointing", "offload_activations")
         return {name: getattr(self, name) for name in names}
 
     @property

@@ -26,6 +26,7 @@ _ADAMW_BYTES = 8
 """Two moments in float32."""
 _MUON_BYTES = 4
 _MASTER_BYTES = 4
+_INPUTS_ON_CARD = 2
 _PREFILL_TOKENS = 4096
 """Of one pass of the transformers engine."""
 _PREFIX_CACHE_BYTES = GIB
@@ -69,6 +70,8 @@ class LearnerLoad:
     shards: int = 1
     """Ranks over which a copy of the model is divided."""
     context_parallel: int = 1
+    offload_activations: bool = False
+    """Whether the inputs of recomputed layers lie in the machine's memory."""
     offload: bool = False
     """Whether weights, gradients and optimiser state lie in the machine's memory."""
     dense_mask: bool = True
@@ -96,6 +99,7 @@ def learner_load(
     *,
     microbatch_tokens: int,
     checkpointing: bool,
+    offload_activations: bool = False,
     on_gpu: bool = True,
     updated: Iterable[ModelShape] = (),
     frozen: Iterable[ModelShape] = (),
@@ -117,6 +121,7 @@ def learner_load(
         ranks=learner.ranks,
         shards=learner.ranks // learner.replicas,
         context_parallel=learner.context_parallel,
+        offload_activations=offload_activations,
         offload=learner.cpu_offload,
         dense_mask=attention in ("auto", "sdpa") and not reads_lengths,
         on_gpu=on_gpu,
@@ -178,14 +183,10 @@ def _stored(load: LearnerLoad) -> list[Term]:
     shape, share = load.shape, 0 if load.offload else 1
     others = sum(model.weights for model in load.updated)
     updated = load.trained + others
+    state = _state_bytes(load)
     # What is not trained is kept in the dtype that it computes in.
     own = shape.weights * (load.compute_bytes if load.lora_weights else _MASTER_BYTES)
     own += load.lora_weights * _MASTER_BYTES
-    state = updated * _ADAMW_BYTES
-    if load.optimizer == "muon":
-        roots = sum(model.root_weights for model in load.updated)
-        roots += 0 if load.lora_weights else shape.root_weights
-        state -= (updated - roots) * (_ADAMW_BYTES - _MUON_BYTES)
 
     def divided(num_bytes: int) -> int:
         return share * num_bytes // load.shards
@@ -213,6 +214,38 @@ def _stored(load: LearnerLoad) -> list[Term]:
     ]
 
 
+def _state_bytes(load: LearnerLoad) -> int:
+    """Return the bytes of all optimiser states, over all ranks of a copy of the model."""
+    updated = load.trained + sum(model.weights for model in load.updated)
+    if load.optimizer != "muon":
+        return updated * _ADAMW_BYTES
+    roots = sum(model.root_weights for model in load.updated)
+    roots += 0 if load.lora_weights else load.shape.root_weights
+    return roots * _ADAMW_BYTES + (updated - roots) * _MUON_BYTES
+
+
+def host_terms(load: LearnerLoad) -> list[Term]:
+    """Return what a rank of the learner takes of its machine's memory beside its own process.
+
+    A checkpoint is written from a copy of all that is trained; of several ranks the first gathers
+    the weights from theirs.
+    """
+    weights = _MASTER_BYTES * (load.trained + sum(model.weights for model in load.updated))
+    copied = (weights + _state_bytes(load)) // load.shards
+    terms = [
+        Term("copy for a checkpoint", copied),
+        Term("weights for a checkpoint, on the first rank", weights if load.is_sharded else 0),
+        Term("activations", _inputs(load) if load.offload_activations else 0),
+    ]
+    return [term for term in terms if term.num_bytes]
+
+
+def _inputs(load: LearnerLoad) -> int:
+    """Return what the inputs of all layers take, for the tokens of a pass."""
+    tokens = -(-load.microbatch_tokens // load.context_parallel)
+    return tokens * load.shape.layers * load.compute_bytes * load.shape.hidden
+
+
 def _head_gradient(load: LearnerLoad) -> int:
     """Return what the output layer's gradient takes before it is added to that of others."""
     whole = not (load.lora_weights or load.is_sharded)
@@ -222,10 +255,11 @@ def _head_gradient(load: LearnerLoad) -> int:
 def _less_activations(load: LearnerLoad) -> str:
     if not load.checkpointing:
         return "set learner.gradient_checkpointing=true, or lower learner.microbatch_tokens"
+    offload = "" if load.offload_activations else "set learner.offload_activations=true, or "
     if load.microbatch_tokens > load.row_tokens:
-        return "lower learner.microbatch_tokens"
+        return f"{offload}lower learner.microbatch_tokens"
     return (
-        "lower learner.max_row_tokens with rollout.max_response_tokens, or raise "
+        f"{offload}lower learner.max_row_tokens with rollout.max_response_tokens, or raise "
         "learner.context_parallel"
     )
 
@@ -235,8 +269,10 @@ def _activations(load: LearnerLoad) -> int:
     shape = load.shape
     tokens = -(-load.microbatch_tokens // load.context_parallel)
     layer = layer_bytes_per_token(load)
-    stream_bytes = load.compute_bytes
-    kept = shape.layers * (stream_bytes * shape.hidden if load.checkpointing else layer)
+    stream = load.compute_bytes * shape.hidden
+    kept = shape.layers * (stream if load.checkpointing else layer)
+    if load.offload_activations:  # of the layer that computes, and of the one that is copied
+        kept = min(kept, _INPUTS_ON_CARD * stream)
     final = 3 * 4 * shape.hidden
     rows = load.microbatch_tokens // max(1, load.row_tokens)
     mask = rows * load.row_tokens**2 * (1 + load.compute_bytes) if load.dense_mask else 0

@@ -20,9 +20,11 @@ from .memory import (
     PASSING,
     VLLM_SHARE,
     EngineLoad,
+    LearnerLoad,
     Term,
     adapter_weights,
     engine_terms,
+    host_terms,
     learner_load,
     learner_terms,
     stored_bytes,
@@ -91,6 +93,13 @@ class LearnerSettings(NamedTuple):
 
     microbatch_tokens: int
     gradient_checkpointing: bool
+    offload_activations: bool = False
+
+    def __str__(self) -> str:
+        """Return it for people."""
+        again = "with" if self.gradient_checkpointing else "without"
+        offloaded = ", activations offloaded" if self.offload_activations else ""
+        return f"{again} gradient checkpointing{offloaded}"
 
 
 @dataclass(frozen=True)
@@ -107,41 +116,62 @@ def choose_learner_settings(
 ) -> LearnerSettings:
     """Return the settings of a learner on cards of this kind; `auto` keys are chosen.
 
-    As many tokens a pass as fit; activations are computed again only where few would. If nothing
-    fits, the settings that take least. On a card that is `shared` with an engine activations and
-    logits take a quarter at most.
+    As many tokens a pass as fit; activations are computed again only where few would, and leave
+    the card only where none would. If nothing fits, the settings that take least. On a card that
+    is `shared` with an engine activations and logits take a quarter at most.
     """
     learner = job.learner
-    given, recompute = learner.microbatch_tokens, learner.gradient_checkpointing
+    given = learner.microbatch_tokens
     sizes = [tokens for tokens in _MICROBATCHES if tokens > learner.max_row_tokens]
     sizes = [*sizes, learner.max_row_tokens] if given == "auto" else [given]
-    ways = [False, True] if recompute == "auto" else [recompute]
+    ways = _ways_of_activations(job)
     usable = _CHOSEN_SHARE * usable_bytes(card.memory_bytes)
-    for checkpointing in ways:
+    for way in ways:
         for tokens in sizes:
             is_slow = tokens < _WITHOUT_CHECKPOINTING and tokens != sizes[0]
-            if is_slow and not checkpointing and len(ways) > 1:
+            if is_slow and not way.checkpointing and len(ways) > 1:
                 break
-            settings = LearnerSettings(tokens, checkpointing)
+            settings = LearnerSettings(tokens, way.checkpointing, way.offloads)
             terms = _terms(job, models, settings)
             passing = sum(term.num_bytes for term in terms if term.name in PASSING)
             if shared and passing > _SHARED_PASSES * card.memory_bytes:
                 continue
             if sum(term.num_bytes for term in terms) <= usable:
                 return settings
-    return LearnerSettings(sizes[-1], ways[-1])
+    return LearnerSettings(sizes[-1], ways[-1].checkpointing, ways[-1].offloads)
+
+
+class _Way(NamedTuple):
+    """What is done with activations."""
+
+    checkpointing: bool
+    offloads: bool
+
+
+def _ways_of_activations(job: JobConfig) -> list[_Way]:
+    """Return what a job allows, the fastest first."""
+    recompute, offload = job.learner.gradient_checkpointing, job.learner.offload_activations
+    return [
+        way
+        for way in (_Way(False, False), _Way(True, False), _Way(True, True))
+        if recompute in ("auto", way.checkpointing) and offload in ("auto", way.offloads)
+    ]
 
 
 def _terms(job: JobConfig, models: JobModels, settings: LearnerSettings) -> list[Term]:
-    load = learner_load(
+    return learner_terms(_load(job, models, settings))
+
+
+def _load(job: JobConfig, models: JobModels, settings: LearnerSettings) -> LearnerLoad:
+    return learner_load(
         job,
         models.policy,
         microbatch_tokens=settings.microbatch_tokens,
         checkpointing=settings.gradient_checkpointing,
+        offload_activations=settings.offload_activations,
         updated=models.updated,
         frozen=models.frozen,
     )
-    return learner_terms(load)
 
 
 def choose_engine_settings(job: JobConfig, models: JobModels, card: GpuCard) -> EngineSettings:
@@ -198,6 +228,8 @@ class ActorMemory:
     terms: tuple[Term, ...]
     usable_bytes: int
     """What of the card it can have."""
+    host_terms: tuple[Term, ...] = ()
+    """What one such actor takes of its machine's memory, beside its own process."""
 
     @property
     def num_bytes(self) -> int:
@@ -229,15 +261,16 @@ def estimate_memory(
     If learner and generator share one card, the engine sleeps while the learner trains, and the
     learner's weights and optimiser stay while the engine generates.
     """
-    terms = _terms(job, models, learner)
+    load = _load(job, models, learner)
+    terms, on_host = learner_terms(load), tuple(host_terms(load))
     usable = usable_bytes(card.memory_bytes)
-    actors = [ActorMemory("learner", job.learner.slots, tuple(terms), usable)]
+    actors = [ActorMemory("learner", job.learner.slots, tuple(terms), usable, on_host)]
     cards = job.generator.count * job.generator_slots
     if cards:
         share = job.generator.memory_share or VLLM_SHARE
-        load = _engine_load(job, models, engine, stored_bytes(terms) if shared else 0)
-        held = tuple(engine_terms(load, card.memory_bytes))
-        usable = usable_bytes(card.memory_bytes, share if load.is_vllm else None)
+        on_card = _engine_load(job, models, engine, stored_bytes(terms) if shared else 0)
+        held = tuple(engine_terms(on_card, card.memory_bytes))
+        usable = usable_bytes(card.memory_bytes, share if on_card.is_vllm else None)
         actors.append(ActorMemory("generator", cards, held, usable))
     return actors
 
@@ -260,11 +293,7 @@ def refuse_too_large(
         largest = actor.largest
         settings = ""
         if actor.actor == "learner":
-            again = "with" if learner.gradient_checkpointing else "without"
-            settings = (
-                f" (micro-batches of {learner.microbatch_tokens} tokens, {again} gradient "
-                "checkpointing)"
-            )
+            settings = f" (micro-batches of {learner.microbatch_tokens} tokens, {learner})"
         raise PlacementError(
             f"a card of the {actor.actor} would hold {_gib(actor.num_bytes)}{settings}, and "
             f"{card.name} has {_gib(actor.usable_bytes)} for it: {largest.name} take "
@@ -324,6 +353,8 @@ class Efficiencies:
 _OBJECT_BYTES_PER_S = 0.4e9
 """Weights through NATS or files, all steps of their way together."""
 _LINK_SHARE = 0.5
+_PCIE_BYTES_PER_S = 2.5e10
+"""Between a card and pinned memory."""
 DECODE_OVERHEAD_S = {True: 0.5e-3, False: 12e-3}
 """Of one decoding step besides its reads: with CUDA graphs, and without."""
 
@@ -431,7 +462,12 @@ def _training_s(
         flops += _forward_flops(shape, rollout.max_tokens) * (updates + 1)
     in_half = resolve_dtype(job.learner.dtype, on_gpu=True) == "bfloat16"
     rate = card.bfloat16_flops if in_half else card.tf32_flops
-    return tokens * flops / (job.learner.ranks * rate * reached.learner_of_peak)
+    computing = flops / (rate * reached.learner_of_peak)
+    if learner.offload_activations:  # to the machine's memory and back, each time
+        width = models.policy.hidden * (2 if in_half else 4)
+        copied = 2 * models.policy.layers * width * job.learner.ppo_epochs
+        computing += copied / _PCIE_BYTES_PER_S
+    return tokens * computing / job.learner.ranks
 
 
 def _forward_flops(shape: ModelShape, length: int) -> float:
@@ -487,6 +523,7 @@ class Plan:
             "settings": {
                 "learner.microbatch_tokens": self.learner.microbatch_tokens,
                 "learner.gradient_checkpointing": self.learner.gradient_checkpointing,
+                "learner.offload_activations": self.learner.offload_activations,
                 "generator.max_requests": self.engine.max_requests,
             },
             "actors": [_actor_map(actor) for actor in self.actors],
@@ -512,12 +549,14 @@ class Plan:
             order = sorted(actor.terms, key=lambda term: -term.num_bytes)
             lines += [f"  {term.num_bytes / GIB:7.2f} GiB  {term.name}" for term in order]
             lines.append(f"  largest: {actor.largest.name}; {actor.largest.remedy}")
+            if actor.host_terms:
+                on_host = (f"{_gib(term.num_bytes)} {term.name}" for term in actor.host_terms)
+                lines.append(f"  of the machine's memory, for each rank: {', '.join(on_host)}")
         if self.shares_card:
             lines.append("both share the card, at once if both fit, else by turns")
-        again = "with" if self.learner.gradient_checkpointing else "without"
         lines.append(
-            f"settings: learner.microbatch_tokens={self.learner.microbatch_tokens}, {again} "
-            f"gradient checkpointing, generator.max_requests={self.engine.max_requests}"
+            f"settings: learner.microbatch_tokens={self.learner.microbatch_tokens}, "
+            f"{self.learner}, generator.max_requests={self.engine.max_requests}"
         )
         times = self.times
         lines.append(
@@ -538,6 +577,7 @@ def _actor_map(actor: ActorMemory) -> dict[str, Any]:
         "largest": actor.largest.name,
         "remedy": actor.largest.remedy,
         "terms": {term.name: term.num_bytes for term in actor.terms},
+        "host_terms": {term.name: term.num_bytes for term in actor.host_terms},
     }
 
 

@@ -300,6 +300,7 @@ REFUSED = [
     ["learner.ranks=3", "learner.slots=3", "learner.context_parallel=2"],
     ["learner.ranks=2", "learner.slots=2", "learner.context_parallel=2", "algorithm.loss=gspo"],
     ["learner.ranks=2", "learner.slots=2", "learner.context_parallel=2", "learner.compile=true"],
+    ["learner.offload_activations=true", "learner.gradient_checkpointing=false"],
     ["learner.optimizer=muon", "learner.cpu_offload=true"],
     ["learner.optimizer=muon", "tinker.base=m"],
     ["placement=colocated", "learner.slots=2"],

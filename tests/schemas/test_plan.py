@@ -152,8 +152,9 @@ def test_a_card_that_is_too_small_is_named_with_figures(models: Path) -> None:
     refusal = plan_of(job_of(models / "1.5B"), "2xL4").refusal
     assert refusal is not None
     assert refusal.message == (
-        "a card of the learner would hold 28.9 GiB (micro-batches of 4096 tokens, with gradient "
-        "checkpointing), and L4 has 21.6 GiB for it: optimiser states take 11.5 GiB"
+        "a card of the learner would hold 28.6 GiB (micro-batches of 4096 tokens, with gradient "
+        "checkpointing, activations offloaded), and L4 has 21.6 GiB for it: optimiser states "
+        "take 11.5 GiB"
     )
 
 
@@ -164,11 +165,49 @@ def test_activations_are_recomputed_only_where_few_tokens_would_fit(models: Path
     assert plan_of(job_of(models / "1.5B"), "2xA100 40GB").learner.gradient_checkpointing
 
 
+def _long_rows(path: Path, **learner: Any) -> JobConfig:
+    lengths = {"max_prompt_tokens": 512, "max_turn_tokens": 65024, "max_response_tokens": 65024}
+    rows = {**IN_16_BITS, "max_row_tokens": 65536, **learner}
+    return job_of(path, rollout=lengths, lora={"rank": 8}, learner=rows)
+
+
+def test_activations_leave_the_card_only_where_no_pass_fits_otherwise(models: Path) -> None:
+    job = _long_rows(models / "7B")
+    assert plan_of(job, "2xH100").learner == (65536, True, False)
+    plan = plan_of(job, "2xA100 40GB")
+    assert plan.learner == (65536, True, True)
+    assert plan.actors[0].fits
+    inputs = 65536 * 28 * 3584 * 2
+    assert plan.to_map()["actors"][0]["host_terms"]["activations"] == inputs
+    kept = plan_of(_long_rows(models / "7B", offload_activations=False), "2xA100 40GB")
+    assert kept.refusal is not None
+    terms = (dict(_terms(one))["activations"] for one in (kept, plan))
+    assert next(terms) - next(terms) == pytest.approx(inputs, rel=0.1)
+    assert "with gradient checkpointing, activations offloaded" in "\n".join(plan.lines())
+
+
+def _terms(plan: Plan) -> list[tuple[str, int]]:
+    return [(term.name, term.num_bytes) for term in plan.actors[0].terms]
+
+
+def test_a_plan_tells_the_machine_s_memory_that_a_checkpoint_takes(models: Path) -> None:
+    weights = find_shape(str(models / "7B")).weights  # pyright: ignore[reportOptionalMemberAccess]
+    learner = {**IN_16_BITS, "slots": 4, "ranks": 4}
+    plan = plan_of(job_of(models / "7B", learner=learner), "8xH100")
+    assert plan.to_map()["actors"][0]["host_terms"] == {
+        "copy for a checkpoint": 12 * weights // 4,
+        "weights for a checkpoint, on the first rank": 4 * weights,
+    }
+    assert "of the machine's memory, for each rank: 21.3 GiB copy for a checkpoint, " in "\n".join(
+        plan.lines()
+    )
+
+
 def test_what_a_job_sets_is_not_chosen(models: Path) -> None:
     learner = {**IN_16_BITS, "microbatch_tokens": 5000, "gradient_checkpointing": True}
     job = job_of(models / "0.5B", learner=learner, generator={**VLLM, "max_requests": 7})
     plan = plan_of(job, "2xH100")
-    assert plan.learner == (5000, True)
+    assert plan.learner == (5000, True, False)
     assert plan.engine.max_requests == 7
 
 

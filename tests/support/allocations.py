@@ -70,6 +70,7 @@ def estimated_for_step(config: JobConfig, *, on_gpu: bool = False) -> int:
         shape,
         microbatch_tokens=learner.pass_tokens,
         checkpointing=learner.recomputes,
+        offload_activations=learner.offloads,
         on_gpu=on_gpu,
     )
     terms = learner_terms(load)

@@ -111,9 +111,15 @@ class ChildRanks(Ranks):
 
         Raises EngineError if one of them has ended.
         """
-        try:
+        with self.explaining(order):
             for child in self._children:
                 order.send(child.orders)
+            yield
+
+    @contextlib.contextmanager
+    def explaining(self, order: Order) -> Iterator[None]:
+        """Raise EngineError in place of another error of something all do, if a rank has ended."""
+        try:
             yield
         except (OSError, RuntimeError) as error:
             if self._children and (ended := self._wait_for_end()) is not None:

@@ -78,6 +78,12 @@ class PlacedRanks(Ranks):
         self._order_now = order
         self._wait(self._send_order(order))
         self._begun = True
+        with self.explaining(order):
+            yield
+
+    @contextlib.contextmanager
+    def explaining(self, order: Order) -> Iterator[None]:
+        """Raise EngineError in place of torch's error while all do something, if a rank is gone."""
         try:
             yield
         except RuntimeError as error:  # all that torch.distributed raises

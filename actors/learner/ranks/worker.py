@@ -8,8 +8,11 @@ import faulthandler
 import os
 import signal
 import sys
+import traceback
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
 import structlog
 import torch
@@ -45,14 +48,47 @@ def serve(rank: int, orders: Connection) -> None:
             parallel=parallel,
         )
     _log.info("rank_ready")
+    saves = Saves(policies)
     try:
         while True:
-            _do(Order.receive(orders), policies)
+            _do(Order.receive(orders), policies, saves)
     except EOFError:
+        saves.wait()
         parallel.leave()
 
 
-def _do(order: Order, policies: Policies) -> None:
+class Saves:
+    """The checkpoint that this rank has a part in writing, while it goes on training."""
+
+    def __init__(self, policies: Policies) -> None:
+        """Write none yet."""
+        self._policies = policies
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+
+    def begin(self) -> None:
+        """Copy what the next one holds, when the last is written, and begin to write it."""
+        self.wait()
+        self._writing = self._writer.submit(self._policies.copy(None).write, None)
+
+    def check(self) -> None:
+        """Raise what has kept the last one from being written, but for its disk."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the one that is written; raise what keeps it from that, but for its disk."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            writing.result()
+        except StorageError as error:  # rank 0 raises it, too, and the run goes on
+            _log.warning("checkpoint_failed", message=error.message)
+
+
+def _do(order: Order, policies: Policies, saves: Saves) -> None:
+    saves.check()
     match order.do:
         case "step":
             fields = order.fields
@@ -67,10 +103,7 @@ def _do(order: Order, policies: Policies) -> None:
                 for _ in whole_tensors(model, getattr(torch, dtype)):
                     pass  # rank 0 keeps them
         case "save":
-            try:
-                policies.save(Path(order.fields["folder"]), None)
-            except StorageError as error:  # rank 0 raises it, too, and the run goes on
-                _log.warning("checkpoint_failed", message=error.message)
+            saves.begin()
         case "begin" | "end":
             raise ValueError("a rank begins once, and ends with its orders")
 
@@ -90,5 +123,16 @@ def main(argv: list[str]) -> int:
     return EXIT_DONE
 
 
+def _end_with(code: int) -> NoReturn:
+    """End without waiting for a checkpoint that another thread writes and nobody will finish."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        _end_with(main(sys.argv[1:]))
+    except Exception:  # noqa: BLE001  the edge of the process
+        traceback.print_exc()
+        _end_with(EXIT_CRASHED)

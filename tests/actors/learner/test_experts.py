@@ -11,8 +11,7 @@ from tinkermq.actors.engine.engine import Sampling
 from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
 from tinkermq.actors.policy.lora import policy_tensors
 from tinkermq.actors.policy.model_folder import load_causal_lm, load_policy
-from tinkermq.actors.training.checkpoint import gather_weights
-from tinkermq.actors.training.parallel import Parallel
+from tinkermq.actors.training.checkpoint_copy import trained_weights
 from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import ModelError
 
@@ -49,8 +48,7 @@ def test_experts_and_router_train_and_go_on_bit_for_bit_from_a_checkpoint(
 def test_a_generator_with_swapped_weights_has_the_log_probs_of_the_learner(folder: Path) -> None:
     trainer = make_trainer(folder)
     train(trainer, range(1, 4))
-    weights = gather_weights(trainer.model, Parallel.alone())
-    assert weights is not None
+    weights = trained_weights(trainer.model)
     prompt = random_prompt(np.random.default_rng(0))
 
     async def generate():

@@ -1,18 +1,20 @@
 """The estimate of a learner's memory agrees with what a real step allocates."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.plan.memory import layer_bytes_per_token, learner_load
+from tinkermq.schemas.plan.memory import host_terms, layer_bytes_per_token, learner_load
 from tinkermq.schemas.plan.model_shape import find_shape
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
-from tests.support.allocations import allocated_in_step, estimated_for_step
+from tests.support.allocations import allocated_in_step, equal_sequences, estimated_for_step
 
 torch.set_num_threads(1)
 
@@ -159,3 +161,32 @@ def test_a_token_of_seven_billion_weights_keeps_six_megabytes_in_16_bits() -> No
     )
     load = learner_load(config, shape, microbatch_tokens=8192, checkpointing=False)
     assert shape.layers * layer_bytes_per_token(load) == pytest.approx(6.3e6, rel=0.03)
+
+
+@pytest.mark.parametrize("rank", [0, 8], ids=["full", "adapter"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_copy_for_a_checkpoint_is_as_large_as_a_plan_says(
+    tmp_path: Path, optimizer: str, rank: int
+) -> None:
+    lora = {"lora": {"rank": rank}} if rank else {}
+    config = _config(_saved(SIZES["5 M"], tmp_path), learner={"optimizer": optimizer}, **lora)
+    model = load_model(config.model, config.learner, lora=config.lora)
+    trainer = Trainer(model, config, total_steps=2)
+    trainer.step(equal_sequences(int(model.config.vocab_size), LENGTH, 1), 1)
+    copied = trainer.copy(None).policy
+    tensors = [*copied.weights.values(), *_tensors_in(copied.optimizer)]
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
+    shape = find_shape(config.model.path)
+    assert shape is not None
+    (term,) = host_terms(
+        learner_load(config, shape, microbatch_tokens=LENGTH, checkpointing=False, on_gpu=False)
+    )
+    assert sum(sizes.values()) == pytest.approx(term.num_bytes, rel=0.01)
+
+
+def _tensors_in(state: Any) -> list[torch.Tensor]:
+    """Return all tensors of a nested state."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    parts = state.values() if isinstance(state, dict) else state if isinstance(state, list) else []
+    return [tensor for part in cast("list[Any]", parts) for tensor in _tensors_in(part)]

@@ -225,7 +225,11 @@ def test_auto_keys_are_settled_for_a_card_and_stay_for_a_cpu(folder: Path) -> No
     assert with_chosen_settings(config, None) is config
     card = find_card("H100")
     settled = with_chosen_settings(config, card).learner
-    assert settled.settings == {"microbatch_tokens": 32768, "gradient_checkpointing": False}
+    assert settled.settings == {
+        "microbatch_tokens": 32768,
+        "gradient_checkpointing": False,
+        "offload_activations": False,
+    }
     small = replace(card, memory_bytes=3 << 29)
     few = with_chosen_settings(config, small).learner.pass_tokens
     assert 96 <= few < 32768

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tinkermq.actors.training import model as training_model
 from tinkermq.actors.training.batch import TrainingBatch, assemble
 from tinkermq.actors.training.model import load_model
 from tinkermq.actors.training.step import StepReport, Trainer
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from transformers import PreTrainedModel
 
 from tests.actors.learner.plain_step import Episodes, grpo, plain_logprobs, plain_step
@@ -353,6 +355,34 @@ def test_gradient_checkpointing_changes_no_gradient(folder: Path, policy: PreTra
     _train(plain, _config(folder), batch)
     assert ours.is_gradient_checkpointing
     torch.testing.assert_close(gradients_of(ours), gradients_of(plain), rtol=1e-5, atol=1e-7)
+
+
+def test_offloaded_activations_give_the_same_bits_and_are_the_inputs_of_layers(
+    folder: Path, policy: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloaded: list[torch.Size] = []
+
+    class Recording(save_on_cpu):
+        """Notes the shapes of what leaves the GPU."""
+
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: offloaded.append(tensor.shape) or pack(tensor)
+
+    monkeypatch.setattr(training_model, "save_on_cpu", Recording)
+    batch, trained = assemble(_groups()), list[PreTrainedModel]()
+    for offload in (False, True):
+        learner = {"gradient_checkpointing": True, "offload_activations": offload}
+        config = _config(folder, learner=learner)
+        ours = load_model(config.model, config.learner)
+        ours.load_state_dict(policy.state_dict())
+        _train(ours, config, batch)
+        trained.append(ours)
+    assert torch.equal(*map(gradients_of, trained))
+    widths = {shape[-1] for shape in offloaded}
+    assert widths == {trained[0].config.hidden_size}
+    assert len(offloaded) % trained[0].config.num_hidden_layers == 0 < len(offloaded)
 
 
 def test_bfloat16_stays_close_and_keeps_float32_masters(

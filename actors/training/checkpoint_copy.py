@@ -1,0 +1,240 @@
+"""What a checkpoint holds, copied into the machine's memory, and written while training goes on.
+
+Each rank copies what it holds, on a GPU into pinned memory that is used again; training goes on
+then. In a thread of its own, the copy is written: each rank writes its parts of the optimiser's
+state, as `torch.distributed.checkpoint` divides and reshards them, and the first writes the model
+as the Hugging Face folder that others load. Collectives of that thread have a group of their own.
+
+`torch.distributed.checkpoint.async_save` is not used. Its future is done when its own files are
+written, but a checkpoint counts when the model, digests, fsync and the renamed folder are there,
+too; with `AsyncCheckpointerType.PROCESS` a process outlives a killed learner and writes on. What it
+consists of is used: its stager, and `save` in the thread.
+"""
+
+# torch leaves some of its methods untyped, safetensors its paths.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from ..policy.lora import policy_tensors
+from ..policy.policies import policy_folder
+from ..policy.saving import save_model
+from .objective import EntropyBonus
+from .optimizer import optimizer_state, save_optimizer
+from .parallel import Parallel
+from .rank_commands import Order, Ranks
+
+OPTIMIZER = "learner/optimizer"
+"""A folder that several ranks wrote, or with `.pt` the file of one."""
+CRITIC = "learner/critic.safetensors"
+CRITIC_OPTIMIZER = "learner/critic_optimizer"
+REFERENCE = "learner/reference.safetensors"
+SAVE = Order("save", {})
+
+
+class HostCopies:
+    """Copies tensors into the machine's memory, as torch.distributed.checkpoint stages them.
+
+    Of tensors on a GPU the copy is pinned, and made in the same place each time: a copy holds until
+    the next one. Of others each copy has memory of its own, freed with it.
+    """
+
+    def __init__(self) -> None:
+        """Have no memory yet."""
+        self._pinned: DefaultStager | None = None
+
+    def take(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of a nested state whose tensors nothing changes any more."""
+        if not torch.cuda.is_available():
+            return _stager(pinned=False).stage(state)  # pyright: ignore[reportReturnType]  # no future: staging is not asynchronous
+        self._pinned = self._pinned or _stager(pinned=True)
+        return self._pinned.stage(state)  # pyright: ignore[reportReturnType]  # as above
+
+
+def _stager(*, pinned: bool) -> DefaultStager:
+    options = StagingOptions(
+        use_pinned_memory=pinned,
+        use_shared_memory=False,
+        use_async_staging=False,
+        use_non_blocking_copy=pinned,
+    )
+    return DefaultStager(options)
+
+
+@dataclass
+class ModelCopy:
+    """A model and its optimiser as they were when they were copied."""
+
+    weights: dict[str, Tensor]
+    """This rank's parts of what is trained; once gathered, whole on the first rank."""
+    optimizer: dict[str, Any]
+    """This rank's parts of its state."""
+
+    @classmethod
+    def take(
+        cls,
+        copies: HostCopies,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        parallel: Parallel,
+    ) -> "ModelCopy":
+        """Copy both at once."""
+        state = {
+            "weights": trained_weights(model),
+            "optimizer": optimizer_state(model, optimizer, parallel),
+        }
+        return cls(**copies.take(state))
+
+    def gather(self, parallel: Parallel) -> None:
+        """Bring all parts of the weights to the first rank; all ranks do so together."""
+        self.weights = gather_weights(self.weights, parallel)
+
+
+@dataclass
+class TrainerCopy:
+    """All that a checkpoint holds of one policy."""
+
+    model: nn.Module
+    """Asked for the form of its folder alone: its weights may be others by now."""
+    processor: Any
+    policy: ModelCopy
+    critic: ModelCopy | None
+    reference: dict[str, Tensor]
+    """Of a reference that moves."""
+    entropy: EntropyBonus | None
+
+    def gather(self, parallel: Parallel) -> None:
+        """Bring all weights to the first rank; all ranks do so together."""
+        self.policy.gather(parallel)
+        if self.critic is not None:
+            self.critic.gather(parallel)
+        self.reference = gather_weights(self.reference, parallel)
+
+    def write_optimizers(self, folder: Path, parallel: Parallel) -> list[Callable[[], None]]:
+        """Write what the ranks write together; return what writes the rest, by the first alone.
+
+        Raises StorageError on all ranks if one of them cannot write.
+        """
+        states = {OPTIMIZER: self.policy.optimizer}
+        if self.critic is not None:
+            states[CRITIC_OPTIMIZER] = self.critic.optimizer
+        return [save_optimizer(folder / name, state, parallel) for name, state in states.items()]
+
+    def write_models(self, folder: Path) -> None:
+        """Write all that has been gathered; the first rank alone does."""
+        (folder / "learner").mkdir(parents=True, exist_ok=True)
+        save_model(self.model, folder, self.policy.weights)
+        self.processor.save_pretrained(folder)
+        if self.critic is not None:
+            save_file(contiguous(self.critic.weights), folder / CRITIC)
+        if self.reference:
+            save_file(contiguous(self.reference), folder / REFERENCE)
+        if self.entropy is not None:
+            self.entropy.save(folder)
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """Return what was gathered, as versions of weights name it; a critic as `critic.*`."""
+        names = {id(tensor): name for name, tensor in self.model.state_dict(keep_vars=True).items()}
+        named = {
+            name: self.policy.weights[names[id(tensor)]]
+            for name, tensor in policy_tensors(self.model).items()
+        }
+        return named if self.critic is None else named | critic_names(self.critic.weights)
+
+
+class CheckpointCopy:
+    """All that a checkpoint holds of the models of a job, in this machine's memory."""
+
+    def __init__(
+        self,
+        copies: Mapping[str, TrainerCopy],
+        parallel: Parallel,
+        ranks: Ranks | None = None,
+        number: int = 0,
+    ) -> None:
+        """`copies` by policy; `ranks` have copied theirs, under the same number, and write them."""
+        self._copies = copies
+        self._number = number
+        self._parallel = parallel.in_background
+        self._ranks = ranks
+
+    def write(self, folder: Path | None) -> None:
+        """Make a folder, which the first rank names, and write into it; all ranks do so together.
+
+        What needs the others is done first, so that one that cannot write leaves nobody waiting.
+        Raises StorageError on all ranks if one of them cannot write its parts.
+        """
+        if self._ranks is None:
+            self._write(folder)
+            return
+        with self._ranks.explaining(SAVE):
+            self._write(folder)
+
+    def _write(self, named: Path | None) -> None:
+        parallel = self._parallel
+        places = parallel.gather((self._number, str(named)))
+        if {number for number, _ in places} != {self._number}:
+            raise ValueError(f"ranks write different copies: {places}")
+        folder = Path(places[0][1])
+        for copied in self._copies.values():
+            copied.gather(parallel)
+        finish: list[Callable[[], None]] = []
+        for name, copied in self._copies.items():
+            finish += copied.write_optimizers(policy_folder(folder, name), parallel)
+        if parallel.rank == 0:
+            for name, copied in self._copies.items():
+                copied.write_models(policy_folder(folder, name))
+            for one in finish:
+                one()
+
+    def weights(self) -> dict[str, dict[str, Tensor]]:
+        """Return the weights that were to be written, by policy; critics as `critic.*`.
+
+        There are some as soon as the folder could be named, whether it could be written or not.
+        """
+        return {name: copied.named_weights() for name, copied in self._copies.items()}
+
+
+def critic_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Name the weights of a critic beside those of its policy."""
+    return {f"critic.{name}": value for name, value in weights.items()}
+
+
+def trained_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return what is trained of a model, by reference, under the names of its state.
+
+    Tied weights are the same tensor under each of their names.
+    """
+    changing = {id(tensor) for tensor in policy_tensors(model).values()}
+    detached: dict[int, Tensor] = {}
+    named: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in changing:
+            named[name] = detached.setdefault(id(tensor), tensor.detach())
+    return named
+
+
+def gather_weights(weights: Mapping[str, Tensor], parallel: Parallel) -> dict[str, Tensor]:
+    """Return tensors whole on the first rank, and none on the others; all ranks together.
+
+    Tied weights are the same tensor under each of their names.
+    """
+    gathered: dict[int, Tensor | None] = {}
+    for tensor in weights.values():
+        if id(tensor) not in gathered:
+            gathered[id(tensor)] = parallel.gather_whole(tensor)
+    whole = {name: gathered[id(tensor)] for name, tensor in weights.items()}
+    return {name: tensor for name, tensor in whole.items() if tensor is not None}
+
+
+def contiguous(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors as safetensors writes them."""
+    return {name: tensor.contiguous() for name, tensor in weights.items()}

@@ -1,0 +1,225 @@
+"""A checkpoint is written while training goes on, and counts only when it is whole."""
+
+import os
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from tinkermq.actors.training.checkpoint import load_state
+from tinkermq.actors.training.checkpoint_copy import HostCopies, trained_weights
+from tinkermq.schemas.wire.errors import EngineError, StorageError
+
+from tests.support import disks
+from tests.support.models import make_tiny_model
+from tests.support.saving import (
+    BackgroundRun,
+    fork_context,
+    make_store,
+    make_trainer,
+    train,
+    train_and_save,
+)
+from tests.support.waiting import PATIENCE_S
+
+NUM_STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder."""
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class HangingDisk:
+    """A disk whose fsync returns when it is let go."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.asked, self.let_go = threading.Event(), threading.Event()
+        patch.setattr(os, "fsync", self._fsync)
+
+    def _fsync(self, _: int) -> None:
+        self.asked.set()
+        assert self.let_go.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def hanging_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingDisk]:
+    """One that is let go at the end at the latest."""
+    disk = HangingDisk(monkeypatch)
+    yield disk
+    disk.let_go.set()
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_training_goes_on_while_a_disk_hangs_and_the_checkpoint_is_of_its_step(
+    folder: Path, tmp_path: Path, hanging_disk: HangingDisk, num_ranks: int
+) -> None:
+    run = BackgroundRun(folder, tmp_path, num_ranks)
+    try:
+        run.train()
+        expected = run.digest()
+        run.begin_save()
+        assert hanging_disk.asked.wait(PATIENCE_S)
+        for _ in range(3):
+            run.train()
+        assert run.writing is not None
+        assert not run.writing.done()
+        assert run.store.steps() == []
+        hanging_disk.let_go.set()
+        run.finish_save()
+        assert run.store.steps() == [1]
+    finally:
+        run.ranks.close()
+    again = BackgroundRun(folder, tmp_path, num_ranks)
+    try:
+        assert again.digest() == expected
+    finally:
+        again.ranks.close()
+
+
+def test_the_next_checkpoint_waits_for_the_one_that_is_written(
+    folder: Path, tmp_path: Path, hanging_disk: HangingDisk
+) -> None:
+    run = BackgroundRun(folder, tmp_path, 1)
+    run.train()
+    run.begin_save()
+    assert hanging_disk.asked.wait(PATIENCE_S)
+    run.train()
+    with ThreadPoolExecutor(1) as other:
+        second = other.submit(run.begin_save)
+        assert [path.name.split(".")[1] for path in run.store.folder.iterdir()] == ["step_000001"]
+        assert not second.done()
+        hanging_disk.let_go.set()
+        second.result(PATIENCE_S)
+    run.finish_save()
+    assert run.store.steps() == [1, 2]
+
+
+def test_a_copy_stays_as_it_was_and_keeps_tied_weights_tied(folder: Path) -> None:
+    trainer = make_trainer(folder)
+    train(trainer, range(1, 2))
+    weights = trained_weights(trainer.model)
+    first = next(iter(weights))
+    copied = HostCopies().take({"a": weights, "b": {"tied": weights[first]}})
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    train(trainer, range(2, 3))
+    assert not torch.equal(before[first], weights[first])
+    for name, tensor in before.items():
+        assert torch.equal(copied["a"][name], tensor), name
+    assert copied["b"]["tied"] is copied["a"][first]
+
+
+def test_a_disk_that_fills_while_training_goes_on_leaves_the_earlier_checkpoint(
+    folder: Path, tmp_path: Path
+) -> None:
+    with disks.small_disk(tmp_path / "disk", 8) as place:
+        run = BackgroundRun(folder, place, 1)
+        run.train()
+        run.begin_save()
+        run.finish_save()
+        ballast = disks.fill(place)
+        run.train()
+        run.begin_save()
+        run.train()
+        with pytest.raises(StorageError, match="the disk is full") as raised:
+            run.finish_save()
+        assert raised.value.is_full
+        assert run.store.steps() == [1]
+        load_state(run.store.path(1))
+        ballast.unlink()
+        run.writing = None
+        run.begin_save()
+        run.finish_save()
+        assert run.store.steps() == [1, 3]
+
+
+# -- kills -----------------------------------------------------------------------------------------
+
+
+def _start(folder: Path, run: Path, num_ranks: int) -> tuple[BaseProcess, Connection]:
+    context = fork_context()
+    listen, told = context.Pipe(duplex=False)
+    process = context.Process(target=train_and_save, args=(folder, run, told, num_ranks, NUM_STEPS))
+    process.start()
+    told.close()
+    return process, listen
+
+
+def _until_writing(run: Path, process: BaseProcess) -> None:
+    """Wait until a checkpoint has begun to be written."""
+    while not any((run / "checkpoints").glob(".step_*/*")):
+        assert process.is_alive()
+        threading.Event().wait(0.002)
+
+
+def _until_trained(told: Connection, step: int) -> None:
+    assert told.poll(PATIENCE_S)
+    while told.recv() < step:
+        assert told.poll(PATIENCE_S)
+
+
+def _digest_at_the_end(folder: Path, run: Path, num_ranks: int) -> str:
+    """Run to the last step; return the digest of the weights."""
+    process, told = _start(folder, run, num_ranks)
+    while True:
+        assert told.poll(PATIENCE_S)
+        if isinstance(said := told.recv(), str):
+            process.join()
+            return said
+        assert isinstance(said, int), said
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_killed_while_a_checkpoint_is_written_a_run_goes_on_to_the_same_bits(
+    folder: Path, tmp_path: Path, num_ranks: int
+) -> None:
+    expected = _digest_at_the_end(folder, tmp_path / "uninterrupted", num_ranks)
+    run, rng = tmp_path / "killed", random.Random(num_ranks)
+    store, newest = make_store(run), 0
+    for step in (1, 3):
+        process, told = _start(folder, run, num_ranks)
+        _until_trained(told, step)
+        _until_writing(run, process)
+        threading.Event().wait(rng.uniform(0, 0.2))  # anywhere in what is written
+        process.kill()
+        process.join()
+        latest, damaged = store.latest_whole()
+        assert damaged == []
+        state = 0 if latest is None else load_state(latest).step
+        assert state >= max(newest, step - 1)  # the one before was whole when its next began
+        newest = state
+    assert _digest_at_the_end(folder, run, num_ranks) == expected
+    assert not list(store.folder.glob(".step_*"))
+
+
+@pytest.mark.long
+def test_a_rank_killed_while_a_checkpoint_is_written_ends_the_run_with_its_name(
+    folder: Path, tmp_path: Path
+) -> None:
+    expected = _digest_at_the_end(folder, tmp_path / "uninterrupted", 2)
+    run = tmp_path / "killed"
+    process, told = _start(folder, run, 2)
+    _until_trained(told, 2)
+    _until_writing(run, process)
+    (rank,) = [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if "tinkermq.actors.learner.ranks.worker" in child.cmdline()
+    ]
+    rank.kill()
+    said: object = 0
+    while isinstance(said, int):
+        assert told.poll(PATIENCE_S)
+        said = told.recv()
+    assert isinstance(said, EngineError)
+    assert "rank 1 of the learner" in str(said)
+    process.join()
+    assert make_store(run).latest_whole()[1] == []
+    assert _digest_at_the_end(folder, run, 2) == expected
