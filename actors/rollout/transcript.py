@@ -36,6 +36,8 @@ class Transcript:
     rewards: list[float] = field(default_factory=list[float])
     observations: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     info: dict[str, Any] = field(default_factory=dict[str, Any])
+    first_token: float = 0.0
+    """When its first token was generated; 0: not known."""
     generate_s: float = 0.0
     environment_s: float = 0.0
 
@@ -149,6 +151,7 @@ class Transcript:
             info=self.info,
             host=host,
             data_source=self.data_source,
+            first_token=self.first_token,
             generate_s=self.generate_s,
             environment_s=self.environment_s,
         )
