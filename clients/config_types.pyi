@@ -208,7 +208,7 @@ class GeneratorConfigDict(TypedDict, total=False):
     prefix_caching: bool
     """Compute common beginnings of prompts once."""
     max_batched_tokens: int | None
-    """Tokens per forward pass, those of prompts included; default: vLLM's for the GPU."""
+    """Tokens per forward pass, those of prompts included; default: 16384 on a large GPU, else 8192."""
     compile: bool
     """Compile the model and record CUDA graphs: slower start, faster generation."""
     dtype: Literal['auto', 'float32', 'bfloat16']
@@ -216,7 +216,7 @@ class GeneratorConfigDict(TypedDict, total=False):
     max_episodes: int
     """Concurrent episodes per generator."""
     max_requests: int | None
-    """Requests per forward pass; default: 256, with vLLM its own for the GPU (1024 on an H100)."""
+    """Requests per forward pass; default: as many as the job has and the GPU's memory holds ([will it fit](gpu.md#will-it-fit)), 256 on a CPU."""
     max_context: int | None
     """Longest sequence; default: the longest episode of `rollout`."""
     kv_on_swap: Literal['keep', 'recompute']

@@ -128,6 +128,9 @@ class Trajectory(Message):
     """1 + number of failed tries."""
     failures: list[Blame] = Field(default_factory=list[Blame])
     """Why earlier tries failed."""
+    first_token: float = 0.0
+    """Time of the first generated token; 0: unknown, as of programs' episodes and of those that
+    another generator has begun."""
     generate_s: float = 0.0
     """Seconds spent waiting for the engine."""
     environment_s: float = 0.0

@@ -98,6 +98,8 @@ class Generation:
     """int32[N, K]: the likeliest tokens in the place of each, best first; None: not asked for."""
     top_logprobs: FloatVector | None = None
     """float32[N, K]: their log-probs, as in `logprobs`."""
+    first_token: float = 0.0
+    """When the first token was there, in seconds since the epoch; 0: it is not known."""
 
 
 def nothing() -> Generation:
@@ -240,18 +242,28 @@ class Engine(Protocol):
         """
         ...
 
-    async def sleep(self) -> None:
+    async def sleep(self, *, keep_weights: bool = True) -> None:
         """Free the memory of the weights and of keys and values, between two decode steps.
 
         Running requests stand still and new ones wait: after `wake` they go on, with their keys
-        and values computed anew. The weights lie in the machine's memory. All other methods may be
-        called meanwhile; `load_weights` returns when the weights are those of the first step after
-        `wake`. Nothing happens if it sleeps already. Raises EngineError when the engine failed.
+        and values computed anew. The weights lie in the machine's memory; without `keep_weights`
+        those that `load_weights` replaces may be given up (see `has_weights`). All other methods
+        may be called meanwhile; `load_weights` returns when the weights are those of the first step
+        after `wake`. Nothing happens if it sleeps already. Raises EngineError when the engine
+        failed.
         """
         ...
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether it can wake: not after it gave up its weights, until others are loaded."""
+        ...
+
     async def wake(self) -> None:
-        """Take the memory back and go on; nothing happens if it is awake."""
+        """Take the memory back and go on; nothing happens if it is awake.
+
+        Raises EngineError if it has no weights.
+        """
         ...
 
     def cancel(self, request_id: str) -> None:
@@ -485,6 +497,14 @@ def left_grammar(why: str) -> ConfigError:
     return ConfigError(
         f"the output format cannot be followed further: {why}",
         hint="give a simpler schema: shorter alternatives, patterns and bounds",
+    )
+
+
+def no_weights() -> EngineError:
+    """Return the error of an engine that is to wake without weights."""
+    return EngineError(
+        "the engine gave up its weights when it fell asleep, and no others were loaded",
+        hint="load a version before it wakes",
     )
 
 

@@ -1,155 +1,72 @@
-"""A learner and a generator on one GPU: what each may hold, and whose turn it is.
+"""A learner and a generator on one GPU: whose turn it is.
 
-Either both keep a share of the memory and compute at the same time, or the engine sleeps while the
-learner trains: then the learner asks for the GPU before a step, and gives it back after the new
-version is a snapshot. The generator tells in each request what it does, so that neither has to
-remember anything about the other: a learner or a generator that is started anew goes on from there.
+What each may hold, and whether they take turns at all, `schemas/plan` decides. Either both keep a
+share of the memory and compute at the same time, or the engine sleeps while the learner trains:
+then the learner asks for the GPU before a step, and gives it back after the new version is a
+snapshot. The generator tells in each request what it does, so that neither has to remember
+anything about the other: a learner or a generator that is started anew goes on from there.
 """
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import nn
 
 from ...schemas.config.job import JobConfig
-from ...schemas.config.sections import Dtype, resolve_dtype
 from ...schemas.control import GpuTurn, GpuTurnRequest
-from ...schemas.plan.cards import GpuCard
-from ...schemas.plan.memory import stored_bytes
 from ...schemas.plan.plan import (
-    choose_engine_settings,
+    GpuUse,
+    JobModels,
+    choose_gpu_use,
     choose_learner_settings,
-    estimate_memory,
+    counted_models,
     find_models,
+    held_bytes,
 )
-from ...schemas.wire.errors import ConfigError, EngineError
+from ...schemas.wire.errors import EngineError
 from ..policy.devices import own_card
 from ..runtime import JobContext
 
 _POLL_S = 2.0
 _FREE_S = 900.0
 """How long a generator may take to free the GPU: its engine may just be starting."""
-_CONTEXT_SHARE = 0.06
-"""Of a GPU's memory, for the CUDA contexts, libraries and graphs of two processes."""
-_ACTIVATION_SHARE = 0.25
-"""Of a GPU's memory, for activations and logits of a model whose shape is not known."""
-_LEAST_CACHE_SHARE = 0.1
-"""Of a GPU's memory, for keys and values."""
-_MOST_SHARE = 0.9
-"""Of a GPU's memory, for the engine, however little the learner holds."""
-_GIB = 1 << 30
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class GpuUse:
-    """How learner and engine share a GPU."""
-
-    memory_share: float | None
-    """Of the GPU's memory, for the engine; None: there is no GPU."""
-    sleeps: bool
-    """Whether the engine frees it while the learner trains."""
-
-
-@dataclass(frozen=True)
-class HeldBytes:
-    """What learner and engine of a job hold on a GPU."""
-
-    stored: int
-    """What the learner holds from step to step: weights and optimiser."""
-    step: int
-    """What it holds in a step: activations and logits, too."""
-    engine: int
-    """What the engine holds but its cache."""
-
-
-def choose_gpu_use(config: JobConfig, held: HeldBytes, card_bytes: int) -> GpuUse:
-    """Decide how learner and engine share a GPU of `card_bytes`.
-
-    They overlap where the engine fits, with a tenth of the memory for its cache, beside what the
-    learner holds in a step; else the engine sleeps while the learner trains, and takes what the
-    learner does not hold from step to step. Raises ConfigError where not even that fits.
-    """
-    generator = config.generator
-    usable = card_bytes * (1 - _CONTEXT_SHARE)
-    left, beside = usable - held.stored, usable - held.step
-    needed = held.engine + _LEAST_CACHE_SHARE * card_bytes
-    sleeps = beside < needed if generator.sleep == "auto" else generator.sleep == "always"
-    room = left if sleeps else beside
-    if generator.memory_share is not None:
-        return GpuUse(generator.memory_share, sleeps)
-    if room < needed:
-        raise ConfigError(
-            f"learner and generator do not fit on one GPU of {card_bytes / _GIB:.0f} GiB: the "
-            f"learner holds {held.stored / _GIB:.1f} from step to step and {held.step / _GIB:.1f} "
-            f"in a step, the engine {held.engine / _GIB:.1f} without a cache",
-            hint="train an adapter (lora.rank), keep the optimiser in the machine's memory "
-            "(learner.cpu_offload=true), take a smaller model, or two GPUs",
-        )
-    share = min(room / card_bytes, _MOST_SHARE)
-    return GpuUse(math.floor(100 * share) / 100, sleeps)
-
-
-def held_bytes(
-    config: JobConfig, card: GpuCard, policies: Sequence[nn.Module], critics: Sequence[nn.Module]
-) -> HeldBytes:
-    """Estimate what learner and engine hold on a card.
-
-    Of models whose shape is not known, parameters are counted: 18 bytes for each that is trained.
-    """
-    models = find_models(config)
-    if models is None:
-        return _count_bytes(config, card, policies, critics)
-    learner = choose_learner_settings(config, models, card)
-    engine = choose_engine_settings(config, models, card)
-    of_learner, of_engine = estimate_memory(config, models, card, learner, engine)
-    *without_cache, _ = of_engine.terms
-    return HeldBytes(
-        stored_bytes(of_learner.terms),
-        of_learner.num_bytes,
-        sum(term.num_bytes for term in without_cache),
-    )
-
-
-def _count_bytes(
-    config: JobConfig, card: GpuCard, policies: Sequence[nn.Module], critics: Sequence[nn.Module]
-) -> HeldBytes:
-    total = _num_parameters(policies)
-    trained = _num_parameters(policies, trained=True) + _num_parameters(critics, trained=True)
-    still = total + _num_parameters(critics) - trained
-    if config.algorithm.kl_coef > 0 and not config.lora.rank:
-        still += total  # the reference
-    frozen = still * _width(config.learner.dtype)
-    states = 0 if config.learner.cpu_offload else 18 * trained
-    in_engine = 1 if config.generator.quantization else _width(config.generator.dtype)
-    stored = frozen + states
-    return HeldBytes(
-        stored, stored + round(_ACTIVATION_SHARE * card.memory_bytes), in_engine * total
-    )
-
-
-def _num_parameters(models: Sequence[nn.Module], *, trained: bool = False) -> int:
-    found = (p for model in models for p in model.parameters())
-    return sum(p.numel() for p in found if p.requires_grad or not trained)
-
-
-def _width(dtype: Dtype) -> int:
-    return 4 if resolve_dtype(dtype, on_gpu=True) == "float32" else 2
 
 
 def gpu_use_of(
     config: JobConfig, policies: Sequence[nn.Module], critics: Sequence[nn.Module] = ()
 ) -> GpuUse:
-    """Return how the GPU of this process is shared; on a CPU the engine sleeps if it is told to."""
+    """Return how the GPU of this process is shared; on a CPU the engine sleeps if it is told to.
+
+    Raises ConfigError where learner and engine do not fit.
+    """
     card = own_card()
     if card is None:
         return GpuUse(config.generator.memory_share, config.generator.sleep == "always")
-    return choose_gpu_use(config, held_bytes(config, card, policies, critics), card.memory_bytes)
+    models = find_models(config) or models_of(config, policies, critics)
+    settings = choose_learner_settings(config, models, card, shared=True)
+    held = held_bytes(config, models, card, settings)
+    return choose_gpu_use(config, held, card.memory_bytes)
+
+
+def models_of(
+    config: JobConfig, policies: Sequence[nn.Module], critics: Sequence[nn.Module]
+) -> JobModels:
+    """Count the weights of loaded models, whose shapes are not known."""
+    return counted_models(
+        config,
+        weights=_num_weights(policies),
+        trained=_num_weights(policies, trained=True),
+        critics=_num_weights(critics),
+    )
+
+
+def _num_weights(models: Sequence[nn.Module], *, trained: bool = False) -> int:
+    found = (p for model in models for p in model.parameters())
+    return sum(p.numel() for p in found if p.requires_grad or not trained)
 
 
 class GpuTurns:

@@ -255,7 +255,7 @@ class AgentLoop:
         request: str,
         on_token: OnToken | None,
     ) -> Generation:
-        started = time.perf_counter()
+        started, is_first = time.perf_counter(), not (transcript.num_generated or transcript.open)
         with self._time_use.doing("generate"):
             generation = await self._engine.generate(
                 [*transcript.token_ids, *(drawn.token_id for drawn in transcript.open)],
@@ -266,6 +266,8 @@ class AgentLoop:
                 images=transcript.images,
             )
         transcript.generate_s += time.perf_counter() - started
+        if is_first:
+            transcript.first_token = generation.first_token
         return generation
 
     def _note_token(

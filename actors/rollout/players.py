@@ -1,17 +1,22 @@
 """The engines of a process and the agent loops that play with them, by policy."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import structlog
 
 from ...broker.metering import TimeUse
 from ...envs.host_client import Environments
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import LoraConfig
+from ...schemas.plan.cards import card_like
+from ...schemas.plan.plan import with_engine_settings
 from ...schemas.wire.errors import ConfigError
 from ..engine.engine import Engine
-from ..engine.gpu_requirements import check_versions, installed_versions
+from ..engine.gpu_requirements import check_versions, installed_versions, read_own_gpu
 from ..engine.transformers.transformers_engine import TransformersEngine
+from ..gpus import load_nvml
 from ..policy.chat import ChatTokenizer
 from ..policy.devices import bound_memory, own_device, own_dtype
 from ..policy.model_folder import load_causal_lm
@@ -24,8 +29,30 @@ if TYPE_CHECKING:
 
     from ..engine.vllm.model import VllmModel
 
+_log = structlog.get_logger()
 Base: TypeAlias = "PreTrainedModel | VllmModel"
 """A model in memory that several engines share, each with an adapter of its own beside it."""
+
+
+def settled_for_gpu(
+    config: JobConfig, *, serves: bool = False, load: Callable[[], Any | None] = load_nvml
+) -> JobConfig:
+    """Return a configuration whose engine's keys are chosen for this process's GPU, as a plan does.
+
+    Keys that are set stay. On a CPU, and for a model that is not known, all do: then
+    `GeneratorConfig.num_requests` and vLLM decide. `serves`: requests come from clients.
+    """
+    # Asked of the driver: torch would take memory of the GPU for this process, beside vLLM's.
+    gpu = read_own_gpu(load)
+    if gpu is None:
+        return config
+    card = card_like(gpu.model, gpu.total_bytes)
+    settled = with_engine_settings(config, card, serves=serves)
+    if settled != config:
+        keys = ("max_requests", "max_batched_tokens", "memory_share")
+        chosen = {key: getattr(settled.generator, key) for key in keys}
+        _log.info("engine_settings_chosen", gpu=card.name, **chosen)
+    return settled
 
 
 async def start_engine(config: JobConfig, version: int = 0, base: "Base | None" = None) -> Engine:
@@ -34,6 +61,7 @@ async def start_engine(config: JobConfig, version: int = 0, base: "Base | None" 
     With `base` of `load_base` the adapter of the configuration is put beside its weights. Raises
     ConfigError where the engine is not installed.
     """
+    config = settled_for_gpu(config)
     max_waiting = 4 * config.generator.max_episodes
     if config.generator.engine == "vllm":
         _check_vllm()
@@ -65,6 +93,7 @@ async def start_engines(config: JobConfig) -> dict[str, Engine]:
 
 async def load_base(config: JobConfig, adapters: Sequence[LoraConfig]) -> Base:
     """Load the model of a configuration for engines that share it: one with each of `adapters`."""
+    config = settled_for_gpu(config)
     if config.generator.engine == "vllm":
         _check_vllm()
         from ..engine.vllm.vllm_engine import open_vllm

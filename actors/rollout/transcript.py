@@ -37,6 +37,8 @@ class Transcript:
     observations: list[list[dict[str, Any]]] = field(default_factory=list[list[dict[str, Any]]])
     """By turn that the game has answered, the messages before the next one."""
     info: dict[str, Any] = field(default_factory=dict[str, Any])
+    first_token: float = 0.0
+    """When its first token was generated; 0: not known."""
     generate_s: float = 0.0
     environment_s: float = 0.0
 
@@ -150,6 +152,7 @@ class Transcript:
             info=self.info,
             host=host,
             data_source=self.data_source,
+            first_token=self.first_token,
             generate_s=self.generate_s,
             environment_s=self.environment_s,
         )

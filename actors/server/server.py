@@ -43,7 +43,7 @@ from ..rollout.agent_loop import (
     until_played,
 )
 from ..rollout.completions import Answers
-from ..rollout.players import load_base, start_engine
+from ..rollout.players import load_base, settled_for_gpu, start_engine
 from ..runtime import JobContext, settle_memory
 from ..storage.adapters import base_of, is_adapter
 from ..weights.job_weights import follow_weights
@@ -149,6 +149,7 @@ async def run_server(context: JobContext) -> None:
     await context.serve_control()
     await asyncio.to_thread(check_weights, context.record, context.config)
     config = config_of_checkpoint(context.record, context.config)
+    config = await asyncio.to_thread(settled_for_gpu, config, serves=True)
     chat = await asyncio.to_thread(make_chat, config)
     engines = await start_engines(context.record, config)
     engine = engines[""]

@@ -152,7 +152,8 @@ class GeneratorConfig(Section):
     max_batched_tokens: int | None = Field(
         default=None, ge=1, json_schema_extra=when("engine", "vllm")
     )
-    """Tokens per forward pass, those of prompts included; default: vLLM's for the GPU."""
+    """Tokens per forward pass, those of prompts included; default: 16384 on a large GPU, else
+    8192."""
     compile: bool = Field(default=True, json_schema_extra=when("engine", "vllm"))
     """Compile the model and record CUDA graphs: slower start, faster generation."""
     dtype: Dtype = "auto"
@@ -160,7 +161,8 @@ class GeneratorConfig(Section):
     max_episodes: int = Field(default=256, ge=1, le=65_536)
     """Concurrent episodes per generator."""
     max_requests: int | None = Field(default=None, ge=1, le=65_536)
-    """Requests per forward pass; default: 256, with vLLM its own for the GPU (1024 on an H100)."""
+    """Requests per forward pass; default: as many as the job has and the GPU's memory holds ([will
+    it fit](gpu.md#will-it-fit)), 256 on a CPU."""
     max_context: int | None = Field(default=None, ge=2)
     """Longest sequence; default: the longest episode of `rollout`."""
     kv_on_swap: Literal["keep", "recompute"] = "keep"
@@ -175,7 +177,7 @@ class GeneratorConfig(Section):
 
     @property
     def num_requests(self) -> int:
-        """Requests per forward pass where the engine does not know better."""
+        """Requests per forward pass; 256 where none are set or chosen for a GPU."""
         return self.max_requests or 256
 
 

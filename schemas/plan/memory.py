@@ -37,7 +37,7 @@ _UNUSABLE = 0.04
 """Share of a card that the allocator's fragments take."""
 _GRAPHS_BYTES = GIB
 VLLM_SHARE = 0.92
-"""Share of a card that vLLM takes."""
+"""Share of a card of its own that vLLM takes."""
 TRANSFER_BYTES = 2 * 64 * _MIB
 """Two buckets of weights on their way."""
 
@@ -103,8 +103,12 @@ def learner_load(
     on_gpu: bool = True,
     updated: Iterable[ModelShape] = (),
     frozen: Iterable[ModelShape] = (),
+    adapter: int | None = None,
 ) -> LearnerLoad:
-    """Return what a job's configuration asks of one rank of its learner."""
+    """Return what a job's configuration asks of one rank of its learner.
+
+    `adapter` are the weights of its adapter, if they were counted.
+    """
     learner, lora = job.learner, job.lora
     dtype = resolve_dtype(learner.dtype, on_gpu=on_gpu)
     attention = job.model.attn_implementation
@@ -115,7 +119,7 @@ def learner_load(
         row_tokens=min(learner.max_row_tokens, microbatch_tokens),
         checkpointing=checkpointing,
         lora_rank=lora.rank,
-        lora_weights=adapter_weights(job, shape),
+        lora_weights=adapter_weights(job, shape) if adapter is None else adapter,
         compute_bytes=4 if dtype == "float32" else 2,
         optimizer=learner.optimizer,
         ranks=learner.ranks,
@@ -337,10 +341,8 @@ class EngineLoad:
     """As configured; 0: what is left."""
     other_weights: int = 0
     """Of the policies of other roles, on the same card."""
-    share: float = VLLM_SHARE
-    """Of the card, for vLLM."""
-    beside_bytes: int = 0
-    """What a learner on the same card keeps while the engine generates."""
+    share: float | None = None
+    """Of the card; None: all but fragments."""
 
     @property
     def token_bytes(self) -> int:
@@ -371,10 +373,7 @@ def engine_terms(load: EngineLoad, memory_bytes: int) -> list[Term]:
             Term("weights of the next version", weights, "set generator.engine=vllm"),
             Term("earlier turns", _PREFIX_CACHE_BYTES),
         ]
-    if load.beside_bytes:
-        remedy = "set lora.rank, or give the learner a card of its own"
-        terms.append(Term("weights and optimiser of the learner", load.beside_bytes, remedy))
-    usable = usable_bytes(memory_bytes, load.share if load.is_vllm else None)
+    usable = usable_bytes(memory_bytes, load.share)
     left = max(0, usable - sum(term.num_bytes for term in terms))
     cache = load.kv_cache_bytes or min(
         left, load.token_bytes * load.max_context * load.max_requests

@@ -59,6 +59,11 @@ class ModelShape:
     """Experts that read a token."""
 
     @property
+    def is_unknown(self) -> bool:
+        """Whether only the number of weights is known."""
+        return not self.hidden
+
+    @property
     def embedding_weights(self) -> int:
         """Weights of the embedding; the output layer has as many."""
         return self.vocab * self.hidden
@@ -101,6 +106,24 @@ class ModelShape:
             return attention
         mlp = [("gate_proj", hidden, self.intermediate), ("up_proj", hidden, self.intermediate)]
         return [*attention, *mlp, ("down_proj", self.intermediate, hidden)]
+
+
+def unknown_shape(weights: int) -> ModelShape:
+    """Return a shape of which only the number of weights is known."""
+    return ModelShape(
+        kind="?",
+        hidden=0,
+        layers=1,
+        heads=0,
+        kv_heads=0,
+        head_size=0,
+        intermediate=0,
+        vocab=0,
+        tied=True,
+        normed_heads=False,
+        layer_weights=weights,
+        active_layer_weights=weights,
+    )
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:

@@ -8,6 +8,7 @@ count at their longest, so times are upper bounds for a run whose episodes end e
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import floor
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -30,7 +31,7 @@ from .memory import (
     stored_bytes,
     usable_bytes,
 )
-from .model_shape import ModelShape, find_shape
+from .model_shape import ModelShape, find_shape, unknown_shape
 
 _MICROBATCHES = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024, 512)
 """Tokens that are tried for a forward and backward pass, the most first."""
@@ -40,9 +41,19 @@ _CHOSEN_SHARE = 0.9
 """Of what a card can hold, for settings that are chosen: estimates err."""
 _SHARED_PASSES = 0.25
 """Of a card that learner and engine share, for activations and logits."""
-_LARGE_CARD = 60 * GIB
+_LARGE_CARD = 70 * GIB
 _LARGE_REQUESTS, _SMALL_REQUESTS = 1024, 256
-_LARGE_BATCHED, _SMALL_BATCHED = 8192, 2048
+_LARGE_BATCHED, _SMALL_BATCHED = 16384, 8192
+"""Requests, and tokens of a pass, of an engine that is bound by neither memory nor the job: as vLLM
+has them by itself for throughput."""
+_CONTEXT_SHARE = 0.06
+"""Of a card that learner and engine share, for the CUDA contexts, libraries and graphs of both."""
+_UNKNOWN_PASSES = 0.25
+"""Of a card, for activations and logits of a model of which only the weights are known."""
+_LEAST_CACHE_SHARE = 0.1
+"""Of a card that learner and engine share, for keys and values."""
+_MOST_SHARE = 0.9
+"""Of such a card, for the engine, however little the learner holds."""
 
 
 # -- the models of a job ---------------------------------------------------------------------------
@@ -59,6 +70,24 @@ class JobModels:
     """The policies of other roles, which generators load, too."""
     frozen: tuple[ModelShape, ...] = ()
     """The reference and teachers that the learner loads."""
+    adapter: int | None = None
+    """Weights of the adapter, if they were counted; None: they follow from the shape."""
+
+
+def counted_models(job: JobConfig, *, weights: int, trained: int, critics: int = 0) -> JobModels:
+    """Return the models of a job of whose policy only the numbers of weights are known.
+
+    `weights` are those of the policy with its adapter, of which `trained` are trained.
+    """
+    adapter = trained if trained < weights else 0
+    policy = unknown_shape(weights - adapter)
+    has_reference = job.algorithm.kl_coef > 0 and not job.lora.rank
+    return JobModels(
+        policy,
+        updated=(unknown_shape(critics),) if critics else (),
+        frozen=(policy,) if has_reference else (),
+        adapter=adapter,
+    )
 
 
 def find_models(job: JobConfig) -> JobModels | None:
@@ -108,7 +137,9 @@ class EngineSettings:
 
     max_requests: int
     batched_tokens: int
-    """Tokens of one prefill of vLLM."""
+    """Tokens of one forward pass of vLLM."""
+    memory_share: float | None
+    """Of the card, for all engines of a generator; None: what is free."""
 
 
 def choose_learner_settings(
@@ -171,30 +202,63 @@ def _load(job: JobConfig, models: JobModels, settings: LearnerSettings) -> Learn
         offload_activations=settings.offload_activations,
         updated=models.updated,
         frozen=models.frozen,
+        adapter=models.adapter,
     )
 
 
-def choose_engine_settings(job: JobConfig, models: JobModels, card: GpuCard) -> EngineSettings:
-    """Return the settings of a generator's engine on cards of this kind."""
-    is_large = card.memory_bytes >= _LARGE_CARD
-    batched = job.generator.max_batched_tokens
-    batched = batched or (_LARGE_BATCHED if is_large else _SMALL_BATCHED)
-    given = job.generator.max_requests
-    if given is not None:
-        return EngineSettings(given, batched)
-    most = _LARGE_REQUESTS if is_large and job.generator.engine == "vllm" else _SMALL_REQUESTS
-    most = min(most, job.episodes_at_once)
-    load = _engine_load(job, models, EngineSettings(most, batched))
-    cache = engine_terms(load, card.memory_bytes)[-1].num_bytes
-    # Episodes are on average half as long as they may get.
-    return EngineSettings(
-        max(1, min(most, 2 * cache // (load.token_bytes * load.max_context))), batched
-    )
+def choose_engine_settings(
+    job: JobConfig, models: JobModels, card: GpuCard, *, serves: bool = False
+) -> EngineSettings:
+    """Return the settings of an engine on cards of this kind; keys that the user has set are taken.
+
+    As many requests at once as the KV cache holds at half of their length, and no more than the job
+    has episodes. `serves`: requests come from clients, however many they are.
+    """
+    generator = job.generator
+    is_vllm = generator.engine == "vllm"
+    is_large = card.memory_bytes >= _LARGE_CARD and not card.name.startswith("A100")
+    share = generator.memory_share or (VLLM_SHARE if is_vllm else None)
+    most = _LARGE_REQUESTS if is_large and is_vllm else _SMALL_REQUESTS
+    if not serves and not job.agent.runs_programs:  # a program may call several times at once
+        most = min(most, job.episodes_at_once)
+    batched = generator.max_batched_tokens or (_LARGE_BATCHED if is_large else _SMALL_BATCHED)
+    if generator.max_requests is None:
+        most = min(most, batched)  # each has a token of a pass
+        load = _engine_load(job, models, EngineSettings(most, batched, share))
+        cache = engine_terms(load, card.memory_bytes)[-1].num_bytes
+        # Episodes are on average half as long as they may get.
+        longest = load.token_bytes * load.max_context  # 0: the shape is not known
+        requests = max(1, min(most, 2 * cache // longest)) if longest else most
+    else:
+        requests = generator.max_requests
+    if generator.max_batched_tokens is None:
+        batched = max(requests, min(batched, requests * _max_context(job)))
+    return EngineSettings(requests, batched, share)
 
 
-def _engine_load(
-    job: JobConfig, models: JobModels, settings: EngineSettings, beside_bytes: int = 0
-) -> EngineLoad:
+def with_engine_settings(job: JobConfig, card: GpuCard, *, serves: bool = False) -> JobConfig:
+    """Return a configuration with the keys that `choose_engine_settings` chooses for a card.
+
+    For a model that is not known, it stays as it is.
+    """
+    models = find_models(job)
+    if models is None:
+        return job
+    chosen = choose_engine_settings(job, models, card, serves=serves)
+    changes: dict[str, Any] = {
+        "max_requests": chosen.max_requests,
+        "memory_share": chosen.memory_share,
+    }
+    if job.generator.engine == "vllm":
+        changes["max_batched_tokens"] = chosen.batched_tokens
+    return job.model_copy(update={"generator": job.generator.model_copy(update=changes)})
+
+
+def _max_context(job: JobConfig) -> int:
+    return job.generator.max_context or job.rollout.max_tokens
+
+
+def _engine_load(job: JobConfig, models: JobModels, settings: EngineSettings) -> EngineLoad:
     generator = job.generator
     num_bytes = 4 if resolve_dtype(generator.dtype, on_gpu=True) == "float32" else 2
     quantised = "fp8" in (generator.quantization, models.policy.quantization)
@@ -204,15 +268,85 @@ def _engine_load(
         weight_bytes=1 if quantised else num_bytes,
         cache_bytes=1 if generator.kv_cache_dtype == "fp8" else num_bytes,
         cards=generator.tensor_parallel,
-        max_context=generator.max_context or job.rollout.max_tokens,
+        max_context=_max_context(job),
         max_requests=settings.max_requests,
         batched_tokens=settings.batched_tokens,
         compiled=generator.compile,
         kv_cache_bytes=(generator.kv_cache_mb or 0) << 20,
         other_weights=sum(shape.weights for shape in models.roles),
-        share=generator.memory_share or VLLM_SHARE,
-        beside_bytes=beside_bytes,
+        share=settings.memory_share,
     )
+
+
+# -- one card for learner and engine ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """What learner and engine of a job hold on a card that they share."""
+
+    stored: int
+    """What the learner holds from step to step: weights and optimiser."""
+    step: int
+    """What it holds in a step: activations and logits, too."""
+    engine: int
+    """What the engine holds but its cache."""
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """How learner and engine share a card."""
+
+    memory_share: float | None
+    """Of the card, for the engine; None: there is no GPU."""
+    sleeps: bool
+    """Whether the engine frees it while the learner trains."""
+
+
+def held_bytes(
+    job: JobConfig, models: JobModels, card: GpuCard, learner: LearnerSettings
+) -> HeldBytes:
+    """Return what learner and engine hold on a card."""
+    terms = _terms(job, models, learner)
+    step = sum(term.num_bytes for term in terms)
+    if models.policy.is_unknown:
+        step += round(_UNKNOWN_PASSES * card.memory_bytes)
+    engine = choose_engine_settings(job, models, card)
+    *without_cache, _ = engine_terms(_engine_load(job, models, engine), card.memory_bytes)
+    return HeldBytes(stored_bytes(terms), step, sum(term.num_bytes for term in without_cache))
+
+
+def with_memory_share(job: JobConfig, share: float | None) -> JobConfig:
+    """Return a configuration whose generators take a share of their card."""
+    generator = job.generator.model_copy(update={"memory_share": share})
+    return job.model_copy(update={"generator": generator})
+
+
+def choose_gpu_use(job: JobConfig, held: HeldBytes, card_bytes: int) -> GpuUse:
+    """Decide how learner and engine share a card of `card_bytes`.
+
+    They overlap where the engine fits, with a tenth of the memory for its cache, beside what the
+    learner holds in a step; else the engine sleeps while the learner trains, and takes what the
+    learner does not hold from step to step. Raises ConfigError where not even that fits.
+    """
+    generator = job.generator
+    usable = card_bytes * (1 - _CONTEXT_SHARE)
+    left, beside = usable - held.stored, usable - held.step
+    needed = held.engine + _LEAST_CACHE_SHARE * card_bytes
+    sleeps = beside < needed if generator.sleep == "auto" else generator.sleep == "always"
+    room = left if sleeps else beside
+    if generator.memory_share is not None:
+        return GpuUse(generator.memory_share, sleeps)
+    if room < needed:
+        raise ConfigError(
+            f"learner and generator do not fit on one GPU of {card_bytes / GIB:.0f} GiB: the "
+            f"learner holds {held.stored / GIB:.1f} from step to step and {held.step / GIB:.1f} "
+            f"in a step, the engine {held.engine / GIB:.1f} without a cache",
+            hint="train an adapter (lora.rank), keep the optimiser in the machine's memory "
+            "(learner.cpu_offload=true), take a smaller model, or two GPUs",
+        )
+    share = min(room / card_bytes, _MOST_SHARE)
+    return GpuUse(floor(100 * share) / 100, sleeps)
 
 
 # -- memory of the actors --------------------------------------------------------------------------
@@ -253,40 +387,27 @@ def estimate_memory(
     card: GpuCard,
     learner: LearnerSettings,
     engine: EngineSettings,
-    *,
-    shared: bool = False,
 ) -> list[ActorMemory]:
-    """Return what the cards of each kind of actor hold.
-
-    If learner and generator share one card, the engine sleeps while the learner trains, and the
-    learner's weights and optimiser stay while the engine generates.
-    """
+    """Return what the cards of each kind of actor hold."""
     load = _load(job, models, learner)
     terms, on_host = learner_terms(load), tuple(host_terms(load))
     usable = usable_bytes(card.memory_bytes)
     actors = [ActorMemory("learner", job.learner.slots, tuple(terms), usable, on_host)]
     cards = job.generator.count * job.generator_slots
     if cards:
-        share = job.generator.memory_share or VLLM_SHARE
-        on_card = _engine_load(job, models, engine, stored_bytes(terms) if shared else 0)
-        held = tuple(engine_terms(on_card, card.memory_bytes))
-        usable = usable_bytes(card.memory_bytes, share if on_card.is_vllm else None)
+        held = tuple(engine_terms(_engine_load(job, models, engine), card.memory_bytes))
+        usable = usable_bytes(card.memory_bytes, engine.memory_share)
         actors.append(ActorMemory("generator", cards, held, usable))
     return actors
 
 
 def refuse_too_large(
-    job: JobConfig, models: JobModels, card: GpuCard, *, shared: bool = False
-) -> list[ActorMemory]:
-    """Return what the cards of each actor hold; raise PlacementError for what a card cannot hold.
+    actors: Iterable[ActorMemory], learner: LearnerSettings, card: GpuCard
+) -> None:
+    """Raise PlacementError for what a card cannot hold.
 
-    `shared`: learner and generator are on one card. The error names figures, the largest term and
-    the keys that shrink it.
+    The error names figures, the largest term and the keys that shrink it.
     """
-    _refuse_missing_kernels(job, models, card)
-    learner = choose_learner_settings(job, models, card, shared=shared)
-    engine = choose_engine_settings(job, models, card)
-    actors = estimate_memory(job, models, card, learner, engine, shared=shared)
     for actor in actors:
         if actor.fits:
             continue
@@ -300,7 +421,6 @@ def refuse_too_large(
             f"{_gib(largest.num_bytes)}",
             hint=largest.remedy,
         )
-    return actors
 
 
 def _refuse_missing_kernels(job: JobConfig, models: JobModels, card: GpuCard) -> None:
@@ -506,12 +626,16 @@ class Plan:
     """Why it cannot run there."""
     shares_card: bool = False
     """Whether learner and generator are on one card."""
+    use: GpuUse | None = None
+    """How they share it, if they fit."""
+    is_vllm: bool = False
 
     def to_map(self) -> dict[str, Any]:
         """Return all figures, as JSON can write them."""
         return {
             "gpus": str(self.cards),
             "shares_card": self.shares_card,
+            "engine_sleeps": self.use is not None and self.use.sleeps,
             "fits": self.refusal is None,
             "error": None if self.refusal is None else self.refusal.message,
             "hint": None if self.refusal is None else self.refusal.hint,
@@ -525,6 +649,8 @@ class Plan:
                 "learner.gradient_checkpointing": self.learner.gradient_checkpointing,
                 "learner.offload_activations": self.learner.offload_activations,
                 "generator.max_requests": self.engine.max_requests,
+                "generator.max_batched_tokens": self.engine.batched_tokens,
+                "generator.memory_share": self.engine.memory_share,
             },
             "actors": [_actor_map(actor) for actor in self.actors],
             "seconds": {
@@ -552,12 +678,10 @@ class Plan:
             if actor.host_terms:
                 on_host = (f"{_gib(term.num_bytes)} {term.name}" for term in actor.host_terms)
                 lines.append(f"  of the machine's memory, for each rank: {', '.join(on_host)}")
-        if self.shares_card:
-            lines.append("both share the card, at once if both fit, else by turns")
-        lines.append(
-            f"settings: learner.microbatch_tokens={self.learner.microbatch_tokens}, "
-            f"{self.learner}, generator.max_requests={self.engine.max_requests}"
-        )
+        if self.use is not None:
+            sleeps = "sleeps while the learner trains" if self.use.sleeps else "generates meanwhile"
+            lines.append(f"both share the card: the engine {sleeps}")
+        lines.append(f"settings: {', '.join(self._settings())}")
         times = self.times
         lines.append(
             f"a step: {times.step_s:.1f} s (generation {times.generation_s:.1f} s, training "
@@ -565,6 +689,24 @@ class Plan:
             f"and efficiencies that are {self.reached.source}, episodes at their longest"
         )
         return lines
+
+    def _settings(self) -> list[str]:
+        """Return the keys that the job runs with, as they would be set."""
+        learner, engine = self.learner, self.engine
+        settings = [
+            f"learner.microbatch_tokens={learner.microbatch_tokens}",
+            f"learner.gradient_checkpointing={str(learner.gradient_checkpointing).lower()}",
+        ]
+        if learner.offload_activations:
+            settings.append("learner.offload_activations=true")
+        if len(self.actors) == 1:
+            return settings
+        settings.append(f"generator.max_requests={engine.max_requests}")
+        if self.is_vllm:
+            settings.append(f"generator.max_batched_tokens={engine.batched_tokens}")
+        if engine.memory_share is not None:
+            settings.append(f"generator.memory_share={engine.memory_share:g}")
+        return settings
 
 
 def _actor_map(actor: ActorMemory) -> dict[str, Any]:
@@ -586,13 +728,24 @@ def make_plan(
 ) -> Plan:
     """Return what a job takes on some cards, and why it cannot run there, if it cannot."""
     reached = reached or Efficiencies()
-    shared = shares_card(job, cards.num)
-    learner = choose_learner_settings(job, models, cards.card, shared=shared)
-    engine = choose_engine_settings(job, models, cards.card)
-    refusal = None
+    shared, card = shares_card(job, cards.num), cards.card
+    learner = choose_learner_settings(job, models, card, shared=shared)
+    refusal = use = None
+    alone = job
     try:
         refuse_too_few(job, cards)
-        refuse_too_large(job, models, cards.card, shared=shared)
+        _refuse_missing_kernels(job, models, card)
+        if shared:
+            use = choose_gpu_use(job, held_bytes(job, models, card, learner), card.memory_bytes)
+            alone = with_memory_share(job, use.memory_share)
+    except PlacementError as error:
+        refusal = error
+    except ConfigError as error:
+        refusal = PlacementError(error.message, hint=error.hint)
+    engine = choose_engine_settings(alone, models, card)
+    actors = estimate_memory(job, models, card, learner, engine)
+    try:
+        refuse_too_large(actors, learner, card)
     except PlacementError as error:
         refusal = error
     return Plan(
@@ -600,11 +753,13 @@ def make_plan(
         models,
         learner,
         engine,
-        estimate_memory(job, models, cards.card, learner, engine, shared=shared),
+        actors,
         estimate_times(job, models, cards, learner, engine, reached),
         reached,
         refusal,
         shared,
+        use,
+        job.generator.engine == "vllm",
     )
 
 

@@ -161,14 +161,14 @@ async def loop_tokens_per_s(job: Job) -> float:
 
 
 async def to_new_tokens_s(job: Job) -> list[float]:
-    """Return the seconds from each step to the first episode that began with its weights."""
+    """Return the seconds from each step to the first token that its weights generated."""
     traces = await read_traces(job.stack.broker, job.scope, len(await job.metrics()))
     trained = {trace.step: trace.formed + trace.learner["train"] for trace in traces}
     began: dict[int, float] = {}
     for entry in await job.entries():
-        if entry.group is not None:
-            version = entry.group.task.min_version
-            began[version] = min(began.get(version, entry.group.started), entry.group.started)
+        for one in entry.group.trajectories if entry.group is not None else []:
+            version = int(one.versions[one.mask == 1][0])
+            began[version] = min(began.get(version, one.first_token), one.first_token)
     return [began[step] - trained[step] for step in trained if step in began]
 
 

@@ -10,12 +10,15 @@ from tinkermq.schemas.plan.cards import CardSet, find_card, known_cards, parse_c
 from tinkermq.schemas.plan.model_shape import find_shape, shape_of
 from tinkermq.schemas.plan.plan import (
     Efficiencies,
+    GpuUse,
     Plan,
     choose_engine_settings,
     find_models,
     make_plan,
     plan_for_pool,
     read_efficiencies,
+    with_engine_settings,
+    with_memory_share,
 )
 from tinkermq.schemas.wire.errors import ConfigError, PlacementError
 
@@ -29,6 +32,7 @@ SHAPES = {
 WEIGHTS = {"0.5B": 0.494e9, "1.5B": 1.544e9, "7B": 7.616e9, "32B": 32.76e9}
 IN_16_BITS = {"dtype": "bfloat16", "publish_dtype": "bfloat16"}
 VLLM = {"engine": "vllm", "dtype": "bfloat16"}
+NEVER_SLEEPS = {**VLLM, "sleep": "never"}
 GIB = 1 << 30
 
 
@@ -221,6 +225,59 @@ def test_an_engine_serves_as_many_requests_as_its_cache_holds(models: Path) -> N
     assert 1 < few < more < 256
 
 
+def test_an_engine_computes_with_what_the_plan_says(models: Path) -> None:
+    """Also on a card that it shares, of which the learner gives it a part."""
+    for gpus, sections in (("2xH100", {}), ("2xL4", {"lora": {"rank": 8}}), ("H100", {})):
+        job = job_of(models / "1.5B", **sections)
+        plan = plan_of(job, gpus)
+        if plan.use is not None:
+            job = with_memory_share(job, plan.use.memory_share)
+        settled = with_engine_settings(job, plan.cards.card).generator
+        engine = plan.engine
+        assert settled.max_requests == engine.max_requests
+        assert settled.max_batched_tokens == engine.batched_tokens
+        assert settled.memory_share == engine.memory_share
+        text = "\n".join(plan.lines())
+        for key in ("max_requests", "max_batched_tokens", "memory_share"):
+            assert f"generator.{key}={getattr(settled, key):g}" in text
+
+
+def test_keys_of_an_engine_that_the_user_sets_win(models: Path) -> None:
+    keys = {"max_requests": 7, "max_batched_tokens": 3000, "memory_share": 0.5}
+    card = find_card("H100")
+    for key, value in keys.items():
+        job = job_of(models / "1.5B", generator={**VLLM, key: value})
+        settled = with_engine_settings(job, card).generator
+        assert getattr(settled, key) == value
+        assert (settled.max_batched_tokens or 0) >= (settled.max_requests or 0)  # or vLLM refuses
+        others = [getattr(settled, other) for other in keys if other != key]
+        assert None not in others
+    few = job_of(models / "1.5B", generator={**VLLM, "max_batched_tokens": 64})
+    assert with_engine_settings(few, card).generator.max_requests == 64
+    unknown = job_of("nobody/knows-it")
+    assert with_engine_settings(unknown, card) == unknown
+
+
+def test_a_server_and_programs_are_not_bound_by_the_number_of_episodes(models: Path) -> None:
+    card, few = find_card("H100"), {"generator": {**VLLM, "max_episodes": 16}}
+    job = job_of(models / "0.5B", **few)
+    assert with_engine_settings(job, card).generator.max_requests == 16
+    assert with_engine_settings(job, card, serves=True).generator.max_requests == 1024
+    of_programs = job_of(models / "0.5B", **few).model_dump(exclude_unset=True) | {
+        "env": {},
+        "agent": {"command": ["run"]},
+    }
+    programs = JobConfig.model_validate(of_programs)
+    assert with_engine_settings(programs, card).generator.max_requests == 1024
+
+
+def test_the_transformers_engine_takes_a_card_of_its_own_whole(models: Path) -> None:
+    job = job_of(models / "0.5B", generator={"dtype": "bfloat16"})
+    settled = with_engine_settings(job, find_card("H100")).generator
+    assert (settled.max_requests, settled.memory_share) == (256, None)
+    assert settled.max_batched_tokens is None
+
+
 def test_critic_reference_and_policies_count(models: Path) -> None:
     def held(**sections: Any) -> dict[str, int]:
         [learner, *_] = plan_of(job_of(models / "1.5B", **sections), "2xB200").actors
@@ -356,22 +413,35 @@ def test_two_actors_on_one_card_without_shares_are_refused(models: Path) -> None
     assert "placement=colocated" in refusal.hint
 
 
-def test_learner_and_generator_share_a_single_card_in_turns(models: Path) -> None:
+def test_learner_and_generator_share_a_single_card(models: Path) -> None:
     plan = plan_of(job_of(models / "1.5B"), "H100")
     assert plan.refusal is None
     assert plan.shares_card
+    assert plan.use == GpuUse(plan.engine.memory_share, sleeps=False)
     learner, generator = plan.actors
-    kept = {term.name: term.num_bytes for term in generator.terms}
-    assert kept["weights and optimiser of the learner"] == sum(
-        term.num_bytes for term in learner.terms if term.name in ("weights", "optimiser states")
-    )
+    card = plan.cards.card.memory_bytes
+    assert learner.num_bytes + generator.usable_bytes <= 0.95 * card
+    assert generator.fits
     passing = [term.num_bytes for term in learner.terms if term.name in ("activations", "logits")]
-    assert sum(passing) <= plan.cards.card.memory_bytes / 4  # both may compute at once
+    assert sum(passing) <= card / 4  # both may compute at once
     times = plan.times
     assert times.step_s == times.generation_s + times.training_s + times.weights_s
+    assert "both share the card: the engine generates meanwhile" in plan.lines()
     refusal = plan_of(job_of(models / "1.5B"), "RTX 4090").refusal
     assert refusal is not None
     assert "optimiser" in refusal.message
+
+
+def test_they_take_turns_where_both_do_not_fit_at_once(models: Path) -> None:
+    plan = plan_of(job_of(models / "1.5B"), "A100 40GB")
+    assert plan.refusal is None
+    assert plan.use is not None
+    assert plan.use.sleeps
+    assert "both share the card: the engine sleeps while the learner trains" in plan.lines()
+    assert plan.to_map()["engine_sleeps"]
+    never = plan_of(job_of(models / "1.5B", generator=NEVER_SLEEPS), "A100 40GB")
+    assert never.refusal is not None
+    assert "learner and generator do not fit on one GPU of 40 GiB" in never.refusal.message
 
 
 @pytest.mark.parametrize("key", ["quantization", "kv_cache_dtype"])

@@ -15,7 +15,12 @@ class CompletionOutput:
     finish_reason: str | None
     weight_versions: list[WeightVersionSpan] | None
 
+class RequestStateStats:
+    arrival_time: float
+    first_token_latency: float
+
 class RequestOutput:
+    metrics: RequestStateStats | None
     outputs: list[CompletionOutput]
     num_cached_tokens: int | None
     prompt_logprobs: FlatLogprobs | None

@@ -7,6 +7,7 @@ Rows stay compact: a row that ends is filled by the last one, so a forward pass 
 first `num` slots.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -83,6 +84,7 @@ class RowTable:
         self._top_p_R = np.zeros(max_rows, np.float32)
         self._top_k_R = np.zeros(max_rows, np.int64)
         self._seed_R = np.zeros(max_rows, np.uint64)
+        self._first_token_R = np.zeros(max_rows, np.float64)
 
     def add(self, requests: Sequence[RowRequest], cache_version: int) -> IndexVector:
         """Give each request a row; return the rows."""
@@ -132,6 +134,8 @@ class RowTable:
         self._masked_RT[rows_B, position_B] = 0.0 if drawn.masked_B is None else drawn.masked_B
         if drawn.top_ids_BK is not None:
             self._note_top(rows_B, position_B, drawn)
+        is_first_B = position_B == self._prompt_R[rows_B]
+        self._first_token_R[rows_B[is_first_B]] = time.time()
         self.length_R[rows_B] += 1
 
     def _note_top(self, rows_B: IndexVector, position_B: IndexVector, drawn: Draw) -> None:
@@ -181,6 +185,7 @@ class RowTable:
             self._masked_RT[row, span].copy() if sampling.grammar is not None else None,
             top["id"].copy() if sampling.num_top else None,
             top["logprob"].copy() if sampling.num_top else None,
+            float(self._first_token_R[row]),
         )
 
     def _experts_of(self, row: int) -> ExpertRecord:
@@ -224,6 +229,7 @@ class RowTable:
             self._top_k_R,
             self._seed_R,
             self._computed_from_R,
+            self._first_token_R,
         )
 
     def _set_stops(self, row: int, stops: tuple[int, ...]) -> None:

@@ -41,6 +41,7 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from ....schemas.config.job import GeneratorConfig
 from ....schemas.config.sections import resolve_dtype
+from ....schemas.plan.memory import VLLM_SHARE
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.bounds import MAX_TOP_K
 from ....schemas.wire.errors import EngineError, ModelError
@@ -73,8 +74,6 @@ from .transfer import BACKEND
 
 # -- arguments and environment of vLLM -------------------------------------------------------------
 
-DEFAULT_SHARE = 0.92
-"""Of a GPU's memory, for an engine that has it alone."""
 _CPU_CACHE_MB = 1024
 _CPU_BLOCK_TOKENS = 32
 _IMAGES_GB = 1.0
@@ -153,7 +152,7 @@ def engine_share(config: GeneratorConfig, num_engines: int) -> float:
 
     vLLM wants as much to be free when it starts, even if the size of its cache is given.
     """
-    return (config.memory_share or DEFAULT_SHARE) / num_engines
+    return (config.memory_share or VLLM_SHARE) / num_engines
 
 
 def settle_environment(config: GeneratorConfig) -> None:

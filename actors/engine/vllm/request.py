@@ -163,7 +163,15 @@ def generation_of(request: VllmRequest, parts: list[RequestOutput]) -> Generatio
         top_logprobs=_top(
             [[value for _, value in top] for _, _, top in drawn], request, np.float32
         ),
+        first_token=_first_token(parts[-1]),
     )
+
+
+def _first_token(output: RequestOutput) -> float:
+    """Return when vLLM had the first token; it counts from the arrival of the request."""
+    metrics = output.metrics
+    known = metrics is not None and metrics.first_token_latency
+    return metrics.arrival_time + metrics.first_token_latency if metrics and known else 0.0
 
 
 def _top(rows: list[list[Any]], request: VllmRequest, kind: Any) -> Any:

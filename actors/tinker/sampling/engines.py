@@ -39,7 +39,7 @@ from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import JobScope
 from ...engine.engine import AdapterEngine, Generation, OnToken, PromptScores, Sampling
 from ...policy.model_folder import load_model_config, load_tokenizer
-from ...rollout.players import load_base, start_engine
+from ...rollout.players import load_base, settled_for_gpu, start_engine
 from ...storage.tinker_checkpoints import CheckpointFolders
 from ..fair_share import FairShare
 from ..user_records import find_snapshot, mark_of
@@ -311,6 +311,8 @@ class SampledBase:
     tokenizer: PreTrainedTokenizerBase
     vocab: int
     max_context: int
+    num_requests: int
+    """That compute at a time."""
 
 
 async def open_engine(config: JobConfig) -> SampledBase:
@@ -321,6 +323,7 @@ async def open_engine(config: JobConfig) -> SampledBase:
     context = min(config.generator.max_context or longest, longest)
     settled = config.generator.model_copy(update={"max_context": context})
     config = config.model_copy(update={"generator": settled})
+    config = await asyncio.to_thread(settled_for_gpu, config, serves=True)
     base = None
     if settled.engine == "vllm":  # it makes room for adapters when it starts
         room = LoraConfig(rank=config.tinker.max_rank)
@@ -329,7 +332,8 @@ async def open_engine(config: JobConfig) -> SampledBase:
     tokenizer = await asyncio.to_thread(
         load_tokenizer, model.tokenizer or model.path, trust_remote_code=model.trust_remote_code
     )
-    return SampledBase(engine, tokenizer, int(about.vocab_size), context)
+    at_once = config.generator.num_requests
+    return SampledBase(engine, tokenizer, int(about.vocab_size), context, at_once)
 
 
 def _about(config: JobConfig) -> Any:

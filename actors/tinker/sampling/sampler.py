@@ -304,7 +304,7 @@ class Sampler:
         self._adapters = engines.SampledAdapters(
             base.engine, at_once, snapshots.fetch, snapshots.free
         )
-        self._metered = engines.MeteredEngine(base.engine, context.config.generator.num_requests)
+        self._metered = engines.MeteredEngine(base.engine, base.num_requests)
         weights, tokens = self._metered.weights, self._metered.tokens
         self._shares = ShareFollower(context, weights, lambda: tokens, sampler=context.name)
         self._parts = PartsService(context.broker, context.service)

@@ -1,6 +1,7 @@
 """The engines on real tiny models: what they generate, their limits, and new weights."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import numpy as np
@@ -168,6 +169,18 @@ async def test_a_conversation_that_was_edited_is_computed_anew(
     expected = plain_logprobs(model, other, result.token_ids)
     np.testing.assert_allclose(result.logprobs, expected, atol=1e-4)
     assert engine.stats().reused_tokens == 0
+
+
+async def test_a_request_tells_when_its_first_token_was_there(engine: Engine) -> None:
+    prompts = [random_prompt(np.random.default_rng(seed)) for seed in range(MAX_SLOTS + 1)]
+    asked = time.time()
+    results = await asyncio.gather(
+        *(engine.generate(p, Sampling(20), request_id=str(i)) for i, p in enumerate(prompts))
+    )
+    times = sorted(result.first_token for result in results)
+    assert asked < times[0]
+    assert times[-1] < time.time()
+    assert times[-1] - times[0] > 0  # the last waited for a row
 
 
 async def test_a_seed_draws_the_same_tokens_in_any_batch(engine: Engine) -> None:

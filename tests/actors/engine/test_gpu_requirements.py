@@ -20,7 +20,9 @@ from tinkermq.actors.engine.gpu_requirements import (
     lack_of_memory,
     read_own_gpu,
 )
-from tinkermq.schemas.config.job import GeneratorConfig
+from tinkermq.actors.rollout.players import settled_for_gpu
+from tinkermq.schemas.config.job import GeneratorConfig, JobConfig
+from tinkermq.schemas.plan.memory import VLLM_SHARE
 from tinkermq.schemas.wire.errors import ConfigError
 
 from tests.support.nvml import MigNvml, Nvml
@@ -49,6 +51,26 @@ def test_a_process_knows_the_first_gpu_that_it_sees(monkeypatch: pytest.MonkeyPa
     assert (instance.total_bytes, instance.is_instance) == (35 * GIB, True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert read_own_gpu(Nvml) is None
+
+
+def test_an_engine_starts_with_keys_that_are_chosen_for_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The driver is asked which GPU it is, without torch, which would take memory of it."""
+    tree: dict[str, Any] = {"model": {"path": "Qwen/Qwen2.5-1.5B"}, "env": {"game": "g"}}
+    config = JobConfig.model_validate({**tree, "generator": {"engine": "vllm"}})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", Nvml().nvmlDeviceGetUUID(1))
+    generator = settled_for_gpu(config, load=Nvml).generator
+    assert (generator.max_requests, generator.max_batched_tokens) == (256, 16384)
+    assert generator.memory_share == VLLM_SHARE
+    served = settled_for_gpu(config, serves=True, load=Nvml).generator
+    assert served.max_requests == 1024
+    keys = {"engine": "vllm", "max_requests": 5, "memory_share": 0.3}
+    of_user = JobConfig.model_validate({**tree, "generator": keys})
+    generator = settled_for_gpu(of_user, load=Nvml).generator
+    assert (generator.max_requests, generator.memory_share) == (5, 0.3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert settled_for_gpu(config, load=Nvml) is config
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,17 @@
 import importlib
 import inspect
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from tinkermq.actors.policy.lora import policy_tensors
+from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.plan.cards import find_card, known_cards
+from tinkermq.schemas.plan.plan import with_engine_settings
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.gateway import free_port
@@ -108,6 +113,37 @@ def test_the_calls_of_a_weight_update_are_those_of_vllm(folder: Path) -> None:
     assert parameters(WeightTransferUpdateRequest) == {"update_info"}
     made = AsyncEngineArgs(model=str(folder), weight_transfer_config={"backend": "tinkermq"})
     assert cast("Any", made).weight_transfer_config.backend == "tinkermq"
+
+
+@pytest.mark.parametrize("name", [name for name in known_cards() if name != "T4"])
+def test_a_plan_chooses_batches_as_large_as_vllm_does_by_itself(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card, arguments = find_card(name), of_vllm("engine.arg_utils")
+    device = {"total_memory": card.memory_bytes, "name": f"NVIDIA {name}"}
+    platform = SimpleNamespace(
+        **{
+            f"get_device_{key}": partial(lambda value: value, value)
+            for key, value in device.items()
+        },
+        is_tpu=lambda: False,
+        is_cpu=lambda: False,
+    )
+    monkeypatch.setattr(arguments, "current_platform", platform)
+    tokens, requests = arguments.EngineArgs.get_batch_defaults(1)
+    context = of_vllm("usage.usage_lib").UsageContext.LLM_CLASS
+    tree = {
+        "model": {"path": "Qwen2.5-0.5B"},
+        "env": {"game": "g"},
+        "rollout": {"max_prompt_tokens": 64, "max_turn_tokens": 192, "max_response_tokens": 192},
+        "generator": {"engine": "vllm", "max_episodes": 4096},
+    }
+    job = JobConfig.model_validate(tree)
+    settled = with_engine_settings(job, card).generator
+    assert (settled.max_batched_tokens, settled.max_requests) == (
+        tokens[context],
+        requests[context],
+    )
 
 
 def test_the_transfer_engine_is_one_of_vllms_and_its_factory_makes_it() -> None:

@@ -1,27 +1,29 @@
 """How a learner and an engine share a GPU, and whose turn it is."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
-import torch
 from tinkermq.actors.generator.gpu_turns import LearnerTurns, with_share
 from tinkermq.actors.learner import gpu_turns
-from tinkermq.actors.learner.gpu_turns import (
-    GpuTurns,
-    GpuUse,
-    choose_gpu_use,
-    gpu_use_of,
-    held_bytes,
-)
+from tinkermq.actors.learner.gpu_turns import GpuTurns, gpu_use_of, models_of
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import call
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.control import GpuTurn, GpuTurnRequest
-from tinkermq.schemas.plan.cards import find_card
+from tinkermq.schemas.plan.cards import GpuCard, find_card
+from tinkermq.schemas.plan.plan import (
+    GpuUse,
+    HeldBytes,
+    choose_gpu_use,
+    choose_learner_settings,
+    find_models,
+    held_bytes,
+)
 from tinkermq.schemas.wire.errors import ConfigError, EngineError, NobodyAnswersError
 from tinkermq.schemas.wire.subjects import JobScope
+from torch import nn
 
 from tests.support.contexts import job_context
 
@@ -40,33 +42,42 @@ def job_of(size: str, **sections: Any) -> JobConfig:
     return config(model=model, generator=generator, **sections)
 
 
-PASSES = {"learner": {"microbatch_tokens": 8192}}
+def held_by(
+    job: JobConfig,
+    *models: nn.Module,
+    critics: Sequence[nn.Module] = (),
+    card: GpuCard = H100,
+) -> HeldBytes:
+    """Return what learner and engine of a job hold on a card, as the learner estimates it."""
+    found = find_models(job) or models_of(job, models, critics)
+    return held_bytes(job, found, card, choose_learner_settings(job, found, card, shared=True))
 
 
 @pytest.mark.parametrize(
-    ("size", "sections", "sleeps"),
+    ("size", "gpu", "sections", "sleeps"),
     [
-        ("0.5B", {}, False),
-        ("1.5B", {}, True),  # its passes are as large as the GPU holds
-        ("1.5B", PASSES, False),
-        ("3B", PASSES, False),
-        ("7B", {"lora": {"rank": 32}}, True),
-        ("7B", {"learner": {"cpu_offload": True}}, True),
+        ("0.5B", "H100", {}, False),
+        ("3B", "H100", {}, False),
+        ("7B", "H100", {"lora": {"rank": 32}}, False),
+        ("7B", "H100", {"learner": {"cpu_offload": True}}, False),
+        ("14B", "H100", {"lora": {"rank": 16}}, True),
+        ("1.5B", "A100 40GB", {}, True),
+        ("3B", "L4", {"lora": {"rank": 16}}, True),
     ],
 )
 def test_both_overlap_where_they_fit_and_take_turns_where_they_do_not(
-    size: str, sections: dict[str, Any], sleeps: bool
+    size: str, gpu: str, sections: dict[str, Any], sleeps: bool
 ) -> None:
-    job = job_of(size, **sections)
-    held = held_bytes(job, H100, [], [])
-    use = choose_gpu_use(job, held, H100.memory_bytes)
+    job, card = job_of(size, **sections), find_card(gpu)
+    held = held_by(job, card=card)
+    use = choose_gpu_use(job, held, card.memory_bytes)
     assert use.sleeps == sleeps
     assert use.memory_share is not None
-    of_engine = use.memory_share * H100.memory_bytes
-    assert of_engine >= held.engine + 0.09 * H100.memory_bytes  # a cache, too
+    of_engine = use.memory_share * card.memory_bytes
+    assert of_engine >= held.engine + 0.09 * card.memory_bytes  # a cache, too
     of_learner = held.stored if sleeps else held.step
-    assert of_learner + of_engine <= 0.95 * H100.memory_bytes
-    assert held.step <= 0.95 * H100.memory_bytes
+    assert of_learner + of_engine <= 0.95 * card.memory_bytes
+    assert held.step <= 0.95 * card.memory_bytes
 
 
 def test_a_model_that_does_not_fit_beside_itself_is_refused() -> None:
@@ -74,31 +85,33 @@ def test_a_model_that_does_not_fit_beside_itself_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"do not fit on one GPU of 80 GiB: the learner holds 85\.1 from step to"
     ):
-        choose_gpu_use(job, held_bytes(job, H100, [], []), H100.memory_bytes)
+        choose_gpu_use(job, held_by(job), H100.memory_bytes)
 
 
 def test_a_share_and_a_way_that_the_user_names_are_taken() -> None:
     for sleep, sleeps in (("always", True), ("never", False)):
         job = job_of("3B", generator={"memory_share": 0.3, "sleep": sleep})
-        held = held_bytes(job, H100, [], [])
-        assert choose_gpu_use(job, held, H100.memory_bytes) == GpuUse(0.3, sleeps)
+        assert choose_gpu_use(job, held_by(job), H100.memory_bytes) == GpuUse(0.3, sleeps)
 
 
 def test_parameters_are_counted_of_a_model_whose_shape_is_not_known() -> None:
+    """By the same terms as those of a known one: 12 bytes of each trained weight stay."""
     job, quarter = config(), round(0.25 * H100.memory_bytes)
-    model = torch.nn.Sequential(torch.nn.Linear(10, 10, bias=False), torch.nn.Linear(10, 1))
+    model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 1))
     model[0].requires_grad_(False)  # as beside an adapter
-    held = held_bytes(job, H100, [model], [])
-    assert (held.stored, held.engine) == (2 * 100 + 18 * 11, 2 * 111)
-    assert held.step == held.stored + quarter
-    critic = torch.nn.Linear(50, 1, bias=False)
-    with_critic = held_bytes(job, H100, [model], [critic])
-    assert with_critic.stored == held.stored + 18 * 50
-    with_reference = held_bytes(config(algorithm={"kl_coef": 0.1}), H100, [model], [])
-    assert with_reference.stored == held.stored + 2 * 111
+    held = held_by(job, model)
+    assert held.stored == 2 * 100 + 12 * 11
+    assert held.step - held.stored - quarter >= 4 * 11  # gradients, CUDA
+    critic = nn.Linear(50, 1, bias=False)
+    with_critic = held_by(job, model, critics=[critic])
+    assert with_critic.stored == held.stored + 12 * 50
+    with_reference = held_by(config(algorithm={"kl_coef": 0.1}), model)
+    assert with_reference.stored == held.stored + 2 * 100
     assert with_reference.engine == with_critic.engine == held.engine
-    offloaded = held_bytes(config(learner={"cpu_offload": True}), H100, [model], [])
-    assert offloaded.stored == 2 * 100
+    larger = held_by(job, nn.Linear(1000, 1000, bias=False))
+    assert larger.engine - held.engine >= 2 * (10**6 - 100)
+    offloaded = held_by(config(learner={"cpu_offload": True}), model)
+    assert offloaded.stored == 0
 
 
 def test_on_a_cpu_an_engine_sleeps_when_it_is_told_to() -> None:

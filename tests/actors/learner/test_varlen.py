@@ -6,6 +6,7 @@ Everything of transformers and of the learner above the kernel is the real code.
 
 import inspect
 import sys
+from importlib.machinery import ModuleSpec
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -37,6 +38,7 @@ from tinkermq.schemas.wire.errors import ConfigError
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import PreTrainedModel
+from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
 from transformers.models.llama import LlamaConfig
 
 from tests.actors.learner.test_images import _groups as groups_with_images
@@ -53,12 +55,13 @@ def test_torchs_varlen_attention_takes_what_the_learner_gives() -> None:
     real, ours = (
         inspect.signature(kernel).parameters for kernel in (varlen_attn, sdpa_by_sequence)
     )
-    for name, parameter in ours.items():
+    assert ours.keys() - real.keys() == {"softcap"}  # given to kernels that cap scores alone
+    for name, parameter in [item for item in ours.items() if item[0] in real]:
         assert real[name].kind == parameter.kind, name
         assert real[name].default == parameter.default, name
-    assert [name for name in real if name in ours] == [*ours]
+    assert [*[name for name in real if name in ours], "softcap"] == [*ours]
     places = [*inspect.signature(VarlenKernel.__call__).parameters][1:]
-    assert places == [*ours]
+    assert [*places[:-1], "softcap"] == [*ours]
 
 
 def _states(lengths: list[int], heads: int, size: int, **options: Any) -> Tensor:
@@ -142,10 +145,8 @@ def test_flash_attn_is_asked_for_the_same(monkeypatch: pytest.MonkeyPatch) -> No
         assert deterministic
         assert causal
         ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        left = window_size[0]
-        return sdpa_by_sequence(
-            q, k, v, *ends, scale=softmax_scale, window_size=(left, 0), enable_gqa=True
-        )
+        sizes = {"scale": softmax_scale, "window_size": (window_size[0], 0), "softcap": softcap}
+        return sdpa_by_sequence(q, k, v, *ends, **sizes, enable_gqa=True)  # pyright: ignore[reportArgumentType]
 
     with pytest.raises(ConfigError, match="flash-attn cannot be imported"):
         flash_attn_kernel()
@@ -159,39 +160,98 @@ def test_flash_attn_is_asked_for_the_same(monkeypatch: pytest.MonkeyPatch) -> No
         made = kernel(query, key, value, *ends, window_size=(2, 0), enable_gqa=True)
         expected = sdpa_by_sequence(query, key, value, *ends, window_size=(2, 0), enable_gqa=True)
         torch.testing.assert_close(made, expected)
+        capped = kernel(query, key, value, *ends, window_size=(2, 0), enable_gqa=True, softcap=0.5)
+        assert not torch.allclose(capped, expected)
 
 
-def test_the_kernel_follows_from_device_dtype_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    small: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4}
-    plain = LlamaConfig(**small)
-    odd = LlamaConfig(hidden_size=72, num_attention_heads=6)
-    capped = SimpleNamespace(**small, attn_logit_softcapping=50.0)
-    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+HEADS: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4}
+PLAIN = LlamaConfig(**HEADS)
+ODD = LlamaConfig(hidden_size=72, num_attention_heads=6)
+WIDE = LlamaConfig(hidden_size=2048, num_attention_heads=4, head_dim=512)
+CAPPED: Any = SimpleNamespace(**HEADS, attn_logit_softcapping=50.0)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "config", "device", "dtype", "capability", "chosen", "with_flash_attn"),
+    [
+        ("auto", PLAIN, CPU, torch.float32, (0, 0), "sdpa", "sdpa"),
+        ("auto", PLAIN, CPU, torch.bfloat16, (0, 0), "sdpa", "sdpa"),
+        ("auto", PLAIN, GPU, torch.float32, (9, 0), "sdpa", "sdpa"),
+        ("auto", PLAIN, GPU, torch.bfloat16, (7, 5), "sdpa", "sdpa"),
+        ("auto", PLAIN, GPU, torch.bfloat16, (8, 0), "varlen", "varlen"),
+        ("auto", PLAIN, GPU, torch.bfloat16, (9, 0), "varlen", "varlen"),
+        ("auto", PLAIN, GPU, torch.bfloat16, (10, 0), "varlen", "varlen"),
+        ("auto", ODD, GPU, torch.bfloat16, (9, 0), "sdpa", "flash_attention_2"),
+        ("auto", CAPPED, GPU, torch.bfloat16, (9, 0), "sdpa", "flash_attention_2"),
+        ("auto", CAPPED, GPU, torch.bfloat16, (7, 5), "sdpa", "sdpa"),
+        ("auto", WIDE, GPU, torch.bfloat16, (9, 0), "sdpa", "sdpa"),
+        ("varlen", PLAIN, CPU, torch.float32, (0, 0), "varlen", "varlen"),
+        ("sdpa", PLAIN, GPU, torch.bfloat16, (9, 0), "sdpa", "sdpa"),
+        ("flash_attention_2", PLAIN, GPU, torch.bfloat16, (9, 0), *["flash_attention_2"] * 2),
+        ("flash_attention_2", CAPPED, GPU, torch.bfloat16, (9, 0), *["flash_attention_2"] * 2),
+    ],
+)
+def test_the_kernel_follows_from_device_dtype_model_and_what_is_installed(
+    wanted: Any,
+    config: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    chosen: str,
+    with_flash_attn: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert choose_attention(wanted, config, device, dtype) == chosen
+    module = ModuleType("flash_attn")
+    module.__spec__ = ModuleSpec("flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    assert choose_attention(wanted, config, device, dtype) == chosen  # it has no kernel
+    module.__dict__["flash_attn_varlen_func"] = sdpa_by_sequence
+    assert choose_attention(wanted, config, device, dtype) == with_flash_attn
+
+
+def test_a_kernel_that_cannot_compute_a_model_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    for wanted, config, device, dtype, chosen in (
-        ("auto", plain, cpu, torch.float32, "sdpa"),
-        ("auto", plain, cpu, torch.bfloat16, "sdpa"),
-        ("auto", plain, gpu, torch.bfloat16, "varlen"),
-        ("auto", plain, gpu, torch.float32, "sdpa"),
-        ("auto", odd, gpu, torch.bfloat16, "sdpa"),
-        ("auto", capped, gpu, torch.bfloat16, "sdpa"),
-        ("varlen", plain, cpu, torch.float32, "varlen"),
-        ("sdpa", plain, gpu, torch.bfloat16, "sdpa"),
-        ("flash_attention_2", plain, gpu, torch.bfloat16, "flash_attention_2"),
-    ):
-        assert choose_attention(wanted, config, device, dtype) == chosen  # pyright: ignore[reportArgumentType]
     for wanted, config, device, dtype, said in (
-        ("varlen", plain, gpu, torch.float32, "16 bits, and learner.dtype is float32"),
-        ("varlen", odd, gpu, torch.bfloat16, "heads have 12 numbers"),
-        ("flash_attention_2", capped, gpu, torch.bfloat16, "capped at 50"),
-        ("flash_attention_2", plain, cpu, torch.bfloat16, "no kernel for CPUs"),
+        ("varlen", PLAIN, GPU, torch.float32, "16 bits, and learner.dtype is float32"),
+        ("varlen", ODD, GPU, torch.bfloat16, "heads have 12 numbers"),
+        ("varlen", CAPPED, GPU, torch.bfloat16, "capped at 50, which only flash_attention_2"),
+        ("flash_attention_2", WIDE, GPU, torch.bfloat16, "heads have 512 numbers"),
+        ("flash_attention_2", PLAIN, CPU, torch.bfloat16, "no kernel for CPUs"),
     ):
         with pytest.raises(ConfigError, match=said):
             choose_attention(wanted, config, device, dtype)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    assert choose_attention("auto", plain, gpu, torch.bfloat16) == "sdpa"
     with pytest.raises(ConfigError, match=r"compute capability 7\.5"):
-        choose_attention("varlen", plain, gpu, torch.bfloat16)
+        choose_attention("varlen", PLAIN, GPU, torch.bfloat16)
+
+
+def test_capped_scores_are_those_of_transformers() -> None:
+    """Gemma 2 in transformers' own attention, which is not packed."""
+    torch.manual_seed(3)
+    config = Gemma2Config(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=64,
+        attn_logit_softcapping=0.05,
+        sliding_window=4,
+        query_pre_attn_scalar=1,
+    )
+    config._attn_implementation = "eager"
+    model = Gemma2ForCausalLM(config).eval()
+    ids = torch.arange(3, 15)[None]
+    eager = model(input_ids=ids, use_cache=False).logits
+    varlen.register_kernel("capped", sdpa_by_sequence)
+    model.config._attn_implementation = "capped"
+    torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, eager)
 
 
 def test_newer_flash_attention_is_used_where_it_is_installed(
