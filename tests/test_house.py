@@ -42,13 +42,32 @@ def dotted(path: Path) -> str:
     return name.removesuffix(".__init__")
 
 
-def imported_names(path: Path) -> Iterator[str]:
-    """Yield what a module imports absolutely, also inside functions."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield str(node.module)
+def imports_of(names: set[str], *folders: str) -> list[str]:
+    """Return who imports one of these top-level names absolutely, also inside functions."""
+    line = re.compile(rf"^\s*(?:import|from) .*\b(?:{'|'.join(sorted(names))})\b", re.MULTILINE)
+    found: list[str] = []
+    for path in modules(*folders):
+        text = path.read_text()
+        if not line.search(text):
+            continue  # parsing all takes seconds
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported = [str(node.module)]
+            else:
+                continue
+            wrong = [name for name in imported if name.split(".")[0] in names]
+            found += [f"{short(path)} imports {name}" for name in wrong]
+    return found
+
+
+def expressions(*folders: str, naming: tuple[str, ...]) -> Iterator[tuple[Path, ast.AST]]:
+    """Yield the nodes of the modules that hold one of these texts; parsing all takes seconds."""
+    for path in modules(*folders):
+        text = path.read_text()
+        if any(name in text for name in naming):
+            yield from ((path, node) for node in ast.walk(ast.parse(text)))
 
 
 def run(*command: str, timeout_s: float = 170) -> None:
@@ -123,25 +142,12 @@ def test_a_room_outside_of_the_package_says_how_it_is_meant(words: list[str]) ->
     assert "this room is a part of the package tinkermq: write `tinkermq." in told.stderr
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_the_rooms_relatively(room: str) -> None:
-    wrong = [
-        f"{short(path)} imports {name}"
-        for path in modules(room)
-        for name in imported_names(path)
-        if name.split(".")[0] in {"tinkermq", *ROOMS}
-    ]
-    assert not wrong
+def test_a_room_imports_the_rooms_relatively() -> None:
+    assert not imports_of({"tinkermq", *ROOMS}, *ROOMS)
 
 
 def test_what_stands_beside_the_rooms_imports_them_as_tinkermq() -> None:
-    wrong = [
-        f"{short(path)} imports {name}"
-        for path in modules(*BESIDE)
-        for name in imported_names(path)
-        if name.split(".")[0] in ROOMS
-    ]
-    assert not wrong
+    assert not imports_of(set(ROOMS), *BESIDE)
 
 
 def loaded_by(names: list[str]) -> set[str]:
@@ -166,23 +172,12 @@ def importable(*folders: str) -> list[str]:
     return [dotted(path) for path in modules(*folders) if path.stem != "__main__"]
 
 
-@pytest.mark.parametrize(
-    "folders",
-    [
-        ("schemas", "broker"),
-        ("envs",),
-        ("clients",),
-        ("actors/scheduler", "actors/node"),
-        ("actors/gateway",),
-    ],
-    ids=lambda folders: "+".join(folders),
-)
-def test_what_needs_no_torch_starts_without_it(folders: tuple[str, ...]) -> None:
-    assert not HEAVY & loaded_by(importable(*folders))
-
-
-def test_the_environment_host_starts_without_torch() -> None:
-    assert not HEAVY & loaded_by(["tinkermq.actors.environment"])
+def test_what_needs_no_torch_starts_without_it() -> None:
+    rooms = ("schemas", "broker", "envs", "clients")
+    services = ("actors/scheduler", "actors/node", "actors/gateway")
+    names = [*importable(*rooms, *services), "tinkermq.actors.environment"]
+    if HEAVY & loaded_by(names):
+        assert not [name for name in names if HEAVY & loaded_by([name])]
 
 
 def test_who_sends_no_arrays_starts_without_numpy() -> None:
@@ -221,11 +216,9 @@ def test_the_version_that_services_tell_is_that_of_the_package() -> None:
 
 
 def test_no_two_public_classes_have_one_name() -> None:
+    public_class = re.compile(r"^class ([A-Za-z]\w*)", re.MULTILINE)
     named = Counter(
-        node.name
-        for path in modules(*ROOMS)
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        name for path in modules(*ROOMS) for name in public_class.findall(path.read_text())
     )
     assert not [name for name, count in named.items() if count > 1]
 
@@ -306,6 +299,9 @@ def test_every_lint_ignore_says_which_rule_and_why() -> None:
     assert not wrong
 
 
+WHAT_ERRORS_SAY = ("str(error)", "str(raised)", "repr(error)", "error.message", "raised.message")
+
+
 def reads_a_message(node: ast.AST) -> bool:
     """Say whether a comparison, or a question to a text, is about what an error says."""
     if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn | ast.Eq):
@@ -316,15 +312,13 @@ def reads_a_message(node: ast.AST) -> bool:
         sides = [node.func.value]
     else:
         return False
-    said = {"str(error)", "str(raised)", "repr(error)", "error.message", "raised.message"}
-    return any(ast.unparse(side).removesuffix(".lower()") in said for side in sides)
+    return any(ast.unparse(side).removesuffix(".lower()") in WHAT_ERRORS_SAY for side in sides)
 
 
 def test_nothing_is_decided_by_what_an_error_says() -> None:
     deciding = [
         f"{short(path)}:{node.lineno}"
-        for path in modules(*ROOMS)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path, node in expressions(*ROOMS, naming=WHAT_ERRORS_SAY)
         if isinstance(node, ast.expr) and reads_a_message(node)
     ]
     assert not deciding
@@ -334,8 +328,7 @@ def test_no_wait_swallows_a_cancellation() -> None:
     """Python 3.11's `asyncio.wait_for` does when what it waits for comes in the same moment."""
     swallowing = [
         f"{short(path)}:{node.lineno}"
-        for path in modules(*ROOMS)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path, node in expressions(*ROOMS, naming=("wait_for",))
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "asyncio.wait_for"
     ]
     assert not swallowing, "use `async with asyncio.timeout(seconds):`"
@@ -352,23 +345,21 @@ def test_no_merge_was_left_half_done() -> None:
 def test_code_of_a_model_is_trusted_only_by_those_who_say_so() -> None:
     """Every parameter and key `trust_remote_code` is false by default, and nobody passes True."""
     trusting: list[str] = []
-    for path in modules(*ROOMS, "examples", "benchmarks"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                named = dict(
-                    zip(reversed(node.args.args), reversed(node.args.defaults), strict=False)
-                )
-                named |= dict(zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True))
-                pairs = [(argument.arg, value) for argument, value in named.items()]
-            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                pairs = [(node.target.id, node.value)]
-            elif isinstance(node, ast.Call):
-                pairs = [(str(word.arg), word.value) for word in node.keywords]
-            else:
-                continue
-            for name, value in pairs:
-                if name == "trust_remote_code" and getattr(value, "value", False) is True:
-                    trusting.append(f"{short(path)}:{node.lineno}")
+    folders = (*ROOMS, "examples", "benchmarks")
+    for path, node in expressions(*folders, naming=("trust_remote_code",)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            named = dict(zip(reversed(node.args.args), reversed(node.args.defaults), strict=False))
+            named |= dict(zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True))
+            pairs = [(argument.arg, value) for argument, value in named.items()]
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            pairs = [(node.target.id, node.value)]
+        elif isinstance(node, ast.Call):
+            pairs = [(str(word.arg), word.value) for word in node.keywords]
+        else:
+            continue
+        for name, value in pairs:
+            if name == "trust_remote_code" and getattr(value, "value", False) is True:
+                trusting.append(f"{short(path)}:{node.lineno}")
     assert not trusting
 
 

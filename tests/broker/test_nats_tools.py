@@ -10,14 +10,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import pytest_asyncio
-from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.feed import publish_event, publish_metric
 from tinkermq.broker.jetstream.streams import create_shared
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Event, Metric
-from tinkermq.schemas.wire.subjects import TASK_CONSUMER, JobScope
+from tinkermq.schemas.wire.subjects import TASK_CONSUMER
 
 from tests.actors.scheduler.conftest import Stack
 from tests.clients.command import tinkermq
@@ -29,15 +30,28 @@ REQUESTS = "tinkermq-scheduler-requests"
 SERVICES = {REQUESTS, "tinkermq-scheduler", "tinkermq-node", "tinkermq-gateway"}
 
 
-@pytest_asyncio.fixture
-async def stack(own_server: NatsServer, own_broker: Broker, tmp_path: Path) -> AsyncIterator[Stack]:
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     """Scheduler and node as processes."""
-    pool = Stack(own_broker, tmp_path)
-    await pool.scheduler_process()
-    await pool.node_process()
-    await pool.until_nodes(1)
-    yield pool
-    await pool.close()
+    folder = tmp_path_factory.mktemp("tools")
+    with NatsServer(folder / "nats") as server:
+        async with await connect(server.url, name="test") as broker:
+            await create_shared(broker)
+            pool = Stack(broker, folder)
+            await pool.scheduler_process()
+            await pool.node_process()
+            await pool.until_nodes(1)
+            yield pool
+            await pool.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def job(stack: Stack) -> JobRecord:
+    """A job that runs."""
+    return await stack.until(await stack.submit(), "RUNNING")
 
 
 async def discovered(broker: Broker, verb: str, names: set[str]) -> dict[str, dict[str, Any]]:
@@ -100,13 +114,10 @@ async def test_micro_lists_describes_and_counts_every_service(stack: Stack, tmp_
         assert counted["nodes"]["num_errors"] == 0
 
 
-async def running(stack: Stack) -> tuple[JobRecord, JobScope]:
-    job = await stack.until(await stack.submit(), "RUNNING")
-    return job, JobScope(job.user, job.job)
-
-
-async def test_every_stream_and_consumer_has_a_name_and_a_description(stack: Stack) -> None:
-    _, scope = await running(stack)
+async def test_every_stream_and_consumer_has_a_name_and_a_description(
+    stack: Stack, job: JobRecord
+) -> None:
+    scope = job.scope
     listed = await js(stack.broker, "STREAM.LIST", offset=0, subject="")
     streams = {one["config"]["name"]: one for one in listed["streams"]}
     assert listed["total"] == len(streams)
@@ -126,13 +137,12 @@ async def test_every_stream_and_consumer_has_a_name_and_a_description(stack: Sta
     assert scope.event in subjects["state"]["subjects"]
 
 
-async def test_buckets_are_listed_and_a_value_is_read_as_text(stack: Stack) -> None:
-    job, scope = await running(stack)
+async def test_buckets_are_listed_and_a_value_is_read_as_text(stack: Stack, job: JobRecord) -> None:
     listed = await js(stack.broker, "STREAM.LIST", offset=0, subject="$KV.*.>")
     buckets = {one["config"]["name"] for one in listed["streams"]}
     assert {"KV_tmq-jobs", "KV_tmq-nodes", "KV_tmq-actors"} <= buckets
     info = await js(stack.broker, "STREAM.INFO.KV_tmq-jobs", subjects_filter="$KV.tmq-jobs.>")
-    key = f"$KV.tmq-jobs.{scope.key}"
+    key = f"$KV.tmq-jobs.{job.scope.key}"
     assert key in info["state"]["subjects"]
     reply = await stack.broker.nc.request(
         f"$JS.API.DIRECT.GET.KV_tmq-jobs.{key}", b"", timeout=PATIENCE_S
@@ -143,8 +153,8 @@ async def test_buckets_are_listed_and_a_value_is_read_as_text(stack: Stack) -> N
     assert "RUNNING" in shown.out
 
 
-async def test_followed_messages_are_translated_one_by_one(stack: Stack) -> None:
-    _, scope = await running(stack)
+async def test_followed_messages_are_translated_one_by_one(stack: Stack, job: JobRecord) -> None:
+    scope = job.scope
     heard: asyncio.Queue[bytes] = asyncio.Queue()
     listening = await stack.broker.listen("tmq.v1.job.>", lambda one: heard.put_nowait(one.data))
     await publish_metric(stack.broker, scope, Metric(step=7, values={"reward": 0.5}, time=1.0))

@@ -26,7 +26,7 @@ from tinkermq.schemas.wire.errors import ConfigError, NotFoundError
 from tinkermq.schemas.wire.message import Message
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.clients.command import Outcome, command, tinkermq
+from tests.clients.command import Outcome, command, tinkermq, tinkermq_here
 from tests.clients.conftest import Cli, new_record
 from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.waiting import PATIENCE_S, eventually
@@ -369,6 +369,12 @@ async def started(broker: Broker, folder: Path, *words: str) -> AsyncIterator[An
             await process.wait()
 
 
+async def hosted(broker: Broker, run: str) -> Outcome:
+    """Ask to host a run that cannot be hosted."""
+    words = ("agent", "host", run, "--nats-url", broker.url)
+    return await asyncio.to_thread(tinkermq_here, *words)
+
+
 async def ask(broker: Broker, subject: str, request: Message, reply: type[Any]) -> Any:
     """Ask until a host is there."""
 
@@ -410,25 +416,30 @@ async def test_programs_run_on_the_users_machine_until_the_run_ends(
     [
         ({"env": {"game": "guess"}}, "plays the game 'guess' and has no program"),
         ({"agent": {"client": True}, "env": {"hosts": 0}}, "has agent.client set"),
-        (of_programs(files="nowhere"), "agent.files='nowhere' is no folder on this host"),
     ],
 )
 async def test_what_cannot_be_hosted_is_told(
-    broker: Broker, scope: JobScope, tmp_path: Path, config: dict[str, Any], told: str
+    broker: Broker, scope: JobScope, config: dict[str, Any], told: str
 ) -> None:
     record = await stored(broker, scope, **config)
-    async with started(broker, tmp_path, record.name) as process:
-        _, errors = await process.communicate()
-    assert process.returncode == 2
-    assert told in " ".join(errors.decode().split())
+    outcome = await hosted(broker, record.name)
+    assert outcome.code == 2
+    assert told in " ".join(outcome.err.split())
 
 
-async def test_a_run_that_has_ended_is_hosted_no_more(
+async def test_a_folder_of_files_that_is_not_there_is_told(
     broker: Broker, scope: JobScope, tmp_path: Path
 ) -> None:
-    record = new_record(scope, config={"model": {"path": "m"}, **of_programs()}, state="COMPLETED")
-    await JobStore(broker).create(record, "test")
+    record = await stored(broker, scope, **of_programs(files="nowhere"))
     async with started(broker, tmp_path, record.name) as process:
         _, errors = await process.communicate()
     assert process.returncode == 2
-    assert "is COMPLETED: its episodes are no longer played" in errors.decode()
+    assert "agent.files='nowhere' is no folder on this host" in " ".join(errors.decode().split())
+
+
+async def test_a_run_that_has_ended_is_hosted_no_more(broker: Broker, scope: JobScope) -> None:
+    record = new_record(scope, config={"model": {"path": "m"}, **of_programs()}, state="COMPLETED")
+    await JobStore(broker).create(record, "test")
+    outcome = await hosted(broker, record.name)
+    assert outcome.code == 2
+    assert "is COMPLETED: its episodes are no longer played" in outcome.err

@@ -407,7 +407,7 @@ def test_resets_are_served_however_often_processes_die():
         await runner.start()
         failed = 0
         try:
-            for number in range(6):
+            for number in range(3):
                 resets = [runner.reset(_opening(f"{number}-{n}")) for n in range(4)]
                 told = await asyncio.gather(*resets, return_exceptions=True)
                 bad = asyncio.ensure_future(runner.step(f"{number}-0", "exit"))
@@ -420,7 +420,7 @@ def test_resets_are_served_however_often_processes_die():
                 failed += len(errors)
         finally:
             await runner.stop()
-        assert failed >= 6
+        assert failed >= 3
 
     _run(play())
 

@@ -40,7 +40,7 @@ from tinkermq.schemas.wire.errors import (
 from tinkermq.schemas.wire.subjects import JobScope
 from tinkermq.schemas.wire.trace import is_traceparent
 
-from tests.clients.command import Outcome, command, tinkermq
+from tests.clients.command import Outcome, command, tinkermq, tinkermq_here
 from tests.clients.test_inference_client import EchoGame
 from tests.support.configs import UNHURRIED, small_job
 from tests.support.processes import listening_ports
@@ -215,10 +215,10 @@ async def _assert_traced(file: Path) -> None:
 async def _assert_profiled(
     stack: Stack,
     scope: JobScope,
-    run: Callable[..., Awaitable["subprocess.CompletedProcess[bytes]"]],
+    run: Callable[..., Awaitable[Outcome]],
 ) -> None:
     """The learner waits for a slow game, and traces lead from its steps to the log."""
-    told = json.loads((await run("profile", "cli-run", "--json")).stdout)
+    told = json.loads((await run("profile", "cli-run", "--json")).out)
     assert max(told["waited_for"], key=told["waited_for"].get) == "environment"
     assert sum(told["waited_for"].values()) == pytest.approx(told["learner"]["wait"])
     for shares in (told["learner"], *told["generators"].values(), *told["hosts"].values()):
@@ -261,30 +261,28 @@ async def test_train_streams_and_control_c_detaches_without_stopping_the_run(
     assert "detached; the run continues" in errors
     assert "Traceback" not in errors
 
-    async def run(*words: str) -> subprocess.CompletedProcess[bytes]:
-        full = command([*words, "--nats-url", stack.server.url])
-        return await asyncio.to_thread(subprocess.run, full, capture_output=True, check=False)
+    async def run(*words: str) -> Outcome:
+        full = (*words, "--nats-url", stack.server.url)
+        return await asyncio.to_thread(tinkermq_here, *full)
 
-    listed = json.loads((await run("ps", "--json")).stdout)
+    listed = json.loads((await run("ps", "--json")).out)
     row = next(row for row in listed if row["run"] == "cli-run")
     assert row["state"] == "RUNNING"
     assert f"(job {row['job']})" in seen
     pids = [entry.value.pid for entry in await list_presences(stack.broker, f"local.{row['job']}.")]
     assert len(pids) == 3
     assert set().union(*map(listening_ports, [*pids, *stack.pids])) == set()
-    assert b"cli-run has priority 3" in (await run("priority", "cli-run", "3")).stdout
-    assert (await run("scale", "cli-run", "generators=2")).returncode == 0
-    checkpoint, traced = await asyncio.gather(
-        run("checkpoint", "cli-run"), run("profile", "cli-run", "--torch-profiler")
-    )
-    saved = Path(checkpoint.stdout.decode().strip())
+    assert "cli-run has priority 3" in (await run("priority", "cli-run", "3")).out
+    assert (await run("scale", "cli-run", "generators=2")).code == 0
+    saved = Path((await run("checkpoint", "cli-run")).out.strip())
     assert saved.parent == tmp_path / "cli-run" / "checkpoints"
     assert (saved / "model.safetensors").is_file()
-    await _assert_traced(Path(traced.stdout.decode().strip()))
+    traced = await run("profile", "cli-run", "--torch-profiler")
+    await _assert_traced(Path(traced.out.strip()))
     await _assert_profiled(stack, JobScope("local", row["job"]), run)
-    assert (await run("stop", "cli-run", "--complete")).returncode == 0
+    assert (await run("stop", "cli-run", "--complete")).code == 0
     watched = await run("attach", "cli-run", "--json")
-    last = json.loads(watched.stdout.splitlines()[-1])
+    last = json.loads(watched.out.splitlines()[-1])
     assert last["job"]["state"] == "COMPLETED"
 
 

@@ -46,7 +46,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from tests.actors.gateway.http import openai_client
-from tests.clients.command import Outcome, command
+from tests.clients.command import Outcome, command, tinkermq_here
 from tests.support.configs import UNHURRIED, small_job
 from tests.support.games import RaisesInStep, SlowBandit
 from tests.support.jobs import Job
@@ -315,10 +315,12 @@ async def test_a_game_that_fails_is_recorded_and_played_again_next_time(
 
 async def run(stack: Stack, *words: str, without: Path | None = None) -> Outcome:
     """Run one command against the stack, maybe as on a machine without one of its folders."""
-    full = command([*words, "--nats-url", stack.server.url])
-    if without is not None:
-        empty = 'mount -t tmpfs none "$0" && exec "$@"'
-        full = ["unshare", "--map-root-user", "--mount", "sh", "-c", empty, str(without), *full]
+    words = (*words, "--nats-url", stack.server.url)
+    if without is None:
+        return await asyncio.to_thread(tinkermq_here, *words)
+    empty = 'mount -t tmpfs none "$0" && exec "$@"'
+    full = ["unshare", "--map-root-user", "--mount", "sh", "-c", empty, str(without)]
+    full += command(words)
     done = await asyncio.to_thread(
         subprocess.run, full, capture_output=True, check=False, timeout=PATIENCE_S
     )

@@ -10,6 +10,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from tinkermq.actors.recipes import mark_made
 
 from tests.clients.command import command
 from tests.support.configs import REPOSITORY
@@ -76,7 +77,10 @@ def test_the_quickstart_trains_and_shows_reward_and_plot_and_what_to_try_next(
     assert_nothing_left(mark)
 
 
-def test_control_c_stops_everything(tmp_path: Path) -> None:
+def test_control_c_stops_everything(tmp_path: Path, model: Path) -> None:
+    made_before = tmp_path / "models" / "calculator"
+    shutil.copytree(model, made_before)  # a random one, as the run is interrupted
+    mark_made(made_before, "calculator")
     mark = uuid.uuid4().hex
     with start(mark, f"output_dir={tmp_path}", "training.num_steps=500") as process:
         assert process.stdout is not None

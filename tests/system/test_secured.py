@@ -26,11 +26,11 @@ from tinkermq.schemas.job import FINAL_STATES, JobRecord
 from tinkermq.schemas.wire.errors import BrokerError, ConfigError, NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.clients.command import Outcome, tinkermq
+from tests.clients.command import Outcome, tinkermq, tinkermq_here
 from tests.support.configs import REPOSITORY, UNHURRIED, small_job
 from tests.support.games import Snoop
 from tests.support.secrets_on_disk import files_with
-from tests.support.waiting import PATIENCE_S, eventually
+from tests.support.waiting import eventually
 
 AGENT = """
 import glob, http.client, json, os, socket, sys
@@ -64,11 +64,12 @@ class Operator:
         self.keys: dict[str, str] = {}
 
     def run(self, *words: str, key: str = "", **env: str) -> Outcome:
-        """Run one command as the user with this key."""
+        """Run one command as the user with this key; in this process unless it is the stack's."""
         given = {"TINKERMQ_HOME": str(self.home), **env}
         if key:
             given["TINKERMQ_API_KEY"] = self.keys[key]
-        return tinkermq(*words, env=given, timeout=PATIENCE_S)
+        run = tinkermq if words[0] in ("up", "down") else tinkermq_here
+        return run(*words, env=given)
 
     def told(self, *words: str, key: str = "", **env: str) -> Any:
         """Run one command and return its JSON."""

@@ -90,26 +90,26 @@ async def host(broker: Broker, scope: JobScope, pool: Gateway) -> AsyncIterator[
 
 
 async def test_an_episode_is_taken_played_rewarded_and_ended_over_http(host: Host) -> None:
-    answer, reset = await host.taken("g-1-0", idempotency_key="first")
+    answer, reset = await host.taken("taken-1-0", idempotency_key="first")
     told = answer.json
-    assert (answer.status, told["id"], told["seed"]) == (201, "g-1-0", 7)
+    assert (answer.status, told["id"], told["seed"]) == (201, "taken-1-0", 7)
     assert told["prompt"] == reset.prompts[0]
     assert told["openai_base_url"] == f"{host.gateway.url}/v1"
     assert told["variables"]["OPENAI_API_KEY"] == told["api_key"]
     again = await host.gateway.post(
         OPEN, {"job": host.scope.job, "wait_s": 0}, idempotency_key="first"
     )
-    assert (again.json["id"], again.json["api_key"]) == ("g-1-0", told["api_key"])
+    assert (again.json["id"], again.json["api_key"]) == ("taken-1-0", told["api_key"])
 
     url, key = told["openai_base_url"], told["api_key"]
     script = Script()
     async with (
-        ScriptedGenerator(host.broker, host.scope, script).playing("g-1-0"),
+        ScriptedGenerator(host.broker, host.scope, script).playing("taken-1-0"),
         openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client,
     ):
         chat = await client.chat.completions.create(model="any", messages=SAY)
     assert chat.choices[0].message.content == "You said: Hello"
-    one = f"{OPEN}/g-1-0"
+    one = f"{OPEN}/taken-1-0"
     assert (await host.gateway.get(one)).json["calls"] == 1
     assert (await host.gateway.post(f"{one}/note", {"call": 0, "role": "main"})).status == 200
     wrong = await host.gateway.post(f"{one}/reward", {"reward": "much"})
@@ -117,7 +117,7 @@ async def test_an_episode_is_taken_played_rewarded_and_ended_over_http(host: Hos
     assert (await host.gateway.post(f"{one}/reward", {"reward": 0.5})).status == 200
     ended = await host.gateway.post(f"{one}/end", {"status": "done", "info": {"found": 2}})
     assert ended.json == {"status": "done", "reward": 0.5}
-    step = StepRequest(episodes=["g-1-0"], turns=[0], actions=[""], wait_s=10)
+    step = StepRequest(episodes=["taken-1-0"], turns=[0], actions=[""], wait_s=10)
     played = await ask(host.broker, host.scope.env(reset.host, "step"), step, StepReply)
     assert (played.rewards, played.done) == ([0.5], [True])
     over = await host.gateway.post(f"{one}/reward", {"reward": 1})

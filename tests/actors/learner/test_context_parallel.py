@@ -84,5 +84,6 @@ def test_heads_that_cannot_be_divided_are_refused_with_their_number(folder: Path
         trained(config_of(folder, 3, learner={"context_parallel": 3}), range(1, 2), groups=batch)
 
 
+@pytest.mark.long
 def test_varlen_kernels_read_divided_sequences_whole(folder: Path) -> None:
     check(folder, 2, {"model": {"path": str(folder), "attn_implementation": "varlen"}})

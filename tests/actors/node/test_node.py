@@ -444,11 +444,12 @@ _ASK = """
 import sys
 from tinkermq.actors.policy.model_folder import check_model_is_here
 from tinkermq.schemas.wire.errors import ModelError
-try:
-    check_model_is_here(sys.argv[1])
-    print("there")
-except ModelError as error:
-    print(error.message, "|", error.hint)
+for model in sys.argv[1:]:
+    try:
+        check_model_is_here(model)
+        print("there")
+    except ModelError as error:
+        print(error.message, "|", error.hint)
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 """
 
@@ -474,31 +475,33 @@ class Hub(BaseHTTPRequestHandler):
         del format, args
 
 
-def ask(model: str, tmp_path: Path, **environment: str) -> str:
-    """Ask in a process of its own, since the hub's settings are read once."""
+def ask(tmp_path: Path, *models: str, **environment: str) -> list[str]:
+    """Ask for models in a process of its own, since the hub's settings are read once."""
     done = subprocess.run(
-        [sys.executable, "-c", _ASK, model],
+        [sys.executable, "-c", _ASK, *models],
         env={**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), **environment},
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
         check=True,
     )
-    return done.stdout
+    return done.stdout.splitlines()
 
 
 def test_hub_offline_mode_and_folders_are_told_apart(tmp_path: Path) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     Thread(target=server.serve_forever, daemon=True).start()
     hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
-    assert ask("lab/here", tmp_path, **hub) == "there\n"
-    assert "the hub has no such model" in ask("nowhere/model", tmp_path, **hub)
-    assert "gated on the hub" in ask("lab/gated", tmp_path, **hub)
-    assert "offline mode" in ask("lab/here", tmp_path, **hub, HF_HUB_OFFLINE="1")
+    here, nowhere, gated = ask(tmp_path, "lab/here", "nowhere/model", "lab/gated", **hub)
+    assert here == "there"
+    assert "the hub has no such model" in nowhere
+    assert "gated on the hub" in gated
+    assert "offline mode" in ask(tmp_path, "lab/here", **hub, HF_HUB_OFFLINE="1")[0]
     server.shutdown()
     server.server_close()
-    assert "the hub cannot be reached" in ask("lab/here", tmp_path, **hub)
-    assert "there is no model folder" in ask(str(tmp_path / "gone"), tmp_path, **hub)
+    unreachable, gone = ask(tmp_path, "lab/here", str(tmp_path / "gone"), **hub)
+    assert "the hub cannot be reached" in unreachable
+    assert "there is no model folder" in gone
 
 
 async def test_a_node_answers_with_what_is_missing_and_what_to_do(tmp_path: Path) -> None:

@@ -116,29 +116,15 @@ async def test_a_program_may_say_that_it_has_failed(play):
     assert (result.reward, result.info["outcome"]) == (-1, "failed")
 
 
-async def test_time_that_has_run_out_ends_a_program_after_a_word_to_it(play):
-    code = (
-        "signal.signal(signal.SIGTERM, lambda *_: (print('asked to end', flush=True), sys.exit()))"
-    )
-    result = await play(f"{code}\nask()\n{SLEEP}", timeout_s=6, grace_s=30, failed_reward=-1)
-    assert (result.reward, result.info["outcome"]) == (-1, "timeout")
-    assert "asked to end" in result.info["output"]
-
-
 async def test_a_program_that_will_not_end_is_ended_with_all_that_it_started(play):
     code = (
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "if os.fork() == 0:\n os.setsid()\n if os.fork() == 0: " + SLEEP + "\n"
         f"ask()\n{SLEEP}"
     )
-    result = await play(code, timeout_s=6)
-    assert (result.reward, result.info["outcome"]) == (0.0, "timeout")
+    result = await play(code, timeout_s=6, failed_reward=-1)
+    assert (result.reward, result.info["outcome"]) == (-1, "timeout")
     assert result.info["exit_code"] == 137
-
-
-async def test_a_program_without_a_call_for_too_long_is_stuck(play):
-    result = await play(f"ask()\n{SLEEP}", idle_s=5, failed_reward=-1)
-    assert (result.reward, result.info["outcome"]) == (-1, "stuck")
 
 
 async def test_a_program_that_waits_for_the_model_is_not_stuck(play):
@@ -162,11 +148,12 @@ async def test_a_crash_counts_at_once_where_that_is_wanted(play):
     assert (result.reward, result.info["outcome"], result.info["exit_code"]) == (0.5, "crash", 134)
 
 
-async def test_a_stuck_program_is_tried_again_once():
-    async with hosting(f"ask()\n{SLEEP}", max_tries=5, idle_s=5) as host:
+async def test_a_program_without_a_call_for_too_long_is_stuck_and_tried_again_once():
+    async with hosting(f"ask()\n{SLEEP}", max_tries=5, idle_s=5, failed_reward=-1) as host:
         with pytest.raises(ProgramCrashed, match=r"made no call for agent.idle_s=5 s"):
             await host.play("e-1")
-        assert (await host.play("e-2")).info["outcome"] == "stuck"
+        result = await host.play("e-2")
+        assert (result.reward, result.info["outcome"]) == (-1, "stuck")
 
 
 @pytest.mark.parametrize(
@@ -308,15 +295,15 @@ async def test_a_posted_reward_comes_first_and_a_number_written_only_without_a_c
     assert (await play(f"ask()\n{written}", **half)).reward == 0.5
 
 
-async def test_what_a_timed_out_program_left_is_graded(play, grader):
-    result = await play(
-        ANSWER + "time.sleep(1000)",
-        opening={"record": ROW},
-        timeout_s=6,
-        failed_reward=-1,
-        **grader,
-    )
+async def test_time_that_has_run_out_ends_a_program_after_a_word_and_what_it_left_is_graded(
+    play, grader
+):
+    said = "def end(*_):\n print('asked to end', flush=True)\n sys.exit()\n"
+    said += "signal.signal(signal.SIGTERM, end)\n"
+    limits = {"timeout_s": 6, "grace_s": 30, "failed_reward": -1}
+    result = await play(said + ANSWER + SLEEP, opening={"record": ROW}, **limits, **grader)
     assert (result.reward, result.info["outcome"]) == (1.0, "timeout")
+    assert "asked to end" in result.info["output"]
 
 
 async def test_a_program_that_failed_and_cannot_be_graded_gets_the_failed_reward(play, grader):
