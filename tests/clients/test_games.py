@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 from tinkermq.clients.cli.new_package import AgentKind as AgentKind
-from tinkermq.clients.cli.new_package import GameKind, write_environment
+from tinkermq.clients.cli.new_package import GameKind
 from tinkermq.clients.inference.play import EpisodeResult, ResultFile
 from tinkermq.schemas.config.load_config import load_config
 from tinkermq.schemas.wire.errors import ConfigError, StorageError
