@@ -225,7 +225,7 @@ async def _assert_profiled(
         assert sum(shares.values()) == pytest.approx(1.0)
     assert told["generators"]["generator-0"]["environment"] > 0.3
     assert "for games, which answered after" in told["advice"][0]["text"]
-    held = json.loads((await run("profile", "cli-run", "--memory", "--json")).stdout)
+    held = json.loads((await run("profile", "cli-run", "--memory", "--json")).out)
     assert {"learner", "generator-0", "environment-0"} <= held.keys()
     learner = held["learner"]
     assert held["generator-0"]["parts"]["weights"] >= learner["parts"]["weights"] * 0.9
@@ -233,7 +233,7 @@ async def _assert_profiled(
     assert moments == pytest.approx(2 * learner["parts"]["weights"], rel=0.01)
     assert sum(learner["parts"].values()) < learner["memory"]["resident"]
     assert learner["memory"]["resident"] <= learner["memory"]["peak"]
-    shown = (await run("profile", "cli-run", "--memory")).stdout.decode()
+    shown = (await run("profile", "cli-run", "--memory")).out
     assert "optimiser state" in shown
     log = RolloutLog(stack.broker, scope)
     traces = await read_traces(stack.broker, scope, 100)
