@@ -214,6 +214,17 @@ class OpenEnvGame(AsyncToolGame):
         """Return the environment's tools; a game that has not begun asks the server anew."""
         return list(self._environment.facts(anew=self._session is None).tools)
 
+    def describe(self) -> dict[str, str]:
+        """Return what `tinkermq env check` shows of the environment, by topic."""
+        facts, options = self._environment.facts(), self._options
+        of_split = f"{len(facts.tasks):,} of the split {quoted(facts.split)}"
+        number = len(options.urls) or options.copies
+        return {
+            "tasks": of_split if facts.tasks else "the server lists none",
+            "rewards": "those of the environment's steps",
+            "sessions at once": f"as many as max_concurrent_envs of {number} server(s) says",
+        }
+
     def get_system_prompt(self) -> str:
         """Return no system prompt."""
         return ""
