@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -94,9 +94,8 @@ class TaskSettings(_Table):
     @model_validator(mode="before")
     @classmethod
     def _older_name(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "version" in values and "schema_version" not in values:
-            return {**values, "schema_version": values["version"]}
-        return values  # pyright: ignore[reportUnknownVariableType]
+        tree = cast("dict[str, Any]", values)  # of TOML
+        return {"schema_version": tree["version"], **tree} if "version" in tree else tree
 
 
 @dataclass(frozen=True)
