@@ -1,8 +1,8 @@
 """Folders of Harbor tasks: instruction, settings, environment and tests, one task a folder.
 
-A task is a folder with `instruction.md`, `task.toml`, `tests/test.sh`, and an image: a Dockerfile
-in `environment/`, or `docker_image` in `task.toml`. The tasks of a folder are the rows of a
-dataset, in the order of their names. A folder that cannot be read as a task is an error of the
+A task is a folder with `instruction.md`, `task.toml`, tests that `test.sh` begins, and an image: a
+Dockerfile in `environment/`, or `docker_image` in `task.toml`. The tasks of a folder are the rows
+of a dataset, in the order of their names. A folder that cannot be read as a task is an error of the
 whole dataset; a task that can be read and not be run here is refused alone (`TaskRefused`).
 
 No link is followed: a host reads these files with its own rights.
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -94,9 +94,8 @@ class TaskSettings(_Table):
     @model_validator(mode="before")
     @classmethod
     def _older_name(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "version" in values and "schema_version" not in values:
-            return {**values, "schema_version": values["version"]}
-        return values  # pyright: ignore[reportUnknownVariableType]
+        tree = cast("dict[str, Any]", values)  # of TOML
+        return {"schema_version": tree["version"], **tree} if "version" in tree else tree
 
 
 @dataclass(frozen=True)
@@ -233,6 +232,12 @@ def is_task_folder(path: Path) -> bool:
     """Whether a folder is meant as a task."""
     is_folder = path.is_dir() and not path.is_symlink() and not path.name.startswith(".")
     return is_folder and any((path / name).exists() for name in (INSTRUCTION, SETTINGS, "tests"))
+
+
+def holds_tasks(source: TaskSource) -> bool:
+    """Whether there is a folder with at least one task in it, which may be damaged."""
+    folder = Path(source.folder).expanduser()
+    return folder.is_dir() and any(is_task_folder(one) for one in folder.iterdir())
 
 
 class TaskFolders:

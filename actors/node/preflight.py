@@ -18,7 +18,7 @@ from ...broker.client.login import without_secrets
 from ...broker.service_process import die_with
 from ...envs.dataset import is_dataset_name
 from ...envs.registry import find_game
-from ...envs.task_folders import is_task_folder
+from ...envs.task_folders import holds_tasks
 from ...schemas.config.agent import TaskSource
 from ...schemas.node import (
     GameCheck,
@@ -72,8 +72,7 @@ def _is_there(name: str) -> bool:
     """Whether a dataset exists; of other files and folders this is not revealed."""
     source = TaskSource.parse(name)
     if source is not None:
-        folder = Path(source.folder).expanduser()
-        return folder.is_dir() and any(is_task_folder(one) for one in folder.iterdir())
+        return holds_tasks(source)
     path = Path(name).expanduser()
     return is_dataset_name(path) and path.is_file()
 

@@ -16,7 +16,7 @@ from ..tool_calls import CLOSE, OPEN
 from .call_lines import WHY_NOT
 from .call_selection import WhyNot, main_root, why_untrained
 from .local_run import LocalAnswer, LocalCall, LocalRun, num_common, open_program
-from .programs.task_environments import Engines
+from .programs.task_environments import EnvironmentPlanner
 
 LIMIT_S = 120.0
 """How long a program may take, unless its job allows less."""
@@ -135,24 +135,24 @@ def look_at_tasks(job: JobConfig, seed: int = 0) -> TaskReport | None:
     if not sources:
         return None
     folders = [TaskFolders(source) for source in sources]
-    engines = Engines(job.agent)
+    planner = EnvironmentPlanner(job.agent)
     refused: list[TaskRefused] = []
     rows: list[int] = []
     num_train = sum(map(len, folders[: len(job.env.train_data)]))
     tasks = [task for folder in folders for task in folder.tasks]
     for number, task in enumerate(tasks):
         try:
-            engines.plan(task)
+            planner.plan(task)
         except TaskRefused as error:
             refused.append(error)
         else:
             rows.append(number)
-    where = f"images of {engines.engine.name}" if engines.engine else "the sandbox"
+    where = f"images of {planner.engine.name}" if planner.engine else "the sandbox"
     findings = [
         AgentFinding(
             "ok" if rows else "fail",
             f"{len(rows)} of {len(tasks)} Harbor tasks run here, in {where}"
-            + (f" ({engines.lacking})" if engines.lacking else ""),
+            + (f" ({planner.lacking})" if planner.lacking else ""),
         ),
         AgentFinding("ok", "their reward is that of tests/test.sh, in /logs/verifier"),
         *(AgentFinding("note", error.message, error.hint) for error in refused[:_MAX_REFUSED]),

@@ -44,16 +44,16 @@ async def played(
     broker: Broker,
     scope: JobScope,
     folder: Path,
-    tasks: str = "",
+    task_folder: str = "",
     row: int = 0,
 ) -> list[Trajectory]:
-    """Play one episode of a program, with a host of its own; on a row of `tasks` if given."""
+    """Play one episode of a program, with a host of its own; on a row of `task_folder` if given."""
     data = folder / "train.jsonl"
     data.write_text(json.dumps({"prompt": PROMPT, "answer": "7"}))
     config = JobConfig.model_validate(
         {
             "model": {"path": str(folder)},
-            "env": {"train_data": [tasks or str(data)]},
+            "env": {"train_data": [task_folder or str(data)]},
             "learner": {"max_row_tokens": 2 * ROOM, "microbatch_tokens": 2 * ROOM},
             "agent": {**agent.section, "timeout_s": PLAY_S, "memory_mb": 4096},
             "rollout": {

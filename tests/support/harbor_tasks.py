@@ -26,9 +26,9 @@ class Task:
 
     instruction: str
     test: str
-    """Of `tests/test.sh`."""
+    """Of its `test.sh`."""
     solution: str
-    """Of `solution/solve.sh`."""
+    """Of its `solve.sh`."""
     dockerfile: str = PLAIN
     files: dict[str, str] = field(default_factory=dict[str, str])
     """Further files, by their names in the task's folder."""

@@ -18,6 +18,7 @@ from tinkermq.clients import (
 
 from tests.support.configs import small_job
 from tests.support.gateway import run_gateway
+from tests.support.harbor_tasks import Task
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Job, Stack
 from tests.support.waiting import PATIENCE_S
@@ -136,6 +137,43 @@ async def test_a_command_is_trained_in_the_pools_own_sandbox(
     rows_of = [row for group in groups for row in group.trajectories]
     assert rows_of
     assert {row.info["outcome"] for row in rows_of} == {"done"}
+    validated = await job.validations()
+    assert {step: values["val/num_episodes"] for step, values in validated.items()} == {0: 1, 1: 1}
+    await assert_every_task_once(job)
+
+
+@pytest.mark.long
+async def test_a_folder_of_harbor_tasks_is_trained_with_the_rewards_of_their_tests(
+    stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "agent.py").write_text(_AGENT)
+    numbers = """'{"reward": '$((n % 3))', "length": '$n'}'"""
+    test = f"n=$(wc -c < /app/answer.txt); echo {numbers} > /logs/verifier/reward.json"
+    task = Task("Say something.", test, "")
+    for number in range(8):
+        task.write(tmp_path / "tasks" / f"task-{number}")
+    config = small_job(
+        model,
+        rollout={**LIMITS, "group_size": 2},
+        training={"num_steps": 1, "batch_size": 2, "max_staleness": 0, "test_freq": 1},
+        agent={
+            "tasks": f"harbor:{tmp_path / 'tasks'}",
+            "val_share": 0.4,
+            "command": ["{python}", "{files}/agent.py", "{prompt}"],
+            "files": str(tmp_path / "files"),
+            "timeout_s": 60,
+        },
+    )
+    config["env"] = {"num_val": 1}
+    job = await stack.submit(config)
+    await job.until("COMPLETED")
+    groups = [entry.group for entry in await job.entries() if entry.group]
+    rows_of = [row for group in groups for row in group.trajectories]
+    assert rows_of
+    for row in rows_of:
+        assert row.info["outcome"] == "done"
+        assert float(sum(row.rewards)) == row.info["length"] % 3
     validated = await job.validations()
     assert {step: values["val/num_episodes"] for step, values in validated.items()} == {0: 1, 1: 1}
     await assert_every_task_once(job)

@@ -341,15 +341,21 @@ class AgentRun:
         launcher, verifier = self._launcher, task.settings.verifier
         limit_s = verifier.timeout_sec or self._config.reward_timeout_s
         await launcher.blocking(lambda: write_tests(folder, task, self._config.disk_mb << 20))
-        async with launcher.running(
-            folder,
-            TEST_COMMAND,
-            verifier.env,
-            "open" if self._config.network == "open" else "none",
-            view=TaskView(environment, "tests"),
-        ) as running:
-            how = await _by_itself(running, limit_s)
-            exit_code = await running.program.kill()
+        try:
+            async with launcher.running(
+                folder,
+                TEST_COMMAND,
+                verifier.env,
+                "open" if self._config.network == "open" else "none",
+                view=TaskView(environment, "tests"),
+            ) as running:
+                how = await _by_itself(running, limit_s)
+                exit_code = await running.program.kill()
+        except GameError as error:
+            raise RewardError(
+                f"the tests of task {task.name} cannot begin: {error.message}",
+                hint=f"the program may have removed {environment.workdir}",
+            ) from error
         printed = running.program.printed.tail().strip()[-_SHOWN_CHARS:]
         if how != "exit":
             words = {"timeout": f"took longer than verifier.timeout_sec={limit_s:g}"}

@@ -59,7 +59,7 @@ class ProgramFolder:
         self.path = path
         self.user = user
         """The user that it belongs to and that the program runs as; None: the host's own."""
-        self._parts = list(_PARTS)
+        self._parts: list[str] = list(_PARTS)
 
     def __getitem__(self, part: str) -> Path:
         """Return where a part lies on the host: `work`, `tmp`, `home`, `task`, `etc` or `root`."""

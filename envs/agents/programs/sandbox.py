@@ -86,7 +86,8 @@ class ImageRoot:
         tool, facts = _find(name, key)
         self.environment = _variables(facts)
         """What the image sets for its programs."""
-        self.workdir = str((facts.get("Config") or {}).get("WorkingDir") or "/")
+        config: Any = facts.get("Config") or {}
+        self.workdir = str(config.get("WorkingDir") or "/")
         """Where the image has its programs begin."""
         self._key = key
         number = str(facts.get("Id", "")).rpartition(":")[2]

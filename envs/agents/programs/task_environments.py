@@ -55,7 +55,7 @@ command -v python >/dev/null || {{ echo "the sandbox has no command python" >&2;
 """
 
 
-class Engine(NamedTuple):
+class ContainerEngine(NamedTuple):
     """What makes images."""
 
     program: str
@@ -83,14 +83,14 @@ class Engine(NamedTuple):
             return subprocess.CompletedProcess(command, 1, str(error).encode())
 
 
-def find_engine() -> tuple[Engine | None, str]:
+def find_engine() -> tuple[ContainerEngine | None, str]:
     """Return podman or docker, the first that answers, and why there is none otherwise."""
     reasons: list[str] = []
     for name in _ENGINES:
         program = shutil.which(name)
         if program is None:
             continue
-        engine = Engine(program)
+        engine = ContainerEngine(program)
         done = engine.run("info")
         if done.returncode == 0:
             return engine, ""
@@ -106,7 +106,7 @@ def _last_line(output: bytes) -> str:
 # -- what a task needs -----------------------------------------------------------------------------
 
 
-class Engines:
+class EnvironmentPlanner:
     """How tasks get their environments on this machine."""
 
     def __init__(self, config: AgentConfig, *, builds: bool = True) -> None:
@@ -216,11 +216,11 @@ class TaskEnvironments:
     def __init__(
         self, config: AgentConfig, launcher: ProgramLauncher, *, builds: bool = True
     ) -> None:
-        """Make none yet; `builds` is that of `Engines`."""
+        """Make none yet; `builds` is that of `EnvironmentPlanner`."""
         self._config = config
         self._launcher = launcher
         self._builds = builds
-        self._engines: Engines | None = None
+        self._planner: EnvironmentPlanner | None = None
         self._made: dict[Path, asyncio.Task[_Made]] = {}
 
     @contextlib.asynccontextmanager
@@ -265,12 +265,14 @@ class TaskEnvironments:
 
     async def _make(self, task: HarborTask) -> _Made:
         try:
-            if self._engines is None:  # which only jobs with tasks look for
-                self._engines = await asyncio.to_thread(Engines, self._config, builds=self._builds)
-            engines = self._engines
-            plan = engines.plan(task)
+            if self._planner is None:  # which only jobs with tasks look for
+                self._planner = await asyncio.to_thread(
+                    EnvironmentPlanner, self._config, builds=self._builds
+                )
+            planner = self._planner
+            plan = planner.plan(task)
             if plan is None:
-                made = await self._written_out(task, engines)
+                made = await self._written_out(task, planner)
             else:
                 made = await self._from_steps(task, plan)
             try:
@@ -300,9 +302,9 @@ class TaskEnvironments:
             where = DOCKERFILE if task.dockerfile is not None else SETTINGS
             raise TaskRefused(task.name, "it has no bash, which runs its tests", where)
 
-    async def _written_out(self, task: HarborTask, engines: Engines) -> _Made:
+    async def _written_out(self, task: HarborTask, planner: EnvironmentPlanner) -> _Made:
         """Return the environment of an image; one that nobody waits for any more is removed."""
-        write = self._launcher.blocking(lambda: self._from_image(task, engines))
+        write = self._launcher.blocking(lambda: self._from_image(task, planner))
         writing = asyncio.ensure_future(write)
         try:
             return await asyncio.shield(writing)
@@ -312,9 +314,9 @@ class TaskEnvironments:
                 writing.result().give_back()
             raise
 
-    def _from_image(self, task: HarborTask, engines: Engines) -> _Made:
+    def _from_image(self, task: HarborTask, planner: EnvironmentPlanner) -> _Made:
         """Write the image of a task out; blocks."""
-        image = ImageRoot(engines.image_of(task), f"the image of task {task.name}")
+        image = ImageRoot(planner.image_of(task), f"the image of task {task.name}")
         try:
             for path in (TASK_HOME, f"{LOGS}/agent", f"{LOGS}/verifier"):
                 image.place(path)

@@ -1,6 +1,7 @@
 """`agent check` on programs, and the example agent."""
 
 import json
+import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tinkermq.schemas.wire.errors import ConfigError, DataError
 
 from tests.envs.agents.programs.conftest import LIMITS, PRELUDE
 from tests.support.configs import example
+from tests.support.harbor_tasks import TASKS, Task
 
 HISTORY = """
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
@@ -338,3 +340,30 @@ async def test_the_example_agent_earns_what_the_game_gives(
             assert run.result is not None, run.error
             assert run.result.reward == as_game(answers), answers
             assert len(run.model.calls) == len(answers)
+
+
+async def test_the_check_of_harbor_tasks_says_which_run_here_and_runs_one(
+    tried: Try, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("bwrap", "env"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    monkeypatch.setenv("PATH", str(tmp_path))  # without podman and docker
+    tasks = tmp_path / "tasks"
+    Task("Go.", "true", "", "FROM debian\nRUN apt-get update\n").write(tasks / "a-refused")
+    TASKS["makes-folder"].write(tasks / "b-runs")
+    report = await tried("call(); os.makedirs('out/deep')", tasks=f"harbor:{tasks}")
+    assert report.ok
+    assert report.reward == 1.0
+    said = [(finding.level, finding.text) for finding in report.findings]
+    assert said[0][0] == "ok"
+    assert said[0][1].startswith("1 of 2 Harbor tasks run here, in the sandbox (there is no podman")
+    assert said[1] == ("ok", "their reward is that of tests/test.sh, in /logs/verifier")
+    assert said[2][0] == "note"
+    assert "task a-refused cannot be run: RUN apt-get" in said[2][1]
+    assert "(environment/Dockerfile:2)" in said[2][1]
+    report = await tried("call()", tasks=f"harbor:{tasks}", row=0)
+    assert not report.ok
+    assert any("task a-refused cannot be run" in text for text in levels(report, "fail"))
+    shutil.rmtree(tasks / "b-runs")
+    report = await tried("call()", tasks=f"harbor:{tasks}")
+    assert levels(report, "fail")[0].startswith("0 of 1 Harbor tasks run here")

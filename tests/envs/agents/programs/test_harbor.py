@@ -249,6 +249,15 @@ async def test_tests_without_a_reward_are_an_error_of_the_reward(tmp_path: Path)
                 await host.play(f"e{number}-1", record=row)
 
 
+async def test_a_program_that_removes_the_folder_of_its_tests_has_no_reward(
+    played: Played,
+) -> None:
+    task = Task("Go.", "echo 1 > /logs/verifier/reward.txt", "", PLAIN + "WORKDIR /app/deep\n")
+    with pytest.raises(RewardError, match="the tests of task a-task cannot begin") as error:
+        await played(task, "ask(); os.rmdir('/app/deep')")
+    assert "/app/deep" in error.value.hint
+
+
 async def test_a_program_that_failed_and_has_no_reward_gets_the_failed_reward(
     played: Played,
 ) -> None:

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 from tinkermq.envs.agents.agent_check import look_at_tasks
-from tinkermq.envs.agents.programs.task_environments import Engines, digest_of, find_engine
+from tinkermq.envs.agents.programs.task_environments import (
+    EnvironmentPlanner,
+    digest_of,
+    find_engine,
+)
 from tinkermq.envs.task_folders import TaskRefused, read_task
 from tinkermq.schemas.config.agent import AgentConfig
 from tinkermq.schemas.config.job import JobConfig
@@ -84,11 +88,11 @@ async def test_an_image_that_is_named_is_pulled_unless_it_is_there(
             "Go.", "", "", files={"task.toml": "[environment]\ndocker_image = 'registry/x:1'\n"}
         ).write(tmp_path / "tasks" / "pulled")
     )
-    engines = Engines(AgentConfig(command=["sh"]))
-    assert engines.plan(there) is None
-    assert engines.image_of(there) == "base"
-    assert engines.image_of(pulled) == "registry/x:1"
-    assert engines.image_of(pulled) == "registry/x:1"
+    planner = EnvironmentPlanner(AgentConfig(command=["sh"]))
+    assert planner.plan(there) is None
+    assert planner.image_of(there) == "base"
+    assert planner.image_of(pulled) == "registry/x:1"
+    assert planner.image_of(pulled) == "registry/x:1"
     assert engine.calls("pull") == [["pull", "registry/x:1"]]
     assert not engine.calls("build")
 
@@ -98,18 +102,18 @@ def test_an_image_that_cannot_be_had_refuses_its_task_with_the_engines_words(
 ) -> None:
     broken = Task("Go.", "", "", "FROM x\nRUN FAIL\n").write(tmp_path / "broken")
     absent = Task("Go.", "", "", files={"task.toml": "[environment]\ndocker_image = 'other'\n"})
-    engines = Engines(AgentConfig(command=["sh"]))
+    planner = EnvironmentPlanner(AgentConfig(command=["sh"]))
     with pytest.raises(TaskRefused, match=r"cannot be built: podman says: .*at STEP FAIL") as error:
-        engines.image_of(read_task(broken))
+        planner.image_of(read_task(broken))
     assert error.value.where == "environment/Dockerfile"
     with pytest.raises(TaskRefused, match="cannot be pulled: podman says: manifest of other"):
-        engines.image_of(read_task(absent.write(tmp_path / "absent")))
+        planner.image_of(read_task(absent.write(tmp_path / "absent")))
 
 
 def test_hosts_of_users_use_only_images_that_are_there(engine: FakeEngine, tmp_path: Path) -> None:
-    engines = Engines(AgentConfig(command=["sh"]), builds=False)
+    planner = EnvironmentPlanner(AgentConfig(command=["sh"]), builds=False)
     with pytest.raises(TaskRefused, match="is not built here for users") as error:
-        engines.image_of(read_task(FIXED.write(tmp_path / "a-task")))
+        planner.image_of(read_task(FIXED.write(tmp_path / "a-task")))
     assert "podman build --tag tinkermq-harbor:" in error.value.hint
     assert not engine.calls("build")
 
