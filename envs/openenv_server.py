@@ -312,7 +312,7 @@ class OpenEnvServer:
             return {"session_id": opened.id}
         if method == "openenv/session/close":
             return self._close(_text(parameters, "session_id"))
-        if not self.game.facts.tools:
+        if not self.game.has_tools:
             raise StateError("this game has no tools", hint="act with a text over /ws")
         if method == "tools/list":
             return {
