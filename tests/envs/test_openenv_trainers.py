@@ -22,6 +22,7 @@ from tests.support.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.openenv
 
+CHECKOUT = Path(__file__).parents[2]
 OPENENV = str(Path(sys.executable).with_name("openenv"))
 AGENT = """
 import json, os, sys, urllib.request
@@ -31,7 +32,7 @@ def ask(text):
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/chat/completions",
         json.dumps(body).encode(),
-        {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"},
+        {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
     )
     with urllib.request.urlopen(request) as answer:
         return json.loads(answer.read())["choices"][0]["message"]["content"]
@@ -116,22 +117,18 @@ async def test_the_generic_client_plays_whole_episodes() -> None:
 async def test_the_tool_client_plays_whole_episodes() -> None:
     from openenv.core.mcp_client import MCPToolClient
 
-    for mode in ("simulation", "production"):
-        async with serving("tool_games:Adding") as url:
-            async with MCPToolClient(base_url=url, mode=mode) as client:
-                await client.reset(seed=1)
-                assert [tool.name for tool in await client.list_tools()] == [
-                    "add",
-                    "repeat",
-                    "stop",
-                ]
-                assert await client.call_tool("add", value=2) == "sum 2"
-                assert await client.call_tool("add", value=3) == "sum 5"
-                assert (await client.call_tool("add", value="x")).startswith("Error: add: value")
-                with pytest.raises(RuntimeError, match="there is no tool 'sub'"):
-                    await client.call_tool("sub")
-                result: Any = await client.step(Text(text="5"))
-                assert (result.reward, result.done) == (1.0, True)
+    async with serving("tool_games:Adding") as url, MCPToolClient(base_url=url) as client:
+        for _ in range(2):
+            await client.reset(seed=1)
+            names = [tool.name for tool in await client.list_tools()]
+            assert names == ["add", "repeat", "stop"]
+            assert await client.call_tool("add", value=2) == "sum 2"
+            assert await client.call_tool("add", value=3) == "sum 5"
+            assert (await client.call_tool("add", value="x")).startswith("Error: add")
+            with pytest.raises(RuntimeError, match="there is no tool 'sub'"):
+                await client.call_tool("sub")
+            result: Any = await client.step(Text(text="5"))
+            assert (result.reward, result.done) == (1.0, True)
 
 
 class Text:
@@ -218,7 +215,8 @@ async def test_the_agent_of_a_harness_environment_asks_the_model_of_the_episode(
     config = {
         "model": {"path": "none"},
         "env": {"train_data": [str(tmp_path / "tasks.jsonl")]},
-        "agent": {"command": command, "files": str(program)},
+        # the package is installed here as a link to this checkout, which the sandbox has to show
+        "agent": {"command": command, "files": str(program), "read": [str(CHECKOUT)]},
     }
     (tmp_path / "agent.yaml").write_text(json.dumps(config))
     done = await asyncio.to_thread(
