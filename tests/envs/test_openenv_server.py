@@ -12,8 +12,10 @@ from typing import Any
 import httpx
 import pytest
 from tinkermq.envs import openenv_sessions
+from tinkermq.envs.check import check_game
 from tinkermq.envs.openenv_server import OpenEnvServer, ServerBounds
 from tinkermq.envs.registry import companion, load_game
+from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.wire.errors import ConfigError, StorageError
 from websockets.asyncio.client import ClientConnection, connect
@@ -311,6 +313,33 @@ async def test_rewards_of_a_configuration_are_added_and_a_judge_is_refused() -> 
     judge = {"source": "judge", "judge": "m"}
     with pytest.raises(ConfigError, match="a served game has no pool"):
         OpenEnvServer(EnvConfig.model_validate({"game": "guess", "reward": judge}))
+
+
+async def test_a_served_game_is_one_for_our_own_client_of_openenv_too() -> None:
+    async with serving(ADDING) as client:
+        results = await asyncio.to_thread(
+            lambda: check_game(EnvConfig(game="openenv", kwargs={"url": client.url}))
+        )
+        assert [result for result in results if not result.ok] == []
+
+
+async def test_rows_that_choose_an_environment_choose_its_tools(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": [{"role": "user", "content": "Play."}], "environment": name}
+        for name in ("counter", "words")
+    ]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    game = "trl:counter=trl_classes:CounterEnv,words=trl_classes:WordEnv"
+    async with (
+        serving(game, train_data=[str(data)], isolation="thread") as client,
+        client.session() as session,
+    ):
+        names: list[list[str]] = []
+        for index in range(2):
+            await session.reset(split="train", index=index)
+            listed = await session.step(type="list_tools")
+            names.append([tool["name"] for tool in listed["observation"]["tools"]])
+        assert names == [["double", "increment"], ["guess"]]
 
 
 # -- bad input and bounds --------------------------------------------------------------------------
