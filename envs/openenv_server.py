@@ -314,14 +314,13 @@ class OpenEnvServer:
             return self._close(_text(parameters, "session_id"))
         if not self.game.has_tools:
             raise StateError("this game has no tools", hint="act with a text over /ws")
-        if method == "tools/list":
-            return {
-                "tools": [{**tool, "inputSchema": tool["input_schema"]} for tool in self.game.tools]
-            }
-        if method != "tools/call":
+        if method not in ("tools/list", "tools/call"):
             raise _NoMethodError(f"there is no method {shown(method)}")
         if session is None and parameters.get("session_id"):
             session = self.sessions.find(_text(parameters, "session_id"))
+        if method == "tools/list":
+            tools = self.game.tools() if session is None else session.tools
+            return {"tools": [{**tool, "inputSchema": tool["input_schema"]} for tool in tools]}
         arguments = parameters.get("arguments", {})
         if not isinstance(arguments, dict):
             raise ActionError("arguments: an object is needed")

@@ -112,6 +112,7 @@ def test_a_new_environment_class_of_trl_is_found_sound(cli: Cli, tmp_path: Path)
     assert "look(box: integer)  Look into a box." in checked.out
 
 
+@pytest.mark.long
 def test_a_new_server_of_mcp_is_found_sound(cli: Cli, tmp_path: Path) -> None:
     made = cli("env", "new", "my-shop", "--kind", "mcp", "--into", str(tmp_path))
     assert (made.code, "pip install -e ." in made.out) == (0, True)

@@ -329,7 +329,7 @@ async def test_rows_that_choose_an_environment_choose_its_tools(tmp_path: Path) 
         for name in ("counter", "words")
     ]
     data = write_rows(tmp_path / "rows.jsonl", rows)
-    game = "trl:counter=trl_classes:CounterEnv,words=trl_classes:WordEnv"
+    game = "trl:counter=served_games:Counter,words=served_games:Speller"
     async with (
         serving(game, train_data=[str(data)], isolation="thread") as client,
         client.session() as session,
@@ -339,7 +339,7 @@ async def test_rows_that_choose_an_environment_choose_its_tools(tmp_path: Path) 
             await session.reset(split="train", index=index)
             listed = await session.step(type="list_tools")
             names.append([tool["name"] for tool in listed["observation"]["tools"]])
-        assert names == [["double", "increment"], ["guess"]]
+        assert names == [["increment"], ["spell"]]
 
 
 # -- bad input and bounds --------------------------------------------------------------------------

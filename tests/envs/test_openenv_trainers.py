@@ -144,12 +144,12 @@ class Text:
 async def test_a_full_server_is_said_to_be_full() -> None:
     from openenv.core import GenericEnvClient
 
-    async with serving("guess", ServerBounds(max_sessions=1)) as url:
-        async with (
-            GenericEnvClient(base_url=url) as first,
-            GenericEnvClient(base_url=url) as second,
-        ):
-            await first.reset(seed=1)
+    async with (
+        serving("guess", ServerBounds(max_sessions=1)) as url,
+        GenericEnvClient(base_url=url) as first,
+    ):
+        await first.reset(seed=1)
+        async with GenericEnvClient(base_url=url) as second:
             with pytest.raises(RuntimeError, match="CAPACITY_REACHED"):
                 await second.reset(seed=1)
 
