@@ -27,6 +27,7 @@ NAMES = (
     "broker",
     "transfer_queue",
     "against_trl",
+    "against_trl_environment",
     "asynchrony",
     "environment",
     "agent_proxy",

@@ -104,12 +104,13 @@ def run_trl(contest: Contest, way: str, num_steps: int) -> Side:
             "env_workers": job["env"].get("workers", 4),
             "output_dir": f"{folder}/trl",
         }
-        result = _peer_process(Path(folder), settings)
+        result = peer_process(Path(folder), settings)
     seconds = result["ended"][-1] - result["ended"][warm - 1]
     return Side(contest.samples * (num_steps - warm) / seconds, result["rewards"])
 
 
-def _peer_process(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def peer_process(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Run TRL with these settings; return when each step ended, and its reward."""
     files = [folder / "settings.json", folder / "result.json"]
     files[0].write_text(json.dumps(settings))
     environment = {

@@ -2,11 +2,12 @@
 
     python -m benchmarks.trl_peer SETTINGS.json RESULT.json
 
-Three ways to meet an environment: `none` (a reward function, for the addition), `rollout` (a
+Four ways to meet an environment: `none` (a reward function, for the addition), `rollout` (a
 `rollout_func` as a careful user writes it: batched generation with TRL's own generate, then the
 steps of all episodes at the same time in a thread pool), `tools` (TRL's own environments, whose
-methods the model calls as tools). Settings that cost TRL time for nothing here are off: gradient
-checkpointing, logging of completions, the reference model.
+methods the model calls as tools), `count` (the class of count_environment.py). Settings that cost
+TRL time for nothing here are off: gradient checkpointing, logging of completions, the reference
+model.
 """
 
 # TRL and datasets are of the `bench` extra, which development does without, and the stubs of
@@ -29,6 +30,7 @@ from tinkermq.envs.games.calculator import CALL, calculate
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from benchmarks.count_environment import RESPONSE, CountEnvironment
 from benchmarks.slow_game import SlowCalculatorGame, draw_delay_s
 
 Settings = dict[str, Any]
@@ -240,6 +242,12 @@ def with_tools(tokenizer: Any) -> Any:
     return tokenizer
 
 
+def with_response(tokenizer: Any) -> Any:
+    """Let a tokenizer parse the calls that the model of the counting knows."""
+    tokenizer.response_template = RESPONSE
+    return tokenizer
+
+
 # -- all of them -------------------------------------------------------------------------------
 
 
@@ -258,6 +266,20 @@ def ways(settings: Settings, tokenizer: Any) -> dict[str, Callable[[], dict[str,
             "environment_factory": CalculatorEnvironment,
             "processing_class": with_tools(tokenizer),
         },
+        "count": lambda: {
+            "environment_factory": CountEnvironment,
+            "processing_class": with_response(tokenizer),
+        },
+    }
+
+
+def columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return rows as columns: those of a question, or of a class that has its own."""
+    if "question" not in rows[0]:
+        return {name: [row[name] for row in rows] for name in rows[0]}
+    return {
+        "prompt": [[{"role": "user", "content": row["question"]}] for row in rows],
+        "ground_truth": [row["ground_truth"] for row in rows],
     }
 
 
@@ -266,10 +288,7 @@ def main() -> None:
     settings: Settings = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(settings["threads"])
     rows = settings["rows"]
-    data = {
-        "prompt": [[{"role": "user", "content": row["question"]}] for row in rows],
-        "ground_truth": [row["ground_truth"] for row in rows],
-    }
+    data = columns(rows)
     tokenizer = load_tokenizer(settings["model"])
     clock = Clock()
     trainer = GRPOTrainer(

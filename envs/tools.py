@@ -122,16 +122,16 @@ class ToolGame(AbstractGame):
             turn.end(self.finish_early())
         return self._result(turn)
 
-    def _begin_turn(self, action: str) -> "Turn":
+    def _begin_turn(self, action: str) -> "ToolTurn":
         if self._functions is None:
             tools = checked_tools(self.get_tools(), type(self).__name__)
             self._functions = {tool["function"]["name"]: tool["function"] for tool in tools}
         said = behind_reasoning(action)
         calls = _calls_in(said, [{"function": one} for one in self._functions.values()])
-        return Turn(said.strip(), calls, self.max_result_chars)
+        return ToolTurn(said.strip(), calls, self.max_result_chars)
 
     def _read(
-        self, call: FoundCall | None, number: int, turn: "Turn"
+        self, call: FoundCall | None, number: int, turn: "ToolTurn"
     ) -> tuple[str, dict[str, Any] | None]:
         """Return a call's name and arguments; None for arguments: it was refused by a message."""
         assert self._functions is not None
@@ -151,12 +151,12 @@ class ToolGame(AbstractGame):
             turn.texts.append(f"Error: {problem}")
         return name, None if problem else arguments
 
-    def ends_with(self, turn: "Turn") -> bool:
+    def ends_with(self, turn: "ToolTurn") -> bool:
         """Count a turn whose calls have been run; return whether it is the last one allowed."""
         self._num_turns += 1
         return not turn.done and self._num_turns >= self.max_tool_turns
 
-    def _result(self, turn: "Turn") -> StepResult:
+    def _result(self, turn: "ToolTurn") -> StepResult:
         """Return the answer to a turn whose calls have been run."""
         info = {**turn.info, **self._counts()}
         return StepResult("", turn.reward, turn.done, info, "tool", tool_results=turn.texts)
@@ -191,7 +191,7 @@ class AsyncToolGame(ToolGame):
 
 
 @dataclass
-class Turn:
+class ToolTurn:
     """One turn of the policy, and what its calls have led to so far."""
 
     text: str

@@ -40,7 +40,7 @@ from ..reasoning import behind_reasoning
 from ..registry import import_object
 from ..running.global_random import GlobalRandom
 from ..tool_calls import parse_tool_calls
-from ..tools import ToolGame, ToolResult, Turn, checked_tools
+from ..tools import ToolGame, ToolResult, ToolTurn, checked_tools
 
 NO_TOOLS = ("reset", "get_reward")
 """Public methods that are no tools."""
@@ -182,7 +182,7 @@ class TrlGame(ToolGame):
             result = {"error": str(error)}
         return ToolResult(_text_of(result))
 
-    def ends_with(self, turn: Turn) -> bool:
+    def ends_with(self, turn: ToolTurn) -> bool:
         """Note the results, for reward functions."""
         for call, text in zip(turn.calls, turn.texts, strict=False):
             name = call[0] if call is not None else ""

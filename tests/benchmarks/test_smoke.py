@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 NEEDS = {
     "against_trl": ("trl", "datasets"),
+    "against_trl_environment": ("trl", "datasets"),
     "agent_proxy": ("fastapi", "uvicorn", "aiohttp"),
     "environment": ("fastapi", "uvicorn", "aiohttp"),
     "vllm": ("vllm",),

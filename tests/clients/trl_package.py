@@ -79,7 +79,7 @@ def conversations(count):
         game = GAME()
         messages = open_game(game, seed=10**6 + number, record=None, kwargs={})
         right = game.get_state()[KEY]
-        guessed = rng.choice(CHOICES) if rng.random() < 0.7 else right
+        guessed = rng.choice(CHOICES) if rng.random() < 0.35 else right
         call = {"name": TOOL, "arguments": {ARGUMENT: guessed}}
         said = f"<tool_call>{json.dumps(call)}</tool_call>"
         messages.append({"role": "assistant", "content": said})

@@ -186,7 +186,7 @@ class Inexpressible(NoTools):
 
 
 class Typo(NoTools):
-    def look(self, at: "Strng") -> str:  # noqa: F821
+    def look(self, at: "Strng") -> str:  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
         """Look.
 
         Args:
