@@ -134,6 +134,7 @@ def printable(text: str) -> str:
 
 
 def rpc_message(method: str, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a notification of JSON-RPC; an id makes it a request."""
     message: dict[str, Any] = {"jsonrpc": "2.0", "method": method}
     return message if params is None else {**message, "params": dict(params)}
 

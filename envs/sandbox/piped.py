@@ -6,6 +6,7 @@ memory; its own processes; and of variables what is set for it. It has no networ
 settings say so. One socket is its input and its output: what it says there is the caller's to read.
 """
 
+import hashlib
 import os
 import select
 import sys
@@ -160,14 +161,15 @@ def _variables(settings: PipedSettings) -> Mapping[str, str]:
     return {"PATH": os.defpath, **kept, **_OWN, **settings.environment}
 
 
-_checked: set[str] = set()
+_checked: set[bytes] = set()
 _check_lock = threading.Lock()
 
 
 def _check_once(settings: PipedSettings, sandbox: Sandbox) -> None:
     """Prove the sandbox of these settings, and that the command is there, once in a process."""
     command, environment = _command(settings)[0], dict(_variables(settings))
-    key = f"{command} {settings.model_dump_json(exclude={'command', 'environment'})}"
+    kind = f"{command} {settings.model_dump_json(exclude={'command', 'environment'})}"
+    key = hashlib.sha256(kind.encode(errors="replace")).digest()
     with _check_lock:
         if key in _checked:
             return

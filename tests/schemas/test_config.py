@@ -244,6 +244,7 @@ REFUSED = [
     ["algorithm.reference.path=m"],
     ["model.attn_implementation=flash_attention_2", "learner.dtype=float32"],
     ["policies.low=m", "lora.rank=4"],
+    ["env.game=mcp"],
     ["algorithm.loss=gspo", "algorithm.own_loss=m:f"],
     ["algorithm.correction=icepop", "algorithm.own_correction=m:f"],
     [
@@ -264,7 +265,6 @@ REFUSED = [
     ["algorithm.sample=turn", "algorithm.advantage=remax"],
     ["algorithm.gamma=0.9"],
     ["algorithm.filter_equal_rewards=true", "rollout.group_size=1"],
-    ["env.game=mcp"],
     ["algorithm.length_coef=0.1", "rollout.group_size=1"],
     [*BY_TURN, "algorithm.turn_gamma=0.9"],
     [*BY_TURN, "algorithm.turn_lambda=0.9"],
