@@ -34,6 +34,7 @@ NAMES = (
     "sandbox",
     "adapters",
     "mcp_speed",
+    "openenv_speed",
     "engine",
     "vllm",
     "weights",

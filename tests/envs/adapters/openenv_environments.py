@@ -5,7 +5,7 @@ For uvicorn: `openenv_environments:tools` and `openenv_environments:tasks`.
 
 import os
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 from fastmcp import FastMCP
 from openenv.core.env_server.http_server import create_app
@@ -77,7 +77,7 @@ class SumsEnvironment(Environment[AnswerAction, QuestionObservation, State]):
     """Sums of two numbers."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
-    TASKS = {"train": [(n, n + 1) for n in range(20)], "test": [(50, 3), (60, 4)]}
+    TASKS: ClassVar = {"train": [(n, n + 1) for n in range(20)], "test": [(50, 3), (60, 4)]}
 
     def __init__(self) -> None:
         self.sum = (0, 0)
