@@ -34,10 +34,10 @@ from .openenv_sessions import (
     ActionError,
     Answer,
     CapacityError,
+    EnvSession,
+    EnvSessions,
     NoTaskError,
     ServedGame,
-    Session,
-    Sessions,
 )
 
 try:
@@ -90,7 +90,7 @@ class OpenEnvServer:
         """Prepare to serve `config.game`. Raises GameError, DataError, ConfigError."""
         self.bounds = bounds or ServerBounds()
         self.game = ServedGame(config, seed=seed)
-        self.sessions = Sessions(
+        self.sessions = EnvSessions(
             self.game, most=self.bounds.max_sessions, idle_s=self.bounds.idle_s
         )
 
@@ -158,7 +158,7 @@ class OpenEnvServer:
 
     async def _state(self, request: Request) -> Response:
         del request
-        return JSONResponse(Session(self.game).state.model_dump())
+        return JSONResponse(EnvSession(self.game).state.model_dump())
 
     async def _schema(self, request: Request) -> Response:
         del request
@@ -231,13 +231,13 @@ class OpenEnvServer:
     # Sessions on a WebSocket.
 
     async def _ws(self, socket: WebSocket) -> None:
-        async def answer(session: Session, text: str) -> _Json | None:
+        async def answer(session: EnvSession, text: str) -> _Json | None:
             return await _answer_message(session, self._mcp_answer, text)
 
         await self._hold(socket, answer, _error_message)
 
     async def _mcp_socket(self, socket: WebSocket) -> None:
-        async def answer(session: Session, text: str) -> _Json | None:
+        async def answer(session: EnvSession, text: str) -> _Json | None:
             return await self._mcp_answer(read_json(text), session)
 
         await self._hold(socket, answer, lambda error: _rpc_error(None, error))
@@ -245,7 +245,7 @@ class OpenEnvServer:
     async def _hold(
         self,
         socket: WebSocket,
-        answer: Callable[[Session, str], Awaitable[_Json | None]],
+        answer: Callable[[EnvSession, str], Awaitable[_Json | None]],
         refusal: Callable[[TinkermqError], _Json],
     ) -> None:
         """Answer the messages of a connection until it closes or is idle for too long."""
@@ -291,7 +291,7 @@ class OpenEnvServer:
             return JSONResponse(_rpc_error(None, error))
         return JSONResponse(await self._mcp_answer(value, None))
 
-    async def _mcp_answer(self, value: Any, session: Session | None) -> _Json:
+    async def _mcp_answer(self, value: Any, session: EnvSession | None) -> _Json:
         call = cast("_Json", value) if isinstance(value, dict) else {}
         number: Any = call.get("id")
         number = number if isinstance(number, str | int) else None
@@ -306,7 +306,7 @@ class OpenEnvServer:
             return _rpc_error(number, error)
         return {"jsonrpc": "2.0", "id": number, "result": result}
 
-    async def _call(self, method: str, parameters: _Json, session: Session | None) -> Any:
+    async def _call(self, method: str, parameters: _Json, session: EnvSession | None) -> Any:
         if method == "openenv/session/create":
             opened = session or self.sessions.open()
             return {"session_id": opened.id}
@@ -339,7 +339,7 @@ class OpenEnvServer:
         return {"session_id": name, "closed": True}
 
     @contextlib.contextmanager
-    def _session(self) -> Iterator[Session]:
+    def _session(self) -> Iterator[EnvSession]:
         session = self.sessions.open()
         try:
             yield session
@@ -411,7 +411,7 @@ _RPC_CODES: tuple[tuple[type[TinkermqError], int], ...] = (
 
 
 async def _answer_message(
-    session: Session, mcp: Callable[[Any, Session | None], Awaitable[_Json]], text: str
+    session: EnvSession, mcp: Callable[[Any, EnvSession | None], Awaitable[_Json]], text: str
 ) -> _Json | None:
     """Answer a message of `/ws`; None for the one that closes the session."""
     message: Any = read_json(text)
@@ -443,9 +443,9 @@ def _observation_message(answer: Answer) -> _Json:
 
 
 async def _answered(
-    session: Session,
+    session: EnvSession,
     text: str,
-    answer: Callable[[Session, str], Awaitable[_Json | None]],
+    answer: Callable[[EnvSession, str], Awaitable[_Json | None]],
     refusal: Callable[[TinkermqError], _Json],
 ) -> _Json | None:
     try:

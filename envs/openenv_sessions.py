@@ -303,7 +303,7 @@ def _rewards(config: EnvConfig) -> Rewards | None:
 
 
 @dataclass
-class Session:
+class EnvSession:
     """One client's episodes, one after the other."""
 
     game: ServedGame
@@ -499,7 +499,7 @@ def _json_value(value: Any) -> Any:
     return value
 
 
-class Sessions:
+class EnvSessions:
     """The open sessions of a served game, at most so many."""
 
     def __init__(self, game: ServedGame, *, most: int, idle_s: float) -> None:
@@ -507,13 +507,13 @@ class Sessions:
         self.game = game
         self.most = most
         self.idle_s = idle_s
-        self._open: dict[str, Session] = {}
+        self._open: dict[str, EnvSession] = {}
 
     def __len__(self) -> int:
         """Return how many are open."""
         return len(self._open)
 
-    def open(self) -> Session:
+    def open(self) -> EnvSession:
         """Open one; CapacityError where there are as many as there may be."""
         if len(self._open) >= self.most:
             error = CapacityError(
@@ -521,11 +521,11 @@ class Sessions:
             )
             error.num_open, error.most = len(self._open), self.most
             raise error
-        session = Session(self.game)
+        session = EnvSession(self.game)
         self._open[session.id] = session
         return session
 
-    def find(self, name: str) -> Session:
+    def find(self, name: str) -> EnvSession:
         """Return an open session; NotFoundError for another."""
         session = self._open.get(name)
         if session is None:
@@ -533,7 +533,7 @@ class Sessions:
         session.touched = time.monotonic()
         return session
 
-    def attach(self, name: str) -> Session:
+    def attach(self, name: str) -> EnvSession:
         """Give an open session to a connection; StateError if another one has it."""
         session = self.find(name)
         if session.is_attached:
@@ -541,7 +541,7 @@ class Sessions:
         session.is_attached = True
         return session
 
-    def close(self, session: Session) -> None:
+    def close(self, session: EnvSession) -> None:
         """Close a session, open or not."""
         self._open.pop(session.id, None)
         session.close()

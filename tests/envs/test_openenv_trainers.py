@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib
 import json
 import os
 import subprocess
@@ -81,6 +82,11 @@ async def serving(game: str, bounds: ServerBounds | None = None) -> AsyncIterato
         yield f"http://127.0.0.1:{port}"
 
 
+def client_of(url: str, module: str = "generic_client", name: str = "GenericEnvClient") -> Any:
+    """Return a client of OpenEnv's package, which only the environment of these tests has."""
+    return getattr(importlib.import_module(f"openenv.core.{module}"), name)(base_url=url)
+
+
 async def run(*words: str, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
     return await asyncio.to_thread(
         lambda: subprocess.run(
@@ -100,9 +106,7 @@ async def test_a_served_game_is_a_valid_environment(game: str) -> None:
 
 
 async def test_the_generic_client_plays_whole_episodes() -> None:
-    from openenv.core import GenericEnvClient
-
-    async with serving("guess") as url, GenericEnvClient(base_url=url) as client:
+    async with serving("guess") as url, client_of(url) as client:
         for seed in range(3):
             result = await client.reset(seed=seed)
             tries = 0
@@ -115,9 +119,10 @@ async def test_the_generic_client_plays_whole_episodes() -> None:
 
 
 async def test_the_tool_client_plays_whole_episodes() -> None:
-    from openenv.core.mcp_client import MCPToolClient
-
-    async with serving("tool_games:Adding") as url, MCPToolClient(base_url=url) as client:
+    async with (
+        serving("tool_games:Adding") as url,
+        client_of(url, "mcp_client", "MCPToolClient") as client,
+    ):
         for _ in range(2):
             await client.reset(seed=1)
             names = [tool.name for tool in await client.list_tools()]
@@ -142,14 +147,12 @@ class Text:
 
 
 async def test_a_full_server_is_said_to_be_full() -> None:
-    from openenv.core import GenericEnvClient
-
     async with (
         serving("guess", ServerBounds(max_sessions=1)) as url,
-        GenericEnvClient(base_url=url) as first,
+        client_of(url) as first,
     ):
         await first.reset(seed=1)
-        async with GenericEnvClient(base_url=url) as second:
+        async with client_of(url) as second:
             with pytest.raises(RuntimeError, match="CAPACITY_REACHED"):
                 await second.reset(seed=1)
 
