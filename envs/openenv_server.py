@@ -55,8 +55,8 @@ except ImportError as error:
 
 API_VERSION = "1.0.0"
 """Of OpenEnv's HTTP interface."""
-_SEND_S = 60.0
-"""How long a client may take nothing of an answer."""
+_CLOSE_S = 5.0
+"""How long the end of a connection may take."""
 _MORE_CONNECTIONS = 64
 """Connections beyond one for each session: health checks, tasks, refusals."""
 _STOP_S = 0.5
@@ -77,6 +77,8 @@ class ServerBounds:
     """Sessions at once; OpenEnv's `max_concurrent_envs`."""
     idle_s: float = 600.0
     """A session that is not used for so long is closed."""
+    stalled_s: float = 60.0
+    """A client that takes nothing of an answer for so long loses its session."""
     max_message_bytes: int = 4 << 20
     """Of a message, or of a request's body."""
 
@@ -257,30 +259,47 @@ class OpenEnvServer:
         try:
             session = self.sessions.attach(name) if name else self.sessions.open()
         except TinkermqError as error:
-            with contextlib.suppress(WebSocketDisconnect, TimeoutError):
-                await _send(socket, refusal(_session_error(error)))
-                await socket.close()
+            with contextlib.suppress(WebSocketDisconnect):
+                await self._send(socket, refusal(_session_error(error)))
+                await _close(socket)
             return
         session.is_attached = True
         try:
-            while True:
-                async with asyncio.timeout(self.bounds.idle_s):
-                    text = await _receive(socket)
-                reply = await _answered(session, text, answer, refusal)
-                if reply is None:
-                    break
-                await _send(socket, reply)
-            await socket.close()
+            await self._converse(socket, session, answer, refusal)
+            await _close(socket)
+        except TimeoutError:
+            _log.info("session_unused", session=session.id, idle_s=self.bounds.idle_s)
+            await _close(socket, 1001)
         except WebSocketDisconnect:
             pass
-        except TimeoutError:
-            _log.info("session_idle", session=session.id, idle_s=self.bounds.idle_s)
-            with contextlib.suppress(WebSocketDisconnect):
-                await socket.close(1001, "idle")
         finally:
             session.is_attached = False
             if name is None:
                 self.sessions.close(session)
+
+    async def _converse(
+        self,
+        socket: WebSocket,
+        session: EnvSession,
+        answer: Callable[[EnvSession, str], Awaitable[_Json | None]],
+        refusal: Callable[[TinkermqError], _Json],
+    ) -> None:
+        """Answer messages until one asks for the end; TimeoutError without any for too long."""
+        while True:
+            async with asyncio.timeout(self.bounds.idle_s):
+                text = await _receive(socket)
+            reply = await _answered(session, text, answer, refusal)
+            if reply is None:
+                return
+            await self._send(socket, reply)
+
+    async def _send(self, socket: WebSocket, message: _Json) -> None:
+        """Send a message; a client that takes nothing counts as gone: WebSocketDisconnect."""
+        try:
+            async with asyncio.timeout(self.bounds.stalled_s):
+                await socket.send_text(json.dumps(message))
+        except TimeoutError as error:
+            raise WebSocketDisconnect(1006) from error
 
     # MCP's JSON-RPC.
 
@@ -524,10 +543,11 @@ async def _receive(socket: WebSocket) -> str:
     return text if text is not None else bytes(message["bytes"]).decode(errors="replace")
 
 
-async def _send(socket: WebSocket, message: _Json) -> None:
-    """Send a message; TimeoutError for a client that does not take it."""
-    async with asyncio.timeout(_SEND_S):
-        await socket.send_text(json.dumps(message))
+async def _close(socket: WebSocket, code: int = 1000) -> None:
+    """Close a connection, unless its client takes not even that."""
+    with contextlib.suppress(WebSocketDisconnect, TimeoutError):
+        async with asyncio.timeout(_CLOSE_S):
+            await socket.close(code)
 
 
 def _text(asked: _Json, name: str) -> str:

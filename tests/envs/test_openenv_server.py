@@ -45,7 +45,8 @@ class Client:
         return await self.post("/mcp", jsonrpc="2.0", id=7, method=method, params=params)
 
     def connect(self, path: str = "/ws") -> connect:
-        return connect(self.url.replace("http", "ws") + path, proxy=None, max_size=None)
+        address = self.url.replace("http", "ws") + path
+        return connect(address, proxy=None, max_size=None, compression=None)
 
     @contextlib.asynccontextmanager
     async def session(self, path: str = "/ws") -> AsyncIterator["Played"]:
@@ -450,6 +451,19 @@ async def test_a_client_that_leaves_gives_its_session_back() -> None:
             session.socket.transport.abort()
         while (await client.http.post("/reset", json={})).status_code == 429:
             await asyncio.sleep(0.02)
+
+
+async def test_a_client_that_takes_no_answers_loses_its_session() -> None:
+    bounds = ServerBounds(max_sessions=1, stalled_s=0.2)
+    async with serving(TROUBLESOME, bounds) as client:
+        socket = await client.connect()
+        await Played(socket).reset()
+        socket.transport.pause_reading()
+        for _ in range(3):
+            await socket.send(json.dumps({"type": "step", "data": {"text": "8000000"}}))
+        while (await client.http.post("/reset", json={})).status_code == 429:
+            await asyncio.sleep(0.02)
+        socket.transport.abort()
 
 
 async def test_a_port_in_use_is_said() -> None:
