@@ -34,10 +34,10 @@ from .openenv_sessions import (
     ActionError,
     Answer,
     CapacityError,
+    EnvSession,
+    EnvSessions,
     NoTaskError,
     ServedGame,
-    Session,
-    Sessions,
 )
 
 try:
@@ -55,8 +55,8 @@ except ImportError as error:
 
 API_VERSION = "1.0.0"
 """Of OpenEnv's HTTP interface."""
-_SEND_S = 60.0
-"""How long a client may take nothing of an answer."""
+_CLOSE_S = 5.0
+"""How long the end of a connection may take."""
 _MORE_CONNECTIONS = 64
 """Connections beyond one for each session: health checks, tasks, refusals."""
 _STOP_S = 0.5
@@ -77,6 +77,8 @@ class ServerBounds:
     """Sessions at once; OpenEnv's `max_concurrent_envs`."""
     idle_s: float = 600.0
     """A session that is not used for so long is closed."""
+    stalled_s: float = 60.0
+    """A client that takes nothing of an answer for so long loses its session."""
     max_message_bytes: int = 4 << 20
     """Of a message, or of a request's body."""
 
@@ -90,7 +92,7 @@ class OpenEnvServer:
         """Prepare to serve `config.game`. Raises GameError, DataError, ConfigError."""
         self.bounds = bounds or ServerBounds()
         self.game = ServedGame(config, seed=seed)
-        self.sessions = Sessions(
+        self.sessions = EnvSessions(
             self.game, most=self.bounds.max_sessions, idle_s=self.bounds.idle_s
         )
 
@@ -158,7 +160,7 @@ class OpenEnvServer:
 
     async def _state(self, request: Request) -> Response:
         del request
-        return JSONResponse(Session(self.game).state.model_dump())
+        return JSONResponse(EnvSession(self.game).state.model_dump())
 
     async def _schema(self, request: Request) -> Response:
         del request
@@ -231,13 +233,13 @@ class OpenEnvServer:
     # Sessions on a WebSocket.
 
     async def _ws(self, socket: WebSocket) -> None:
-        async def answer(session: Session, text: str) -> _Json | None:
+        async def answer(session: EnvSession, text: str) -> _Json | None:
             return await _answer_message(session, self._mcp_answer, text)
 
         await self._hold(socket, answer, _error_message)
 
     async def _mcp_socket(self, socket: WebSocket) -> None:
-        async def answer(session: Session, text: str) -> _Json | None:
+        async def answer(session: EnvSession, text: str) -> _Json | None:
             return await self._mcp_answer(read_json(text), session)
 
         await self._hold(socket, answer, lambda error: _rpc_error(None, error))
@@ -245,7 +247,7 @@ class OpenEnvServer:
     async def _hold(
         self,
         socket: WebSocket,
-        answer: Callable[[Session, str], Awaitable[_Json | None]],
+        answer: Callable[[EnvSession, str], Awaitable[_Json | None]],
         refusal: Callable[[TinkermqError], _Json],
     ) -> None:
         """Answer the messages of a connection until it closes or is idle for too long."""
@@ -257,30 +259,47 @@ class OpenEnvServer:
         try:
             session = self.sessions.attach(name) if name else self.sessions.open()
         except TinkermqError as error:
-            with contextlib.suppress(WebSocketDisconnect, TimeoutError):
-                await _send(socket, refusal(_session_error(error)))
-                await socket.close()
+            with contextlib.suppress(WebSocketDisconnect):
+                await self._send(socket, refusal(_session_error(error)))
+                await _close(socket)
             return
         session.is_attached = True
         try:
-            while True:
-                async with asyncio.timeout(self.bounds.idle_s):
-                    text = await _receive(socket)
-                reply = await _answered(session, text, answer, refusal)
-                if reply is None:
-                    break
-                await _send(socket, reply)
-            await socket.close()
+            await self._converse(socket, session, answer, refusal)
+            await _close(socket)
+        except TimeoutError:
+            _log.info("session_unused", session=session.id, idle_s=self.bounds.idle_s)
+            await _close(socket, 1001)
         except WebSocketDisconnect:
             pass
-        except TimeoutError:
-            _log.info("session_idle", session=session.id, idle_s=self.bounds.idle_s)
-            with contextlib.suppress(WebSocketDisconnect):
-                await socket.close(1001, "idle")
         finally:
             session.is_attached = False
             if name is None:
                 self.sessions.close(session)
+
+    async def _converse(
+        self,
+        socket: WebSocket,
+        session: EnvSession,
+        answer: Callable[[EnvSession, str], Awaitable[_Json | None]],
+        refusal: Callable[[TinkermqError], _Json],
+    ) -> None:
+        """Answer messages until one asks for the end; TimeoutError without any for too long."""
+        while True:
+            async with asyncio.timeout(self.bounds.idle_s):
+                text = await _receive(socket)
+            reply = await _answered(session, text, answer, refusal)
+            if reply is None:
+                return
+            await self._send(socket, reply)
+
+    async def _send(self, socket: WebSocket, message: _Json) -> None:
+        """Send a message; a client that takes nothing counts as gone: WebSocketDisconnect."""
+        try:
+            async with asyncio.timeout(self.bounds.stalled_s):
+                await socket.send_text(json.dumps(message))
+        except TimeoutError as error:
+            raise WebSocketDisconnect(1006) from error
 
     # MCP's JSON-RPC.
 
@@ -291,7 +310,7 @@ class OpenEnvServer:
             return JSONResponse(_rpc_error(None, error))
         return JSONResponse(await self._mcp_answer(value, None))
 
-    async def _mcp_answer(self, value: Any, session: Session | None) -> _Json:
+    async def _mcp_answer(self, value: Any, session: EnvSession | None) -> _Json:
         call = cast("_Json", value) if isinstance(value, dict) else {}
         number: Any = call.get("id")
         number = number if isinstance(number, str | int) else None
@@ -306,22 +325,21 @@ class OpenEnvServer:
             return _rpc_error(number, error)
         return {"jsonrpc": "2.0", "id": number, "result": result}
 
-    async def _call(self, method: str, parameters: _Json, session: Session | None) -> Any:
+    async def _call(self, method: str, parameters: _Json, session: EnvSession | None) -> Any:
         if method == "openenv/session/create":
             opened = session or self.sessions.open()
             return {"session_id": opened.id}
         if method == "openenv/session/close":
             return self._close(_text(parameters, "session_id"))
-        if not self.game.facts.tools:
+        if not self.game.has_tools:
             raise StateError("this game has no tools", hint="act with a text over /ws")
-        if method == "tools/list":
-            return {
-                "tools": [{**tool, "inputSchema": tool["input_schema"]} for tool in self.game.tools]
-            }
-        if method != "tools/call":
+        if method not in ("tools/list", "tools/call"):
             raise _NoMethodError(f"there is no method {shown(method)}")
         if session is None and parameters.get("session_id"):
             session = self.sessions.find(_text(parameters, "session_id"))
+        if method == "tools/list":
+            tools = self.game.tools() if session is None else session.tools
+            return {"tools": [{**tool, "inputSchema": tool["input_schema"]} for tool in tools]}
         arguments = parameters.get("arguments", {})
         if not isinstance(arguments, dict):
             raise ActionError("arguments: an object is needed")
@@ -340,7 +358,7 @@ class OpenEnvServer:
         return {"session_id": name, "closed": True}
 
     @contextlib.contextmanager
-    def _session(self) -> Iterator[Session]:
+    def _session(self) -> Iterator[EnvSession]:
         session = self.sessions.open()
         try:
             yield session
@@ -412,7 +430,7 @@ _RPC_CODES: tuple[tuple[type[TinkermqError], int], ...] = (
 
 
 async def _answer_message(
-    session: Session, mcp: Callable[[Any, Session | None], Awaitable[_Json]], text: str
+    session: EnvSession, mcp: Callable[[Any, EnvSession | None], Awaitable[_Json]], text: str
 ) -> _Json | None:
     """Answer a message of `/ws`; None for the one that closes the session."""
     message: Any = read_json(text)
@@ -444,9 +462,9 @@ def _observation_message(answer: Answer) -> _Json:
 
 
 async def _answered(
-    session: Session,
+    session: EnvSession,
     text: str,
-    answer: Callable[[Session, str], Awaitable[_Json | None]],
+    answer: Callable[[EnvSession, str], Awaitable[_Json | None]],
     refusal: Callable[[TinkermqError], _Json],
 ) -> _Json | None:
     try:
@@ -525,10 +543,11 @@ async def _receive(socket: WebSocket) -> str:
     return text if text is not None else bytes(message["bytes"]).decode(errors="replace")
 
 
-async def _send(socket: WebSocket, message: _Json) -> None:
-    """Send a message; TimeoutError for a client that does not take it."""
-    async with asyncio.timeout(_SEND_S):
-        await socket.send_text(json.dumps(message))
+async def _close(socket: WebSocket, code: int = 1000) -> None:
+    """Close a connection, unless its client takes not even that."""
+    with contextlib.suppress(WebSocketDisconnect, TimeoutError):
+        async with asyncio.timeout(_CLOSE_S):
+            await socket.close(code)
 
 
 def _text(asked: _Json, name: str) -> str:

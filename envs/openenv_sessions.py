@@ -194,9 +194,13 @@ class ServedGame:
         return name, text
 
     @property
-    def tools(self) -> list[dict[str, Any]]:
-        """The tools as MCP names their parts."""
-        functions = [tool["function"] for tool in self.facts.tools]
+    def has_tools(self) -> bool:
+        """Whether a policy may call tools."""
+        return bool(self.facts.tools or self.facts.environments)
+
+    def tools(self, record: Record | None = None) -> list[dict[str, Any]]:
+        """Return the tools of an episode on a row, as MCP names their parts."""
+        functions = [tool["function"] for tool in self.facts.tools_of(record)]
         return [
             {
                 "name": function["name"],
@@ -209,7 +213,7 @@ class ServedGame:
     def schemas(self) -> dict[str, Any]:
         """Return the JSON schemas of actions, observations and states."""
         action = TextAction.model_json_schema()
-        if self.facts.tools:
+        if self.has_tools:
             call = CallToolAction.model_json_schema()
             action = {"type": "object", "anyOf": [call, action]}
         observation = GameObservation.model_json_schema()
@@ -299,7 +303,7 @@ def _rewards(config: EnvConfig) -> Rewards | None:
 
 
 @dataclass
-class Session:
+class EnvSession:
     """One client's episodes, one after the other."""
 
     game: ServedGame
@@ -309,9 +313,16 @@ class Session:
     """Whether a connection holds it: its end is the session's, no time limit is."""
     touched: float = field(default_factory=time.monotonic)
     """When it was last used."""
+    _record: Record | None = None
+    """The row of the episode."""
     _episode: str = ""
     """The running episode's name in the runner."""
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The tools of the episode."""
+        return self.game.tools(self._record)
 
     async def reset(self, parameters: Mapping[str, Any]) -> Answer:
         """Start an episode, in place of one that runs; return the first prompt."""
@@ -321,10 +332,10 @@ class Session:
 
     async def act(self, action: Mapping[str, Any], parameters: Mapping[str, Any]) -> Answer:
         """Play one action. Before any reset, `parameters` start the episode."""
-        if self.game.facts.tools and action.get("type") == "list_tools":
+        if self.game.has_tools and action.get("type") == "list_tools":
             _checked(TypeAdapter(ListToolsAction), action)
-            return _answer({"tools": self.game.tools, "metadata": {}}, None, done=False)
-        if self.game.facts.tools and action.get("type") == "call_tool":
+            return _answer({"tools": self.tools, "metadata": {}}, None, done=False)
+        if self.game.has_tools and action.get("type") == "call_tool":
             call = _checked(TypeAdapter(CallToolAction), action)
             return await self.call_tool(call.tool_name, call.arguments, parameters)
         text = _checked(TypeAdapter(TextAction), action).text
@@ -336,7 +347,9 @@ class Session:
         self, name: str, arguments: dict[str, Any], parameters: Mapping[str, Any]
     ) -> Answer:
         """Call a tool, which is a turn; the answer is that of OpenEnv's `call_tool`."""
-        known = [tool["name"] for tool in self.game.tools]
+        if self.state.episode_id is None:  # which tools there are, the row may say
+            await self.reset(parameters)
+        known = [tool["name"] for tool in self.tools]
         if name not in known:
             message = f"there is no tool {shown(name)}; the tools are {', '.join(known)}"
             error = {"error_type": "tool_not_found", "message": message}
@@ -365,6 +378,7 @@ class Session:
         self.close()
         self.state = EpisodeState()
         opening, state = self.game.opening(uuid4().hex, asked)
+        self._record = opening.record
         messages = await self.game.runner.reset(opening)
         self._episode, self.state = opening.episode, state
         if self.game.rewards is not None:
@@ -485,7 +499,7 @@ def _json_value(value: Any) -> Any:
     return value
 
 
-class Sessions:
+class EnvSessions:
     """The open sessions of a served game, at most so many."""
 
     def __init__(self, game: ServedGame, *, most: int, idle_s: float) -> None:
@@ -493,13 +507,13 @@ class Sessions:
         self.game = game
         self.most = most
         self.idle_s = idle_s
-        self._open: dict[str, Session] = {}
+        self._open: dict[str, EnvSession] = {}
 
     def __len__(self) -> int:
         """Return how many are open."""
         return len(self._open)
 
-    def open(self) -> Session:
+    def open(self) -> EnvSession:
         """Open one; CapacityError where there are as many as there may be."""
         if len(self._open) >= self.most:
             error = CapacityError(
@@ -507,11 +521,11 @@ class Sessions:
             )
             error.num_open, error.most = len(self._open), self.most
             raise error
-        session = Session(self.game)
+        session = EnvSession(self.game)
         self._open[session.id] = session
         return session
 
-    def find(self, name: str) -> Session:
+    def find(self, name: str) -> EnvSession:
         """Return an open session; NotFoundError for another."""
         session = self._open.get(name)
         if session is None:
@@ -519,7 +533,7 @@ class Sessions:
         session.touched = time.monotonic()
         return session
 
-    def attach(self, name: str) -> Session:
+    def attach(self, name: str) -> EnvSession:
         """Give an open session to a connection; StateError if another one has it."""
         session = self.find(name)
         if session.is_attached:
@@ -527,7 +541,7 @@ class Sessions:
         session.is_attached = True
         return session
 
-    def close(self, session: Session) -> None:
+    def close(self, session: EnvSession) -> None:
         """Close a session, open or not."""
         self._open.pop(session.id, None)
         session.close()

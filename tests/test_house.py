@@ -121,7 +121,7 @@ def test_the_wheel_holds_the_rooms_and_nothing_else(tmp_path: Path) -> None:
 def shipped_files() -> list[Path]:
     """Return what the gateway sends to browsers, or makes it of, what commands write, and types."""
     places = [ROOT / "actors" / "gateway" / "pages" / name for name in ("static", "templates")]
-    places += [ROOT / "clients" / "new_game", ROOT / "clients" / "new_agent"]
+    places += [ROOT / "clients" / f"new_{what}" for what in ("game", "agent", "environment")]
     places.append(ROOT / "clients" / "cli")
     found = [path for place in places for path in place.rglob("*") if is_data(path)]
     types = (ROOT / "clients").glob("*.pyi")

@@ -102,6 +102,57 @@ def test_a_name_that_cannot_be_a_package_is_refused(cli: Cli, tmp_path: Path, na
     assert list(tmp_path.iterdir()) == [] or not (tmp_path / name).exists()
 
 
+def test_a_new_environment_class_of_trl_is_found_sound(cli: Cli, tmp_path: Path) -> None:
+    made = cli("env", "new", "coin-boxes", "--kind", "trl", "--into", str(tmp_path))
+    assert (made.code, "tinkermq env check train.yaml" in made.out) == (0, True)
+    folder = tmp_path / "coin-boxes"
+    assert files_of(folder) == sorted(["README.md", "coin_boxes.py", *OF_ROWS])
+    checked = tinkermq("env", "check", "train.yaml", cwd=folder)
+    assert checked.code == 0, checked.out + checked.err
+    assert "look(box: integer)  Look into a box." in checked.out
+
+
+@pytest.mark.long
+def test_a_new_server_of_mcp_is_found_sound(cli: Cli, tmp_path: Path) -> None:
+    made = cli("env", "new", "my-shop", "--kind", "mcp", "--into", str(tmp_path))
+    assert (made.code, "pip install -e ." in made.out) == (0, True)
+    folder = tmp_path / "my-shop"
+    assert files_of(folder) == sorted(["README.md", "my_shop.py", *OF_ROWS, "server.py"])
+    checked = tinkermq("env", "check", "train.yaml", cwd=folder)
+    assert checked.code == 0, checked.out + checked.err
+    assert "price(item: string)  Return the price of one piece." in checked.out
+
+
+def test_a_new_environment_of_openenv_is_whole(cli: Cli, tmp_path: Path) -> None:
+    """Its server needs OpenEnv's package: tests/envs/test_openenv_trainers.py runs it."""
+    made = cli("env", "new", "my-env", "--kind", "openenv", "--into", str(tmp_path))
+    assert (made.code, ".venv/bin/server" in made.out) == (0, True)
+    folder = tmp_path / "my-env"
+    assert files_of(folder) == [
+        "README.md",
+        "openenv.yaml",
+        "pyproject.toml",
+        "server/Dockerfile",
+        "server/__init__.py",
+        "server/app.py",
+        "server/environment.py",
+        "train.yaml",
+    ]
+    assert load_config(folder / "train.yaml").env.game == "openenv"
+    for file in folder.rglob("*.py"):
+        compile(file.read_text(), str(file), "exec")
+    taken = cli("env", "new", "openenv", "--kind", "openenv", "--into", str(tmp_path))
+    assert (taken.code, "would hide another" in taken.err) == (2, True)
+
+
+OF_ROWS = ["data/train.jsonl", "data/val.jsonl", "pyproject.toml", "train.yaml"]
+
+
+def files_of(folder: Path) -> list[str]:
+    files = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+    return sorted(one for one in files if "__pycache__" not in one)
+
+
 # -- env eval --------------------------------------------------------------------------------------
 
 Reply = Callable[[list[dict[str, str]]], str]

@@ -73,5 +73,44 @@ class TroublesomeGame(AbstractGame):
         return StepResult("x" * int(action) if action.isdecimal() else "", 1.0, done=False)
 
 
+class Counter:
+    """An environment class of TRL's."""
+
+    def reset(self, **_: Any) -> None:
+        self.total = 0
+
+    def get_reward(self) -> float:
+        return float(self.total)
+
+    def increment(self, step: int) -> int:
+        """
+        Add to the total.
+
+        Args:
+            step: How much.
+        """
+        self.total += step
+        return self.total
+
+
+class Speller:
+    """Another one, with another tool."""
+
+    def reset(self, **_: Any) -> None:
+        pass
+
+    def get_reward(self) -> float:
+        return 0.0
+
+    def spell(self, word: str) -> str:
+        """
+        Spell a word.
+
+        Args:
+            word: The word.
+        """
+        return "-".join(word)
+
+
 def length(solution_str: str, **_: Any) -> float:
     return float(len(solution_str))

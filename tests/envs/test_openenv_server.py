@@ -12,8 +12,10 @@ from typing import Any
 import httpx
 import pytest
 from tinkermq.envs import openenv_sessions
+from tinkermq.envs.check import check_game
 from tinkermq.envs.openenv_server import OpenEnvServer, ServerBounds
 from tinkermq.envs.registry import companion, load_game
+from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.wire.errors import ConfigError, StorageError
 from websockets.asyncio.client import ClientConnection, connect
@@ -43,7 +45,8 @@ class Client:
         return await self.post("/mcp", jsonrpc="2.0", id=7, method=method, params=params)
 
     def connect(self, path: str = "/ws") -> connect:
-        return connect(self.url.replace("http", "ws") + path, proxy=None, max_size=None)
+        address = self.url.replace("http", "ws") + path
+        return connect(address, proxy=None, max_size=None, compression=None)
 
     @contextlib.asynccontextmanager
     async def session(self, path: str = "/ws") -> AsyncIterator["Played"]:
@@ -313,6 +316,33 @@ async def test_rewards_of_a_configuration_are_added_and_a_judge_is_refused() -> 
         OpenEnvServer(EnvConfig.model_validate({"game": "guess", "reward": judge}))
 
 
+async def test_a_served_game_is_one_for_our_own_client_of_openenv_too() -> None:
+    async with serving(ADDING) as client:
+        results = await asyncio.to_thread(
+            lambda: check_game(EnvConfig(game="openenv", kwargs={"url": client.url}))
+        )
+        assert [result for result in results if not result.ok] == []
+
+
+async def test_rows_that_choose_an_environment_choose_its_tools(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": [{"role": "user", "content": "Play."}], "environment": name}
+        for name in ("counter", "words")
+    ]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    game = "trl:counter=served_games:Counter,words=served_games:Speller"
+    async with (
+        serving(game, train_data=[str(data)], isolation="thread") as client,
+        client.session() as session,
+    ):
+        names: list[list[str]] = []
+        for index in range(2):
+            await session.reset(split="train", index=index)
+            listed = await session.step(type="list_tools")
+            names.append([tool["name"] for tool in listed["observation"]["tools"]])
+        assert names == [["increment"], ["spell"]]
+
+
 # -- bad input and bounds --------------------------------------------------------------------------
 
 
@@ -421,6 +451,19 @@ async def test_a_client_that_leaves_gives_its_session_back() -> None:
             session.socket.transport.abort()
         while (await client.http.post("/reset", json={})).status_code == 429:
             await asyncio.sleep(0.02)
+
+
+async def test_a_client_that_takes_no_answers_loses_its_session() -> None:
+    bounds = ServerBounds(max_sessions=1, stalled_s=0.2)
+    async with serving(TROUBLESOME, bounds) as client:
+        socket = await client.connect()
+        await Played(socket).reset()
+        socket.transport.pause_reading()
+        for _ in range(3):
+            await socket.send(json.dumps({"type": "step", "data": {"text": "8000000"}}))
+        while (await client.http.post("/reset", json={})).status_code == 429:
+            await asyncio.sleep(0.02)
+        socket.transport.abort()
 
 
 async def test_a_port_in_use_is_said() -> None:
