@@ -6,7 +6,6 @@ in the background; versions that nobody needs are removed.
 """
 
 import asyncio
-import contextlib
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Set
@@ -194,7 +193,7 @@ class Saver:
         if self._writing is None:
             return None
         with self._context.waiting("the last checkpoint, which is being written"):
-            folder = await self._writing
+            folder = await asyncio.shield(self._writing)  # a run that ends lets it become whole
         self._writing = None
         return folder
 
@@ -206,9 +205,11 @@ class Saver:
     async def close(self) -> None:
         """Give a checkpoint that is being written a while to become whole, whatever happens."""
         if self._writing is not None:
-            with contextlib.suppress(TimeoutError, TinkermqError):
-                async with asyncio.timeout(_CLOSE_S):
-                    await self._writing
+            await asyncio.wait([self._writing], timeout=_CLOSE_S)
+            if not self._writing.done():
+                self._writing.cancel()
+            elif not self._writing.cancelled():
+                self._writing.exception()  # it was raised by `finish`, or the run has failed before
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _write(

@@ -143,10 +143,8 @@ class TrainerCopy:
     def named_weights(self) -> dict[str, Tensor]:
         """Return what was gathered, as versions of weights name it; a critic as `critic.*`."""
         names = {id(tensor): name for name, tensor in self.model.state_dict(keep_vars=True).items()}
-        named = {
-            name: self.policy.weights[names[id(tensor)]]
-            for name, tensor in policy_tensors(self.model).items()
-        }
+        first = {id(tensor): name for name, tensor in [*policy_tensors(self.model).items()][::-1]}
+        named = {name: self.policy.weights[names[of]] for of, name in first.items()}
         return named if self.critic is None else named | critic_names(self.critic.weights)
 
 

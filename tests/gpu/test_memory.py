@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.parallel import Parallel
+from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
 
 from benchmarks.learner_step import let_go
@@ -18,14 +21,16 @@ NEEDED_BYTES = 24 * 2**30
 """For 0.5 B weights."""
 
 
-@pytest.mark.parametrize("checkpointing", [True, False], ids=["recomputed", "kept"])
+@pytest.mark.parametrize("activations", ["recomputed", "kept", "offloaded"])
 def test_a_step_takes_the_memory_that_is_estimated(
-    checkpointing: bool,
+    activations: str,
     on_gpu: bool,
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
     let_go()
+    if activations == "offloaded" and not on_gpu:
+        pytest.skip("without a GPU activations stay in the same memory")
     if on_gpu and torch.cuda.mem_get_info()[0] < NEEDED_BYTES:
         pytest.skip("less than 24 GiB of the GPU are free")
     columns = 2048 if on_gpu else 256
@@ -43,7 +48,8 @@ def test_a_step_takes_the_memory_that_is_estimated(
             "algorithm": {"correction": "none"},
             "learner": {
                 "lr": 1e-6,
-                "gradient_checkpointing": checkpointing,
+                "gradient_checkpointing": activations != "kept",
+                "offload_activations": activations == "offloaded",
                 "max_row_tokens": columns,
                 "microbatch_tokens": NUM_ROWS * columns,
             },
@@ -55,3 +61,24 @@ def test_a_step_takes_the_memory_that_is_estimated(
     record_property("measured, GiB", measured / 2**30)
     record_property("memory_predicted_over_measured", estimated / measured)
     assert estimated == pytest.approx(measured, rel=TOLERANCE)
+
+
+def test_a_copy_for_a_checkpoint_is_pinned_and_nothing_changes_it(
+    on_gpu: bool, tmp_path: Path
+) -> None:
+    save_random_weights(SIZES["small"], tmp_path)
+    config = JobConfig.model_validate({"model": {"path": str(tmp_path)}, "env": {"game": "none"}})
+    parallel = Parallel.alone()
+    model = load_model(config.model, config.learner)
+    trainer = Trainer(model, config, total_steps=3, parallel=parallel)
+    before = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+    copied = trainer.copy(None).policy.weights
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    for name, tensor in copied.items():
+        assert torch.equal(tensor, before[name]), name
+        assert tensor.is_pinned() is on_gpu, name
+    again = trainer.copy(None).policy.weights
+    places = {tensor.data_ptr() for tensor in copied.values()}
+    assert ({tensor.data_ptr() for tensor in again.values()} == places) is on_gpu

@@ -14,12 +14,16 @@ import pytest
 import torch
 from tinkermq.actors.training.checkpoint import load_state
 from tinkermq.actors.training.checkpoint_copy import HostCopies, trained_weights
+from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.step import Trainer
+from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import EngineError, StorageError
 
 from tests.support import disks
 from tests.support.models import make_tiny_model
 from tests.support.saving import (
     BackgroundRun,
+    config_of,
     fork_context,
     make_store,
     make_trainer,
@@ -114,6 +118,17 @@ def test_a_copy_stays_as_it_was_and_keeps_tied_weights_tied(folder: Path) -> Non
     for name, tensor in before.items():
         assert torch.equal(copied["a"][name], tensor), name
     assert copied["b"]["tied"] is copied["a"][first]
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_weights_of_a_copy_have_the_names_that_versions_have(folder: Path, rank: int) -> None:
+    config = config_of(folder)
+    model = load_model(config.model, config.learner, lora=LoraConfig(rank=rank))
+    trainer = Trainer(model, config, total_steps=2)
+    copied, expected = trainer.copy(None).named_weights(), trainer.weights()
+    assert copied.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(copied[name], tensor), name
 
 
 def test_a_disk_that_fills_while_training_goes_on_leaves_the_earlier_checkpoint(
