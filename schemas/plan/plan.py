@@ -639,7 +639,11 @@ class Plan:
             lines += [f"  {term.num_bytes / GIB:7.2f} GiB  {term.name}" for term in order]
             lines.append(f"  largest: {actor.largest.name}; {actor.largest.remedy}")
         if self.use is not None:
-            sleeps = "sleeps while the learner trains" if self.use.sleeps else "generates meanwhile"
+            sleeps = (
+                "sleeps while the learner trains"
+                if self.use.sleeps
+                else "generates while the learner trains"
+            )
             lines.append(f"both share the card: the engine {sleeps}")
         lines.append(f"settings: {', '.join(self._settings())}")
         times = self.times
