@@ -60,11 +60,10 @@ class VarlenKernel(Protocol):
         scale: float | None = None,
         window_size: tuple[int, int] = (-1, -1),
         enable_gqa: bool = False,
-        **capped: float,
     ) -> Any:
         """Return the output [T, H, D] of queries [T, H, D] that read keys and values [K, G, D].
 
-        With `softcap` scores are capped; only `choose_attention` knows which kernels do that.
+        Kernels that cap scores, as `choose_attention` knows, also take a `softcap`.
         """
         ...
 
@@ -343,7 +342,7 @@ def _attend(
     if key_columns is not None:
         key, value = key.index_select(0, key_columns), value.index_select(0, key_columns)
     size = value.shape[-1]
-    output = kernel(
+    output = cast(Any, kernel)(
         query.to(value.dtype),
         key.to(value.dtype),
         nn.functional.pad(value, (0, query.shape[-1] - size)),
