@@ -98,12 +98,14 @@ def sdpa_by_sequence(
             seen &= behind <= left
         if right >= 0:
             seen &= behind >= -right
-        heads = [part.transpose(0, 1) for part in (query[q0:q1], key[k0:k1], value[k0:k1])]
+        queries, keys, values = (
+            part.transpose(0, 1) for part in (query[q0:q1], key[k0:k1], value[k0:k1])
+        )
         if softcap:
-            output = _capped_attention(*heads, seen, scale, softcap)
+            output = _capped_attention(queries, keys, values, seen, scale, softcap)
         else:
             output = nn.functional.scaled_dot_product_attention(
-                *heads, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
+                queries, keys, values, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
             )
         outputs.append(output.transpose(0, 1))
     return torch.cat(outputs)

@@ -101,7 +101,8 @@ def test_members_without_a_route_to_each_other_say_from_which_address_and_what_t
     """They met at the learner's store, and connect to each other in vain."""
     monkeypatch.setattr(broadcast_group, "BUCKET_S", 0.3)
     store = open_store(HOST)
-    stores = [_Elsewhere(store, silent_port), reach_store(HOST, store.port)]
+    # Which of two members connects to the other follows from their ports: neither can.
+    stores = [_Elsewhere(one, silent_port) for one in (store, reach_store(HOST, store.port))]
     with ThreadPoolExecutor(2) as threads:
         meetings = [
             threads.submit(ProcessGroup.meet, cast(Any, one), "one", rank, 2, CPU, HOST)
