@@ -127,14 +127,20 @@ class WeightFollower:
         own = any(engine is one for one in self._engines.values())
         return own and self._pinned is None and self.version >= 0
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether no engine has given up its weights, or others have come since."""
+        return all(engine.has_weights for engine in self._engines.values())
+
     async def regain(self) -> bool:
         """Load the version again that engines gave up, where no other has come meanwhile.
 
         So it is after the learner was started again, or when engines are kept at a version since.
-        False if it cannot be had now.
+        The learner must have it: one that trains towards it would wait for these engines. False if
+        it cannot be had now.
         """
         async with self._swap:
-            if all(engine.has_weights for engine in self._engines.values()):
+            if self.has_weights:
                 return True
             version = self.version
             try:

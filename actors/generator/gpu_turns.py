@@ -65,6 +65,8 @@ class LearnerTurns:
                 self._context.numbers["sleeps"] = self._num_sleeps
                 self._context.set_state("sleeping")
             elif not turn.asleep and self._asleep:
+                if not follower.has_weights and turn.version < follower.version:
+                    continue  # a learner that was started again has not come so far yet
                 if not await _arrives(follower, turn.version) or not await follower.regain():
                     await asyncio.sleep(_PAUSE_S)
                     self._seen = _NONE  # to be answered at once
