@@ -175,7 +175,8 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     quantization = cast("Mapping[str, Any]", config.get("quantization_config") or {})
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     tower = config.get("vision_config")
-    vision = _tower(cast("Mapping[str, Any]", tower), shape.hidden) if tower else None
+    kind = str(config.get("model_type", ""))
+    vision = _tower(cast("Mapping[str, Any]", tower), kind, shape.hidden) if tower else None
     return replace(
         shape,
         tied=bool(tied),
@@ -226,8 +227,8 @@ def _decoder(text: Mapping[str, Any], kind: str) -> ModelShape:
     )
 
 
-def _tower(vision: Mapping[str, Any], outputs: int) -> VisionShape:
-    """Return the tower of a vision_config, about so if it is of an unknown kind."""
+def _tower(vision: Mapping[str, Any], kind: str, outputs: int) -> VisionShape:
+    """Return the tower of a vision_config in a config of a kind, about so if that is unknown."""
     # Of Qwen2-VL, hidden_size is the width of the decoder.
     hidden = int(vision.get("embed_dim") or vision.get("hidden_size") or 0)
     width = int(vision.get("intermediate_size") or vision.get("mlp_ratio", 4) * hidden)
@@ -237,7 +238,7 @@ def _tower(vision: Mapping[str, Any], outputs: int) -> VisionShape:
         hidden=hidden,
         layers=int(vision.get("depth") or vision.get("num_hidden_layers") or 0),
         intermediate=width,
-        gated=str(vision.get("model_type", "")).startswith("qwen2_5"),
+        gated=kind.startswith("qwen2_5"),
         merge=int(vision.get("spatial_merge_size") or 1) ** 2,
         pixels=int(vision.get("in_channels") or vision.get("in_chans") or 3) * times * patch**2,
         outputs=outputs,
