@@ -119,6 +119,37 @@ class WeightFollower:
         """Wait until there is room for new weights."""
         await self._may_load.wait()
 
+    def may_give_up(self, engine: Engine) -> bool:
+        """Whether an engine that falls asleep needs no weights until another version comes.
+
+        It does while it is kept at one, as for a validation, and if its versions come elsewhere.
+        """
+        own = any(engine is one for one in self._engines.values())
+        return own and self._pinned is None and self.version >= 0
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether no engine has given up its weights, or others have come since."""
+        return all(engine.has_weights for engine in self._engines.values())
+
+    async def regain(self) -> bool:
+        """Load the version again that engines gave up, where no other has come meanwhile.
+
+        So it is after the learner was started again, or when engines are kept at a version since.
+        The learner must have it: one that trains towards it would wait for these engines. False if
+        it cannot be had now.
+        """
+        async with self._swap:
+            if self.has_weights:
+                return True
+            version = self.version
+            try:
+                await self._load(version, await self._fetch(version))
+            except (NotFoundError, DeadlineError) as error:
+                _log.warning("weights_not_regained", version=version, error=error.message)
+                return False
+            return True
+
     async def may_wake(self, version: int) -> None:
         """Wait until engines that sleep have what they are to go on with: `version` or a newer one,
         or the one at which they are kept."""

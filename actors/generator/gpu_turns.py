@@ -58,13 +58,17 @@ class LearnerTurns:
                 follower.release()
             if turn.asleep and not self._asleep:
                 for engine in engines:
-                    await engine.sleep()
+                    # The version that the learner trains now will come before the engine wakes.
+                    await engine.sleep(keep_weights=not follower.may_give_up(engine))
                 self._asleep = True
                 self._num_sleeps += 1
                 self._context.numbers["sleeps"] = self._num_sleeps
                 self._context.set_state("sleeping")
             elif not turn.asleep and self._asleep:
-                if not await _arrives(follower, turn.version):
+                if not follower.has_weights and turn.version < follower.version:
+                    continue  # a learner that was started again has not come so far yet
+                if not await _arrives(follower, turn.version) or not await follower.regain():
+                    await asyncio.sleep(_PAUSE_S)
                     self._seen = _NONE  # to be answered at once
                     continue
                 for engine in engines:

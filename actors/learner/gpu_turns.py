@@ -90,6 +90,10 @@ class GpuTurns:
             subject = self._context.scope.gpu_turn(self._context.name)
             await self._context.service.endpoint("turn", subject, GpuTurnRequest, self._answer)
 
+    async def published(self, version: int) -> None:
+        """Tell that a version is there, with which the learner begins or goes on."""
+        await self._advance(asleep=False, version=version)
+
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
         """Have the GPU alone meanwhile, if the engine has to free it.
@@ -103,7 +107,7 @@ class GpuTurns:
         try:
             yield
         finally:
-            await self._advance(asleep=False, version=self._context.step or 0)
+            await self.published(self._context.step or 0)
 
     def freeing(self, work: Callable[[], T]) -> Callable[[], T]:
         """Return what does some work, and then gives memory back that torch keeps for later.

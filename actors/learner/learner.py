@@ -198,6 +198,7 @@ class Learner:
             await self._gpu.serve()
             await self.publisher.reserve()
             await self._publish()
+            await self._gpu.published(self.state.step)
             await self._recover()
             await self._request_evaluation()
             settle_memory()

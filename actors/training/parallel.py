@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -43,8 +42,9 @@ from ...schemas.wire.errors import ConfigError
 from ..policy.lora import policy_tensors
 from ..policy.policies import prefix_of
 from ..weights.broadcast_group import (
-    ProcessGroupFailed,
     Store,
+    interface_of,
+    no_route,
     open_store,
     own_address,
     reach_store,
@@ -228,7 +228,7 @@ class Parallel:
             # NCCL connects at the first collective only: a machine without a route is told here.
             dist.all_reduce(torch.zeros(1, device=device))
         except RuntimeError as error:  # all that torch.distributed raises
-            raise _unreachable(rank, meeting.own_address, interface, error) from error
+            raise no_route(f"rank {rank} of the learner", meeting.own_address, error) from error
         mesh, sequence = _mesh_of(device, config), _sequence_of(rank, config.context_parallel)
         deadline = timedelta(seconds=_BACKGROUND_DEADLINE_S)
         background = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=deadline))
@@ -404,33 +404,6 @@ def _sequence_of(rank: int, size: int) -> SequenceGroup | None:
 
 def _tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
-
-
-def _unreachable(
-    rank: int, address: str, interface: str, error: RuntimeError
-) -> ProcessGroupFailed:
-    first = str(error).partition("\n")[0]
-    return ProcessGroupFailed(
-        f"rank {rank} of the learner, at {address} ({interface}), cannot connect to the others: "
-        f"{first}",
-        hint="let the machines reach each other on any port of that interface, or set "
-        "NCCL_SOCKET_IFNAME for NCCL on the nodes (NCCL_IB_DISABLE=1 without a common InfiniBand "
-        "fabric); NCCL_DEBUG=INFO tells more in the ranks' logs",
-    )
-
-
-def interface_of(address: str) -> str:
-    """Return the network interface that has an address of this machine.
-
-    Raises ConfigError where none has it.
-    """
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(candidate.address.partition("%")[0] == address for candidate in addresses):
-            return name
-    raise ConfigError(
-        f"no network interface of this machine has the address {address}",
-        hint="start the node with an address of the broker that is not translated on the way",
-    )
 
 
 def device_of(place: int, num_ranks: int, config: LearnerConfig, num_gpus: int) -> torch.device:

@@ -60,11 +60,10 @@ class VarlenKernel(Protocol):
         scale: float | None = None,
         window_size: tuple[int, int] = (-1, -1),
         enable_gqa: bool = False,
-        **capped: float,
     ) -> Any:
         """Return the output [T, H, D] of queries [T, H, D] that read keys and values [K, G, D].
 
-        With `softcap` scores are capped; only `choose_attention` knows which kernels do that.
+        Kernels that cap scores, as `choose_attention` knows, also take a `softcap`.
         """
         ...
 
@@ -99,12 +98,14 @@ def sdpa_by_sequence(
             seen &= behind <= left
         if right >= 0:
             seen &= behind >= -right
-        heads = [part.transpose(0, 1) for part in (query[q0:q1], key[k0:k1], value[k0:k1])]
+        queries, keys, values = (
+            part.transpose(0, 1) for part in (query[q0:q1], key[k0:k1], value[k0:k1])
+        )
         if softcap:
-            output = _capped_attention(*heads, seen, scale, softcap)
+            output = _capped_attention(queries, keys, values, seen, scale, softcap)
         else:
             output = nn.functional.scaled_dot_product_attention(
-                *heads, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
+                queries, keys, values, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
             )
         outputs.append(output.transpose(0, 1))
     return torch.cat(outputs)
@@ -343,7 +344,7 @@ def _attend(
     if key_columns is not None:
         key, value = key.index_select(0, key_columns), value.index_select(0, key_columns)
     size = value.shape[-1]
-    output = kernel(
+    output = cast(Any, kernel)(
         query.to(value.dtype),
         key.to(value.dtype),
         nn.functional.pad(value, (0, query.shape[-1] - size)),

@@ -23,12 +23,13 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeAlias, TypeVar, cast
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...broker.client.connection import Broker
-from ...schemas.wire.errors import BrokerError
+from ...schemas.wire.errors import BrokerError, ConfigError
 from .tensors import PART_BYTES
 
 MEET_S = 20.0
@@ -49,6 +50,31 @@ def own_address(host: str, port: int) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """Return the network interface that has an address of this machine.
+
+    Raises ConfigError where none has it.
+    """
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(candidate.address.partition("%")[0] == address for candidate in addresses):
+            return name
+    raise ConfigError(
+        f"no network interface of this machine has the address {address}",
+        hint="start the node with an address of the broker that is not translated on the way",
+    )
+
+
+def no_route(who: str, address: str, error: BaseException | str) -> ProcessGroupFailed:
+    """Return the error of a member that met the others at the store and cannot connect to them."""
+    first = str(error).partition("\n")[0]
+    return ProcessGroupFailed(
+        f"{who}, at {address} ({interface_of(address)}), cannot connect to the others: {first}",
+        hint="let the machines reach each other on any port of that interface, or set "
+        "NCCL_SOCKET_IFNAME for NCCL on the nodes (NCCL_IB_DISABLE=1 without a common InfiniBand "
+        "fabric); NCCL_DEBUG=INFO tells more in the actors' logs",
+    )
 
 
 def open_store(address: str) -> Store:
@@ -127,15 +153,18 @@ class ProcessGroup:
         """Form a group with the others whose list bears this name.
 
         `address` is where this machine listens for the others. Raises ProcessGroupFailed when
-        somebody does not come within `meet_s`.
+        somebody does not come within `meet_s`, or comes and cannot be reached.
         """
         own = dist.PrefixStore(name, store)
         try:
             wait_for_all(own, rank, size, meet_s)
-            backend = _nccl(own, rank, size, device) if device.type == "cuda" else None
-            return cls(name, device, backend or _gloo(own, rank, size, address))
+            if device.type == "cuda":
+                # Or NCCL would choose an interface, which the others may have no route to.
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_of(address))
+                return cls(name, device, _nccl(own, rank, size, device))
+            return cls(name, device, _gloo(own, rank, size, address))
         except RuntimeError as error:  # all that torch.distributed raises
-            raise ProcessGroupFailed(f"group {name} did not form: {error}", hint=AGAIN) from error
+            raise no_route(f"member {rank} of group {name}", address, error) from error
 
     def send(self, payload: Tensor) -> None:
         """Give uint8[N], in the machine's memory, to all; ProcessGroupFailed if one is lost."""

@@ -14,8 +14,8 @@ from .broadcast_group import (
     FORM_S,
     MEET_S,
     ProcessGroup,
-    ProcessGroupFailed,
     Store,
+    no_route,
     off_loop,
     own_address,
     reach_store,
@@ -114,8 +114,11 @@ class LocalMember:
         self.leave()
         try:
             self._group = await off_loop(partial(self._meet, place), "weights group", FORM_S)
-        except TimeoutError as error:
-            raise ProcessGroupFailed(f"group {place.group} did not form in {FORM_S:g} s") from error
+        except TimeoutError as error:  # NCCL waits for ever
+            address = own_address(place.address, place.port)
+            late = f"nothing came in {FORM_S:g} s"
+            who = f"member {place.rank} of group {place.group}"
+            raise no_route(who, address, late) from error
 
     async def receive(self, manifest: Manifest) -> Payload | None:
         """Receive a version; see `Member.receive`."""

@@ -51,7 +51,8 @@ class ModelConfig(Section):
     """Attention kernel of the learner. varlen: torch's for packed rows without masks
     (FlashAttention 2, or 3 and 4 where installed; one sequence after the other on CPUs);
     flash_attention_2: that of the extra `flash-attn`, on GPUs; sdpa: with a mask, in any dtype;
-    auto: varlen on a GPU in bfloat16 where it can compute the model, else sdpa."""
+    auto: on a GPU in bfloat16 varlen where it can compute the model, else flash_attention_2 where
+    that is installed and can, else sdpa."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ..config.job import JobConfig
 from ..config.sections import resolve_dtype
-from .model_shape import ModelShape
+from .model_shape import ModelShape, VisionShape
 
 GIB = 1 << 30
 _MIB = 1 << 20
@@ -81,6 +81,8 @@ class LearnerLoad:
     """The critic and the policies of other roles, which have an optimiser, too."""
     frozen: tuple[ModelShape, ...] = ()
     """The reference and teachers that the learner loads."""
+    image_tokens: int = 0
+    """Tokens of a pass that are images, at most."""
 
     @property
     def trained(self) -> int:
@@ -131,7 +133,22 @@ def learner_load(
         on_gpu=on_gpu,
         updated=tuple(updated),
         frozen=tuple(frozen),
+        image_tokens=0 if shape.vision is None else image_tokens(job, microbatch_tokens),
     )
+
+
+def image_tokens(job: JobConfig, num_tokens: int) -> int:
+    """Return how many of a pass's tokens are images at most: all those of first prompts.
+
+    A prompt that responses share is there once in each row.
+    """
+    rollout, learner = job.rollout, job.learner
+    prompt, response = rollout.max_prompt_tokens, rollout.response_limit
+    shared = 1
+    if learner.share_prompts:
+        in_row = (learner.max_row_tokens - prompt) // max(1, response)
+        shared = max(1, min(rollout.group_size, in_row))
+    return num_tokens * prompt // (prompt + shared * response)
 
 
 def adapter_weights(job: JobConfig, shape: ModelShape) -> int:
@@ -152,7 +169,7 @@ def adapter_weights(job: JobConfig, shape: ModelShape) -> int:
 
 STORED = ("weights", "optimiser states", "critic and other policies", "reference and teachers")
 """Terms of a learner that stay from step to step."""
-PASSING = ("activations", "logits")
+PASSING = ("activations", "images", "logits")
 """Terms of a learner that are those of a pass."""
 
 
@@ -161,6 +178,7 @@ def learner_terms(load: LearnerLoad) -> list[Term]:
     terms = [
         *_stored(load),
         Term("activations", _activations(load), _less_activations(load)),
+        Term("images", _images(load), "lower learner.microbatch_tokens"),
         Term("logits", _logits(load), "lower learner.microbatch_tokens"),
     ]
     if load.is_sharded:
@@ -309,6 +327,37 @@ def layer_bytes_per_token(load: LearnerLoad) -> int:
     return num_bytes
 
 
+def _images(load: LearnerLoad) -> int:
+    """Return what autograd keeps of the vision tower, which reads all images of a micro-batch."""
+    vision, c = load.shape.vision, load.compute_bytes
+    if vision is None:
+        return 0
+    patches = load.image_tokens * vision.merge
+    layer = _vision_layer_bytes(vision, c)
+    kept = vision.layers * (c * vision.hidden if load.checkpointing else layer)
+    pixels = vision.pixels * (4 if c == 4 else 4 + c)
+    merger = (_norm_bytes(vision, c) + 2 * c) * vision.hidden + c * vision.outputs // vision.merge
+    again = 0
+    if load.checkpointing:  # its layers are computed again when those of the decoder are gone
+        again = max(0, patches * layer - _activations(load) - _logits(load))
+    return patches * (kept + pixels + merger) + again
+
+
+def _norm_bytes(vision: VisionShape, c: int) -> int:
+    """Return bytes of each number that a norm of the tower reads: RMSNorm computes in float32."""
+    if vision.gated:
+        return 12 if c == 4 else 8
+    return 2 * c
+
+
+def _vision_layer_bytes(vision: VisionShape, c: int) -> int:
+    """Return the bytes that autograd keeps of a layer of the tower, for one patch."""
+    norms = 2 * _norm_bytes(vision, c) * vision.hidden
+    attention = 7 * c * vision.hidden
+    mlp = (4 if vision.gated else 3) * c * vision.intermediate
+    return norms + attention + mlp
+
+
 def _logits(load: LearnerLoad) -> int:
     """Return what the output layer takes; its logits are computed in chunks."""
     tokens = -(-load.microbatch_tokens // load.context_parallel)
@@ -358,10 +407,12 @@ def engine_terms(load: EngineLoad, memory_bytes: int) -> list[Term]:
     quantise = "raise generator.tensor_parallel and generator.slots"
     widest = 2 * shape.hidden + 3 * shape.intermediate + shape.attention_width + 2 * shape.kv_width
     activations = load.batched_tokens * widest * 2 // load.cards
+    images = load.batched_tokens * _widest_vision(shape.vision) * 2
     logits = 3 * 4 * shape.vocab * load.max_requests
     terms = [
         Term("weights", weights, quantise),
-        Term("activations", activations, "lower generator.max_requests"),
+        Term("activations", activations, "lower generator.max_batched_tokens"),
+        *([Term("images", images, "lower generator.max_batched_tokens")] if images else []),
         Term("logits", logits, "lower generator.max_requests"),
         Term("CUDA and transfer buffers", _CONTEXT_BYTES + TRANSFER_BYTES),
     ]
@@ -380,6 +431,13 @@ def engine_terms(load: EngineLoad, memory_bytes: int) -> list[Term]:
     )
     needed = max(cache, load.token_bytes * load.max_context)  # one request of the longest
     return [*terms, Term("KV cache", needed, "lower generator.max_context, or rollout's lengths")]
+
+
+def _widest_vision(vision: VisionShape | None) -> int:
+    """Return the numbers that a tower holds at once for a token of images, and what comes of it."""
+    if vision is None:
+        return 0
+    return vision.merge * (2 * vision.hidden + 3 * vision.intermediate) + vision.outputs
 
 
 def usable_bytes(memory_bytes: int, share: float | None = None) -> int:

@@ -26,6 +26,35 @@ _EXPERTS = re.compile(r"\.experts\.")
 
 
 @dataclass(frozen=True)
+class VisionShape:
+    """What of the tower that reads images decides about memory."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    gated: bool
+    """Whether its MLP multiplies two products, as in Qwen2.5-VL."""
+    merge: int
+    """Patches of an image that become one token of the decoder."""
+    pixels: int
+    """Numbers of a patch."""
+    outputs: int
+    """Width of the decoder."""
+
+    @property
+    def merged(self) -> int:
+        """Width of what becomes a token."""
+        return self.merge * self.hidden
+
+    @property
+    def weights(self) -> int:
+        """About how many weights the tower has, with what leads into the decoder."""
+        mlp = (3 if self.gated else 2) * self.hidden * self.intermediate
+        layers = self.layers * (4 * self.hidden**2 + mlp)
+        return layers + self.pixels * self.hidden + self.merged * (self.merged + self.outputs)
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """What of a decoder decides about memory and time."""
 
@@ -47,8 +76,10 @@ class ModelShape:
     """Weights of a decoder layer."""
     active_layer_weights: int
     """Of these, those that compute a token."""
+    vision: VisionShape | None = None
+    """What reads images, if something does."""
     vision_weights: int = 0
-    """Weights of what reads images."""
+    """Weights of that."""
     quantization: str = ""
     """How the weights are quantised (`fp8`, `awq`), if they are."""
     max_positions: int = 0
@@ -143,12 +174,15 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         ) from error
     quantization = cast("Mapping[str, Any]", config.get("quantization_config") or {})
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-    vision = config.get("vision_config")
+    tower = config.get("vision_config")
+    kind = str(config.get("model_type", ""))
+    vision = _tower(cast("Mapping[str, Any]", tower), kind, shape.hidden) if tower else None
     return replace(
         shape,
         tied=bool(tied),
         quantization=str(quantization.get("quant_method", "")),
-        vision_weights=_vision_weights(vision, shape.hidden) if vision else 0,
+        vision=vision,
+        vision_weights=vision.weights if vision is not None else 0,
     )
 
 
@@ -193,13 +227,22 @@ def _decoder(text: Mapping[str, Any], kind: str) -> ModelShape:
     )
 
 
-def _vision_weights(vision: Mapping[str, Any], text_hidden: int) -> int:
-    """Return about how many weights a vision tower has, with what leads into the decoder."""
-    hidden = int(vision.get("hidden_size") or vision.get("embed_dim") or 0)
-    width = int(vision.get("intermediate_size") or 4 * hidden)
-    depth = int(vision.get("depth") or vision.get("num_hidden_layers") or 0)
-    merged = hidden * int(vision.get("spatial_merge_size") or 1) ** 2
-    return depth * (4 * hidden**2 + 3 * hidden * width) + merged * (merged + text_hidden)
+def _tower(vision: Mapping[str, Any], kind: str, outputs: int) -> VisionShape:
+    """Return the tower of a vision_config in a config of a kind, about so if that is unknown."""
+    # Of Qwen2-VL, hidden_size is the width of the decoder.
+    hidden = int(vision.get("embed_dim") or vision.get("hidden_size") or 0)
+    width = int(vision.get("intermediate_size") or vision.get("mlp_ratio", 4) * hidden)
+    patch = int(vision.get("patch_size") or 14)
+    times = int(vision.get("temporal_patch_size") or 1)
+    return VisionShape(
+        hidden=hidden,
+        layers=int(vision.get("depth") or vision.get("num_hidden_layers") or 0),
+        intermediate=width,
+        gated=kind.startswith("qwen2_5"),
+        merge=int(vision.get("spatial_merge_size") or 1) ** 2,
+        pixels=int(vision.get("in_channels") or vision.get("in_chans") or 3) * times * patch**2,
+        outputs=outputs,
+    )
 
 
 def with_counted_weights(shape: ModelShape, folder: Path) -> ModelShape:

@@ -679,7 +679,11 @@ class Plan:
                 on_host = (f"{_gib(term.num_bytes)} {term.name}" for term in actor.host_terms)
                 lines.append(f"  of the machine's memory, for each rank: {', '.join(on_host)}")
         if self.use is not None:
-            sleeps = "sleeps while the learner trains" if self.use.sleeps else "generates meanwhile"
+            sleeps = (
+                "sleeps while the learner trains"
+                if self.use.sleeps
+                else "generates while the learner trains"
+            )
             lines.append(f"both share the card: the engine {sleeps}")
         lines.append(f"settings: {', '.join(self._settings())}")
         times = self.times

@@ -76,8 +76,13 @@ class ScriptedEngine:
         """Refuse: a script knows no log-probs."""
         raise EngineError("a script scores no prompts")
 
-    async def sleep(self) -> None:
+    async def sleep(self, *, keep_weights: bool = True) -> None:
         """Stay as it is: a script takes no memory of a GPU."""
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it can wake: it always is."""
+        return True
 
     async def wake(self) -> None:
         """Stay as it is."""

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.conftest import Cli
+from tests.support.pages import ROOT, Block, blocks, commands
 
 GSM8K = Path(__file__).parents[2] / "examples" / "gsm8k.yaml"
 VLLM = ("generator.engine=vllm", "learner.ranks=4", "learner.slots=4", "generator.count=4")
@@ -52,3 +53,35 @@ def test_what_cannot_be_planned_is_told(cli: Cli, words: tuple[str, ...], error:
     told = cli("plan", str(GSM8K), *words)
     assert told.code != 0
     assert error in told.err
+
+
+PAGE = ROOT / "docs" / "gpu.md"
+SHOWN = [
+    (job, command, output)
+    for job, command, output in zip(*(list(blocks(PAGE))[i:] for i in range(3)), strict=False)
+    if command.text.startswith("tinkermq plan") and output.language == "text"
+]
+"""Job files of the page, the command that plans each, and what it is said to print."""
+
+
+def test_the_page_shows_a_plan_for_one_gpu_for_eight_and_for_two_machines() -> None:
+    gpus = [command.text.split()[-1] for _, command, _ in SHOWN]
+    assert gpus == ["1xH100", "8xH100", "2x8xH100"]
+
+
+@pytest.mark.parametrize(("job", "command", "output"), SHOWN, ids=lambda one: str(one))
+def test_the_plans_of_the_page_are_what_the_command_prints(
+    cli: Cli,
+    job: Block,
+    command: Block,
+    output: Block,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))  # a model that is there is counted exactly
+    (tmp_path / job.title).write_text(job.text)
+    [words] = commands(command)
+    told = cli(*words[1:])
+    assert told.code == 0
+    assert told.out == output.text

@@ -426,7 +426,7 @@ def test_learner_and_generator_share_a_single_card(models: Path) -> None:
     assert sum(passing) <= card / 4  # both may compute at once
     times = plan.times
     assert times.step_s == times.generation_s + times.training_s + times.weights_s
-    assert "both share the card: the engine generates meanwhile" in plan.lines()
+    assert "both share the card: the engine generates while the learner trains" in plan.lines()
     refusal = plan_of(job_of(models / "1.5B"), "RTX 4090").refusal
     assert refusal is not None
     assert "optimiser" in refusal.message

@@ -38,14 +38,18 @@ def equal_sequences(vocab: int, length: int, num: int) -> TrainingBatch:
     return assemble(work.groups())
 
 
-def allocated_in_step(config: JobConfig, length: int, num_episodes: int) -> int:
+def allocated_in_step(
+    config: JobConfig, length: int, num_episodes: int, batch: TrainingBatch | None = None
+) -> int:
     """Return the most bytes of a learner's step: weights, states, and what it allocates.
 
-    On a GPU that is what torch's allocator held there.
+    On a GPU that is what torch's allocator held there. Without a `batch` it has `num_episodes` of
+    random tokens, all of one length.
     """
     model = load_model(config.model, config.learner, lora=config.lora)
     trainer = Trainer(model, config, total_steps=4)
-    batch = equal_sequences(int(model.config.vocab_size), length, num_episodes)
+    if batch is None:
+        batch = equal_sequences(int(model.config.vocab_size), length, num_episodes)
     trainer.step(batch, 1)  # the optimiser has its states after it
     trainer.optimizer.zero_grad()
     if next(model.parameters()).is_cuda:
@@ -60,8 +64,11 @@ def allocated_in_step(config: JobConfig, length: int, num_episodes: int) -> int:
     return before + largest_allocation(lambda: trainer.step(batch, 2))
 
 
-def estimated_for_step(config: JobConfig, *, on_gpu: bool = False) -> int:
-    """Return the bytes that a plan estimates for it, but for those outside of torch's allocator."""
+def estimated_for_step(config: JobConfig, *, on_gpu: bool = False, images: bool = True) -> int:
+    """Return the bytes that a plan estimates for it, but for those outside of torch's allocator.
+
+    `images`: with those that the vision tower takes for images.
+    """
     shape = find_shape(config.model.path)
     assert shape is not None
     learner = config.learner
@@ -74,4 +81,5 @@ def estimated_for_step(config: JobConfig, *, on_gpu: bool = False) -> int:
         on_gpu=on_gpu,
     )
     terms = learner_terms(load)
-    return sum(term.num_bytes for term in terms if term.name != "CUDA and transfer buffers")
+    others = ["CUDA and transfer buffers", *([] if images else ["images"])]
+    return sum(term.num_bytes for term in terms if term.name not in others)

@@ -105,10 +105,13 @@ async def test_versions_are_validated_by_an_engine_that_sleeps_in_between(
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize("transport", ["object", pytest.param("nccl", marks=pytest.mark.long)])
 async def test_a_generator_and_a_learner_killed_while_the_engine_sleeps(
-    stack: Stack, model: Path
+    stack: Stack, model: Path, transport: str
 ) -> None:
-    job = await stack.submit(colocated(model, "always", num_steps=32))
+    """The engine has given up its weights: it gets them again, by nccl from a learner alone."""
+    config = colocated(model, "always", num_steps=32)
+    job = await stack.submit({**config, "weights": {"transport": transport}})
     await until_turn(job, asleep=True)
     await job.kill("generator-0")
     await job.until_step(6)

@@ -294,6 +294,11 @@ class DoubleBuffer:
         self._was_shared = self._is_shared
         self._spare = old if can_refill and all(_is_whole(tensor) for tensor in old) else None
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The weights that change."""
+        return self._names.tensors
+
     def free_spare(self) -> None:
         """Free the set that is not in use."""
         self._spare = None
@@ -305,17 +310,22 @@ class OffloadedWeights:
     Their shapes stay as they are, so that new weights can be prepared and take their place.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """Copy all weights and buffers, and free their memory."""
+    def __init__(self, model: nn.Module, given_up: Iterable[Tensor] = ()) -> None:
+        """Copy all weights and buffers but those that are given up, and free their memory."""
         self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
         """Each tensor, what stands in its place, and its values."""
+        others = {id(tensor) for tensor in given_up}
         for tensor in (*model.parameters(), *model.buffers()):
-            values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(
-                tensor.data
-            )
             place = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-            self._kept.append((tensor, place, values))
+            if id(tensor) not in others:
+                values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                self._kept.append((tensor, place, values.copy_(tensor.data)))
             tensor.data = place
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the machine's memory."""
+        return sum(values.nbytes for _, _, values in self._kept)
 
     def restore(self) -> None:
         """Give the weights their memory and values back, but those that were replaced."""

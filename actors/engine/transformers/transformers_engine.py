@@ -39,6 +39,7 @@ from ..engine import (
     check_sampling,
     check_scored,
     no_adapter,
+    no_weights,
     require_reader,
 )
 from .adapters import DoubleBuffer, EngineAdapter, LowRankTensors
@@ -262,12 +263,19 @@ class TransformersEngine:
             # Not left before the swap is done: until then the prepared set is not ours to refill.
             await asyncio.shield(swapped)
 
-    async def sleep(self) -> None:
+    async def sleep(self, *, keep_weights: bool = True) -> None:
         """Free the memory of weights and cache; see `engine.Engine.sleep`."""
-        await self._in_worker(self._worker.sleep)
+        await self._in_worker(partial(self._worker.sleep, keep_weights))
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it has weights to wake with; see `engine.Engine.has_weights`."""
+        return self._worker.has_weights
 
     async def wake(self) -> None:
         """Take the memory back and go on; see `engine.Engine.wake`."""
+        if not self.has_weights:
+            raise no_weights()
         await self._in_worker(self._worker.wake)
 
     async def _in_worker(self, command: Callable[[Callable[[], None]], None]) -> None:

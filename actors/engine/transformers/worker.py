@@ -169,6 +169,8 @@ class EngineWorker:
         prefix_cache_tokens: int,
     ) -> None:
         self.version = version
+        self.has_weights = True
+        """Whether none were given up for which no others have come."""
         self._decoder = decoder
         self._weights = weights
         self._deliver = deliver
@@ -268,6 +270,7 @@ class EngineWorker:
         """Take prepared weights; then call `done` (in this thread)."""
         started = time.perf_counter()
         self._weights.swap(fresh)
+        self.has_weights = True
         self.version = version
         self._prefix_cache.clear()
         if kv == "recompute" and self._rows.num and self._asleep is None:
@@ -275,14 +278,16 @@ class EngineWorker:
         self._meter.paused(time.perf_counter() - started)
         done()
 
-    def sleep(self, done: Callable[[], None]) -> None:
+    def sleep(self, keep_weights: bool, done: Callable[[], None]) -> None:
         """Free the memory of weights and cache until `wake`; then call `done`."""
         if self._asleep is None:
             self._slept_at = time.perf_counter()
             self._weights.free_spare()
             self._prefix_cache.clear()
             self._decoder.cache.free()
-            self._asleep = OffloadedWeights(self._decoder.model)
+            given_up = () if keep_weights else self._weights.tensors
+            self._asleep = OffloadedWeights(self._decoder.model, given_up)
+            self.has_weights = keep_weights
             if self._decoder.device.type == "cuda":
                 torch.cuda.empty_cache()
         done()

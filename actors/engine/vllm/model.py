@@ -268,6 +268,8 @@ class VllmModel:
         self._asleep: list[str] = []
         """Tags of the memory that is not there."""
         self._slept_at = 0.0
+        self.has_weights = True
+        """Whether none were given up for which no others have come."""
         self._half: AsyncExitStack | None = None
         """Ends the pause of a version that did not come whole; the next one does."""
         self._open = asyncio.Event()
@@ -627,6 +629,7 @@ class VllmModel:
             self._open.set()
 
     async def _end_swap(self, adapter: str, version: int) -> None:
+        self.has_weights = True
         await self.name_version(adapter, version)
         self._note_swap(adapter, version)
 
@@ -639,18 +642,30 @@ class VllmModel:
 
     # Memory -----------------------------------------------------------------------------------
 
-    async def sleep(self) -> None:
+    async def sleep(self, *, keep_weights: bool = True) -> None:
         """Free the memory of weights and cache, between two steps.
 
-        The weights are kept in the machine's memory (level 1), so that whatever becomes of the
-        learner, this wakes with weights that are whole.
+        Level 1 of vLLM keeps a copy of the weights in the machine's memory. Level 2 keeps none:
+        whole weights have to come before this wakes. What it discards (vLLM 0.32, `CuMemBackend`
+        and `Worker.sleep` of `gpu_worker.py`) is all that was allocated while the model was loaded:
+
+        - Parameters: `load_weights` replaces them in place, so CUDA graphs find them where they
+          were. Some models have parameters that no learner publishes, such as the routers' biases
+          that transformers has as buffers; so workers note which ones a version has replaced.
+        - Buffers (rotary embeddings, scales of the cache): workers copy them to the machine's
+          memory, and back when the memory of weights is taken back.
+        - Tensors that are neither, which nothing would bring back. The layers of adapters have
+          theirs so; a model that has room for adapters sleeps at level 1.
         """
         async with self._swapping:
             if self._asleep:
                 return
+            if not keep_weights and self._llm.vllm_config.lora_config is None:
+                self.has_weights = not all(await self.ask_workers("replaces_all_weights"))
             self._slept_at = time.perf_counter()
             self._open.clear()
-            await self._call(self._llm.sleep(level=1, mode="keep"))
+            level = 1 if self.has_weights else 2
+            await self._call(self._llm.sleep(level=level, mode="keep"))
             self._asleep = list(_MEMORY)
 
     async def wake(self) -> None:

@@ -86,6 +86,10 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
         """Be in no group."""
         super().__init__(config, vllm_config, device, model)
         self.outcome: Outcome = ("done", "")
+        self.replaces_all = False
+        """Whether the last version has replaced every parameter of the model."""
+        self._loaded: set[str] | None = set()
+        """Parameters that were loaded since an update began; None: the model does not tell."""
         self._store: Store | None = None
         self._group: Group | None = None
 
@@ -104,6 +108,7 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
 
     def start_weight_update(self) -> None:
         """Let layers wait for all of their weights before they are replaced, in place."""
+        self._loaded, self.replaces_all = set(), False
         if self.device.type == "cpu":
             for layer in self._experts():
                 _make_room(layer)
@@ -122,6 +127,9 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
     def finish_weight_update(self) -> None:
         """Let go of layers, also of those whose weights have not come."""
         finalize_layerwise_reload(self.model, self.model_config)
+        there = {name for name, _ in self.model.named_parameters()}
+        came = self.outcome[0] == "done" and self._loaded is not None
+        self.replaces_all = came and there <= (self._loaded or set())
         if self.device.type != "cpu":
             return
         for layer in self._experts():
@@ -175,7 +183,9 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
 
     def _load(self, assembler: Assembler, part: Tensor) -> None:
         if tensors := list(assembler.add(part)):
-            self.model.load_weights(tensors)
+            names: set[str] | None = self.model.load_weights(tensors)
+            known = self._loaded is not None and names is not None
+            self._loaded = {*(self._loaded or ()), *(names or ())} if known else None
 
     def _parts(self, info: TakeVersion) -> Generator[Tensor, None, None]:
         if info.path:

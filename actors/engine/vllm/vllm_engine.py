@@ -40,6 +40,7 @@ from ..engine import (
     check_scored,
     left_grammar,
     no_adapter,
+    no_weights,
     not_finite,
     require_reader,
 )
@@ -281,14 +282,21 @@ class VllmEngine:
 
             await self._to_the_end(self._model.receive(manifest.version, receive, kv))
 
-    async def sleep(self) -> None:
+    async def sleep(self, *, keep_weights: bool = True) -> None:
         """Free memory, that of all engines of this model; see `engine.Engine.sleep`."""
         self._check_alive()
-        await self._to_the_end(self._model.sleep())
+        await self._to_the_end(self._model.sleep(keep_weights=keep_weights))
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it has weights to wake with; see `engine.Engine.has_weights`."""
+        return self._model.has_weights
 
     async def wake(self) -> None:
         """Take the memory back and go on; see `engine.Engine.wake`."""
         self._check_alive()
+        if not self.has_weights:
+            raise no_weights()
         await self._to_the_end(self._model.wake())
 
     def cancel(self, request_id: str) -> None:

@@ -172,6 +172,10 @@ class WorkerExtension:
         """Return what the weight transfer that was asked for last has come to."""
         return self.weight_transfer_engine.outcome
 
+    def replaces_all_weights(self) -> bool:
+        """Return whether the last version of weights has replaced every parameter of the model."""
+        return self.weight_transfer_engine.replaces_all
+
     def gpu(self) -> str:
         """Return the UUID of this worker's GPU; empty: it computes on a CPU."""
         return gpu_of(self.device)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from ....broker.jetstream.objects import DigestMismatch
 from ....broker.weights.shared_memory import place_of
 from ....schemas.weights import Manifest, Round
-from ...weights.broadcast_group import FORM_S, ProcessGroupFailed
+from ...weights.broadcast_group import FORM_S, ProcessGroupFailed, no_route, own_address
 from ...weights.tensors import TensorSource, dtype_of, shape_of
 from .model import VllmModel
 
@@ -70,7 +70,8 @@ class Workers:
             async with asyncio.timeout(FORM_S):
                 kind, why = await self._model.join_learner(joined)
         except TimeoutError as error:
-            raise ProcessGroupFailed(f"vLLM's workers were not there in {FORM_S:g} s") from error
+            address = own_address(joined["address"], joined["port"])
+            raise no_route("vLLM's workers", address, f"nothing came in {FORM_S:g} s") from error
         if kind != "done":
             raise ProcessGroupFailed(why)
 

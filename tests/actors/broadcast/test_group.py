@@ -1,15 +1,21 @@
 """Process groups whose members leave: who still waits for them is told."""
 
 import asyncio
+import contextlib
 import inspect
+import re
+import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.weights import broadcast_group, shared_buffer
+import torch.distributed as dist
+from tinkermq.actors.weights import broadcast_group, members, shared_buffer
 from tinkermq.actors.weights.broadcast_group import (
     ProcessGroup,
     ProcessGroupFailed,
@@ -18,12 +24,18 @@ from tinkermq.actors.weights.broadcast_group import (
 )
 from tinkermq.actors.weights.broadcast_sender import _apart, _Asker, _held_or_copied, route
 from tinkermq.actors.weights.shared_buffer import SharedBufferGroup
-from tinkermq.schemas.weights import JoinRound
+from tinkermq.schemas.weights import JoinRound, Round
 from torch.multiprocessing import reductions
 
 from tests.support.waiting import PATIENCE_S
 
 HOST = "127.0.0.1"
+CPU = torch.device("cpu")
+_LOOPBACK = socket.inet_aton(HOST)
+_SOCKET_ADDRESS = re.compile(
+    re.escape(socket.AF_INET.to_bytes(2, "little")) + b".." + re.escape(_LOOPBACK), re.DOTALL
+)
+"""An address of IPv4 with its port, as gloo tells it to the others."""
 SIZE = 1 << 23
 SMALL = 1 << 12
 
@@ -44,6 +56,84 @@ async def test_who_waits_for_a_member_that_has_failed_is_told() -> None:
         async with asyncio.timeout(PATIENCE_S / 2):
             await asyncio.to_thread(waiting.receive, SIZE)
     assert kept.value.hint
+
+
+class _Elsewhere(dist.Store):  # pyright: ignore[reportPrivateImportUsage]
+    """Gives the others, for a member's address, one that does not answer: there is no route."""
+
+    def __init__(self, store: Any, port: int) -> None:
+        super().__init__()
+        self._store = store
+        self._port = port
+
+    def set(self, key: str, value: Any) -> None:
+        told = value.encode() if isinstance(value, str) else bytes(value)
+        silent = socket.AF_INET.to_bytes(2, "little") + self._port.to_bytes(2, "big")
+        self._store.set(key, _SOCKET_ADDRESS.sub(silent + _LOOPBACK, told))  # pyright: ignore[reportArgumentType]
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=5)) -> None:
+        self._store.wait(keys, timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A port that answers no one: its queue of connections is full."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind((HOST, 0))
+        listener.listen(0)
+        for _ in range(3):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]
+
+
+def test_members_without_a_route_to_each_other_say_from_which_address_and_what_to_set(
+    silent_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They met at the learner's store, and connect to each other in vain."""
+    monkeypatch.setattr(broadcast_group, "BUCKET_S", 0.3)
+    store = open_store(HOST)
+    # Which of two members connects to the other follows from their ports: neither can.
+    stores = [_Elsewhere(one, silent_port) for one in (store, reach_store(HOST, store.port))]
+    with ThreadPoolExecutor(2) as threads:
+        meetings = [
+            threads.submit(ProcessGroup.meet, cast(Any, one), "one", rank, 2, CPU, HOST)
+            for rank, one in enumerate(stores)
+        ]
+        errors = {rank: meeting.exception(PATIENCE_S) for rank, meeting in enumerate(meetings)}
+    # Who connects to a full queue may believe for a while that it is connected; who waits does not.
+    told = {rank: error for rank, error in errors.items() if error is not None}
+    assert told
+    for rank, error in told.items():
+        assert isinstance(error, ProcessGroupFailed)
+        assert error.message.startswith(
+            f"member {rank} of group one, at 127.0.0.1 (lo), cannot connect to the others: "
+        )
+        assert "let the machines reach each other" in error.hint
+        assert "NCCL_SOCKET_IFNAME" in error.hint
+
+
+async def test_a_group_that_never_forms_has_a_deadline_and_names_the_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL itself would wait for ever."""
+    monkeypatch.setattr(members, "FORM_S", 0.2)
+    store = open_store(HOST)
+    member = members.LocalMember(CPU)
+    await member.connect(HOST, store.port)
+    place = Round(
+        answer="place", group="one", rank=1, size=2, address=HOST, port=store.port, device="cpu"
+    )
+    with pytest.raises(ProcessGroupFailed, match=r"at 127\.0\.0\.1 \(lo\).*nothing came in 0.2 s"):
+        await member.join(place)
 
 
 def _pair(size: int) -> list[SharedBufferGroup]:

@@ -3,13 +3,15 @@
 import asyncio
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from tinkermq.actors.engine.engine import Drawn, Engine, Sampling
 from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
+from tinkermq.schemas.config.sections import LoraConfig
+from tinkermq.schemas.wire.errors import EngineError
 from transformers import PreTrainedModel
 
 from tests.actors.engine.conftest import MAX_SLOTS, EngineKind, StartEngine
@@ -97,6 +99,42 @@ async def test_requests_are_cancelled_and_versions_are_swapped_twice_during_a_sl
         np.testing.assert_allclose(result.logprobs[of_newest], expected[of_newest], atol=1e-4)
 
 
+async def test_an_engine_that_gave_up_its_weights_wakes_with_those_that_come(
+    engine: Engine, model: PreTrainedModel
+) -> None:
+    await engine.load_weights(1, changed(model, 1))  # vLLM's workers see which ones a version has
+    prompt = random_prompt(np.random.default_rng(8))
+    running = asyncio.ensure_future(engine.generate(prompt, Sampling(100), request_id="runs"))
+    generated = engine.stats().generated_tokens
+    await until(lambda: engine.stats().generated_tokens >= generated + 10)
+    await engine.sleep(keep_weights=False)
+    assert not engine.has_weights
+    with pytest.raises(EngineError, match="gave up its weights when it fell asleep"):
+        await engine.wake()
+    await engine.load_weights(2, changed(model, 2))
+    assert engine.has_weights
+    await engine.wake()
+    result = await running
+    assert set(result.versions.tolist()) == {1, 2}
+    for version in (1, 2):
+        of_version = result.versions == version
+        other = loaded(model, changed(model, version))
+        expected = plain_logprobs(other, prompt, result.token_ids, 1.0)
+        np.testing.assert_allclose(result.logprobs[of_version], expected[of_version], atol=1e-4)
+
+
+async def test_an_engine_keeps_the_weights_beside_an_adapter_when_it_sleeps(folder: Path) -> None:
+    """A new version is an adapter, and does not bring them. vLLM sleeps at level 1 then."""
+    engine: Any = await TransformersEngine.start(
+        str(folder), max_slots=2, max_context=64, lora=LoraConfig(rank=4)
+    )
+    weights = sum(weight.nbytes for weight in engine._decoder.model.parameters())
+    await engine.sleep(keep_weights=False)
+    assert engine._worker._asleep.num_bytes > 0.8 * weights
+    assert not engine.has_weights
+    await engine.close()
+
+
 async def test_the_memory_of_weights_and_cache_is_free_during_a_sleep(
     engine_kind: EngineKind, start: StartEngine, folder: Path
 ) -> None:
@@ -112,13 +150,19 @@ async def test_the_memory_of_weights_and_cache_is_free_during_a_sleep(
         return sum(storages.values()) + decoder.cache.num_bytes
 
     prompt = random_prompt(np.random.default_rng(7))
-    await engine.load_weights(1, dict(decoder.model.state_dict()))
+    weights = {name: tensor.clone() for name, tensor in decoder.model.state_dict().items()}
+    await engine.load_weights(1, weights)
     running = asyncio.ensure_future(engine.generate(prompt, Sampling(100), request_id="runs"))
     await until(lambda: engine.stats().generated_tokens >= 10)
-    awake = held()
+    awake, worker = held(), cast(Any, engine._worker)
     assert awake > 1 << 16
     await engine.sleep()
     assert held() <= awake // 50  # one number for each tensor
+    assert worker._asleep.num_bytes > awake // 4  # in the machine's memory
+    await engine.wake()
+    await engine.sleep(keep_weights=False)
+    assert held() + worker._asleep.num_bytes <= awake // 50
+    await engine.load_weights(2, weights)
     await engine.wake()
     assert held() >= awake
     assert len((await running).token_ids) == 100

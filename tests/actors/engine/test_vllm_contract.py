@@ -213,3 +213,185 @@ def test_the_names_that_a_learner_publishes_are_those_that_vllm_loads(
         )
     missing = set(dict(model.named_parameters())) - loaded
     assert missing == set()
+
+
+# -- what vLLM's second level of sleep discards ----------------------------------------------------
+
+
+class _Allocator:
+    """Notes what of a GPU's memory is copied before it is given back."""
+
+    def __init__(self) -> None:
+        self.offloaded: tuple[str, ...] = ()
+
+    def sleep(self, offload_tags: tuple[str, ...]) -> None:
+        self.offloaded = offload_tags
+
+
+def test_the_first_level_of_sleep_copies_the_weights_and_the_second_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    assert {"level", "mode"} <= parameters(AsyncLLM.sleep)
+    allocator, backend = _Allocator(), of_vllm("device_allocator.sleep_mode_backend").CuMemBackend()
+    monkeypatch.setattr(
+        of_vllm("device_allocator"), "get_mem_allocator_instance", lambda: allocator
+    )
+    backend.suspend(1)
+    assert "weights" in allocator.offloaded
+    backend.suspend(2)
+    assert "weights" not in allocator.offloaded
+    assert {"runtime", "cudagraph"} <= set(allocator.offloaded)  # graphs stay
+    load = inspect.getsource(of_vllm("v1.worker.gpu_worker").Worker.load_model)
+    assert '_maybe_get_memory_pool_context(tag="weights")' in load
+
+
+def test_at_the_second_level_workers_bring_buffers_back_and_parameters_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker_of = of_vllm("v1.worker.gpu_worker").Worker
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, 1))
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("scales", torch.ones(3), persistent=False)
+
+    def discard(level: int) -> None:
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data.fill_(float("nan"))
+
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(model=model),
+        sleep_mode_backend=SimpleNamespace(suspend=discard, resume=lambda tags: None),
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(enable_nccl_comm_suspend=False)),
+        model_config=SimpleNamespace(sleep_preserve_parameter_names=None),
+        get_draft_model=lambda: None,
+        synchronize_device=lambda: None,
+        _sleep_saved_draft_buffers={},
+    )
+    for name in ("_save_sleep_parameters", "_restore_sleep_parameters", "_get_sleep_parameters"):
+        setattr(worker, name, partial(getattr(worker_of, name), worker))
+    worker_of.sleep(worker, 2)
+    worker_of.wake_up(worker, ["weights"])
+    assert torch.equal(cast("Any", model).scales, torch.ones(3))
+    assert all(weight.isnan().all() for weight in model.parameters())
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 256,
+    "moe_intermediate_size": 64,
+}
+
+
+OF_LAYERS = ("vllm.model_executor", "vllm.v1.attention")
+"""Where classes are defined whose objects a model is made of."""
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, torch.nn.Module) or type(value).__module__.startswith(OF_LAYERS)
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return all tensors of a model: parameters, buffers, and those that are neither."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+
+    def look(name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found[name] = value
+        elif isinstance(value, list | tuple):
+            for number, item in enumerate(cast("list[Any]", value)):
+                look(f"{name}.{number}", item)
+        elif isinstance(value, dict):
+            for key, item in cast("dict[Any, Any]", value).items():
+                look(f"{name}.{key}", item)
+        elif _is_part(value) and id(value) not in seen:
+            seen.add(id(value))
+            for key, item in getattr(value, "__dict__", {}).items():
+                look(f"{name}.{key}", item)
+
+    look("", model)
+    return {name: tensor for name, tensor in found.items() if tensor.numel()}
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen3-8B", "Llama-3.1-8B", "Qwen3-30B-A3B"])
+def test_a_new_version_brings_back_all_that_the_second_level_discards(
+    name: str, one_worker: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of these models is neither a parameter that is loaded nor a buffer."""
+    from tinkermq.actors.engine.vllm.transfer import MemoryTransferEngine
+    from tinkermq.actors.engine.vllm.workers import update_of_file
+
+    vllm_of, loading = of_vllm("config"), of_vllm("model_executor.model_loader")
+    fields = {**CONFIGS[name], **SMALL}
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    published = policy_tensors(AutoModelForCausalLM.from_pretrained(tmp_path))
+    once = {key: value.detach() for key, value in published.items() if key != "lm_head.weight"}
+    if not config.tie_word_embeddings:
+        once["lm_head.weight"] = published["lm_head.weight"].detach()
+    offsets, place = dict[str, int](), 0
+    with (tmp_path / "payload").open("wb") as file:
+        for key, value in once.items():
+            offsets[key] = place
+            place += file.write(value.float().contiguous().numpy().tobytes())
+    update = update_of_file(tmp_path / "payload", offsets, once)
+    model_config = vllm_of.ModelConfig(
+        model=str(tmp_path), skip_tokenizer_init=True, dtype="float32"
+    )
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # there is none
+    layers = of_vllm("model_executor.layers.utils")  # as on a GPU: weights are not packed
+    monkeypatch.setattr(layers, "check_cpu_sgl_kernel", lambda *_: False)
+    monkeypatch.setattr(layers.ops, "_supports_onednn", False)
+    vllm_config = vllm_of.VllmConfig(model_config=model_config)
+    with vllm_of.set_current_vllm_config(vllm_config):
+        model = loading.get_model(vllm_config=vllm_config)
+        engine = MemoryTransferEngine(
+            vllm_config.weight_transfer_config, vllm_config, torch.device("cpu"), model
+        )
+        engine.start_weight_update()
+        engine.update_weights(update)
+        engine.finish_weight_update()
+        assert engine.outcome == ("done", "")
+        assert engine.replaces_all
+        before = {key: value.clone() for key, value in tensors_of(model).items()}
+        buffers = {value.data_ptr() for value in model.buffers()}
+        discarded = 0
+        for value in tensors_of(model).values():
+            if value.is_floating_point() and value.data_ptr() not in buffers:
+                value.data.fill_(float("nan"))
+                discarded += value.numel()
+        assert discarded >= sum(value.numel() for value in once.values() if value.ndim < 3)
+        engine.start_weight_update()
+        engine.update_weights(update)
+        engine.finish_weight_update()
+    after = tensors_of(model)
+    assert after.keys() == before.keys()
+    different = [key for key in after if not torch.equal(after[key], before[key])]
+    assert different == []
+
+
+def test_a_version_without_a_parameter_of_the_model_does_not_replace_all(
+    one_worker: None,
+) -> None:
+    from tinkermq.actors.engine.vllm.transfer import MemoryTransferEngine
+
+    class Partly(torch.nn.Linear):
+        def load_weights(self, weights: Any) -> set[str]:
+            return {name for name, _ in weights if name == "weight"}
+
+    engine = MemoryTransferEngine.__new__(MemoryTransferEngine)
+    vars(engine).update(
+        model=Partly(2, 2), model_config=None, device=torch.device("meta"), outcome=("done", "")
+    )
+    engine.start_weight_update()
+    assembler = SimpleNamespace(add=lambda part: [("weight", part)])
+    engine._load(cast("Any", assembler), torch.ones(2, 2))
+    engine.finish_weight_update()
+    assert not engine.replaces_all

@@ -3,18 +3,31 @@
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
+from tinkermq.actors.policy.tiny_models import TinyVisionKind, save_tiny_vision_model
+from tinkermq.actors.training.batch import TrainingBatch, assemble
 from tinkermq.actors.training.model import load_model
 from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.plan.memory import host_terms, layer_bytes_per_token, learner_load
 from tinkermq.schemas.plan.model_shape import find_shape
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from tinkermq.schemas.rollout import Group
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
 from tests.support.allocations import allocated_in_step, equal_sequences, estimated_for_step
+from tests.support.groups import make_group, make_trajectory
+from tests.support.images import IMAGE_ID, png
 
 torch.set_num_threads(1)
 
@@ -51,6 +64,14 @@ KINDS = {
         tie_word_embeddings=True,
     ),
 }
+
+
+KINDS_OF_VISION: tuple[TinyVisionKind, ...] = ("qwen2_vl", "qwen2_5_vl")
+VISION_CASES: list[dict[str, Any]] = [
+    {},
+    {"learner": {"gradient_checkpointing": True}},
+    {"learner": {"dtype": "bfloat16"}},
+]
 
 
 def _saved(config: PreTrainedConfig, folder: Path) -> Path:
@@ -123,6 +144,57 @@ def test_it_is_for_other_settings_too(tmp_path: Path, sections: dict[str, Any]) 
         assert estimated == pytest.approx(_measured_with_reference(config), rel=TOLERANCE)
         return
     _assert_close(config)
+
+
+def _seeing(folder: Path, kind: TinyVisionKind) -> Path:
+    """Write a model whose vision tower takes a good part of the memory."""
+    save_tiny_vision_model(folder, kind=kind)
+    config: Any = AutoConfig.from_pretrained(folder)
+    wide = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
+    for name, value in {**wide, "intermediate_size": 384, "num_hidden_layers": 3}.items():
+        setattr(config.text_config, name, value)
+    config.text_config.layer_types = 3 * ["full_attention"]
+    tower = {"depth": 3, "num_heads": 4}
+    own = {"embed_dim": 96, "hidden_size": 128, "mlp_ratio": 3}
+    if kind == "qwen2_5_vl":
+        own = {"hidden_size": 96, "intermediate_size": 256, "out_hidden_size": 128}
+    for name, value in {**tower, **own}.items():
+        setattr(config.vision_config, name, value)
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def _batch_of_images() -> TrainingBatch:
+    """Return episodes of 256 columns: a prompt of three images of 64 tokens, and an answer."""
+    rng = np.random.default_rng(0)
+    prompt = [3, *3 * [*64 * [IMAGE_ID], 70], 71, 72, 73, 74]
+    groups: list[Group] = []
+    for number in range(NUM_EPISODES):
+        images = tuple(png(64, 64, 3 * number + place) for place in range(3))
+        answer = rng.integers(8, 264, LENGTH - len(prompt)).tolist()
+        seen = [{"type": "image", "image": {"bytes": image, "path": None}} for image in images]
+        messages: list[dict[str, Any]] = [{"role": "user", "content": seen}]
+        episode = make_trajectory(prompt, [(answer, [])], [1.0], messages=messages)
+        groups.append(make_group([episode], number).with_shared_images())
+    return assemble(groups)
+
+
+@pytest.mark.parametrize("sections", VISION_CASES, ids=str)
+@pytest.mark.parametrize("kind", KINDS_OF_VISION)
+def test_images_are_counted(tmp_path: Path, kind: TinyVisionKind, sections: dict[str, Any]) -> None:
+    lengths = {"max_prompt_tokens": 200, "max_turn_tokens": 56, "max_response_tokens": 56}
+    learner = {"share_prompts": False, **sections.get("learner", {})}
+    config = _config(_seeing(tmp_path, kind), learner=learner, rollout=lengths)
+    measured = allocated_in_step(config, LENGTH, NUM_EPISODES, _batch_of_images())
+    estimated = estimated_for_step(config)
+    shape = find_shape(str(tmp_path))
+    assert shape is not None
+    assert shape.vision is not None
+    assert shape.vision_weights == pytest.approx(shape.vision.weights, rel=0.02)
+    assert estimated == pytest.approx(measured, rel=TOLERANCE), (measured, estimated)
+    without = estimated_for_step(config, images=False)
+    assert without < (1 - 2 * TOLERANCE) * measured or learner.get("gradient_checkpointing")
 
 
 def _num_weights(folder: Path) -> int:

@@ -24,6 +24,7 @@ class SchedulerConfig:
 class VllmConfig:
     cache_config: CacheConfig
     scheduler_config: SchedulerConfig
+    lora_config: object | None
 
 class ModelConfig:
     max_model_len: int
