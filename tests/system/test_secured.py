@@ -211,7 +211,7 @@ async def test_a_game_that_a_node_tries_runs_in_the_sandbox_of_hosted_ones(
         told = operator.run(*game, *words, "--json", key="bob")
         assert told.code == 1, told.err
         failed = [one for one in json.loads(told.out)["checks"] if not one["ok"]]
-        assert ("0 came off" in failed[0]["detail"]) == bool(words), failed
+        assert (": 0 came off" in failed[0]["detail"]) == bool(words), failed
 
 
 @pytest.mark.parametrize(
