@@ -18,7 +18,7 @@ from test_host import hosted as serving
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.metering import TimeUse
 from tinkermq.clients.base import unwrap_error_groups
-from tinkermq.envs import StepResult
+from tinkermq.envs import StepResult, host_client
 from tinkermq.envs.data import HostData
 from tinkermq.envs.games.bandit import BanditGame
 from tinkermq.envs.host import EnvironmentHost
@@ -47,6 +47,13 @@ async def play(caller, host, episode, first="go"):
     return seen
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """Let callers wait for a host that a slow machine keeps busy with all others' questions."""
+    monkeypatch.setattr(host_client, "_ANSWER_S", PATIENCE_S)
+
+
+@pytest.mark.usefixtures("patient")
 async def test_one_slow_and_one_failing_episode_among_two_thousand_delay_no_other(
     broker, scope, tmp_path
 ):
@@ -68,6 +75,7 @@ async def test_one_slow_and_one_failing_episode_among_two_thousand_delay_no_othe
         assert (host.counts.resets, host.counts.failures) == (2000, 1)
 
 
+@pytest.mark.usefixtures("patient")
 async def test_two_thousand_async_episodes_wait_at_the_same_time(broker, scope):
     Waits.everybody, Waits.waiting = len(MANY), 0
     async with serving(broker, scope, "Waits") as (host, caller):

@@ -16,6 +16,8 @@ from pathlib import Path
 from tinkermq.broker.service_process import die_with
 
 BUCKET = "runs"
+SLOW_S = 6.0
+"""How long a slow request hangs before its connection ends."""
 
 
 def free_port() -> int:
@@ -125,7 +127,7 @@ def _handler(port: int, faults: Faults) -> type[BaseHTTPRequestHandler]:
             if fault in ("503", "507", "403"):
                 self.answer(int(fault), b"<Error><Code>Fault</Code></Error>", {})
             elif fault == "slow":
-                time.sleep(2)
+                time.sleep(SLOW_S)
                 self.close_connection = True
             else:
                 self.forward(body, fault)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.faults import ConnectionLost
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.service_process import die_with
@@ -212,7 +213,7 @@ class Stack:
                     timeout_s=15,
                     waiting_for="the scheduler",
                 )
-            except (NobodyAnswersError, DeadlineError):
+            except (NobodyAnswersError, DeadlineError, ConnectionLost):
                 return None
 
         return await eventually(answer, "an answer of the scheduler")

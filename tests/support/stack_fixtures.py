@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from tinkermq.schemas.node import NodeList
+from tinkermq.schemas.wire.message import Empty
 
 from tests.support.configs import REPOSITORY
 from tests.support.stack import Stack
@@ -38,6 +40,11 @@ async def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterato
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def stack(shared_stack: Stack) -> AsyncIterator[Stack]:
-    """Lend the shared stack to a test; its jobs end with it."""
+    """Lend the shared stack to a test; its jobs end with it.
+
+    The loop of its connection stands still while tests with loops of their own run. So the server
+    may have ended the connection; the stack's answer shows that there is one again.
+    """
+    await shared_stack.ask("nodes", Empty(), NodeList)
     yield shared_stack
     await shared_stack.stop_all()

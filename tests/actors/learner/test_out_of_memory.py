@@ -238,6 +238,7 @@ def test_auto_keys_are_settled_for_a_card_and_stay_for_a_cpu(folder: Path) -> No
     assert with_chosen_settings(given, card).learner.settings["microbatch_tokens"] == 96
 
 
+@pytest.mark.long
 def test_ranks_are_told_the_settings_of_the_learner(folder: Path) -> None:
     auto = {"microbatch_tokens": "auto", "max_row_tokens": 96}
     config = with_chosen_settings(config_of(folder, 2, learner=auto), find_card("H100"))

@@ -48,7 +48,7 @@ from tinkermq.schemas.wire.subjects import JobScope, rpc
 
 from tests.support.tinker import BASE
 from tests.support.tinker_service import END, MODEL, SCOPE, Trainer, create, loss, step_body
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, eventually
 
 torch.set_num_threads(1)
 _BEFORE = f"tinker://{MODEL}/weights/before"
@@ -145,12 +145,18 @@ async def _as_bob(trainer: Trainer) -> OperationTaken:
 
 
 async def test_a_number_that_never_comes_fails_and_those_behind_it_go_on(trainer: Trainer) -> None:
-    async with trainer.running(gap_s=0.5):
+    async with trainer.running(gap_s=AFTER_PATIENCE_S):
         await trainer.send("create_model", 0, create())
+        assert (await trainer.result(0)).state == "done"
         await trainer.send("optim_step", 2, step_body(2))
-        waiting = await trainer.result(2, wait_s=0.1)
-        assert waiting.state == "pending"
-        assert "waits for operation 1, which has not come" in waiting.queue_reason
+
+        async def waits() -> bool:
+            waiting = await trainer.result(2, wait_s=0.1)
+            assert waiting.state == "pending"
+            return "waits for operation 1, which has not come" in waiting.queue_reason
+
+        await eventually(waits, "the reason of the wait")
+    async with trainer.running(gap_s=0.5):
         assert (await trainer.result(2)).state == "done"
         assert "never came" in (await trainer.result(1)).error
         assert not (await trainer.send("forward_backward", 1, loss(1))).is_new
