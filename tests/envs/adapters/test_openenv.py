@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import openenv_server
 import pytest
@@ -579,10 +580,11 @@ def test_a_package_ends_with_a_host_that_is_killed(tmp_path):
 
 
 async def test_a_package_that_cannot_be_started_says_why():
-    for kwargs, said in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"package": "no_such_module:app"}, "no_such_module"),
         ({"package": "m:app", "python": "/no/python"}, "cannot be started with env.kwargs.python"),
-    ):
+    ]
+    for kwargs, said in cases:
         with pytest.raises(GameError) as error:
             async with playing(start_s=float(PATIENCE_S), **kwargs):
                 pass
