@@ -271,14 +271,17 @@ async def test_a_session_is_closed_when_its_episode_is_dropped_or_ends():
 
 
 async def test_a_step_past_its_limit_ends_its_session():
-    server = Behaviour(
-        answer=lambda message: asyncio.sleep(99) if message["type"] == "step" else None
-    )
+    def late(message):
+        return asyncio.sleep(1) if message["type"] == "step" else None
+
+    server = Behaviour(answer=late)
     with serving(server) as (url,):
         async with playing(url, step_timeout_s=0.2) as (runner, _):
             await opened(runner, "a")
             with pytest.raises(GameError, match="hung in step"):
                 await runner.step("a", "x")
+            assert server.num_open == 1
+            await until(lambda: server.num_open == 0)
 
 
 async def test_a_server_that_is_away_is_asked_again_before_an_episode_begins():
