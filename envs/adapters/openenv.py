@@ -246,7 +246,8 @@ class OpenEnvGame(AsyncToolGame):
         try:
             answer = await self._session.step(action)
         except ActionRefused as refusal:
-            return ToolResult(f"Error: {_printable(refusal.reason)}")
+            told = f"Error: {_printable(refusal.reason)}"
+            return ToolResult(bounded_text(told, self.max_result_chars))
         if answer.done:
             self._session.close()
         info = {"type": self._environment.facts().name}
