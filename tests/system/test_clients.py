@@ -290,12 +290,19 @@ async def test_train_streams_and_control_c_detaches_without_stopping_the_run(
 
 
 async def dry_run(
-    stack: Stack, folder: Path, config: dict[str, Any], *words: str, url: str = ""
+    stack: Stack,
+    folder: Path,
+    config: dict[str, Any],
+    *words: str,
+    url: str = "",
+    apart: bool = True,
 ) -> Outcome:
-    """Try a job from `folder`, where nothing of this checkout can be imported."""
+    """Try a job from `folder`, where nothing of this checkout can be imported, if `apart`."""
     file = folder / "job.yaml"
     file.write_text(yaml.safe_dump({"output_dir": str(folder / "runs"), **config}))
     line = ("train", str(file), "--dry-run", "--nats-url", url or stack.server.url, *words)
+    if not apart:
+        return await asyncio.to_thread(tinkermq_here, *line)
     return await asyncio.to_thread(tinkermq, *line, cwd=folder)
 
 
@@ -310,7 +317,7 @@ async def test_each_thing_is_told_with_who_said_it_and_nothing_is_submitted(
 ) -> None:
     before = await _jobs(stack)
     env = {"game": "addition", "train_data": [str(rows(tmp_path))], "num_val": 0}
-    told = await dry_run(stack, tmp_path, small_job(model, env=env), "--json")
+    told = await dry_run(stack, tmp_path, small_job(model, env=env), "--json", apart=False)
     assert told.code == 0, told.out + told.err
     checks = json.loads(told.out)["checks"]
     assert all(check["ok"] for check in checks)
@@ -354,7 +361,7 @@ async def test_what_nodes_and_scheduler_lack_is_all_told_and_the_first_is_the_er
 async def test_a_name_that_is_taken_or_a_run_that_is_not_there_is_the_schedulers_to_tell(
     stack: Stack, tmp_path: Path, model: Path
 ) -> None:
-    told = await dry_run(stack, tmp_path, small_job(model), "--from", "no-such-run@40")
+    told = await dry_run(stack, tmp_path, small_job(model), "--from", "no-such-run@40", apart=False)
     assert told.code == 2
     assert "fail job    user 'local' has no job or run 'no-such-run'  (scheduler)" in told.out
 

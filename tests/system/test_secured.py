@@ -64,11 +64,14 @@ class Operator:
         self.keys: dict[str, str] = {}
 
     def run(self, *words: str, key: str = "", **env: str) -> Outcome:
-        """Run one command as the user with this key; in this process unless it is the stack's."""
+        """Run one command as the user with this key.
+
+        In this process, but for the stack's and for games, whose hostile ones fork the process.
+        """
         given = {"TINKERMQ_HOME": str(self.home), **env}
         if key:
             given["TINKERMQ_API_KEY"] = self.keys[key]
-        run = tinkermq if words[0] in ("up", "down") else tinkermq_here
+        run = tinkermq if words[0] in ("up", "down", "env") else tinkermq_here
         return run(*words, env=given)
 
     def told(self, *words: str, key: str = "", **env: str) -> Any:
