@@ -244,7 +244,7 @@ async def test_an_engine_tells_the_experts_of_all_tokens_however_they_came_to_be
             if number == 0:
                 await engine.load_weights(turn + 1, model.state_dict(), kv)
             if turn < 2:
-                transcript.add_observation([9, 10, 11], {})
+                transcript.add_observation([9, 10, 11], [])
         return transcript
 
     recorder, differs = RouterRecorder(model), list[np.ndarray]()

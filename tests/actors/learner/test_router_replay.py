@@ -184,7 +184,7 @@ async def _generated(
             if swap and number == 0:
                 await engine.load_weights(turn + 1, weights, "recompute")
             if turn < turns - 1:
-                transcript.add_observation([9, 10, 11], {})
+                transcript.add_observation([9, 10, 11], [])
         return transcript, made
 
     found = await asyncio.gather(*(play(number) for number in range(len(prompts))))

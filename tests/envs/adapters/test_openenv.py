@@ -583,7 +583,7 @@ def test_a_package_ends_with_a_host_that_is_killed(tmp_path):
 
 
 async def test_a_package_that_cannot_be_started_says_why():
-    cases: list[tuple[dict[str, Any], str]] = [
+    cases: list[tuple[Any, str]] = [
         ({"package": "no_such_module:app"}, "no_such_module"),
         ({"package": "m:app", "python": "/no/python"}, "cannot be started with env.kwargs.python"),
     ]
