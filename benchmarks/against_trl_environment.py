@@ -32,7 +32,8 @@ TARGET = 1.0
 
 def job(num_steps: int, *, quick: bool) -> dict[str, Any]:
     """Return the job that trains the class."""
-    folder = model(CACHE / ("count-quick" if quick else "count"), quick=quick)
+    name, steps = ("count-quick", 60) if quick else ("count", 400)
+    folder = model(CACHE / name, steps=steps)
     return {
         "model": {"path": str(folder)},
         "env": {

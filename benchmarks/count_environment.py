@@ -91,9 +91,9 @@ def demonstrations(rng: random.Random) -> list[dict[str, Any]]:
     ]
 
 
-def model(folder: Path, *, quick: bool = False) -> Path:
-    """Return the folder of the warm-started model; `quick`: of one that was hardly trained."""
-    warm_start("benchmarks.count_environment", folder, steps=60 if quick else 400)
+def model(folder: Path, *, module: str = __name__, steps: int = 400) -> Path:
+    """Return the folder of a model that was warm-started on a module's demonstrations."""
+    warm_start(module, folder, steps=steps)
     tokenizer: Any = load_tokenizer(str(folder))
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)

@@ -18,7 +18,6 @@ from tinkermq.schemas.wire.errors import ConfigError, StorageError
 
 from tests.clients.command import tinkermq
 from tests.clients.conftest import Cli
-from tests.clients.trl_package import replace_game
 from tests.support.pages import environment, succeed
 
 # -- env play --------------------------------------------------------------------------------------
@@ -360,19 +359,6 @@ def test_a_tiny_model_learns_a_new_game_of_each_kind(cli: Cli, tmp_path: Path, k
     told = Made(cli, tmp_path, kind).say("make train", timeout_s=280)
     before, after = raised(told)
     print(kind, before, after)
-    assert after > before + 0.1
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("environment", ["CountEnv", "WordEnv"])
-def test_a_tiny_model_learns_an_environment_of_trl(
-    cli: Cli, tmp_path: Path, environment: str
-) -> None:
-    made = Made(cli, tmp_path, "tools")
-    replace_game(made.folder, environment)
-    made.env["PYTHONPATH"] = f"{made.folder}:{made.env['PYTHONPATH']}"
-    before, after = raised(made.say("make train", timeout_s=560))
-    print(environment, before, after)
     assert after > before + 0.1
 
 

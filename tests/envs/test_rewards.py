@@ -109,6 +109,14 @@ async def test_an_episode_that_a_limit_ends_is_rewarded_all_the_same(broker, sco
         assert await _finish(client, "b", 1) == (reward, info)  # asked again
 
 
+async def test_what_the_game_gives_for_an_episode_that_a_limit_ends_is_added(broker, scope):
+    reward = _function("says_all", weight=10, game_weight=0.5)
+    async with hosting(broker, scope, "tests.support.games:EndsEarly", reward=reward) as client:
+        total, info = await _finish_of_another(client)
+        assert total == 10 * 4 + 0.5 * 11
+        assert (info["game_reward"], info["cut_after"]) == (11, 1)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
