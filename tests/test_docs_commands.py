@@ -47,7 +47,7 @@ OTHERS = {
     *("export", "source", "cd", "for", "done", "printf", "cat", "head", "cut", "sed", "mkdir"),
     *("cp", "install", "chown", "chgrp", "chmod", "rsync", "openssl", "apt-get"),
     *("systemctl", "systemd-sysusers", "docker", "kubectl", "sky", "dstack", "uv"),
-    *("emulator", "alfworld-download", "claude", "codex", "opencode", "node"),
+    *("emulator", "alfworld-download", "claude", "codex", "opencode", "node", "openenv"),
 }
 """Programs that are not ours: what they take, these tests cannot know."""
 

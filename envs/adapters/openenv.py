@@ -41,9 +41,9 @@ from .openenv_client import (
     ActionRefused,
     HttpRoutes,
     Observation,
+    OpenEnvServer,
     PooledSession,
     Schemas,
-    Server,
     ServerAway,
     ServerError,
     SessionPool,
@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Options:
+class OpenEnvOptions:
     """What `env.kwargs` says; `OpenEnvGame` explains it."""
 
     urls: tuple[str, ...] = ()
@@ -137,7 +137,7 @@ class OpenEnvGame(AsyncToolGame):
         policy reads, by default all. An episode waits `wait_s` for a session.
         """
         self.needs.load()
-        options = Options(
+        options = OpenEnvOptions(
             _checked_urls([url] if isinstance(url, str) and url else url),
             image,
             package,
@@ -214,6 +214,17 @@ class OpenEnvGame(AsyncToolGame):
         """Return the environment's tools; a game that has not begun asks the server anew."""
         return list(self._environment.facts(anew=self._session is None).tools)
 
+    def describe(self) -> dict[str, str]:
+        """Return what `tinkermq env check` shows of the environment, by topic."""
+        facts, options = self._environment.facts(), self._options
+        of_split = f"{len(facts.tasks):,} of the split {quoted(facts.split)}"
+        number = len(options.urls) or options.copies
+        return {
+            "tasks": of_split if facts.tasks else "the server lists none",
+            "rewards": "those of the environment's steps",
+            "sessions at once": f"as many as max_concurrent_envs of {number} server(s) says",
+        }
+
     def get_system_prompt(self) -> str:
         """Return no system prompt."""
         return ""
@@ -235,7 +246,8 @@ class OpenEnvGame(AsyncToolGame):
         try:
             answer = await self._session.step(action)
         except ActionRefused as refusal:
-            return ToolResult(f"Error: {_printable(refusal.reason)}")
+            told = f"Error: {_printable(refusal.reason)}"
+            return ToolResult(bounded_text(told, self.max_result_chars))
         if answer.done:
             self._session.close()
         info = {"type": self._environment.facts().name}
@@ -312,12 +324,12 @@ def _printable(text: str) -> str:
 class Environment:
     """The servers of a configuration, and what they have said of their environment."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: OpenEnvOptions) -> None:
         self._options = options
         self._access = Access(_headers(options.key_variable), options.max_message_bytes)
         self._started = _started(options)
-        self._servers = [Server(url) for url in options.urls] or [
-            Server(one.name, one.start) for one in self._started
+        self._servers = [OpenEnvServer(url) for url in options.urls] or [
+            OpenEnvServer(one.name, one.start) for one in self._started
         ]
         self._lock = threading.Lock()
         self._facts: Facts | None = None
@@ -336,7 +348,7 @@ class Environment:
         loop = asyncio.get_running_loop()
         with self._pools_lock:
             if loop not in self._pools:
-                servers = [Server(one.name, one.start) for one in self._servers]
+                servers = [OpenEnvServer(one.name, one.start) for one in self._servers]
                 pool = SessionPool(servers, self._access, self._options.wait_s, self._ended)
                 self._pools[loop] = pool
             return self._pools[loop]
@@ -366,7 +378,7 @@ _environments: dict[str, Environment] = {}
 _environments_lock = threading.Lock()
 
 
-def _environment(options: Options) -> Environment:
+def _environment(options: OpenEnvOptions) -> Environment:
     """Return the environment of a configuration: one for all episodes of this process."""
     key = json.dumps(asdict(options), sort_keys=True)
     with _environments_lock:
@@ -381,13 +393,13 @@ def _apart(work: Coroutine[Any, Any, T]) -> T:
         return thread.submit(asyncio.run, work).result()
 
 
-async def _look(url: str, access: Access, options: Options) -> Facts:
+async def _look(url: str, access: Access, options: OpenEnvOptions) -> Facts:
     """Ask a server for its actions, its tools and its tasks."""
     async with HttpRoutes(url, access) as routes:
         return await _facts(routes, options)
 
 
-async def _facts(routes: HttpRoutes, options: Options) -> Facts:
+async def _facts(routes: HttpRoutes, options: OpenEnvOptions) -> Facts:
     action = (await routes.read_as(Schemas, "/schema")).action
     name, description = await _names(routes)
     split, tasks = await _tasks(routes, name, options)
@@ -454,7 +466,7 @@ async def _names(routes: HttpRoutes) -> tuple[str, str]:
     return name, _printable(_text(about.get("description")))
 
 
-async def _tasks(routes: HttpRoutes, name: str, options: Options) -> tuple[str, range]:
+async def _tasks(routes: HttpRoutes, name: str, options: OpenEnvOptions) -> tuple[str, range]:
     """Return the split to play and the numbers of its tasks; none where none are listed."""
     status, content = await routes.ask(f"/{quote(name, safe='')}/splits")
     if status != 200:
@@ -574,7 +586,7 @@ _REMOVE = 'cat >/dev/null; exec "$0" rm -f "$1" >/dev/null 2>&1'
 
 
 @dataclass
-class Running:
+class StartedProcess:
     """What was started: it, or what ends it, reads from a pipe until this process closes it."""
 
     process: "subprocess.Popen[bytes]"
@@ -605,13 +617,13 @@ class Running:
 class StartedServer:
     """A server that this process starts, and that ends with it, even if it is killed."""
 
-    def __init__(self, name: str, launch: Callable[[], Running], start_s: float) -> None:
+    def __init__(self, name: str, launch: Callable[[], StartedProcess], start_s: float) -> None:
         """It must answer `start_s` after its start."""
         self.name = name
         self._launch = launch
         self._start_s = start_s
         self._lock = threading.Lock()
-        self._running: Running | None = None
+        self._running: StartedProcess | None = None
 
     def start(self) -> str:
         """Start it unless it runs; return its URL. Raises ServerError."""
@@ -632,7 +644,7 @@ class StartedServer:
             self._running.end()
             self._running = None
 
-    def _wait(self, running: Running) -> None:
+    def _wait(self, running: StartedProcess) -> None:
         deadline = time.monotonic() + self._start_s
         while running.process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(httpx.HTTPError):
@@ -649,11 +661,11 @@ class StartedServer:
         )
 
 
-def _started(options: Options) -> list[StartedServer]:
+def _started(options: OpenEnvOptions) -> list[StartedServer]:
     """Return the servers that are ours to start; none of them runs yet."""
     if not 1 <= options.copies <= _MOST_URLS:
         raise GameError(f"env.kwargs.copies={options.copies} is not between 1 and {_MOST_URLS}")
-    launch: Callable[[], Running]
+    launch: Callable[[], StartedProcess]
     if options.package:
         python = options.python or sys.executable
         launch = functools.partial(launch_package, options.package, python, options.variables)
@@ -673,7 +685,7 @@ def _started(options: Options) -> list[StartedServer]:
     return [StartedServer(name, launch, options.start_s) for _ in range(options.copies)]
 
 
-def launch_package(app: str, python: str, variables: Mapping[str, str]) -> Running:
+def launch_package(app: str, python: str, variables: Mapping[str, str]) -> StartedProcess:
     """Start `module:app` with uvicorn on a free port of the loopback interface.
 
     It runs as a child of this process, and not in a sandbox of its own: it is a package that the
@@ -707,7 +719,7 @@ def launch_package(app: str, python: str, variables: Mapping[str, str]) -> Runni
             reader.join(_LOOK_S)
         return _end_of(b"".join(lines))
 
-    return Running(process, f"http://127.0.0.1:{port}", logged)
+    return StartedProcess(process, f"http://127.0.0.1:{port}", logged)
 
 
 def _keep_last(output: IO[bytes], lines: "deque[bytes]") -> None:
@@ -737,7 +749,7 @@ def find_engine(image: str) -> str:
 
 def launch_container(
     engine: str, image: str, port: int, variables: Mapping[str, str], start_s: float
-) -> Running:
+) -> StartedProcess:
     """Start an image on a free port of the loopback interface. Raises ServerError.
 
     `port` is the one on which the server listens within its container.
@@ -748,7 +760,9 @@ def launch_container(
     )
     assigned = [f"--env={key}={value}" for key, value in variables.items()]
     options = ["--security-opt=no-new-privileges", f"--publish=127.0.0.1::{port}", *assigned]
-    running = Running(remover, "", lambda: _engine(engine, "logs", f"--tail={_MOST_LINES}", name))
+    running = StartedProcess(
+        remover, "", lambda: _engine(engine, "logs", f"--tail={_MOST_LINES}", name)
+    )
     try:
         _engine(engine, "run", "--detach", f"--name={name}", *options, "--", image, limit_s=start_s)
         published = _engine(engine, "port", name, f"{port}/tcp").strip("'").split("\\n")[0]

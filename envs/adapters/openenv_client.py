@@ -389,7 +389,7 @@ def _stay(error: Exception) -> Exception:
 
 
 @dataclass
-class Server:
+class OpenEnvServer:
     """One server, and what is known of it."""
 
     name: str
@@ -417,7 +417,7 @@ class Server:
 class PooledSession:
     """A session that gives its place back when it is closed or its owner has gone."""
 
-    def __init__(self, pool: "SessionPool", server: Server, session: Session) -> None:
+    def __init__(self, pool: "SessionPool", server: OpenEnvServer, session: Session) -> None:
         self._pool = pool
         self._server = server
         self._session = session
@@ -447,7 +447,7 @@ class SessionPool:
 
     def __init__(
         self,
-        servers: Sequence[Server],
+        servers: Sequence[OpenEnvServer],
         access: Access,
         wait_s: float,
         ended: Callable[["SessionPool"], None],
@@ -503,7 +503,7 @@ class SessionPool:
                 server.rest()
 
     async def _begun(
-        self, server: Server, arguments: Mapping[str, Any]
+        self, server: OpenEnvServer, arguments: Mapping[str, Any]
     ) -> tuple[PooledSession, Observation]:
         """Open a session at a server that has been given the place, and reset it."""
         session: Session | None = None
@@ -521,7 +521,7 @@ class SessionPool:
         server.pause_s = _LEAST_PAUSE_S
         return PooledSession(self, server, session), observation
 
-    async def _room(self) -> Server:
+    async def _room(self) -> OpenEnvServer:
         """Wait for a server that may be asked; the one with the fewest sessions of ours."""
         while True:
             now = time.monotonic()
@@ -531,28 +531,29 @@ class SessionPool:
             self._freed.clear()
             pauses = [s.asked_again - now for s in self._servers if s.asked_again > now]
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._freed.wait(), min(pauses, default=None))
+                async with asyncio.timeout(min(pauses, default=None)):
+                    await self._freed.wait()
 
-    def end(self, server: Server, session: Session) -> None:
+    def end(self, server: OpenEnvServer, session: Session) -> None:
         """Close a session and free its place when the server has."""
         task = asyncio.create_task(self._end(server, session), name="openenv close")
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
 
-    async def _end(self, server: Server, session: Session) -> None:
+    async def _end(self, server: OpenEnvServer, session: Session) -> None:
         try:
             await session.close()
         finally:
             self._sessions.discard(session)
             self._free(server)
 
-    def _free(self, server: Server) -> None:
+    def _free(self, server: OpenEnvServer) -> None:
         server.num_open -= 1
         if server.limit is not None and server.num_open + 1 >= server.limit:
             server.asked_again = 0.0  # it was full by ours alone, and has room now
         self._freed.set()
 
-    def _say_full(self, server: Server) -> None:
+    def _say_full(self, server: OpenEnvServer) -> None:
         now = time.monotonic()
         if now - self._last_said > self._wait_s:
             self._last_said = now

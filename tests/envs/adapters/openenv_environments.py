@@ -3,6 +3,8 @@
 For uvicorn: `openenv_environments:tools` and `openenv_environments:tasks`.
 """
 
+# pyright: reportMissingImports=false
+
 import os
 import random
 from typing import Any, ClassVar

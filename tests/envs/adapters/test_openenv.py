@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import openenv_server
 import pytest
@@ -270,14 +271,17 @@ async def test_a_session_is_closed_when_its_episode_is_dropped_or_ends():
 
 
 async def test_a_step_past_its_limit_ends_its_session():
-    server = Behaviour(
-        answer=lambda message: asyncio.sleep(99) if message["type"] == "step" else None
-    )
+    def late(message):
+        return asyncio.sleep(1) if message["type"] == "step" else None
+
+    server = Behaviour(answer=late)
     with serving(server) as (url,):
         async with playing(url, step_timeout_s=0.2) as (runner, _):
             await opened(runner, "a")
             with pytest.raises(GameError, match="hung in step"):
                 await runner.step("a", "x")
+            assert server.num_open == 1
+            await until(lambda: server.num_open == 0)
 
 
 async def test_a_server_that_is_away_is_asked_again_before_an_episode_begins():
@@ -579,10 +583,11 @@ def test_a_package_ends_with_a_host_that_is_killed(tmp_path):
 
 
 async def test_a_package_that_cannot_be_started_says_why():
-    for kwargs, said in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"package": "no_such_module:app"}, "no_such_module"),
         ({"package": "m:app", "python": "/no/python"}, "cannot be started with env.kwargs.python"),
-    ):
+    ]
+    for kwargs, said in cases:
         with pytest.raises(GameError) as error:
             async with playing(start_s=float(PATIENCE_S), **kwargs):
                 pass

@@ -111,8 +111,8 @@ async def test_tasks_are_chosen_by_seed_and_by_row():
         prompts = [await opened(runner, f"{n}", seed=n % 6) for n in range(12)]
         assert prompts[:6] == prompts[6:]
         assert len(set(prompts)) > 2
-        row = {"extra_info": {"split": "test", "index": 1}}
-        assert (await opened(runner, "row", **row)).endswith("test 1: 60 + 4 = ?")
+        info = {"split": "test", "index": 1}
+        assert (await opened(runner, "row", extra_info=info)).endswith("test 1: 60 + 4 = ?")
         answer = await runner.step("row", call("act", number=64))
         assert (answer.observation, answer.reward, answer.done) == ("right", 1.0, True)
         answer = await runner.step("0", call("act", number=-1))
