@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 from tinkermq.envs import openenv_sessions
-from tinkermq.envs.check import check_game
 from tinkermq.envs.openenv_server import OpenEnvServer, ServerBounds
 from tinkermq.envs.registry import companion, load_game
 from tinkermq.envs.write_data import write_rows
@@ -21,7 +20,7 @@ from tinkermq.schemas.wire.errors import ConfigError, StorageError
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from tests.clients.command import command
+from tests.clients.command import command, tinkermq
 from tests.support.waiting import PATIENCE_S
 
 ADDING = "served_games:AddingGame"
@@ -318,10 +317,10 @@ async def test_rewards_of_a_configuration_are_added_and_a_judge_is_refused() -> 
 
 async def test_a_served_game_is_one_for_our_own_client_of_openenv_too() -> None:
     async with serving(ADDING) as client:
-        results = await asyncio.to_thread(
-            lambda: check_game(EnvConfig(game="openenv", kwargs={"url": client.url}))
-        )
-        assert [result for result in results if not result.ok] == []
+        words = ["env", "check", "openenv", f"url={client.url}"]
+        checked = await asyncio.to_thread(tinkermq, *words)
+        assert checked.code == 0, checked.out + checked.err
+        assert "add(a: integer, b: integer)  Add two numbers." in checked.out
 
 
 async def test_rows_that_choose_an_environment_choose_its_tools(tmp_path: Path) -> None:
@@ -464,6 +463,7 @@ async def test_a_client_that_takes_no_answers_loses_its_session() -> None:
         while (await client.http.post("/reset", json={})).status_code == 429:
             await asyncio.sleep(0.02)
         socket.transport.abort()
+        await socket.wait_closed()
 
 
 async def test_a_port_in_use_is_said() -> None:
