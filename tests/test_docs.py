@@ -37,8 +37,8 @@ from tests.support.stack import Stack
 
 FIRST_GAME = ROOT / "docs" / "tutorials" / "1-first-game.md"
 DEPLOYED = sorted(path for path in (ROOT / "deploy").rglob("*") if path.is_file())
-PORTS = {4222, 6222, 8222, 8780}
-"""NATS for clients, between servers, for monitoring; and the gateway."""
+PORTS = {4222, 6222, 8222, 8780, 8000}
+"""NATS for clients, between servers, for monitoring; the gateway; a game served to others."""
 ADDRESS = re.compile(r"(?:localhost|nats|example\.org|\d+(?:\.\d+){3}):(\d{2,5})\b")
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from ...schemas.config.job import JobConfig
 from ...schemas.control import GpuTurn, GpuTurnRequest
-from ...schemas.plan.plan import (
+from ...schemas.plan.settings import (
     GpuUse,
     JobModels,
     choose_gpu_use,

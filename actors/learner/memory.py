@@ -17,7 +17,7 @@ import structlog
 from ...broker.disk import remedy
 from ...schemas.config.job import JobConfig
 from ...schemas.plan.cards import GpuCard
-from ...schemas.plan.plan import choose_learner_settings, find_models
+from ...schemas.plan.settings import choose_learner_settings, find_models
 from ...schemas.task import BatchRecord
 from ...schemas.wire.errors import EngineError, OutOfMemoryError, StorageError, TinkermqError
 from ..training.out_of_memory import smaller_pass

@@ -11,7 +11,7 @@ from ...envs.host_client import Environments
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import LoraConfig
 from ...schemas.plan.cards import card_like
-from ...schemas.plan.plan import with_engine_settings
+from ...schemas.plan.settings import with_engine_settings
 from ...schemas.wire.errors import ConfigError
 from ..engine.engine import Engine
 from ..engine.gpu_requirements import check_versions, installed_versions, read_own_gpu

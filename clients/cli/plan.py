@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from ...schemas.config.load_config import load_config
 from ...schemas.plan.cards import parse_cards
-from ...schemas.plan.plan import Efficiencies, find_models, make_plan, read_efficiencies
+from ...schemas.plan.plan import Efficiencies, make_plan, read_efficiencies
+from ...schemas.plan.settings import find_models
 from ...schemas.wire.errors import ConfigError, ModelError
 from .output import print_json, print_plain
 

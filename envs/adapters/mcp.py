@@ -31,7 +31,7 @@ from ...schemas.wire.foreign import shown
 from ..game import StepResult, join_texts
 from ..tools import AsyncToolGame, ToolResult, bounded_text, checked_tools
 from .mcp_channels import CallRefused, GameServer, who
-from .mcp_client import Session, close_all, connect
+from .mcp_client import McpSession, close_all, connect
 
 T = TypeVar("T")
 MAX_SERVERS = 32
@@ -60,7 +60,7 @@ class McpGame(AsyncToolGame):
         self._context = ""
         self._truth: Any = None
         self._num_failed = 0
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, McpSession] = {}
         weakref.finalize(self, _close_soon, self._sessions).atexit = False
 
     def get_tools(self) -> list[dict[str, Any]]:
@@ -117,7 +117,7 @@ class McpGame(AsyncToolGame):
         names = [self._servers[number].name for number in self._sessions]
         return {"ground_truth": self._truth, "sessions": names}
 
-    async def _session(self, number: int) -> Session:
+    async def _session(self, number: int) -> McpSession:
         if number not in self._sessions:
             self._sessions[number] = await connect(self._servers[number])
         return self._sessions[number]
@@ -140,7 +140,7 @@ class McpGame(AsyncToolGame):
         return join_texts(*(bounded_text(text, self.max_result_chars) for text in texts))
 
 
-def _close_soon(sessions: dict[int, Session]) -> None:
+def _close_soon(sessions: dict[int, McpSession]) -> None:
     """End sessions, from any thread; those that are shared go on."""
     while sessions:
         _, session = sessions.popitem()

@@ -89,7 +89,7 @@ class GameServer(McpServer):
         return self.model_dump_json()
 
 
-class ServerError(GameError):
+class McpServerError(GameError):
     """A server that cannot be used, has died, or sent what is no answer; its session is over."""
 
 
@@ -106,7 +106,7 @@ class Channel(Protocol):
         ...
 
     async def request(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and return the answer's message; ServerError, CallRefused."""
+        """Send a request and return the answer's message; McpServerError, CallRefused."""
         ...
 
     async def notify(self, message: dict[str, Any]) -> None:
@@ -164,11 +164,11 @@ class _Budget:
         self._num_bytes = self._num_messages = 0
 
     def take(self, *, num_bytes: int = 0, messages: int = 0) -> None:
-        """Count; ServerError past the bounds."""
+        """Count; McpServerError past the bounds."""
         self._num_bytes += num_bytes
         self._num_messages += messages
         if self._num_bytes > _MAX_BYTES or self._num_messages > _MAX_MESSAGES:
-            raise ServerError(
+            raise McpServerError(
                 f"{self._name} sent {self._num_bytes:,} bytes and {self._num_messages:,} messages "
                 "without an answer",
                 hint="see the server; a call may ask for less",
@@ -203,7 +203,7 @@ class StdioChannel(asyncio.Protocol):
         self._is_long = False
         self._budget = _Budget(self._name)
         self._noise = ""
-        self._error: ServerError | None = None
+        self._error: McpServerError | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._printed: _Printed | None = None
         self._program: PipedProgram | None = None
@@ -231,7 +231,7 @@ class StdioChannel(asyncio.Protocol):
         return self._error is None
 
     async def request(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and return the answer's message; ServerError, CallRefused."""
+        """Send a request and return the answer's message; McpServerError, CallRefused."""
         if self._error is not None:
             raise self._error
         future: asyncio.Future[dict[str, Any]] = self._loop.create_future()
@@ -251,7 +251,7 @@ class StdioChannel(asyncio.Protocol):
 
     def close(self) -> None:
         """End the program; harmless when repeated."""
-        self._fail(ServerError(f"the session with {self._name} is closed"), grace_s=0.0)
+        self._fail(McpServerError(f"the session with {self._name} is closed"), grace_s=0.0)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take what writes to the program."""
@@ -266,7 +266,7 @@ class StdioChannel(asyncio.Protocol):
                 self._take(end)
                 self._take_line()
             self._take(rest)
-        except ServerError as error:
+        except McpServerError as error:
             self._fail(error, grace_s=0.0)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -321,15 +321,15 @@ class StdioChannel(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(json.dumps(message).encode() + b"\n")
 
-    def _fail(self, error: ServerError | None, *, grace_s: float) -> None:
+    def _fail(self, error: McpServerError | None, *, grace_s: float) -> None:
         if self._error is not None:
             return
-        self._error = error or ServerError(f"{self._name} has ended")
+        self._error = error or McpServerError(f"{self._name} has ended")
         if self._transport is not None:
             self._transport.abort()
         _begin_farewell(self._loop.create_task(self._end(error, grace_s)))
 
-    async def _end(self, error: ServerError | None, grace_s: float) -> None:
+    async def _end(self, error: McpServerError | None, grace_s: float) -> None:
         """End the program; tell those who wait why, once it is known."""
         program, printed = self._program, self._printed
         assert program is not None
@@ -339,12 +339,12 @@ class StdioChannel(asyncio.Protocol):
             ended = await asyncio.shield(ending)
             if error is None:
                 words = printed.last_words(self._noise)
-                self._error = error = ServerError(f"{self._name} {ended}", hint=words)
+                self._error = error = McpServerError(f"{self._name} {ended}", hint=words)
         finally:
             printed.close()
             for future in self._waiting.values():
                 if not future.done():
-                    future.set_exception(self._error or ServerError(self._name))
+                    future.set_exception(self._error or McpServerError(self._name))
 
 
 class _Start:
@@ -445,7 +445,7 @@ class HttpChannel:
         self._headers["MCP-Protocol-Version"] = version
 
     async def request(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and return the answer's message; ServerError, CallRefused."""
+        """Send a request and return the answer's message; McpServerError, CallRefused."""
         with self._blaming():
             async with self._posted(message) as reply:
                 self._keep_session(message, reply)
@@ -454,7 +454,7 @@ class HttpChannel:
                     return self._checked(_parsed(await self._body(reply)), message)
                 if kind == "text/event-stream":
                     return await self._awaited(reply, message)
-                raise ServerError(
+                raise McpServerError(
                     f"{self._name} answered {shown(kind)} to {message['method']}",
                     hint="url must be the endpoint of MCP over streamable HTTP, often /mcp",
                 )
@@ -470,7 +470,7 @@ class HttpChannel:
         if not self._is_open:
             return
         self._is_open = False
-        if "Mcp-Session-Id" in self._headers:
+        if "Mcp-McpSession-Id" in self._headers:
             _begin_farewell(self._loop.create_task(self._delete()))
 
     async def _delete(self) -> None:
@@ -482,7 +482,7 @@ class HttpChannel:
     async def _posted(self, message: dict[str, Any]) -> AsyncIterator[httpx.Response]:
         """Post a message; a redirect within the server's origin is followed once."""
         if not self._is_open:
-            raise ServerError(f"the session with {self._name} is closed")
+            raise McpServerError(f"the session with {self._name} is closed")
         body = json.dumps(message).encode()
         for is_last in (False, True):
             request = self._client.stream("POST", self._url, content=body, headers=self._headers)
@@ -507,31 +507,31 @@ class HttpChannel:
         status = reply.status_code
         if status < 300:
             if reply.headers.get("Content-Encoding", "identity") != "identity":
-                raise ServerError(f"{self._name} compresses, though asked not to")
+                raise McpServerError(f"{self._name} compresses, though asked not to")
             return
         if status in _REDIRECTS:
-            raise ServerError(
+            raise McpServerError(
                 f"{self._name} redirects to {shown(reply.headers.get('Location', ''))}",
                 hint="redirects to other places are not followed: give the url itself",
             )
         if status in _NEEDS_KEY:
-            raise ServerError(
+            raise McpServerError(
                 f"{self._name} refused with status {status}: it needs a key, or another one",
                 hint="key_variable of the server names the variable with it, or set its headers",
             )
         said = printable((await self._body(reply))[:500].decode(errors="replace"))
-        raise ServerError(
+        raise McpServerError(
             f"{self._name} answered with status {status}: {said}",
             hint="see its url, which is often /mcp, and its log",
         )
 
     def _keep_session(self, message: Mapping[str, Any], reply: httpx.Response) -> None:
-        session = reply.headers.get("Mcp-Session-Id")
+        session = reply.headers.get("Mcp-McpSession-Id")
         if message["method"] != "initialize" or session is None:
             return
         if not _SESSION_ID.fullmatch(session):
-            raise ServerError(f"{self._name} named its session {shown(session)}", hint="see it")
-        self._headers["Mcp-Session-Id"] = session
+            raise McpServerError(f"{self._name} named its session {shown(session)}", hint="see it")
+        self._headers["Mcp-McpSession-Id"] = session
 
     async def _body(self, reply: httpx.Response) -> bytes:
         body = bytearray()
@@ -556,7 +556,7 @@ class HttpChannel:
                     return fields
                 if "method" in fields and "id" in fields:
                     await self.notify(_answer_to(fields))
-        raise ServerError(
+        raise McpServerError(
             f"{self._name} ended its stream without an answer to {message['method']}",
             hint="see the server's log",
         )
@@ -594,7 +594,7 @@ class HttpChannel:
     def _checked(self, parsed: Any, message: Mapping[str, Any]) -> dict[str, Any]:
         fields = cast("dict[str, Any]", parsed) if isinstance(parsed, dict) else {}
         if not fields or fields.get("id") not in (message["id"], None):
-            raise ServerError(
+            raise McpServerError(
                 f"{self._name} answered {message['method']} with {shown(cast('object', parsed))}",
                 hint="its answers must be as MCP defines them",
             )
@@ -605,7 +605,7 @@ class HttpChannel:
         try:
             yield
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ServerError(
+            raise McpServerError(
                 f"{self._name} cannot be reached: {type(error).__name__}: {printable(str(error))}",
                 hint="see whether it runs, and its url",
             ) from error

@@ -29,7 +29,7 @@ from .mcp_channels import (
     Channel,
     GameServer,
     HttpChannel,
-    ServerError,
+    McpServerError,
     StdioChannel,
     farewells,
     http_client,
@@ -46,7 +46,7 @@ MAX_TOOLS = 512
 _MAX_PAGES = 64
 
 
-class Session:
+class McpSession:
     """A conversation with one server."""
 
     def __init__(self, server: GameServer, channel: Channel) -> None:
@@ -69,19 +69,19 @@ class Session:
         return self._server.shared
 
     async def begin(self) -> None:
-        """Shake hands; ServerError for a server that speaks another version."""
+        """Shake hands; McpServerError for a server that speaks another version."""
         client = {"name": "tinkermq", "version": "1"}
         params = {"protocolVersion": PROTOCOLS[0], "capabilities": {}, "clientInfo": client}
         try:
             result = await self.request("initialize", params)
         except CallRefused as error:
-            raise ServerError(
+            raise McpServerError(
                 f"{self._who} refused to begin: {error.message}",
                 hint=f"it must speak MCP {' or '.join(PROTOCOLS)}",
             ) from error
         version = result.get("protocolVersion")
         if version not in PROTOCOLS:
-            raise ServerError(
+            raise McpServerError(
                 f"{self._who} speaks MCP {shown(version)}",
                 hint=f"use a version of it that speaks {' or '.join(PROTOCOLS)}",
             )
@@ -107,9 +107,9 @@ class Session:
             if len(tools) > MAX_TOOLS or not isinstance(cursor, str):
                 break
         else:
-            raise ServerError(f"{self._who} lists tools without end", hint="see the server")
+            raise McpServerError(f"{self._who} lists tools without end", hint="see the server")
         if len(tools) > MAX_TOOLS:
-            raise ServerError(
+            raise McpServerError(
                 f"{self._who} lists more than {MAX_TOOLS} tools", hint="use a server with fewer"
             )
         return tools
@@ -117,7 +117,7 @@ class Session:
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
         """Call a tool; return its text, and whether it failed.
 
-        Raises ServerError and GameHung, after which the session is over.
+        Raises McpServerError and GameHung, after which the session is over.
         """
         try:
             result = await self.request("tools/call", {"name": tool, "arguments": arguments})
@@ -136,7 +136,7 @@ class Session:
         return self._text("prompts/get", result, "messages")
 
     async def request(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the result of a request; CallRefused, ServerError, GameHung."""
+        """Return the result of a request; CallRefused, McpServerError, GameHung."""
         self._num_requests += 1
         message = rpc_message(method, params) | {"id": self._num_requests}
         limit_s = self._server.call_timeout_s
@@ -155,7 +155,7 @@ class Session:
             if not self.is_shared:
                 self.close()
             raise
-        except ServerError:
+        except McpServerError:
             self.close()
             raise
         if (refusal := answer.get("error")) is not None:
@@ -189,9 +189,9 @@ class Session:
             texts = [json.dumps(structured, ensure_ascii=False)]
         return "\n".join(texts)
 
-    def _wrong(self, method: str, answer: object) -> ServerError:
+    def _wrong(self, method: str, answer: object) -> McpServerError:
         self.close()
-        return ServerError(
+        return McpServerError(
             f"{self._who} answered {method} with {shown(answer)}, which is no such answer",
             hint="see the server: its answers must be as MCP defines them",
         )
@@ -251,8 +251,8 @@ class _LoopSessions:
     """What the sessions of one event loop share."""
 
     client: httpx.AsyncClient
-    shared: dict[str, "asyncio.Task[Session]"] = field(
-        default_factory=dict[str, "asyncio.Task[Session]"]
+    shared: dict[str, "asyncio.Task[McpSession]"] = field(
+        default_factory=dict[str, "asyncio.Task[McpSession]"]
     )
     places: dict[str, asyncio.Semaphore] = field(default_factory=dict[str, asyncio.Semaphore])
     """What is left of `max_sessions`, by server."""
@@ -263,10 +263,10 @@ _of_loops: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopSessions]"
 )
 
 
-async def connect(server: GameServer) -> Session:
+async def connect(server: GameServer) -> McpSession:
     """Return a session with a server: a new one, or the one that all share.
 
-    Raises ServerError, GameHung, SandboxError and ConfigError, each with what is to be done.
+    Raises McpServerError, GameHung, SandboxError and ConfigError, each with what is to be done.
     """
     if not server.shared:
         return await _new_session(server)
@@ -297,11 +297,11 @@ def _here() -> _LoopSessions:
     return _of_loops[loop]
 
 
-def _is_usable(task: "asyncio.Task[Session]") -> bool:
+def _is_usable(task: "asyncio.Task[McpSession]") -> bool:
     return not task.cancelled() and task.exception() is None and task.result().is_open
 
 
-async def _new_session(server: GameServer) -> Session:
+async def _new_session(server: GameServer) -> McpSession:
     """Open a session once there is a place for it."""
     limit_s = server.start_timeout_s
     places = _here().places.setdefault(server.key(), asyncio.Semaphore(server.max_sessions))
@@ -309,7 +309,7 @@ async def _new_session(server: GameServer) -> Session:
         async with asyncio.timeout(limit_s):
             await places.acquire()
     except TimeoutError as error:
-        raise ServerError(
+        raise McpServerError(
             f"{server.max_sessions} sessions with {who(server)} are open, and none ended within "
             f"{limit_s:g} s",
             hint="raise its max_sessions, lower generator.max_episodes, or set shared",
@@ -321,7 +321,7 @@ async def _new_session(server: GameServer) -> Session:
         places.release()
         if not isinstance(error, TimeoutError):
             raise
-        raise ServerError(
+        raise McpServerError(
             f"{who(server)} did not start within {limit_s:g} s",
             hint="raise its start_timeout_s, and see what it does as it starts",
         ) from error
@@ -329,7 +329,7 @@ async def _new_session(server: GameServer) -> Session:
     return session
 
 
-async def _begun(server: GameServer) -> Session:
+async def _begun(server: GameServer) -> McpSession:
     if server.command:
         channel = StdioChannel(server)
         try:
@@ -339,7 +339,7 @@ async def _begun(server: GameServer) -> Session:
             raise
     else:
         channel = HttpChannel(server, _here().client)
-    session = Session(server, channel)
+    session = McpSession(server, channel)
     try:
         await session.begin()
     except BaseException:

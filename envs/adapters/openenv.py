@@ -41,11 +41,11 @@ from .openenv_client import (
     ActionRefused,
     HttpRoutes,
     Observation,
-    OpenEnvServer,
+    OpenEnvServerError,
     PooledSession,
+    RemoteOpenEnv,
     Schemas,
     ServerAway,
-    ServerError,
     SessionPool,
     Split,
     needs,
@@ -328,8 +328,8 @@ class Environment:
         self._options = options
         self._access = Access(_headers(options.key_variable), options.max_message_bytes)
         self._started = _started(options)
-        self._servers = [OpenEnvServer(url) for url in options.urls] or [
-            OpenEnvServer(one.name, one.start) for one in self._started
+        self._servers = [RemoteOpenEnv(url) for url in options.urls] or [
+            RemoteOpenEnv(one.name, one.start) for one in self._started
         ]
         self._lock = threading.Lock()
         self._facts: Facts | None = None
@@ -348,7 +348,7 @@ class Environment:
         loop = asyncio.get_running_loop()
         with self._pools_lock:
             if loop not in self._pools:
-                servers = [OpenEnvServer(one.name, one.start) for one in self._servers]
+                servers = [RemoteOpenEnv(one.name, one.start) for one in self._servers]
                 pool = SessionPool(servers, self._access, self._options.wait_s, self._ended)
                 self._pools[loop] = pool
             return self._pools[loop]
@@ -413,7 +413,7 @@ async def _facts(routes: HttpRoutes, options: OpenEnvOptions) -> Facts:
     if listed is not None:
         tools = checked_tools(listed, routes.url)
         if not tools:
-            raise ServerError(f"the environment at {routes.url} offers no tool")
+            raise OpenEnvServerError(f"the environment at {routes.url} offers no tool")
         return facts(tools, True, "", split, tasks)
     if len(properties) == 1 and _mapping(next(iter(properties.values()))).get("type") == "string":
         return facts([], False, next(iter(properties)), split, tasks)
@@ -439,7 +439,7 @@ async def _mcp_tools(routes: HttpRoutes) -> list[Any] | None:
         case {"error": _}:
             return None
         case _:
-            raise ServerError(
+            raise OpenEnvServerError(
                 f"{routes.url}/mcp lists no tools: {shown(answer)}",
                 hint=f"the versions that are known are {PROTOCOL}",
             )
@@ -487,7 +487,9 @@ async def _tasks(routes: HttpRoutes, name: str, options: OpenEnvOptions) -> tupl
     answer = await routes.read(f"/{quote(name, safe='')}/num_tasks", {"split": split})
     count = _mapping(answer).get("num_tasks")
     if type(count) is not int or not 0 < count < _MOST_TASKS:
-        raise ServerError(f"{routes.url} has {shown(count)} tasks in the split {quoted(split)}")
+        raise OpenEnvServerError(
+            f"{routes.url} has {shown(count)} tasks in the split {quoted(split)}"
+        )
     tasks = range(count)[slice(*(options.task_range or (0, count)))]
     if not tasks:
         raise GameError(
@@ -626,7 +628,7 @@ class StartedServer:
         self._running: StartedProcess | None = None
 
     def start(self) -> str:
-        """Start it unless it runs; return its URL. Raises ServerError."""
+        """Start it unless it runs; return its URL. Raises OpenEnvServerError."""
         with self._lock:
             if self._running is None or not self._running.is_there():
                 self._end()
@@ -655,7 +657,7 @@ class StartedServer:
         what = "ended" if ended else f"did not answer within {self._start_s:g} s"
         logged = running.logged()
         self._end()
-        raise ServerError(
+        raise OpenEnvServerError(
             f"{self.name} {what} when it was started: {logged or 'it wrote nothing'}",
             hint="correct it, or raise env.kwargs.start_s and env.reset_timeout_s",
         )
@@ -750,7 +752,7 @@ def find_engine(image: str) -> str:
 def launch_container(
     engine: str, image: str, port: int, variables: Mapping[str, str], start_s: float
 ) -> StartedProcess:
-    """Start an image on a free port of the loopback interface. Raises ServerError.
+    """Start an image on a free port of the loopback interface. Raises OpenEnvServerError.
 
     `port` is the one on which the server listens within its container.
     """
@@ -780,12 +782,12 @@ def _engine(engine: str, command: str, *arguments: str, limit_s: float = REQUEST
             [engine, command, *arguments], capture_output=True, timeout=limit_s, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise ServerError(
+        raise OpenEnvServerError(
             f"{Path(engine).name} {command} {arguments[-1]} took longer than {limit_s:g} s",
             hint="pull the image before, or raise env.kwargs.start_s and env.reset_timeout_s",
         ) from error
     if done.returncode != 0:
-        raise ServerError(
+        raise OpenEnvServerError(
             f"{Path(engine).name} {command} {arguments[-1]} failed: {_end_of(done.stderr)}",
             hint="see that the image can be had and run on the machine of the environment host",
         )

@@ -500,7 +500,7 @@ _SIMPLE: dict[Any, dict[str, Any]] = {
 }
 _SECTION = re.compile(r"\s*(Args|Returns|Raises):\s*(.*)")
 _ARGUMENT = re.compile(r"\s*(\w+)(?:\s*\([^)]*\))?:\s*(.*)")
-_CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
+_CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*\Z", re.IGNORECASE)
 
 
 def tool_schema(method: FunctionType, name: str) -> dict[str, Any]:

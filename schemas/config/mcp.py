@@ -20,7 +20,7 @@ class McpServer(Section):
     """Its arguments."""
     env: dict[str, str] = Field(default_factory=dict[str, str], json_schema_extra=when("command"))
     """Its environment variables."""
-    url: str = Field(default="", max_length=4096, pattern=r"^(https?://[^\s]+)?$")
+    url: str = Field(default="", max_length=4096, pattern=r"^(https?://[!-~]+)?$")
     """URL of a server over streamable HTTP."""
     headers: dict[str, str] = Field(default_factory=dict[str, str], json_schema_extra=when("url"))
     """Headers of each request to it."""

@@ -8,346 +8,37 @@ count at their longest, so times are upper bounds for a run whose episodes end e
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import floor
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from ..config.job import JobConfig
 from ..config.sections import Dtype, resolve_dtype
-from ..wire.errors import ConfigError, ModelError, PlacementError
+from ..wire.errors import ConfigError, PlacementError
 from .cards import CardSet, GpuCard, find_card
 from .memory import (
     GIB,
-    PASSING,
-    VLLM_SHARE,
-    EngineLoad,
-    LearnerLoad,
     Term,
     adapter_weights,
     engine_terms,
     host_terms,
-    learner_load,
     learner_terms,
-    stored_bytes,
     usable_bytes,
 )
-from .model_shape import ModelShape, find_shape, unknown_shape
-
-_MICROBATCHES = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024, 512)
-"""Tokens that are tried for a forward and backward pass, the most first."""
-_WITHOUT_CHECKPOINTING = 8192
-"""Fewer tokens a pass are slower than computing activations again."""
-_CHOSEN_SHARE = 0.9
-"""Of what a card can hold, for settings that are chosen: estimates err."""
-_SHARED_PASSES = 0.25
-"""Of a card that learner and engine share, for activations and logits."""
-_LARGE_CARD = 70 * GIB
-_LARGE_REQUESTS, _SMALL_REQUESTS = 1024, 256
-_LARGE_BATCHED, _SMALL_BATCHED = 16384, 8192
-"""Requests, and tokens of a pass, of an engine that is bound by neither memory nor the job: as vLLM
-has them by itself for throughput."""
-_CONTEXT_SHARE = 0.06
-"""Of a card that learner and engine share, for the CUDA contexts, libraries and graphs of both."""
-_UNKNOWN_PASSES = 0.25
-"""Of a card, for activations and logits of a model of which only the weights are known."""
-_LEAST_CACHE_SHARE = 0.1
-"""Of a card that learner and engine share, for keys and values."""
-_MOST_SHARE = 0.9
-"""Of such a card, for the engine, however little the learner holds."""
-
-
-# -- the models of a job ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class JobModels:
-    """The shapes of all models that a job loads."""
-
-    policy: ModelShape
-    updated: tuple[ModelShape, ...] = ()
-    """The critic and the policies of other roles."""
-    roles: tuple[ModelShape, ...] = ()
-    """The policies of other roles, which generators load, too."""
-    frozen: tuple[ModelShape, ...] = ()
-    """The reference and teachers that the learner loads."""
-    adapter: int | None = None
-    """Weights of the adapter, if they were counted; None: they follow from the shape."""
-
-
-def counted_models(job: JobConfig, *, weights: int, trained: int, critics: int = 0) -> JobModels:
-    """Return the models of a job of whose policy only the numbers of weights are known.
-
-    `weights` are those of the policy with its adapter, of which `trained` are trained.
-    """
-    adapter = trained if trained < weights else 0
-    policy = unknown_shape(weights - adapter)
-    has_reference = job.algorithm.kl_coef > 0 and not job.lora.rank
-    return JobModels(
-        policy,
-        updated=(unknown_shape(critics),) if critics else (),
-        frozen=(policy,) if has_reference else (),
-        adapter=adapter,
-    )
-
-
-def find_models(job: JobConfig) -> JobModels | None:
-    """Return the shapes of a job's models; None if one is not known here."""
-    algorithm = job.algorithm
-    critic = [job.critic.path or job.model.path] if algorithm.advantage == "gae" else []
-    has_reference = algorithm.kl_coef and (algorithm.reference.path or not job.lora.rank)
-    reference = [algorithm.reference.path or job.model.path] if has_reference else []
-    frozen = [*reference, *algorithm.loaded_teachers.values()]
-    try:
-        policy = find_shape(job.model.path)
-        roles = _shapes(job.policies.values())
-        updated, others = _shapes(critic), _shapes(frozen)
-    except ModelError:
-        return None
-    if policy is None or roles is None or updated is None or others is None:
-        return None
-    return JobModels(policy, (*updated, *roles), roles, others)
-
-
-def _shapes(paths: Iterable[str]) -> tuple[ModelShape, ...] | None:
-    found = [find_shape(path) for path in paths]
-    known = tuple(shape for shape in found if shape is not None)
-    return known if len(known) == len(found) else None
-
-
-# -- settings --------------------------------------------------------------------------------------
-
-
-class LearnerSettings(NamedTuple):
-    """What a learner computes with, as configured or chosen for a card."""
-
-    microbatch_tokens: int
-    gradient_checkpointing: bool
-    offload_activations: bool = False
-
-    def __str__(self) -> str:
-        """Return it for people."""
-        again = "with" if self.gradient_checkpointing else "without"
-        offloaded = ", activations offloaded" if self.offload_activations else ""
-        return f"{again} gradient checkpointing{offloaded}"
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """What an engine computes with, as configured or chosen for a card."""
-
-    max_requests: int
-    batched_tokens: int
-    """Tokens of one forward pass of vLLM."""
-    memory_share: float | None
-    """Of the card, for all engines of a generator; None: what is free."""
-
-
-def choose_learner_settings(
-    job: JobConfig, models: JobModels, card: GpuCard, *, shared: bool = False
-) -> LearnerSettings:
-    """Return the settings of a learner on cards of this kind; `auto` keys are chosen.
-
-    As many tokens a pass as fit; activations are computed again only where few would, and leave
-    the card only where none would. If nothing fits, the settings that take least. On a card that
-    is `shared` with an engine activations and logits take a quarter at most.
-    """
-    learner = job.learner
-    given = learner.microbatch_tokens
-    sizes = [tokens for tokens in _MICROBATCHES if tokens > learner.max_row_tokens]
-    sizes = [*sizes, learner.max_row_tokens] if given == "auto" else [given]
-    ways = _ways_of_activations(job)
-    usable = _CHOSEN_SHARE * usable_bytes(card.memory_bytes)
-    for way in ways:
-        for tokens in sizes:
-            is_slow = tokens < _WITHOUT_CHECKPOINTING and tokens != sizes[0]
-            if is_slow and not way.checkpointing and len(ways) > 1:
-                break
-            settings = LearnerSettings(tokens, way.checkpointing, way.offloads)
-            terms = _terms(job, models, settings)
-            passing = sum(term.num_bytes for term in terms if term.name in PASSING)
-            if shared and passing > _SHARED_PASSES * card.memory_bytes:
-                continue
-            if sum(term.num_bytes for term in terms) <= usable:
-                return settings
-    return LearnerSettings(sizes[-1], ways[-1].checkpointing, ways[-1].offloads)
-
-
-class _Way(NamedTuple):
-    """What is done with activations."""
-
-    checkpointing: bool
-    offloads: bool
-
-
-def _ways_of_activations(job: JobConfig) -> list[_Way]:
-    """Return what a job allows, the fastest first."""
-    recompute, offload = job.learner.gradient_checkpointing, job.learner.offload_activations
-    return [
-        way
-        for way in (_Way(False, False), _Way(True, False), _Way(True, True))
-        if recompute in ("auto", way.checkpointing) and offload in ("auto", way.offloads)
-    ]
-
-
-def _terms(job: JobConfig, models: JobModels, settings: LearnerSettings) -> list[Term]:
-    return learner_terms(_load(job, models, settings))
-
-
-def _load(job: JobConfig, models: JobModels, settings: LearnerSettings) -> LearnerLoad:
-    return learner_load(
-        job,
-        models.policy,
-        microbatch_tokens=settings.microbatch_tokens,
-        checkpointing=settings.gradient_checkpointing,
-        offload_activations=settings.offload_activations,
-        updated=models.updated,
-        frozen=models.frozen,
-        adapter=models.adapter,
-    )
-
-
-def choose_engine_settings(
-    job: JobConfig, models: JobModels, card: GpuCard, *, serves: bool = False
-) -> EngineSettings:
-    """Return the settings of an engine on cards of this kind; keys that the user has set are taken.
-
-    As many requests at once as the KV cache holds at half of their length, and no more than the job
-    has episodes. `serves`: requests come from clients, however many they are.
-    """
-    generator = job.generator
-    is_vllm = generator.engine == "vllm"
-    is_large = card.memory_bytes >= _LARGE_CARD and not card.name.startswith("A100")
-    share = generator.memory_share or (VLLM_SHARE if is_vllm else None)
-    most = _LARGE_REQUESTS if is_large and is_vllm else _SMALL_REQUESTS
-    if not serves and not job.agent.runs_programs:  # a program may call several times at once
-        most = min(most, job.episodes_at_once)
-    batched = generator.max_batched_tokens or (_LARGE_BATCHED if is_large else _SMALL_BATCHED)
-    if generator.max_requests is None:
-        most = min(most, batched)  # each has a token of a pass
-        load = _engine_load(job, models, EngineSettings(most, batched, share))
-        cache = engine_terms(load, card.memory_bytes)[-1].num_bytes
-        # Episodes are on average half as long as they may get.
-        longest = load.token_bytes * load.max_context  # 0: the shape is not known
-        requests = max(1, min(most, 2 * cache // longest)) if longest else most
-    else:
-        requests = generator.max_requests
-    if generator.max_batched_tokens is None:
-        batched = max(requests, min(batched, requests * _max_context(job)))
-    return EngineSettings(requests, batched, share)
-
-
-def with_engine_settings(job: JobConfig, card: GpuCard, *, serves: bool = False) -> JobConfig:
-    """Return a configuration with the keys that `choose_engine_settings` chooses for a card.
-
-    For a model that is not known, it stays as it is.
-    """
-    models = find_models(job)
-    if models is None:
-        return job
-    chosen = choose_engine_settings(job, models, card, serves=serves)
-    changes: dict[str, Any] = {
-        "max_requests": chosen.max_requests,
-        "memory_share": chosen.memory_share,
-    }
-    if job.generator.engine == "vllm":
-        changes["max_batched_tokens"] = chosen.batched_tokens
-    return job.model_copy(update={"generator": job.generator.model_copy(update=changes)})
-
-
-def _max_context(job: JobConfig) -> int:
-    return job.generator.max_context or job.rollout.max_tokens
-
-
-def _engine_load(job: JobConfig, models: JobModels, settings: EngineSettings) -> EngineLoad:
-    generator = job.generator
-    num_bytes = 4 if resolve_dtype(generator.dtype, on_gpu=True) == "float32" else 2
-    quantised = "fp8" in (generator.quantization, models.policy.quantization)
-    return EngineLoad(
-        shape=models.policy,
-        is_vllm=generator.engine == "vllm",
-        weight_bytes=1 if quantised else num_bytes,
-        cache_bytes=1 if generator.kv_cache_dtype == "fp8" else num_bytes,
-        cards=generator.tensor_parallel,
-        max_context=_max_context(job),
-        max_requests=settings.max_requests,
-        batched_tokens=settings.batched_tokens,
-        compiled=generator.compile,
-        kv_cache_bytes=(generator.kv_cache_mb or 0) << 20,
-        other_weights=sum(shape.weights for shape in models.roles),
-        share=settings.memory_share,
-    )
-
-
-# -- one card for learner and engine ---------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class HeldBytes:
-    """What learner and engine of a job hold on a card that they share."""
-
-    stored: int
-    """What the learner holds from step to step: weights and optimiser."""
-    step: int
-    """What it holds in a step: activations and logits, too."""
-    engine: int
-    """What the engine holds but its cache."""
-
-
-@dataclass(frozen=True)
-class GpuUse:
-    """How learner and engine share a card."""
-
-    memory_share: float | None
-    """Of the card, for the engine; None: there is no GPU."""
-    sleeps: bool
-    """Whether the engine frees it while the learner trains."""
-
-
-def held_bytes(
-    job: JobConfig, models: JobModels, card: GpuCard, learner: LearnerSettings
-) -> HeldBytes:
-    """Return what learner and engine hold on a card."""
-    terms = _terms(job, models, learner)
-    step = sum(term.num_bytes for term in terms)
-    if models.policy.is_unknown:
-        step += round(_UNKNOWN_PASSES * card.memory_bytes)
-    engine = choose_engine_settings(job, models, card)
-    *without_cache, _ = engine_terms(_engine_load(job, models, engine), card.memory_bytes)
-    return HeldBytes(stored_bytes(terms), step, sum(term.num_bytes for term in without_cache))
-
-
-def with_memory_share(job: JobConfig, share: float | None) -> JobConfig:
-    """Return a configuration whose generators take a share of their card."""
-    generator = job.generator.model_copy(update={"memory_share": share})
-    return job.model_copy(update={"generator": generator})
-
-
-def choose_gpu_use(job: JobConfig, held: HeldBytes, card_bytes: int) -> GpuUse:
-    """Decide how learner and engine share a card of `card_bytes`.
-
-    They overlap where the engine fits, with a tenth of the memory for its cache, beside what the
-    learner holds in a step; else the engine sleeps while the learner trains, and takes what the
-    learner does not hold from step to step. Raises ConfigError where not even that fits.
-    """
-    generator = job.generator
-    usable = card_bytes * (1 - _CONTEXT_SHARE)
-    left, beside = usable - held.stored, usable - held.step
-    needed = held.engine + _LEAST_CACHE_SHARE * card_bytes
-    sleeps = beside < needed if generator.sleep == "auto" else generator.sleep == "always"
-    room = left if sleeps else beside
-    if generator.memory_share is not None:
-        return GpuUse(generator.memory_share, sleeps)
-    if room < needed:
-        raise ConfigError(
-            f"learner and generator do not fit on one GPU of {card_bytes / GIB:.0f} GiB: the "
-            f"learner holds {held.stored / GIB:.1f} from step to step and {held.step / GIB:.1f} "
-            f"in a step, the engine {held.engine / GIB:.1f} without a cache",
-            hint="train an adapter (lora.rank), keep the optimiser in the machine's memory "
-            "(learner.cpu_offload=true), take a smaller model, or two GPUs",
-        )
-    share = min(room / card_bytes, _MOST_SHARE)
-    return GpuUse(floor(100 * share) / 100, sleeps)
-
+from .model_shape import ModelShape
+from .settings import (
+    EngineSettings,
+    GpuUse,
+    JobModels,
+    LearnerSettings,
+    choose_engine_settings,
+    choose_gpu_use,
+    choose_learner_settings,
+    find_engine_load,
+    find_learner_load,
+    find_models,
+    held_bytes,
+    with_memory_share,
+)
 
 # -- memory of the actors --------------------------------------------------------------------------
 
@@ -389,13 +80,13 @@ def estimate_memory(
     engine: EngineSettings,
 ) -> list[ActorMemory]:
     """Return what the cards of each kind of actor hold."""
-    load = _load(job, models, learner)
+    load = find_learner_load(job, models, learner)
     terms, on_host = learner_terms(load), tuple(host_terms(load))
     usable = usable_bytes(card.memory_bytes)
     actors = [ActorMemory("learner", job.learner.slots, tuple(terms), usable, on_host)]
     cards = job.generator.count * job.generator_slots
     if cards:
-        held = tuple(engine_terms(_engine_load(job, models, engine), card.memory_bytes))
+        held = tuple(engine_terms(find_engine_load(job, models, engine), card.memory_bytes))
         usable = usable_bytes(card.memory_bytes, engine.memory_share)
         actors.append(ActorMemory("generator", cards, held, usable))
     return actors
@@ -546,7 +237,7 @@ def _generation_s(
     width = generator.tensor_parallel
     episodes = job.training.batch_size * rollout.group_size / generator.count
     at_once = max(1.0, min(engine.max_requests, job.episodes_at_once, episodes))
-    load = _engine_load(job, JobModels(shape), engine)
+    load = find_engine_load(job, JobModels(shape), engine)
     context = rollout.max_prompt_tokens + rollout.response_limit / 2
     read = shape.active_weights * load.weight_bytes / width + at_once * context * load.token_bytes
     in_half = resolve_dtype(generator.dtype, on_gpu=True) == "bfloat16"

@@ -10,13 +10,15 @@ from tinkermq.schemas.plan.cards import CardSet, find_card, known_cards, parse_c
 from tinkermq.schemas.plan.model_shape import find_shape, shape_of
 from tinkermq.schemas.plan.plan import (
     Efficiencies,
-    GpuUse,
     Plan,
-    choose_engine_settings,
-    find_models,
     make_plan,
     plan_for_pool,
     read_efficiencies,
+)
+from tinkermq.schemas.plan.settings import (
+    GpuUse,
+    choose_engine_settings,
+    find_models,
     with_engine_settings,
     with_memory_share,
 )
@@ -187,7 +189,7 @@ def test_activations_leave_the_card_only_where_no_pass_fits_otherwise(models: Pa
     assert kept.refusal is not None
     terms = (dict(_terms(one))["activations"] for one in (kept, plan))
     assert next(terms) - next(terms) == pytest.approx(inputs, rel=0.1)
-    assert "with gradient checkpointing, activations offloaded" in "\n".join(plan.lines())
+    assert "learner.offload_activations=true" in "\n".join(plan.lines())
 
 
 def _terms(plan: Plan) -> list[tuple[str, int]]:

@@ -13,7 +13,7 @@ import torch
 from tinkermq.actors.policy.lora import policy_tensors
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.plan.cards import find_card, known_cards
-from tinkermq.schemas.plan.plan import with_engine_settings
+from tinkermq.schemas.plan.settings import with_engine_settings
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.gateway import free_port

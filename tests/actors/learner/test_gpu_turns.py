@@ -13,7 +13,7 @@ from tinkermq.broker.client.rpc import call
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.control import GpuTurn, GpuTurnRequest
 from tinkermq.schemas.plan.cards import GpuCard, find_card
-from tinkermq.schemas.plan.plan import (
+from tinkermq.schemas.plan.settings import (
     GpuUse,
     HeldBytes,
     choose_gpu_use,
