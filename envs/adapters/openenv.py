@@ -41,7 +41,7 @@ from .openenv_client import (
     ActionRefused,
     HttpRoutes,
     Observation,
-    OpenEnvServerError,
+    OpenEnvError,
     PooledSession,
     RemoteOpenEnv,
     Schemas,
@@ -413,7 +413,7 @@ async def _facts(routes: HttpRoutes, options: OpenEnvOptions) -> Facts:
     if listed is not None:
         tools = checked_tools(listed, routes.url)
         if not tools:
-            raise OpenEnvServerError(f"the environment at {routes.url} offers no tool")
+            raise OpenEnvError(f"the environment at {routes.url} offers no tool")
         return facts(tools, True, "", split, tasks)
     if len(properties) == 1 and _mapping(next(iter(properties.values()))).get("type") == "string":
         return facts([], False, next(iter(properties)), split, tasks)
@@ -439,7 +439,7 @@ async def _mcp_tools(routes: HttpRoutes) -> list[Any] | None:
         case {"error": _}:
             return None
         case _:
-            raise OpenEnvServerError(
+            raise OpenEnvError(
                 f"{routes.url}/mcp lists no tools: {shown(answer)}",
                 hint=f"the versions that are known are {PROTOCOL}",
             )
@@ -487,9 +487,7 @@ async def _tasks(routes: HttpRoutes, name: str, options: OpenEnvOptions) -> tupl
     answer = await routes.read(f"/{quote(name, safe='')}/num_tasks", {"split": split})
     count = _mapping(answer).get("num_tasks")
     if type(count) is not int or not 0 < count < _MOST_TASKS:
-        raise OpenEnvServerError(
-            f"{routes.url} has {shown(count)} tasks in the split {quoted(split)}"
-        )
+        raise OpenEnvError(f"{routes.url} has {shown(count)} tasks in the split {quoted(split)}")
     tasks = range(count)[slice(*(options.task_range or (0, count)))]
     if not tasks:
         raise GameError(
@@ -628,7 +626,7 @@ class StartedServer:
         self._running: StartedProcess | None = None
 
     def start(self) -> str:
-        """Start it unless it runs; return its URL. Raises OpenEnvServerError."""
+        """Start it unless it runs; return its URL. Raises OpenEnvError."""
         with self._lock:
             if self._running is None or not self._running.is_there():
                 self._end()
@@ -657,7 +655,7 @@ class StartedServer:
         what = "ended" if ended else f"did not answer within {self._start_s:g} s"
         logged = running.logged()
         self._end()
-        raise OpenEnvServerError(
+        raise OpenEnvError(
             f"{self.name} {what} when it was started: {logged or 'it wrote nothing'}",
             hint="correct it, or raise env.kwargs.start_s and env.reset_timeout_s",
         )
@@ -752,7 +750,7 @@ def find_engine(image: str) -> str:
 def launch_container(
     engine: str, image: str, port: int, variables: Mapping[str, str], start_s: float
 ) -> StartedProcess:
-    """Start an image on a free port of the loopback interface. Raises OpenEnvServerError.
+    """Start an image on a free port of the loopback interface. Raises OpenEnvError.
 
     `port` is the one on which the server listens within its container.
     """
@@ -782,12 +780,12 @@ def _engine(engine: str, command: str, *arguments: str, limit_s: float = REQUEST
             [engine, command, *arguments], capture_output=True, timeout=limit_s, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise OpenEnvServerError(
+        raise OpenEnvError(
             f"{Path(engine).name} {command} {arguments[-1]} took longer than {limit_s:g} s",
             hint="pull the image before, or raise env.kwargs.start_s and env.reset_timeout_s",
         ) from error
     if done.returncode != 0:
-        raise OpenEnvServerError(
+        raise OpenEnvError(
             f"{Path(engine).name} {command} {arguments[-1]} failed: {_end_of(done.stderr)}",
             hint="see that the image can be had and run on the machine of the environment host",
         )

@@ -102,11 +102,11 @@ class Access:
 # -- what goes wrong -------------------------------------------------------------------------------
 
 
-class OpenEnvServerError(GameError):
+class OpenEnvError(GameError):
     """A server that answered an error, something else than the protocol says, or nothing."""
 
 
-class ActionRefused(OpenEnvServerError):
+class ActionRefused(OpenEnvError):
     """The environment does not take an action; its episode goes on."""
 
     def __init__(self, reason: str) -> None:
@@ -114,7 +114,7 @@ class ActionRefused(OpenEnvServerError):
         self.reason = reason
 
 
-class ServerFull(OpenEnvServerError):
+class ServerFull(OpenEnvError):
     """All sessions of a server are in use."""
 
     def __init__(self, url: str, refusal: _Refusal) -> None:
@@ -124,7 +124,7 @@ class ServerFull(OpenEnvServerError):
         self.max_sessions = refusal.max_sessions
 
 
-class ServerAway(OpenEnvServerError):
+class ServerAway(OpenEnvError):
     """A server that cannot be reached now."""
 
 
@@ -134,9 +134,9 @@ def quoted(said: str | Exception, most_chars: int = _SHOWN_CHARS) -> str:
     return repr(text if len(text) <= most_chars else f"{text[:most_chars]}…")
 
 
-def _malformed(url: str, what: str, error: Exception) -> OpenEnvServerError:
+def _malformed(url: str, what: str, error: Exception) -> OpenEnvError:
     words = error.message if isinstance(error, MessageError) else _places(error)
-    return OpenEnvServerError(
+    return OpenEnvError(
         f"{what} of {url} is not of the protocol of {PROTOCOL}: {words}",
         hint="see that the URL is of an OpenEnv server, and its version of the package openenv",
     )
@@ -153,27 +153,27 @@ def _places(error: Exception) -> str:
     return quoted("; ".join(found[:3]))
 
 
-def _http_refusal(url: str, status: int) -> OpenEnvServerError:
+def _http_refusal(url: str, status: int) -> OpenEnvError:
     """Return the error of an HTTP status other than 200 and 101."""
     if 300 <= status < 400:
-        return OpenEnvServerError(
+        return OpenEnvError(
             f"{url} redirects (HTTP {status}), and redirects are not followed",
             hint="give the URL that it redirects to, if you trust it",
         )
     if status in (401, 403):
-        return OpenEnvServerError(
+        return OpenEnvError(
             f"{url} refuses the request (HTTP {status})",
             hint="set env.kwargs.key_variable to an environment variable of the host that holds "
             "the server's key; a server without OpenEnv's routes may answer this, too",
         )
     if status in (404, 405, 426):
-        return OpenEnvServerError(
+        return OpenEnvError(
             f"there is no OpenEnv server of a known version at {url} (HTTP {status})",
             hint=f"give the URL above /ws and /schema; the versions are {PROTOCOL}",
         )
     if status in (408, 425, 429) or status >= 500:
         return ServerAway(f"{url} answers HTTP {status}", hint="see the server's log")
-    return OpenEnvServerError(f"{url} answers HTTP {status}", hint="see the server's log")
+    return OpenEnvError(f"{url} answers HTTP {status}", hint="see the server's log")
 
 
 # -- HTTP routes -----------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class HttpRoutes:
     async def ask(self, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
         """GET a route, or POST `body` to it; return status and content.
 
-        Raises ServerAway when nobody answers, OpenEnvServerError for what is too large or a redirect.
+        Raises ServerAway when nobody answers, OpenEnvError for what is too large or a redirect.
         """
         url = f"{self.url}{path}"
         method = "GET" if body is None else "POST"
@@ -221,7 +221,7 @@ class HttpRoutes:
             ) from error
 
     async def read(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Return the JSON value of a route; OpenEnvServerError for any status but 200."""
+        """Return the JSON value of a route; OpenEnvError for any status but 200."""
         status, content = await self.ask(path, body)
         if status != 200:
             raise _http_refusal(f"{self.url}{path}", status)
@@ -239,7 +239,7 @@ class HttpRoutes:
         return self.check(model, path, await self.read(path, body))
 
     def check(self, model: type[T], path: str, value: Any) -> T:
-        """Return a value as a model; OpenEnvServerError for one that is none."""
+        """Return a value as a model; OpenEnvError for one that is none."""
         try:
             return cast(Any, model).model_validate(value)
         except ValidationError as error:
@@ -262,8 +262,8 @@ def is_local(url: str) -> bool:
     return host == "localhost"
 
 
-def _too_large(url: str, access: Access) -> OpenEnvServerError:
-    return OpenEnvServerError(
+def _too_large(url: str, access: Access) -> OpenEnvError:
+    return OpenEnvError(
         f"{url} sent a message of more than {access.max_message_bytes:,} bytes",
         hint="let the environment send less, or raise env.kwargs.max_message_bytes",
     )
@@ -283,7 +283,7 @@ class OpenEnvSession:
 
     @classmethod
     async def connect(cls, url: str, access: Access) -> "OpenEnvSession":
-        """Open a session; ServerAway when the server cannot be reached, OpenEnvServerError otherwise."""
+        """Open a session; ServerAway when the server cannot be reached, OpenEnvError otherwise."""
         client: Any = needs.load("asyncio.client")
         exceptions: Any = needs.load("exceptions")
         address = f"ws{url.removeprefix('http')}/ws"
@@ -309,11 +309,11 @@ class OpenEnvSession:
             ) from error
 
     async def reset(self, arguments: Mapping[str, Any]) -> Observation:
-        """Begin an episode. Raises ServerFull, ServerAway, OpenEnvServerError."""
+        """Begin an episode. Raises ServerFull, ServerAway, OpenEnvError."""
         return self._observation("reset", await self._request("reset", arguments))
 
     async def step(self, action: Mapping[str, Any]) -> Observation:
-        """Play an action. Raises ActionRefused, OpenEnvServerError."""
+        """Play an action. Raises ActionRefused, OpenEnvError."""
         return self._observation("step", await self._request("step", action))
 
     async def close(self) -> None:
@@ -347,13 +347,13 @@ class OpenEnvSession:
 
     def _observation(self, kind: str, frame: _Frame) -> Observation:
         if frame.type != "observation":
-            raise OpenEnvServerError(f"{self.url} answered a {kind} with a {quoted(frame.type)}")
+            raise OpenEnvError(f"{self.url} answered a {kind} with a {quoted(frame.type)}")
         try:
             return Observation.model_validate(frame.data)
         except ValidationError as error:
             raise _malformed(self.url, f"the answer to {kind}", error) from error
 
-    def _refused(self, kind: str, frame: _Frame) -> OpenEnvServerError:
+    def _refused(self, kind: str, frame: _Frame) -> OpenEnvError:
         try:
             refusal = _Refusal.model_validate(frame.data)
         except ValidationError as error:
@@ -362,18 +362,18 @@ class OpenEnvSession:
             return ServerFull(self.url, refusal)
         if refusal.code == "VALIDATION_ERROR" and kind == "step":
             return ActionRefused(json.dumps(frame.data.get("errors", refusal.message)))
-        return OpenEnvServerError(
+        return OpenEnvError(
             f"{self.url} answered a {kind} with the error {quoted(refusal.code)}: "
             f"{quoted(refusal.message)}",
             hint="the environment raised it; see the server's log",
         )
 
-    def _lost(self, kind: str, error: Any) -> OpenEnvServerError:
+    def _lost(self, kind: str, error: Any) -> OpenEnvError:
         sent = error.sent.code if error.sent is not None else None
         if sent == _TOO_BIG:
             return _too_large(self.url, self._access)
         if sent == _NOT_UTF8:
-            return OpenEnvServerError(f"{self.url} answered a {kind} with a text that is not UTF-8")
+            return OpenEnvError(f"{self.url} answered a {kind} with a text that is not UTF-8")
         return ServerAway(
             f"{self.url} ended the session during a {kind}: {quoted(error)}",
             hint="see the server's log; the episode starts again",
@@ -461,7 +461,7 @@ class SessionPool:
         self._freed = asyncio.Event()
         self._num_waiting = 0
         self._last_said = 0.0
-        self._failure: OpenEnvServerError | None = None
+        self._failure: OpenEnvError | None = None
         self._sessions: set[OpenEnvSession] = set()
         self._endings: set[asyncio.Task[None]] = set()
         self._guard = asyncio.create_task(self._until_the_end(ended), name="openenv sessions")
@@ -471,7 +471,7 @@ class SessionPool:
     ) -> tuple["PooledSession", Observation]:
         """Begin an episode; return its session and the first observation.
 
-        The session is closed when `owner` is gone. Raises OpenEnvServerError.
+        The session is closed when `owner` is gone. Raises OpenEnvError.
         """
         self._num_waiting += 1
         limit = asyncio.timeout(self._wait_s)
@@ -566,14 +566,14 @@ class SessionPool:
                 hint="raise max_concurrent_envs of the server, or name several in env.kwargs.url",
             )
 
-    def _overdue(self) -> OpenEnvServerError:
+    def _overdue(self) -> OpenEnvError:
         held = "; ".join(
             f"{one.name}: {one.num_open} of ours"
             + (f" of at most {one.limit}" if one.limit is not None else "")
             for one in self._servers
         )
         last = f"; the last answer: {self._failure.message}" if self._failure else ""
-        return OpenEnvServerError(
+        return OpenEnvError(
             f"no session within {self._wait_s:g} s, {self._num_waiting} episodes wait "
             f"({held}){last}",
             hint="raise max_concurrent_envs of the server, name several in env.kwargs.url, or "

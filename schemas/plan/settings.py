@@ -188,6 +188,7 @@ def _terms(job: JobConfig, models: JobModels, settings: LearnerSettings) -> list
 
 
 def find_learner_load(job: JobConfig, models: JobModels, settings: LearnerSettings) -> LearnerLoad:
+    """Return what decides the memory of a learner with these settings."""
     return learner_load(
         job,
         models.policy,
@@ -253,6 +254,7 @@ def _max_context(job: JobConfig) -> int:
 
 
 def find_engine_load(job: JobConfig, models: JobModels, settings: EngineSettings) -> EngineLoad:
+    """Return what decides the memory of an engine with these settings."""
     generator = job.generator
     num_bytes = 4 if resolve_dtype(generator.dtype, on_gpu=True) == "float32" else 2
     quantised = "fp8" in (generator.quantization, models.policy.quantization)
