@@ -250,8 +250,8 @@ def test_a_kernel_that_cannot_compute_a_model_is_refused_with_the_reason(
 
 
 def test_a_model_whose_attention_has_sinks_is_refused() -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "head_dim": 8}
+    heads: Any = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
     model = GptOssForCausalLM(GptOssConfig(**sizes, **heads, num_local_experts=2))
     for chosen in ("sdpa", "varlen"):
         with pytest.raises(ConfigError, match="attention has sinks, which no kernel here"):
