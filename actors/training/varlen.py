@@ -180,20 +180,31 @@ def choose_attention(
     """Return the attention of a model with the text configuration `config` that computes there.
 
     auto, on a GPU in 16 bits: varlen where it can compute the model, else flash-attn where that is
-    installed and can, else sdpa, as on CPUs. Torch's kernels come first since they are the same or
+    installed and can, else sdpa, as on CPUs. sdpa leaves out that scores are capped: for such a
+    model it is never chosen. Torch's kernels come first since they are the same or
     newer: torch has FlashAttention 2 of its own, as the package has, and 3 or 4 where installed
     (on an H100, 3 is 1.5 to 2 times as fast as 2; arXiv 2407.08608). The package alone caps scores
     and takes heads of any size up to 256. Raises ConfigError for a wish that cannot be met.
     """
-    if wanted == "sdpa":
-        return "sdpa"
-    if wanted == "auto":
-        if device.type != "cuda":
-            return "sdpa"
-        if _why_not("varlen", config, device, dtype) is None:
+    capped = bool(getattr(config, "attn_logit_softcapping", None))
+    if wanted in ("auto", "sdpa"):
+        if wanted == "sdpa" or device.type != "cuda":
+            found = "sdpa"
+        elif _why_not("varlen", config, device, dtype) is None:
+            found = "varlen"
+        else:
+            alone = _why_not("flash_attention_2", config, device, dtype) is None
+            found = "flash_attention_2" if alone and has_flash_attn() else "sdpa"
+        if found != "sdpa" or not capped:
+            return found
+        if wanted == "auto" and device.type != "cuda":
             return "varlen"
-        alone = _why_not("flash_attention_2", config, device, dtype) is None and has_flash_attn()
-        return "flash_attention_2" if alone else "sdpa"
+        raise ConfigError(
+            f"the model's attention scores are capped at {config.attn_logit_softcapping:g}, which "
+            "transformers' sdpa leaves out",
+            hint="leave model.attn_implementation at auto; on a GPU install flash-attn "
+            "(`pip install 'tinkermq[flash-attn]'`) and compute in 16 bits",
+        )
     why_not = _why_not(wanted, config, device, dtype)
     if why_not is not None:
         raise ConfigError(
@@ -272,8 +283,16 @@ def _is_installed(module: str) -> bool:
 
 
 def set_attention(model: nn.Module, chosen: str, device: torch.device) -> None:
-    """Let the text layers of a model attend by a kernel; ConfigError where it is not installed."""
+    """Let the text layers of a model attend by a kernel.
 
+    Raises ConfigError where it is not installed, and for a model whose attention has sinks, which
+    transformers' sdpa leaves out and no other kernel here computes.
+    """
+    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        raise ConfigError(
+            "the model's attention has sinks, which no kernel here computes",
+            hint="train a model without them, such as Qwen3 or Llama",
+        )
     config = cast(Any, model).config.get_text_config()
     if chosen == "sdpa":
         config._attn_implementation = "sdpa"
@@ -318,7 +337,6 @@ def _attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int = 0,
@@ -327,11 +345,6 @@ def _attend(
     **_options: Any,
 ) -> tuple[Tensor, None]:
     """Attend as transformers' attention functions do; without lengths each row is a sequence."""
-    if s_aux is not None:
-        raise ConfigError(
-            "the model's attention has sinks, which varlen kernels do not compute",
-            hint="set model.attn_implementation=sdpa",
-        )
     rows, _, length, _ = query_BHTD.shape
     if cu_seq_lens_q is None:
         cu_seq_lens_q = cu_seq_lens_k = torch.arange(

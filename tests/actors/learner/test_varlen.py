@@ -30,6 +30,7 @@ from tinkermq.actors.training.varlen import (
     kernel_arguments,
     register_kernel,
     sdpa_by_sequence,
+    set_attention,
     with_runs,
 )
 from tinkermq.schemas.config.job import JobConfig
@@ -39,6 +40,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import PreTrainedModel
 from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
+from transformers.models.gpt_oss import GptOssConfig, GptOssForCausalLM
 from transformers.models.llama import LlamaConfig
 
 from tests.actors.learner.test_images import _groups as groups_with_images
@@ -185,8 +187,7 @@ CAPPED: Any = SimpleNamespace(**HEADS, attn_logit_softcapping=50.0)
         ("auto", PLAIN, GPU, torch.bfloat16, (9, 0), "varlen", "varlen"),
         ("auto", PLAIN, GPU, torch.bfloat16, (10, 0), "varlen", "varlen"),
         ("auto", ODD, GPU, torch.bfloat16, (9, 0), "sdpa", "flash_attention_2"),
-        ("auto", CAPPED, GPU, torch.bfloat16, (9, 0), "sdpa", "flash_attention_2"),
-        ("auto", CAPPED, GPU, torch.bfloat16, (7, 5), "sdpa", "sdpa"),
+        ("auto", CAPPED, CPU, torch.float32, (0, 0), "varlen", "varlen"),
         ("auto", WIDE, GPU, torch.bfloat16, (9, 0), "sdpa", "sdpa"),
         ("varlen", PLAIN, CPU, torch.float32, (0, 0), "varlen", "varlen"),
         ("sdpa", PLAIN, GPU, torch.bfloat16, (9, 0), "sdpa", "sdpa"),
@@ -214,6 +215,20 @@ def test_the_kernel_follows_from_device_dtype_model_and_what_is_installed(
     assert choose_attention(wanted, config, device, dtype) == with_flash_attn
 
 
+def test_capped_scores_are_left_to_flash_attention_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = ModuleType("flash_attn")
+    module.__spec__ = ModuleSpec("flash_attn", None)
+    module.__dict__["flash_attn_varlen_func"] = sdpa_by_sequence
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert choose_attention("auto", CAPPED, GPU, torch.bfloat16) == "flash_attention_2"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    with pytest.raises(ConfigError, match="install flash-attn"):
+        choose_attention("auto", CAPPED, GPU, torch.bfloat16)
+
+
 def test_a_kernel_that_cannot_compute_a_model_is_refused_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -222,6 +237,8 @@ def test_a_kernel_that_cannot_compute_a_model_is_refused_with_the_reason(
         ("varlen", PLAIN, GPU, torch.float32, "16 bits, and learner.dtype is float32"),
         ("varlen", ODD, GPU, torch.bfloat16, "heads have 12 numbers"),
         ("varlen", CAPPED, GPU, torch.bfloat16, "capped at 50, which only flash_attention_2"),
+        ("sdpa", CAPPED, CPU, torch.float32, "capped at 50, which transformers' sdpa leaves out"),
+        ("auto", CAPPED, GPU, torch.bfloat16, "capped at 50, which transformers' sdpa leaves out"),
         ("flash_attention_2", WIDE, GPU, torch.bfloat16, "heads have 512 numbers"),
         ("flash_attention_2", PLAIN, CPU, torch.bfloat16, "no kernel for CPUs"),
     ):
@@ -230,6 +247,15 @@ def test_a_kernel_that_cannot_compute_a_model_is_refused_with_the_reason(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     with pytest.raises(ConfigError, match=r"compute capability 7\.5"):
         choose_attention("varlen", PLAIN, GPU, torch.bfloat16)
+
+
+def test_a_model_whose_attention_has_sinks_is_refused() -> None:
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "head_dim": 8}
+    heads: Any = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    model = GptOssForCausalLM(GptOssConfig(**sizes, **heads, num_local_experts=2))
+    for chosen in ("sdpa", "varlen"):
+        with pytest.raises(ConfigError, match="attention has sinks, which no kernel here"):
+            set_attention(model, chosen, CPU)
 
 
 def test_capped_scores_are_those_of_transformers() -> None:
