@@ -145,6 +145,8 @@ T = TypeVar("T")
 
 REQUEST_TIMEOUT_S = 5.0
 RECONNECT_GRACE_S = 2.0
+_REASON_S = 1.0
+"""For the reason of a server that closes a connection, which comes by another way."""
 PENDING_BYTES = 64 * 2**20
 _HEADER_ROOM = 1024
 
@@ -399,16 +401,25 @@ class Broker:
             done, _ = await asyncio.wait(
                 {opening, refusal}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
             )
-            if opening in done:
+            if opening in done and not await self._was_cut_off(opening, refusal):
                 return await opening
             raise (
                 refusal.result()
-                if done
+                if refusal.done()
                 else faults.unreachable(self.url, deadline_s, self._complaints.last)
             )
         finally:
             self._complaints.expects = None
             await end_connecting(opening)
+
+    async def _was_cut_off(
+        self, opening: "asyncio.Task[None]", refusal: "asyncio.Future[BrokerError]"
+    ) -> bool:
+        """Whether the server closed the connection as it was made; its reason may come later."""
+        if not isinstance(opening.exception(), RuntimeError):  # uvloop's, of a closed transport
+            return False
+        await asyncio.wait({refusal}, timeout=_REASON_S)
+        return True
 
     async def _open(self, credentials: Mapping[str, Any]) -> None:
         try:

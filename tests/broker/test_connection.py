@@ -260,6 +260,25 @@ async def test_a_refusal_after_a_reconnect_is_not_the_end(nats_server: NatsServe
         )
 
 
+async def test_a_connection_that_is_cut_off_as_it_is_made_is_an_error_of_the_broker() -> None:
+    places = itertools.cycle((b"", b"PONG\r\n", b"-ERR 'Authorization Violation'\r\n"))
+
+    async def enter(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"headers": true, "max_payload": 1048576}\r\n')
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"PING\r\n")
+            writer.write(next(places))
+            await asyncio.sleep(0)
+        writer.transport.abort()
+
+    listener = await asyncio.start_server(enter, "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    for _ in range(30):
+        with pytest.raises(BrokerError):
+            await connect(f"nats://127.0.0.1:{port}", name="test", deadline_s=0.1)
+    listener.close()
+
+
 async def test_a_closed_connection_says_so(nats_server: NatsServer) -> None:
     broker = await connect(nats_server.url, name="test")
     await broker.close()
