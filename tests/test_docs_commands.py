@@ -43,8 +43,8 @@ BLOCKS = of_language(*SHELLS)
 MAKEFILES = (ROOT / "Makefile", ROOT / "clients" / "new_game" / "common" / "Makefile.in")
 OURS = {"tinkermq", "make", "python", "python3", "pip", "pytest", "curl", "nats"}
 OTHERS = {
-    *("export", "source", "cd", "for", "done", "printf", "cat", "grep", "head", "cut", "sed", "mkdir"),
-    *("cp", "install", "chown", "chgrp", "chmod", "rsync", "openssl", "apt-get"),
+    *("export", "source", "cd", "for", "done", "printf", "cat", "head", "cut", "sed", "mkdir"),
+    *("grep", "cp", "install", "chown", "chgrp", "chmod", "rsync", "openssl", "apt-get"),
     *("systemctl", "systemd-sysusers", "docker", "kubectl", "sky", "dstack", "uv"),
     *("emulator", "alfworld-download", "claude", "codex", "opencode", "node", "openenv"),
 }
