@@ -470,7 +470,7 @@ class HttpChannel:
         if not self._is_open:
             return
         self._is_open = False
-        if "Mcp-McpSession-Id" in self._headers:
+        if "Mcp-Session-Id" in self._headers:
             _begin_farewell(self._loop.create_task(self._delete()))
 
     async def _delete(self) -> None:
@@ -526,12 +526,12 @@ class HttpChannel:
         )
 
     def _keep_session(self, message: Mapping[str, Any], reply: httpx.Response) -> None:
-        session = reply.headers.get("Mcp-McpSession-Id")
+        session = reply.headers.get("Mcp-Session-Id")
         if message["method"] != "initialize" or session is None:
             return
         if not _SESSION_ID.fullmatch(session):
             raise McpServerError(f"{self._name} named its session {shown(session)}", hint="see it")
-        self._headers["Mcp-McpSession-Id"] = session
+        self._headers["Mcp-Session-Id"] = session
 
     async def _body(self, reply: httpx.Response) -> bytes:
         body = bytearray()
