@@ -318,11 +318,13 @@ class OpenEnvSession:
 
     async def close(self) -> None:
         """End the session; returns once the server has freed its place, or a while later."""
-        with contextlib.suppress(self._websockets.ConnectionClosed, OSError, TimeoutError):
-            async with asyncio.timeout(REQUEST_S):
-                await self._connection.send('{"type": "close"}')
-                await self._connection.wait_closed()
-        self.abort()
+        try:
+            with contextlib.suppress(self._websockets.ConnectionClosed, OSError, TimeoutError):
+                async with asyncio.timeout(REQUEST_S):
+                    await self._connection.send('{"type": "close"}')
+                    await self._connection.wait_closed()
+        finally:
+            self.abort()
 
     def abort(self) -> None:
         """Drop the connection without a word."""
@@ -588,3 +590,4 @@ class SessionPool:
             for session in self._sessions:
                 session.abort()
             ended(self)
+            await asyncio.sleep(0)  # the loop closes them in its next turn

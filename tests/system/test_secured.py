@@ -30,7 +30,7 @@ from tests.clients.command import Outcome, tinkermq, tinkermq_here
 from tests.support.configs import REPOSITORY, UNHURRIED, small_job
 from tests.support.games import Snoop
 from tests.support.secrets_on_disk import files_with
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
 AGENT = """
 import glob, http.client, json, os, socket, sys
@@ -137,7 +137,9 @@ def test_users_are_managed_on_the_command_line(operator: Operator) -> None:
     assert users["root"]["role"] == "admin"
     assert "key_hash" not in users["ada"]
     assert operator.told("user", "quota", "bob", "--slots", "4", key="root")["max_slots"] == 4
-    assert "0 of 4 slots, 0 of 64 live runs" in operator.run("ps", key="bob").err
+    deadline = time.monotonic() + PATIENCE_S  # the scheduler hears of a quota a moment later
+    while "0 of 4 slots, 0 of 64 live runs" not in (shown := operator.run("ps", key="bob").err):
+        assert time.monotonic() < deadline, shown
     denied = operator.run("user", "list", key="ada")
     assert denied.code != 0
     assert "may not do this" in denied.err

@@ -430,7 +430,7 @@ class _Hostile(BaseHTTPRequestHandler):
             case "silent" if is_call:
                 time.sleep(5)
             case "session":
-                self._say(200, b"{}", headers={"Mcp-McpSession-Id": "two words"})
+                self._say(200, b"{}", headers={"Mcp-Session-Id": "two words"})
             case "gzip":
                 self._say(200, gzip.compress(b"{}"), headers={"Content-Encoding": "gzip"})
             case "endless" if is_call:
