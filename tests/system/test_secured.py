@@ -4,6 +4,7 @@ import asyncio
 import json
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
