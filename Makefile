@@ -21,7 +21,7 @@ help:  ## List the targets
 quickstart: $(VENV)/worker.stamp  ## Train a tiny model on this machine and watch its reward rise
 	$(BIN)/tinkermq quickstart
 
-quickstart-real: $(VENV)/worker.stamp  ## Train a language model of 135 million weights, for a quarter of an hour
+quickstart-real: $(VENV)/worker.stamp  ## Train a language model of 135 million weights, for some minutes
 	$(BIN)/tinkermq quickstart --real
 
 venv: $(VENV)/dev.stamp  ## Make .venv with everything that development needs
