@@ -103,11 +103,7 @@ class Learner:
         )
         checkpoints.judged = self.evaluations
         self.publisher = Publisher(context, policies.models, policies.snapshot)
-        context.own_bytes = self._bytes_by_kind
-        models = [*policies.models.values()]
-        is_shared = context.record.is_colocated
-        use = gpu_use_of(config, models, policies.critics) if is_shared else None
-        self._gpu = GpuTurns(context, use)
+        self._gpu = self._open_gpu(policies)
         self._tracer = TorchTracer(context.run_dir / "traces")
         self.control = LearnerControl(
             context,
@@ -155,6 +151,12 @@ class Learner:
             reporter.log_checkpoint,
         )
 
+    def _open_gpu(self, policies: Policies) -> GpuTurns:
+        is_shared = self.context.record.is_colocated
+        models = [*policies.models.values()]
+        use = gpu_use_of(self.config, models, policies.critics) if is_shared else None
+        return GpuTurns(self.context, use)
+
     def _bytes_by_kind(self) -> dict[str, int]:
         return self._policies.bytes_by_kind | {"weights sent": self.publisher.sending_bytes}
 
@@ -194,6 +196,7 @@ class Learner:
                 background.create_task(self.publisher.serve(), name="weights"),
                 background.create_task(self._saver.upload(), name="uploads"),
             ]
+            self.context.own_bytes = self._bytes_by_kind
             await self.control.serve()
             await self._gpu.serve()
             await self.publisher.reserve()
