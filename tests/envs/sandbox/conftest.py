@@ -33,7 +33,7 @@ def sandbox(bubblewrap: LocalCodeSandbox) -> Iterator[LocalCodeSandbox]:
     before, files = set(descendants(os.getpid())), num_open_files()
     yield bubblewrap
     assert set(descendants(os.getpid())) <= before
-    assert num_open_files() == files
+    assert num_open_files() <= files  # what an earlier test left may go meanwhile
 
 
 @pytest.fixture

@@ -313,7 +313,7 @@ def test_where_there_can_be_no_socket_the_remedy_is_told(tmp_path: Path, place: 
     before = num_open_files()
     with pytest.raises(OSError, match=r"no socket .* set TMPDIR to a short folder"):
         listen_at(path)
-    assert num_open_files() == before
+    assert num_open_files() <= before
 
 
 # -- What a sandbox is charged with is its own, also while it is still being made ------------------
