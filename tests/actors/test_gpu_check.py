@@ -29,6 +29,7 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
 
+@pytest.mark.long
 def test_what_goes_wrong_in_one_check_costs_that_line_alone() -> None:
     checks = [*map(bad, ("skip", "fail", "crash")), bad("hang", 5), bad("pass_check")]
     results = {one.name: one for one in run_checks(checks)}

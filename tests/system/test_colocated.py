@@ -123,6 +123,7 @@ async def test_a_generator_and_a_learner_killed_while_the_engine_sleeps(
 
 
 @pytest.mark.faults
+@pytest.mark.long
 async def test_a_generator_and_a_learner_killed_while_the_engine_generates(
     stack: Stack, model: Path
 ) -> None:
