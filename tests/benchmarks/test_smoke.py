@@ -35,7 +35,7 @@ def benchmark(name: str) -> Any:
         reason = f"no .tinker/{', '.join(missing)}: benchmarks/tinker_peer.py says how to make it"
     if name == "openenv_speed" and not (ROOT / ".venv-openenv").exists():
         missing = [".venv-openenv"]
-        reason = "no .venv-openenv: `make extras` makes it"
+        reason = "no .venv-openenv: `make test-openenv` makes it"
     if name == "transfer_queue" and not (ROOT / ".transfer-queue").exists():
         missing = [".transfer-queue"]
         reason = "no .transfer-queue: benchmarks/transfer_queue.py says how to make it"
