@@ -2,8 +2,8 @@
 
 Both play 64 sessions in one event loop on the same server, in turns; then the game plays through
 the runner of a host, which has a loop of its own for it, and many sessions play so on ten servers
-at once. The servers and the own client run in the environment that `make test-openenv` makes, which has
-the package openenv.
+at once. The servers and the own client run in the environment that `make test-openenv` makes, which
+has the package openenv.
 
     python -m benchmarks.openenv_speed [--quick]
 """
