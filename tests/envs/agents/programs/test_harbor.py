@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tinkermq.envs import StepResult
+from tinkermq.envs.agents.programs.sandbox import WORK
 from tinkermq.envs.agents.programs.task_tests import parse_task_reward
 from tinkermq.envs.dataset import Record
 from tinkermq.envs.task_folders import TaskFolders, TaskRefused
@@ -17,11 +18,11 @@ from tinkermq.schemas.wire.errors import RewardError
 from tests.envs.agents.programs.conftest import hosting
 from tests.support.harbor_tasks import PLAIN, TASKS, Task, passes_if, write_tasks
 
-SOLVE = """
+SOLVE = f"""
 ask()
 with open(os.environ["TINKERMQ_TASK"]) as file:
     name = json.load(file)["task"]
-subprocess.run(["bash", f"/episode/work/{name}.sh"], check=True)
+subprocess.run(["bash", "{WORK}/" + name + ".sh"], check=True)
 """
 NEVER = Task("Do the impossible.", passes_if("[ -e /app/impossible ]"), "")
 Played = Callable[..., Any]
@@ -201,7 +202,7 @@ async def test_no_program_is_rewarded_for_what_it_does_to_its_tests(tmp_path: Pa
     programs.mkdir()
     for number, code in enumerate(CHEATS.values()):
         (programs / f"{number}.py").write_text(code)
-    code = "ask(); exec(open(f'/episode/work/{os.environ[\"TINKERMQ_SEED\"]}.py').read())"
+    code = f"ask(); exec(open('{WORK}/' + os.environ['TINKERMQ_SEED'] + '.py').read())"
     async with hosting(code, files=str(programs)) as host:
         results = {
             cheat: await host.play(f"e{number}-1", record=row, seed=number)
