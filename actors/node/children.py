@@ -6,6 +6,7 @@ run code of users in a sandbox.
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -40,6 +41,8 @@ _START_DEADLINE_S = 120.0
 _FORKED_ROLES = frozenset(
     {"learner", "rank", "generator", "evaluator", "server", "trainer", "sampler"}
 )
+WITHOUT_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""For libraries that start a thread as they are imported, unless they are told not to."""
 _WRITES = frozenset({"learner", "rank"})
 _OWN_LINK = re.compile(r"(latest|best)|\.(latest|best)\.[0-9]+")
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -64,6 +67,10 @@ class Child(Protocol):
 
 class StartFailed(OSError):
     """An actor could not be started now for a reason that is not its own: it is tried again."""
+
+
+class CannotFork(OSError):
+    """A library that actors need starts threads as it is imported, which a fork would lose."""
 
 
 StartChild = Callable[[WantedActor, Mapping[str, str], int], Awaitable[Child]]
@@ -128,7 +135,8 @@ class ActorStarter:
             may_pass = isinstance(error, StorageError) and error.is_full
             raise (OSError(str(error)) if may_pass else StartRefused.of(error)) from error
         if sys.platform == "linux" and wanted.role in _FORKED_ROLES and not is_sandboxed:
-            return await self._server.fork(wanted, environment, output)
+            with contextlib.suppress(CannotFork):
+                return await self._server.fork(wanted, environment, output)
         command = list(program or [sys.executable, "-m", actor_module(wanted), *actor_argv(wanted)])
         if is_sandboxed and self._sandboxes is not None:
             return await self._sandboxes.start(command, wanted, environment, output)
@@ -192,6 +200,7 @@ class ForkServer:
         self._children: dict[int, ForkedChild] = {}
         self._idle: asyncio.TimerHandle | None = None
         self._starting = asyncio.Lock()
+        self._threads = ""
 
     @property
     def pid(self) -> int | None:
@@ -199,7 +208,12 @@ class ForkServer:
         return self._process.pid if self._process and self._channel else None
 
     async def fork(self, wanted: WantedActor, environment: Mapping[str, str], output: int) -> Child:
-        """Fork into an actor; OSError when the server cannot."""
+        """Fork into an actor.
+
+        Raises OSError when the server cannot now, CannotFork when it never can.
+        """
+        if self._threads:
+            raise CannotFork(self._threads)
         loop = asyncio.get_running_loop()
         if self._idle is not None:
             self._idle.cancel()
@@ -220,6 +234,10 @@ class ForkServer:
             raise OSError(
                 f"no actor was forked within {_START_DEADLINE_S:.0f} s; see the node's log"
             ) from slow
+        except OSError as error:
+            if self._threads:  # it said so while this request was sent
+                raise CannotFork(self._threads) from error
+            raise
         finally:
             del self._asked[request.number]
 
@@ -240,7 +258,7 @@ class ForkServer:
                 "tinkermq.actors.node.fork_server",
                 str(theirs.fileno()),
                 stdin=asyncio.subprocess.DEVNULL,
-                env={**os.environ, **ENVIRONMENT},
+                env={**os.environ, **ENVIRONMENT, **WITHOUT_THREADS},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 preexec_fn=die_with(os.getpid()),
@@ -255,26 +273,38 @@ class ForkServer:
         """Take one answer of the server."""
         try:
             packet = channel.recv(PACKET_BYTES)
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionResetError):  # after a reset, what it sent can be read
             return
         except OSError:
             packet = b""
         if not packet:
             self._lost(channel)
             return
-        fields: dict[str, int] = json.loads(packet)
-        if "exit_code" in fields:
+        fields = json.loads(packet)
+        if "threads" in fields:
+            self._threads = fields["threads"]
+            _log.warning(
+                "actors_are_not_forked",
+                threads=self._threads,
+                hint="libraries of this environment start threads as they are imported; actors "
+                "start as programs, which takes seconds longer",
+            )
+            self._hang_up(channel)
+            for asked in self._asked.values():
+                if not asked.done():
+                    asked.set_exception(CannotFork(self._threads))
+        elif "exit_code" in fields:
             self._children.pop(fields["pid"]).ended.set_result(fields["exit_code"])
             if not self._children and not self._asked:
                 loop = asyncio.get_running_loop()
                 self._idle = loop.call_later(self._idle_s, self._hang_up, channel)
-            return
-        child = self._children[fields["pid"]] = ForkedChild(fields["pid"])
-        future = self._asked.get(fields["number"])
-        if future is None or future.done():  # no longer awaited
-            os.kill(child.pid, signal.SIGKILL)
         else:
-            future.set_result(child)
+            child = self._children[fields["pid"]] = ForkedChild(fields["pid"])
+            future = self._asked.get(fields["number"])
+            if future is None or future.done():  # no longer awaited
+                os.kill(child.pid, signal.SIGKILL)
+            else:
+                future.set_result(child)
 
     def _lost(self, channel: socket.socket) -> None:
         """The server has died, and its actors with it: the next fork starts another."""

@@ -3,7 +3,8 @@
 A node starts it as `python -m tinkermq.actors.node.fork_server <fd>` and asks over that socket, one
 packet a request, with the file descriptor that takes the actor's output. It answers with the
 actor's pid, and once more when the actor has ended. It has one thread, so a fork is safe, and no
-accelerator is touched before it. It ends with its node, and its actors with it.
+accelerator is touched before it. Where a library starts a thread as it is imported, it says so and
+ends: the node then starts its actors as programs. It ends with its node, and its actors with it.
 """
 
 import contextlib
@@ -118,11 +119,14 @@ def _import_heavy() -> None:
     for module in _HEAVY:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
-    num_threads = len(list(Path("/proc/self/task").iterdir()))
-    if num_threads > 1:
-        raise RuntimeError(f"{num_threads} threads run after the imports: a fork would lose them")
     gc.collect()
     gc.freeze()  # keeps the collector from writing to pages that all actors share
+
+
+def _other_threads() -> list[str]:
+    """Return the names of the threads that a fork would lose."""
+    tasks = Path("/proc/self/task").iterdir()
+    return [(task / "comm").read_text().strip() for task in tasks if int(task.name) != os.getpid()]
 
 
 def _find_title() -> None:
@@ -153,6 +157,9 @@ def main(argv: Sequence[str]) -> int:
     """Serve until the node has gone, or be one of its actors."""
     channel = socket.socket(fileno=int(argv[0]))
     _import_heavy()
+    if names := _other_threads():
+        channel.send(json.dumps({"threads": ", ".join(names)}).encode())
+        return 1
     request = _ForkServer(channel).serve()
     return 0 if request is None else _become(request)
 

@@ -3,13 +3,16 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from tinkermq.actors.node.children import Child, ForkServer
-from tinkermq.actors.node.sandbox import actor_environment
+from tinkermq.actors.node.children import WITHOUT_THREADS, ActorStarter, Child, ForkServer
+from tinkermq.actors.node.sandbox import ENVIRONMENT, actor_environment
 from tinkermq.actors.runtime import EXIT_DRAINED
 from tinkermq.schemas.node import WantedActor
 
@@ -20,6 +23,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NOBODY = "nats://127.0.0.1:1"
 IDLE_S = 1.0
+WANTED = WantedActor(user="u", job="j", name="learner-7", role="learner", threads=3, run_dir="/")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -39,16 +43,13 @@ class Actor:
 
     @classmethod
     async def start(cls, server: ForkServer, url: str = NOBODY) -> "Actor":
-        wanted = WantedActor(
-            user="u", job="j", name="learner-7", role="learner", threads=3, run_dir="/"
-        )
         reading, writing = os.pipe()
         stream = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(reading, "rb", 0)
         )
         try:
-            return cls(await server.fork(wanted, actor_environment(wanted, url), writing), stream)
+            return cls(await server.fork(WANTED, actor_environment(WANTED, url), writing), stream)
         finally:
             os.close(writing)
 
@@ -112,3 +113,29 @@ async def test_a_server_without_actors_ends_after_a_while(server: ForkServer) ->
     os.kill(actor.child.pid, signal.SIGKILL)
     await until(lambda: not alive(pid), "the server to end")
     assert server.pid is None
+
+
+async def test_where_a_library_starts_threads_actors_start_as_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread = "threading.Thread(target=time.sleep, args=(600,), daemon=True)"
+    library = f"import threading, time\n{thread}.start()"
+    (tmp_path / "sitecustomize.py").write_text(library)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    starter = ActorStarter()
+    with (tmp_path / "output").open("wb") as output:
+        start = partial(starter.start, WANTED, actor_environment(WANTED, NOBODY), output.fileno())
+        children = await asyncio.gather(start(), start())
+    assert [type(child) for child in children] == [asyncio.subprocess.Process] * 2
+    for child in children:
+        os.kill(child.pid, signal.SIGKILL)
+        await asyncio.wait_for(child.wait(), PATIENCE_S)
+    await starter.close()
+
+
+async def test_arrow_starts_no_thread_in_the_server() -> None:
+    """scikit-learn imports it, where that is installed, and transformers imports that."""
+    environment = os.environ | ENVIRONMENT | WITHOUT_THREADS
+    counted = "import pyarrow, os; print(len(os.listdir('/proc/self/task')))"
+    program = [sys.executable, "-c", counted]
+    assert subprocess.check_output(program, env=environment).strip() == b"1"
