@@ -14,6 +14,11 @@ from tests.gpu.material import RandomPolicy
 from tests.gpu.report import append_figures
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Let libraries warn: which of their code runs, and of which version, is a machine's matter."""
+    item.add_marker(pytest.mark.filterwarnings("default"))
+
+
 @pytest.fixture(scope="session")
 def on_gpu() -> bool:
     """Return whether the tests run on GPUs, else on the CPU with tiny sizes."""

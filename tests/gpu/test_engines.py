@@ -21,7 +21,6 @@ SWAP_AFTER = 4 * NUM_REQUESTS
 pytestmark = [
     pytest.mark.gpu_machine,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("default"),  # vLLM's
     pytest.mark.parametrize(
         "engine_name",
         [

@@ -28,7 +28,6 @@ from tests.support.stack import Stack
 pytestmark = [
     pytest.mark.gpu_machine,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("default"),  # vLLM's
 ]
 PROMPT_TOKENS = 16
 NUM_WAVES = 4

@@ -168,6 +168,8 @@ def settle_environment(config: GeneratorConfig) -> None:
         TORCHDYNAMO_DISABLE="0" if config.compile else "1",
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns at each swap
+    # FlashInfer's sampler is compiled with nvcc when it is first used, and takes no seeds.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
 _FREED_S = 30.0

@@ -321,27 +321,25 @@ class AdapterTrainer:
         self._windows[model_id] = PendingWindow()
 
     def _check_mixed(self) -> None:
-        """Prove that adapters beside each other add to their own rows; else raises ModelError."""
-        worst = max(_differences(self._two_alone(), self._two_mixed()))
-        in_half = self._base.scorer.inside.dtype != torch.float32
-        tolerance = _BF16_TOLERANCE if in_half else _MIXED_TOLERANCE
+        """Prove that adapters beside each other add to their own rows; else raises ModelError.
+
+        In 16 bits larger micro-batches round otherwise, by as much as beside the same adapter.
+        """
+        alone, mixed = self._two_passes(), self._two_passes()
+        for item in alone:
+            compute(self._base, [item])
+        compute(self._base, mixed)
+        worst, tolerance = max(_differences(alone, mixed)), _MIXED_TOLERANCE
+        if self._base.scorer.inside.dtype != torch.float32:
+            same = [self._two_passes()[0] for _ in range(2)]
+            compute(self._base, same)
+            tolerance = max(_BF16_TOLERANCE, 3 * max(_differences(alone[:1], same[:1])))
         if not worst <= tolerance:
             raise ModelError(
                 f"micro-batches of several adapters change each other's log-probs by {worst:.2g} "
                 f"on {self.base_model}",
                 hint="set tinker.mixed_micro_batches=false for it",
             )
-
-    def _two_alone(self) -> list[LossPass]:
-        alone = self._two_passes()
-        for item in alone:
-            compute(self._base, [item])
-        return alone
-
-    def _two_mixed(self) -> list[LossPass]:
-        mixed = self._two_passes()
-        compute(self._base, mixed)
-        return mixed
 
     def _two_passes(self) -> list[LossPass]:
         """Return passes of two adapters that each change something, over other tokens."""
@@ -356,7 +354,8 @@ class AdapterTrainer:
                 },
                 None,
             )
-            tokens = np.arange(at, at + 6 + at, dtype=np.int32) % self._vocab
+            first = self._vocab // 3 + at  # the ids before are of special tokens
+            tokens = np.arange(first, first + 6 + at, dtype=np.int32) % self._vocab
             datum = Datum(tokens, {"target_tokens": tokens.astype(np.int64)})
             loss = find_loss("cross_entropy")
             batch = self._reader.read([datum], "cross_entropy", loss, backward=False)

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tinkermq.actors.engine.engine import Concurrency, RequestLimit
 from tinkermq.actors.engine.sampling import RowParameters, sample, uniforms
-from tinkermq.actors.engine.transformers.decoder import SlotDecoder, load_decoder
+from tinkermq.actors.engine.transformers.decoder import FedTokens, SlotDecoder, load_decoder
+from tinkermq.actors.policy.tiny_models import save_tiny_model
 from tinkermq.schemas.wire.errors import ModelError
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
 from transformers.models.mistral import MistralConfig, MistralForCausalLM
 from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextForCausalLM
@@ -199,15 +200,13 @@ SMALL: dict[str, Any] = {
 }
 
 
-def load(path: Path, max_tokens: int = 64) -> SlotDecoder:
-    return load_decoder(
-        str(path), dtype=torch.float32, device="cpu", max_slots=4, max_tokens=max_tokens
-    )
+def load(path: Path, max_tokens: int = 64, dtype: torch.dtype = torch.float32) -> SlotDecoder:
+    return load_decoder(str(path), dtype=dtype, device="cpu", max_slots=4, max_tokens=max_tokens)
 
 
-def refused(path: Path, max_tokens: int = 64) -> str:
+def refused(path: Path, max_tokens: int = 64, dtype: torch.dtype = torch.float32) -> str:
     with pytest.raises(ModelError) as caught:
-        load(path, max_tokens)
+        load(path, max_tokens, dtype)
     return str(caught.value)
 
 
@@ -240,7 +239,10 @@ def test_models_without_full_attention_are_refused(model: PreTrainedModel, tmp_p
     assert "Qwen3 or Llama" in message
 
 
-def test_a_model_whose_attention_is_more_than_causal_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_whose_attention_is_more_than_causal_is_refused(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     config = Gemma2Config(**SMALL, layer_types=["full_attention"] * 2, attn_logit_softcapping=1e-3)
     torch.manual_seed(0)
     model: Any = Gemma2ForCausalLM(config)
@@ -249,7 +251,26 @@ def test_a_model_whose_attention_is_more_than_causal_is_refused(tmp_path: Path) 
         torch.nn.init.normal_(layer.self_attn.k_proj.weight)
         torch.nn.init.normal_(layer.self_attn.v_proj.weight)
     model.save_pretrained(tmp_path)
-    assert "computes other logits over the slot cache" in refused(tmp_path)
+    assert "computes other logits over the slot cache" in refused(tmp_path, dtype=dtype)
+
+
+def test_a_sound_model_that_16_bits_round_far_is_not_refused(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, kind="qwen2", width=64, layers=12, heads=4, kv_heads=2, seed=1)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    with torch.no_grad():
+        for layer in model.model.layers:  # attention to one token or another, by the last bit
+            layer.self_attn.q_proj.weight.mul_(64)
+            layer.self_attn.k_proj.weight.mul_(64)
+    model.bfloat16().save_pretrained(tmp_path)
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        exact, rounded = model.float()(ids).logits, model.bfloat16()(ids).logits
+    assert (exact - rounded).abs().max() >= 0.1 * exact.abs().max()
+    decoder = load(tmp_path, dtype=torch.bfloat16)
+    assert decoder.cache.shape.dtype == torch.bfloat16
+    assert {parameter.dtype for parameter in decoder.model.parameters()} == {torch.bfloat16}
+    decoded = next(decoder.prefill([FedTokens(0, 0, np.array([1, 2, 3], np.int32))]))[1]
+    assert decoded.dtype == torch.bfloat16
 
 
 def test_a_folder_that_holds_no_model_names_the_missing_file(tmp_path: Path) -> None:
