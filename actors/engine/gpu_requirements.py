@@ -5,12 +5,15 @@ the value and the key instead. Pure but for `read_own_gpu` and `installed_versio
 imports torch or vLLM.
 """
 
+import asyncio
 import contextlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
-from typing import Any
+from typing import Any, TypeVar
+
+import structlog
 
 from ...schemas.config.job import GeneratorConfig
 from ...schemas.node import Gpu
@@ -24,6 +27,11 @@ BATCH_INVARIANT_CAPABILITY = (8, 0)
 VLLM_SERIES = "0.32."
 """Releases of vLLM that the engine was written for."""
 _GIB = 1 << 30
+_STARTS = 3
+_UNNOTICED_BYTES = 16 << 20
+"""Memory of a GPU that moves without a process that takes or frees any."""
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,27 @@ def lack_of_memory(card: GpuState, share: float) -> EngineError | None:
         hint=f"end what runs there (`nvidia-smi`), or set generator.memory_share to {fits:.2f} or "
         "less; two jobs on one GPU each need a share of their own",
     )
+
+
+async def start_beside_others(
+    start: Callable[[], T], read: Callable[[], GpuState | None] = read_own_gpu
+) -> T:
+    """Return what `start`, run in a thread, returns; start again after others gave memory back.
+
+    vLLM measures the free memory while it starts, and fails if there is more afterwards: the
+    learner on the same GPU, or a process that ends, has freed some. Raises what `start` raises.
+    """
+    for attempt in range(1, _STARTS + 1):
+        before = await asyncio.to_thread(read)
+        try:
+            return await asyncio.to_thread(start)
+        except RuntimeError:
+            after = await asyncio.to_thread(read)
+            freed = after.free_bytes - before.free_bytes if before and after else 0
+            if freed <= _UNNOTICED_BYTES or attempt == _STARTS:
+                raise
+            _log.warning("engine_starts_again", freed_mib=freed >> 20, attempt=attempt)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def installed_versions() -> dict[str, str]:

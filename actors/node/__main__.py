@@ -1,6 +1,7 @@
 """Start a node: `python -m tinkermq.actors.node --nats URL [--name NAME]
-[--slots N | --gpus 0,1]`."""
+[--slots N | --cpu-slots N | --gpus 0,1]`."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,7 +16,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a node until it is stopped; return the exit code."""
     parser = service_parser("node")
     parser.add_argument("--name", default=default_name(), help="name (default: the host's)")
-    parser.add_argument("--slots", type=int, help="CPU shares to give away instead of GPUs")
+    parser.add_argument(
+        "--slots", type=int, help="CPU shares to give away instead of GPUs, which actors do not see"
+    )
+    parser.add_argument(
+        "--cpu-slots", type=int, help="CPU shares to give away where there is no GPU"
+    )
     parser.add_argument(
         "--link", default="", help="name of a fast network that it shares with other nodes"
     )
@@ -31,8 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with lock_name(arguments.name, arguments.nats):
             context.set_state("working")
             check_slots(arguments.slots, arguments.gpus)
-            gpus = None if arguments.slots else find_gpus(arguments.gpus)
-            slots = arguments.slots or default_slots()
+            if arguments.slots:
+                os.environ["CUDA_VISIBLE_DEVICES"] = ""  # actors inherit it
+            gpus = find_gpus(arguments.gpus)
+            slots = arguments.slots or arguments.cpu_slots or default_slots()
             node = Node(
                 context.broker,
                 arguments.name,

@@ -1,6 +1,8 @@
 """Where an actor computes: on the GPU that its node gives it, else on the CPU."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch
@@ -44,6 +46,17 @@ def own_card() -> GpuCard | None:
 def own_dtype(dtype: Dtype) -> Literal["float32", "bfloat16"]:
     """Return the dtype that a key means where this process computes."""
     return resolve_dtype(dtype, on_gpu=own_device().type == "cuda")
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Compute products in float32 without TF32, whose roundings hide what a check looks for."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def gpu_of(device: torch.device) -> str:

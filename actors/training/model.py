@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from ...schemas.config.job import ModelConfig
 from ...schemas.config.sections import LearnerConfig, LoraConfig
 from ...schemas.wire.errors import ModelError
+from ..policy.devices import exact_products
 from ..policy.experts import RouterReplay, routers_of
 from ..policy.lora import set_dropout
 from ..policy.model_folder import load_causal_lm, load_policy
@@ -218,9 +219,9 @@ class Scorer:
         self._window, self._masks_by_layer = _sliding_window(config)
         self._temperature = temperature
         self._chunk_bytes = chunk_bytes or logits_chunk_bytes(self.device.type == "cuda")
-        with torch.no_grad():
+        with torch.no_grad(), exact_products():
             self.full_logits = not self.inside.compute(self._head_is_all)
-        self._check_packing()
+            self._check_packing()
 
     @property
     def device(self) -> torch.device:
@@ -361,7 +362,6 @@ class Scorer:
             hook.remove()
         return bool(seen) and bool(torch.allclose(whole, self._head(seen[-1]), atol=1e-2))
 
-    @torch.no_grad()
     def _check_packing(self) -> None:
         """Prove that sequences of one row do not see each other; refuse the model otherwise.
 

@@ -251,8 +251,8 @@ def _short(path: Path) -> str:
     return relative if len(relative) < len(str(path)) else str(path)
 
 
-SLOTS = 2
-"""One of the learner, one of the generator."""
+CPU_SLOTS = 2
+"""One of the learner, one of the generator; each has half of the cores."""
 INTERRUPTED = 130
 
 
@@ -320,7 +320,9 @@ def _train_in_own_stack(folder: Path, config: Path, overrides: tuple[str, ...]) 
     given = load_config(config, overrides).model_dump(exclude_unset=True)
     with tempfile.TemporaryDirectory(prefix=".stack-", dir=folder.resolve()) as place:
         home = Home(place)
-        options = StackOptions(home=home.folder, slots=SLOTS, node=f"quickstart-{os.getpid()}")
+        options = StackOptions(
+            home=home.folder, cpu_slots=CPU_SLOTS, node=f"quickstart-{os.getpid()}"
+        )
         state = start_detached(options, die_with_parent=True)
         print_text(f"stack      {state.url}: nats-server, scheduler, one node")
         try:

@@ -163,6 +163,8 @@ class StackOptions:
     """Its private key."""
     slots: int | None = None
     """Slots of the node; None lets it count."""
+    cpu_slots: int | None = None
+    """Slots of the node if the machine has no GPU; None lets it count."""
     node: str | None = None
     """Name of the node; None: that of this machine."""
     on: str | None = None
@@ -180,6 +182,7 @@ class StackOptions:
             ("--tls-cert", self.tls_cert),
             ("--tls-key", self.tls_key),
             ("--slots", self.slots),
+            ("--cpu-slots", self.cpu_slots),
             ("--node", self.node),
             ("--on", self.on),
             ("--gateway-port", self.gateway_port),
@@ -230,7 +233,11 @@ class Supervisor:
             own.chmod(0o700)
         url = self.options.nats_url or self._start_server()
         node: list[str] = []
-        for flag, value in (("--name", self.options.node), ("--slots", self.options.slots)):
+        for flag, value in (
+            ("--name", self.options.node),
+            ("--slots", self.options.slots),
+            ("--cpu-slots", self.options.cpu_slots),
+        ):
             node += [] if value is None else [flag, str(value)]
         commands = {
             "auth": ["-m", "tinkermq.actors.auth"],
@@ -467,6 +474,7 @@ def _parse(argv: Sequence[str] | None) -> StackOptions:
     parser.add_argument("--tls-cert", type=Path)
     parser.add_argument("--tls-key", type=Path)
     parser.add_argument("--slots", type=int)
+    parser.add_argument("--cpu-slots", type=int)
     parser.add_argument("--node")
     parser.add_argument("--on")
     parser.add_argument("--gateway-port", type=int)

@@ -23,6 +23,7 @@ from transformers.cache_utils import DynamicLayer
 from ....schemas.config.sections import LoraConfig
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import ModelError
+from ...policy.devices import exact_products
 from ...policy.experts import RouterRecorder
 from ...policy.model_folder import load_model_config, load_policy
 from ...policy.vision import (
@@ -124,7 +125,7 @@ class SlotDecoder:
         embedding = cast("torch.Tensor", model.get_input_embeddings().weight)
         self.device = embedding.device
         self.vocab_size = int(embedding.shape[0])
-        with _in_float32(model):
+        with exact_products(), _in_float32(model):
             probes = _probes(model, reader)
             plain = [_plain(model, probe) for probe in probes]
             shape = _cache_shape(path, plain[0][1])

@@ -20,6 +20,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from vllm import AsyncEngineArgs, SamplingParams
@@ -58,7 +59,13 @@ from ..engine import (
     Sampling,
     nothing,
 )
-from ..gpu_requirements import check_instances, check_kernels, lack_of_memory, read_own_gpu
+from ..gpu_requirements import (
+    check_instances,
+    check_kernels,
+    lack_of_memory,
+    read_own_gpu,
+    start_beside_others,
+)
 from .constraints import PROCESSOR
 from .request import (
     ShownImages,
@@ -307,12 +314,14 @@ class VllmModel:
             path, config, max_context, trust_remote_code, ranks, sees, tokenizer, num_engines
         )
         try:
-            llm = await asyncio.to_thread(
-                AsyncLLM.from_engine_args,
-                AsyncEngineArgs(**arguments),
-                # By it vLLM chooses batches for throughput, not for the first token's latency.
-                usage_context=UsageContext.LLM_CLASS,
-                stat_loggers=[recorder.made],
+            llm = await start_beside_others(
+                partial(
+                    AsyncLLM.from_engine_args,
+                    AsyncEngineArgs(**arguments),
+                    # By it vLLM chooses batches for throughput, not for the first token's latency.
+                    usage_context=UsageContext.LLM_CLASS,
+                    stat_loggers=[recorder.made],
+                )
             )
         except (ValueError, RuntimeError, OSError, AssertionError) as error:
             raise ModelError(

@@ -24,6 +24,7 @@ from ....schemas.config.sections import Dtype, LearnerConfig
 from ....schemas.tinker.datum import AdamParams, Datum, LoraSpec, LossResult
 from ....schemas.tinker.operation import Company
 from ....schemas.wire.errors import ModelError, NotFoundError, StateError, TinkermqError
+from ...policy.devices import exact_products
 from ...policy.lora import check_base
 from ...training.model import Scorer, load_model
 from ...training.parallel import Parallel
@@ -100,7 +101,8 @@ class AdapterTrainer:
         self._windows: dict[str, PendingWindow] = {}
         self._mixed = mixed
         if mixed:
-            self._check_mixed()
+            with exact_products():
+                self._check_mixed()
 
     @classmethod
     def open(

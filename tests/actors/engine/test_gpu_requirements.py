@@ -4,6 +4,7 @@ The functions of vLLM that decide are called themselves where it is installed; n
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +20,7 @@ from tinkermq.actors.engine.gpu_requirements import (
     installed_versions,
     lack_of_memory,
     read_own_gpu,
+    start_beside_others,
 )
 from tinkermq.actors.rollout.players import settled_for_gpu
 from tinkermq.schemas.config.job import GeneratorConfig, JobConfig
@@ -230,3 +232,33 @@ def ask(total: int, free: int, share: float) -> int:
     request_memory = vllm_part("v1.worker.utils:request_memory")
     snapshot = SimpleNamespace(total_memory=total, free_memory=free, device_="cuda:0")
     return int(request_memory(snapshot, SimpleNamespace(gpu_memory_utilization=share)))
+
+
+def starts(*outcomes: str | Exception) -> Callable[[], str]:
+    """Return what starts an engine with one outcome after the other."""
+    left = list(outcomes)
+
+    def start() -> str:
+        outcome = left.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return start
+
+
+def free(*gib: int) -> Callable[[], GpuState]:
+    """Return what reads a GPU that has these amounts free, one after the other."""
+    left = list(gib)
+    return lambda: replace(H100, free_bytes=left.pop(0) * GIB)
+
+
+async def test_an_engine_starts_again_if_others_gave_memory_back_meanwhile() -> None:
+    failed = RuntimeError("Engine core initialization failed")
+    assert await start_beside_others(starts(failed, "up"), free(60, 64, 64)) == "up"
+    with pytest.raises(RuntimeError, match="initialization failed"):
+        await start_beside_others(starts(failed, "never"), free(60, 60))
+    with pytest.raises(RuntimeError, match="initialization failed"):
+        await start_beside_others(starts(failed, failed, failed), free(60, 61, 61, 62, 62, 63))
+    with pytest.raises(ValueError, match="no such key"):
+        await start_beside_others(starts(ValueError("no such key")), free(60, 64))

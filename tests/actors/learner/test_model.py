@@ -157,6 +157,21 @@ def test_sequences_that_see_each_other_are_refused() -> None:
         Scorer(model, temperature=1.0)
 
 
+def test_a_check_computes_without_tf32() -> None:
+    seen: set[str] = set()
+    model = _random(_mistral(4096))
+    model.base_model.register_forward_hook(
+        lambda *_: seen.add(torch.get_float32_matmul_precision())
+    )
+    torch.set_float32_matmul_precision("high")
+    try:
+        Scorer(model, temperature=1.0)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert seen == {"highest"}
+
+
 def test_logits_in_chunks_change_neither_scores_nor_gradients() -> None:
     model = _random(_mistral(4096))
     batch = _batch()

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from functools import partial
@@ -137,5 +136,8 @@ async def test_arrow_starts_no_thread_in_the_server() -> None:
     """scikit-learn imports it, where that is installed, and transformers imports that."""
     environment = os.environ | ENVIRONMENT | WITHOUT_THREADS
     counted = "import pyarrow, os; print(len(os.listdir('/proc/self/task')))"
-    program = [sys.executable, "-c", counted]
-    assert subprocess.check_output(program, env=environment).strip() == b"1"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", counted, env=environment, stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await process.communicate()
+    assert output.strip() == b"1"
