@@ -25,6 +25,10 @@ from tests.support.stack import Stack
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
+NO_SYSTEM = (
+    "{%- for message in messages if message['role'] != 'system' -%}<|user|>{{ message['content'] }}"
+    "<|end|>{%- endfor -%}{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
 FORGETS = "{%- for message in messages[-1:] -%}<|user|>{{ message['content'] }}{%- endfor -%}"
 
 NO_REWARD = {"source": "function", "function": "tests.support.games:no_reward"}
@@ -86,6 +90,7 @@ async def mistakes(
     weights = cut / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     forgetful = with_template(model, folder / "forgetful", FORGETS)
+    no_system = with_template(model, folder / "no_system", NO_SYSTEM)
     rows = [{"prompt": "3+4=", "answer": "7"}]
     (folder / "no_answer.jsonl").write_text(json.dumps({"prompt": rows[0]["prompt"]}) + "\n")
     (folder / "nothing.jsonl").write_text("")
@@ -98,6 +103,7 @@ async def mistakes(
     configs = {
         "model": small_job(cut, generator=alone),
         "template": small_job(forgetful, rollout={"max_turns": 2}),
+        "system": small_job(no_system, env={"game": "guess"}),
         "missing": small_job(model, env=data("missing.parquet"), generator=alone),
         "column": small_job(model, env=data("no_answer.jsonl"), generator=alone),
         "nothing": small_job(model, env=data("nothing.jsonl"), generator=alone),
@@ -141,6 +147,7 @@ def rarely(*case: Any) -> Any:
     [
         rarely("model", ["a *.safetensors file of model", "/cut is damaged or cut", "again"]),
         rarely("template", ["chat template"]),
+        rarely("system", ["no_system takes no system message", "the template leaves it out"]),
         rarely("missing", ["missing.parquet"]),
         ("column", ["no_answer.jsonl", "answer"]),
         rarely("nothing", ["nothing.jsonl"]),
