@@ -28,6 +28,7 @@ from tinkermq.schemas.wire.errors import ConfigError, MessageError, ModelError, 
 
 from tests.clients.command import command, tinkermq
 from tests.clients.conftest import Cli
+from tests.support.hollow_model import make_hollow
 from tests.support.waiting import PATIENCE_S
 
 CONFIG = "model:\n  path: some/model\nenv:\n  game: bandit\n"
@@ -190,6 +191,19 @@ def test_a_dry_run_names_what_is_wrong_and_submits_nothing(cli: Cli, config: Pat
     assert outcome.code == 2
     assert "there is no model folder '/no/model'" in outcome.err
     assert "ok   game" in outcome.out
+
+
+def test_a_dry_run_refuses_sequences_longer_than_the_models_positions(
+    cli: Cli, config: Path, tmp_path: Path
+) -> None:
+    folder = make_hollow(tmp_path / "short")
+    (folder / "tokenizer.json").touch()
+    (folder / "config.json").write_text('{"max_position_embeddings": 512}')
+    lengths = ("rollout.max_prompt_tokens=512", "rollout.max_response_tokens=1")
+    lengths += ("rollout.max_turn_tokens=1",)
+    outcome = cli("train", str(config), f"model.path={folder}", *lengths, "--dry-run")
+    assert outcome.code == 2
+    assert f"of up to 513 tokens are asked for, model {folder} has positions for 512" in outcome.err
 
 
 def test_a_dry_run_of_a_sound_configuration_ends_with_0(cli: Cli, config: Path) -> None:
