@@ -86,9 +86,6 @@ async def mistakes(
 ) -> AsyncIterator[Mistakes]:
     """Write the files and configurations of all jobs; at the end, end what still runs."""
     folder = tmp_path_factory.mktemp("mistakes")
-    cut = shutil.copytree(model, folder / "cut")
-    weights = cut / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     forgetful = with_template(model, folder / "forgetful", FORGETS)
     no_system = with_template(model, folder / "no_system", NO_SYSTEM)
     rows = [{"prompt": "3+4=", "answer": "7"}]
@@ -101,7 +98,6 @@ async def mistakes(
 
     alone = {"count": 0}  # no generator is needed to find these
     configs = {
-        "model": small_job(cut, generator=alone),
         "template": small_job(forgetful, rollout={"max_turns": 2}),
         "system": small_job(no_system, env={"game": "guess"}),
         "missing": small_job(model, env=data("missing.parquet"), generator=alone),
@@ -145,7 +141,6 @@ def rarely(*case: Any) -> Any:
 @pytest.mark.parametrize(
     ("mistake", "told"),
     [
-        rarely("model", ["a *.safetensors file of model", "/cut is damaged or cut", "again"]),
         rarely("template", ["chat template"]),
         rarely("system", ["no_system takes no system message", "the template leaves it out"]),
         rarely("missing", ["missing.parquet"]),
@@ -180,6 +175,16 @@ async def test_a_folder_without_a_model_is_refused_by_a_node_and_makes_no_job(
     with pytest.raises(ModelError, match=told) as refused:
         await shared_stack.submit(small_job(tmp_path / "empty"))
     assert "save_pretrained" in refused.value.hint
+
+
+async def test_a_model_whose_weights_are_cut_is_refused_by_a_node_and_makes_no_job(
+    shared_stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    weights = shutil.copytree(model, tmp_path / "cut") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    with pytest.raises(ModelError, match=r"cut/model.safetensors is damaged or cut") as refused:
+        await shared_stack.submit(small_job(tmp_path / "cut"))
+    assert "copy or download the model's files again" in refused.value.hint
 
 
 @pytest.mark.long
