@@ -310,6 +310,8 @@ def test_a_model_whose_weights_are_cut_is_refused_where_a_node_looks_for_it(
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(ModelError, match=r"model.safetensors is damaged or cut: it has [\d,]+ of"):
         check_model_is_here(str(tmp_path / "model"))
+    with pytest.raises(ModelError, match=r"a \*\.safetensors file of model .* is damaged or cut"):
+        load_causal_lm(str(tmp_path / "model"), dtype=torch.float32)
 
 
 def test_the_command_prints_its_phases_and_errors(gguf_file: Path, tmp_path: Path) -> None:

@@ -245,6 +245,19 @@ def test_a_dry_run_leaves_the_folders_of_a_pool_elsewhere_to_the_pool() -> None:
         check_model(parse_config(given), "nats://127.0.0.1:4222")
 
 
+def test_a_tinker_service_takes_a_model_of_the_catalogue_by_its_name(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TINKERMQ_CACHE", str(tmp_path))
+    up = ("tinker", "up", "--model")
+    assert "a model of the catalogue (smollm2" in cli(*up, "smollm").err
+    for named in ("smollm2", "org/base=smollm2"):
+        assert "run `tinkermq model get smollm2` here" in cli(*up, named).err
+    make_hollow(tmp_path / "models" / "smollm2")
+    for named in ("smollm2", "org/base=smollm2"):
+        assert "no stack is up" in cli(*up, named).err
+
+
 def test_a_dry_run_counts_what_each_actor_holds() -> None:
     given = {"learner": {"slots": 2}, "generator": {"slots": 4, "count": 3}}
     given |= {"model": {"path": "some/model"}, "env": {"game": "bandit"}}

@@ -99,7 +99,7 @@ async def mistakes(
     alone = {"count": 0}  # no generator is needed to find these
     configs = {
         "template": small_job(forgetful, rollout={"max_turns": 2}),
-        "system": small_job(no_system, env={"game": "guess"}),
+        "system": small_job(no_system, env={"game": "tests.support.games:EchoGame"}),
         "missing": small_job(model, env=data("missing.parquet"), generator=alone),
         "column": small_job(model, env=data("no_answer.jsonl"), generator=alone),
         "nothing": small_job(model, env=data("nothing.jsonl"), generator=alone),
