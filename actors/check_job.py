@@ -65,7 +65,7 @@ def _rows(config: JobConfig) -> str:
     with contextlib.closing(ChatData(config.sft.data)) as data:
         longest, number = 0, 0
         while number < len(data) and (number == 0 or time.monotonic() < until):
-            spoken = tokenise_row(data.check_row(number), chat, config.rollout.max_tokens)
+            spoken = tokenise_row(data.check_row(number), chat, config)
             longest = max(longest, len(spoken.token_ids))
             number += 1
         some = "" if number == len(data) else f" the first {number:,} of"
