@@ -501,7 +501,7 @@ class ChatTokenizer:
         if "system" not in self.findings:
             self.findings["system"] = self._find_system_refusal()
         if self.findings["system"]:
-            named = str(self._tokenizer.name_or_path or "the model")
+            named = str(cast("Any", self._tokenizer).name_or_path or "the model")
             raise ModelError(
                 f"the chat template of {named} takes no system message, and a conversation begins "
                 f"with one: {self.findings['system']}",

@@ -333,8 +333,9 @@ def _scaled_positions(text: Mapping[str, Any], longest: int) -> int:
         return 0
     factor = values.get("factor")
     original = values.get("original_max_position_embeddings") or longest
-    is_number = isinstance(factor, int | float) and isinstance(original, int | float)
-    return int(factor * original) if is_number else 0
+    if not isinstance(factor, int | float) or not isinstance(original, int | float):
+        return 0
+    return int(factor * original)
 
 
 def refuse_long_sequences(path: str, max_tokens: int, max_positions: int) -> None:
