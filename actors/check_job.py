@@ -5,8 +5,6 @@ shapes and no memory. What passes here does not fail in the run for what can be 
 """
 
 import contextlib
-import json
-import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,14 +13,17 @@ from typing import Any
 from ..schemas.config.job import JobConfig, ModelConfig
 from ..schemas.wire.errors import ModelError, TinkermqError
 from .policy.chat import make_chat, open_chat
-from .policy.model_folder import check_model_folder, load_causal_lm, load_policy
+from .policy.model_folder import (
+    check_model_folder,
+    load_causal_lm,
+    load_policy,
+    stored_shapes,
+)
 from .policy.saving import check_saving
 from .storage.adapters import base_of, is_adapter
 
 ROWS_S = 60.0
 """Time for the rows of a job's conversations; of more the first are looked at."""
-_MAX_HEADER_BYTES = 100 << 20
-"""Of a file of weights: safetensors' own bound."""
 
 Question = tuple[str, Callable[[], str]]
 
@@ -64,7 +65,7 @@ def _rows(config: JobConfig) -> str:
     with contextlib.closing(ChatData(config.sft.data)) as data:
         longest, number = 0, 0
         while number < len(data) and (number == 0 or time.monotonic() < until):
-            spoken = tokenise_row(data.check_row(number), chat, config.rollout.max_tokens)
+            spoken = tokenise_row(data.check_row(number), chat, config)
             longest = max(longest, len(spoken.token_ids))
             number += 1
         some = "" if number == len(data) else f" the first {number:,} of"
@@ -100,39 +101,6 @@ def _meta_model(model: ModelConfig, path: str) -> Any:
         return load_causal_lm(
             path, dtype=torch.float32, trust_remote_code=model.trust_remote_code, hollow=True
         )
-
-
-def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in a folder's safetensors files; reads their headers alone.
-
-    Raises ModelError for a file that is cut or damaged.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        for name, told in _header(file).items():
-            if name != "__metadata__":
-                shapes[name] = tuple(told["shape"])
-    return shapes
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """Read what a safetensors file says of itself, and see that it is as long as that."""
-    try:
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            if length > _MAX_HEADER_BYTES:
-                raise ValueError(f"its header is said to have {length:,} bytes")
-            header: dict[str, Any] = json.loads(opened.read(length))
-        ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
-        wanted = 8 + length + max(ends, default=0)
-        if file.stat().st_size < wanted:
-            raise ValueError(f"it has {file.stat().st_size:,} of {wanted:,} bytes")
-        return header
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise ModelError(
-            f"{file} is damaged or cut: {error}",
-            hint="copy or download the model's files again",
-        ) from error
 
 
 def _adapter(config: JobConfig) -> str:

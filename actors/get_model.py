@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, cast
@@ -23,8 +24,8 @@ from ..schemas.wire.errors import ModelError, StorageError, TinkermqError
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 _PIP_S = 1800.0
-_SPARE_BYTES = 64 << 20
-"""For tokenizer and configuration, beside the weights."""
+_SPARE_BYTES = 256 << 20
+"""For tokenizer, configuration and a package that is unpacked, beside the weights."""
 _CHUNK = 1 << 20
 
 _TOOL_TEMPLATE = """\
@@ -181,7 +182,7 @@ def _convert_gguf(file: Path, part: Path, dtype: str) -> None:
     require_room(part.parent, num_weights * DTYPES[dtype])
     say("convert", f"{num_weights / 1e6:,.1f} million weights to {dtype}")
 
-    def load() -> None:
+    with _reading(f"{file.name} cannot be read as a model"):
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -194,10 +195,9 @@ def _convert_gguf(file: Path, part: Path, dtype: str) -> None:
         model = cast("Any", type(read))(config.from_dict(settings))
         model.load_state_dict(read.state_dict())
         model.generation_config = read.generation_config
-        model.to(getattr(torch, dtype)).save_pretrained(str(part))
-        tokenizers.from_pretrained(str(file.parent), **named).save_pretrained(str(part))
-
-    _refusing(f"{file.name} cannot be read as a model", load)
+        model.to(getattr(torch, dtype))
+        tokenizer = tokenizers.from_pretrained(str(file.parent), **named)
+    _write(part, model, tokenizer)
 
 
 def _read_header(file: Path) -> int:
@@ -226,27 +226,25 @@ def _copy(source: str, part: Path, dtype: str) -> None:
     say("check", source)
     check_model_is_here(source)
 
-    def load() -> None:
+    with _reading(f"model {source} cannot be loaded"):
         import torch
         from transformers import AutoTokenizer
 
         model = cast("Any", load_causal_lm(source, dtype=getattr(torch, dtype)))
-        require_room(part.parent, sum(one.nbytes for one in model.parameters()))
-        say("write", f"{model.num_parameters() / 1e6:,.1f} million weights in {dtype}")
-        model.save_pretrained(str(part))
-        cast("Any", AutoTokenizer).from_pretrained(source).save_pretrained(str(part))
-
-    _refusing(f"model {source} cannot be loaded", load)
+        tokenizer = cast("Any", AutoTokenizer).from_pretrained(source)
+    say("write", f"{model.num_parameters() / 1e6:,.1f} million weights in {dtype}")
+    _write(part, model, tokenizer)
 
 
-def _refusing(what: str, work: Callable[[], None]) -> None:
-    """Run a conversion; its library's errors become a ModelError."""
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Read a model in the block; its library's errors become a ModelError."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        work()
+        yield
     except (TinkermqError, MemoryError):
         raise
     except Exception as error:
@@ -254,6 +252,21 @@ def _refusing(what: str, work: Callable[[], None]) -> None:
             f"{what}: {error}",
             hint="transformers must know its architecture: see `general.architecture` of a GGUF "
             "file, `model_type` of a folder",
+        ) from error
+
+
+def _write(part: Path, model: Any, tokenizer: Any) -> None:
+    """Write a model and its tokenizer; raises StorageError, with figures where the disk is full."""
+    num_bytes = sum(weights.nbytes for weights in model.parameters())
+    require_room(part.parent, num_bytes)
+    try:
+        model.save_pretrained(str(part))
+        tokenizer.save_pretrained(str(part))
+    except Exception as error:  # safetensors' own does not say that the disk is full
+        shutil.rmtree(part, ignore_errors=True)
+        require_room(part.parent, num_bytes)
+        raise StorageError(
+            f"the model cannot be written to {part.parent}: {error}", hint="see that disk"
         ) from error
 
 

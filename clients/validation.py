@@ -191,7 +191,9 @@ def check_model_folder(path: str, *, here: bool, has_tokenizer: bool = False) ->
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{folder} is not a model: it has no config.json",
-            hint="give a folder that transformers' save_pretrained wrote",
+            hint=f"convert it: `tinkermq model get {path} --output FOLDER`"
+            if folder.suffix == ".gguf" and folder.is_file()
+            else "give a folder that transformers' save_pretrained wrote",
         )
     if not has_tokenizer and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(

@@ -56,6 +56,7 @@ ChatMessage: TypeAlias = Mapping[str, Any]
 _REPLY = "stand-in reply"
 _USER: ChatMessage = {"role": "user", "content": "stand-in"}
 _STAND_IN: tuple[ChatMessage, ...] = (_USER, {"role": "assistant", "content": _REPLY})
+_SYSTEM: ChatMessage = {"role": "system", "content": "stand-in system"}
 _OTHERS: tuple[ChatMessage, ...] = (
     {"role": "tool", "content": "stand-in"},
     {"role": "system", "content": "stand-in"},
@@ -483,6 +484,9 @@ class ChatTokenizer:
     def _refuse_unseen(
         self, tools: Sequence[Mapping[str, Any]], messages: Sequence[ChatMessage]
     ) -> None:
+        """Raise ModelError for tools or a system message that the template does not show."""
+        if self._has_template and any(one.get("role") == "system" for one in messages):
+            self._refuse_unseen_system()
         if not tools:
             return
         with_tools = self.render(messages, prompt=True, tools=tools)
@@ -491,6 +495,28 @@ class ChatTokenizer:
                 "the model's chat template has no place for tools: it would not see them",
                 hint="leave `tools` out, or use a model whose template takes them",
             )
+
+    def _refuse_unseen_system(self) -> None:
+        """Raise ModelError where the template refuses a system message, or leaves it out."""
+        if "system" not in self.findings:
+            self.findings["system"] = self._find_system_refusal()
+        if self.findings["system"]:
+            named = str(cast("Any", self._tokenizer).name_or_path or "the model")
+            raise ModelError(
+                f"the chat template of {named} takes no system message, and a conversation begins "
+                f"with one: {self.findings['system']}",
+                hint="use a game without a system prompt, a model whose template shows it, or "
+                "write it into chat_template.jinja in the model's folder, for example before the "
+                "first message of the user",
+            )
+
+    def _find_system_refusal(self) -> str:
+        """Return why the policy would not see a system message; empty: it sees it."""
+        try:
+            rendered = self.render([_SYSTEM, _USER], prompt=True)
+        except ModelError as error:
+            return error.message
+        return "" if str(_SYSTEM["content"]) in rendered else "the template leaves it out"
 
     def _check_tools(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]

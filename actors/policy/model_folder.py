@@ -1,6 +1,8 @@
 """Open a Hugging Face model folder, and say what is wrong with one that cannot be opened."""
 
+import json
 import socket
+import struct
 from collections.abc import Iterator
 from functools import lru_cache
 from hashlib import sha256
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 # -- models of the hub -----------------------------------------------------------------------------
 
 _HUB_S = 5.0
+_MAX_HEADER_BYTES = 100 << 20
+"""Of a file of weights: safetensors' own bound."""
 
 
 def hub_error(path: str, error: Exception, *, offline: bool) -> ModelError:
@@ -137,7 +141,7 @@ def check_model_folder(path: str, *, hollow: bool = False) -> None:
 
 
 def check_model_is_here(path: str) -> None:
-    """Raise ModelError for a model that this machine cannot have; reads no weights.
+    """Raise ModelError for a model that this machine cannot have; reads headers, and no weights.
 
     A name of the hub is asked there, which takes as long as the hub does; one of the catalogue must
     have been fetched.
@@ -148,6 +152,8 @@ def check_model_is_here(path: str) -> None:
         check_hub_model(path)
     elif is_adapter(path):
         check_model_is_here(base_of(path))
+    else:
+        stored_shapes(Path(path))
 
 
 def check_model_alike(path: str) -> None:
@@ -176,7 +182,9 @@ def _check_files(path: str, *, hollow: bool = False) -> None:
         if folder.is_file():
             raise ModelError(
                 f"model.path is a file: {path}",
-                hint="name the folder that holds config.json and the weights",
+                hint=f"convert it: `tinkermq model get {path} --output FOLDER`"
+                if folder.suffix == ".gguf"
+                else "name the folder that holds config.json and the weights",
             )
         if _is_hub_name(path):
             return
@@ -196,6 +204,39 @@ def _check_files(path: str, *, hollow: bool = False) -> None:
             f"{path} holds no weights: model.safetensors is missing",
             hint="copy the *.safetensors files beside config.json",
         )
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in a folder's safetensors files; reads their headers alone.
+
+    Raises ModelError for a file that is cut or damaged.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, told in _header(file).items():
+            if name != "__metadata__":
+                shapes[name] = tuple(told["shape"])
+    return shapes
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """Read what a safetensors file says of itself, and see that it is as long as that."""
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError(f"its header is said to have {length:,} bytes")
+            header: dict[str, Any] = json.loads(opened.read(length))
+        ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
+        wanted = 8 + length + max(ends, default=0)
+        if file.stat().st_size < wanted:
+            raise ValueError(f"it has {file.stat().st_size:,} of {wanted:,} bytes")
+        return header
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise ModelError(
+            f"{file} is damaged or cut: {error}",
+            hint="copy or download the model's files again",
+        ) from error
 
 
 def load_model_config(

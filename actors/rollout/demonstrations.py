@@ -17,6 +17,7 @@ from ...broker.tasks import Lease, TaskQueue
 from ...envs.data import ChatData, ChatRow
 from ...envs.host_client import Environments
 from ...schemas.config.job import JobConfig
+from ...schemas.plan.model_shape import find_max_positions
 from ...schemas.rollout import Group, Trajectory
 from ...schemas.task import Blame, Task
 from ...schemas.wire.errors import DataError, ModelError, TinkermqError
@@ -119,7 +120,7 @@ def demonstrate(
     """
     now = time.time()
     try:
-        trajectory = _trajectory(task, data, chat, config.rollout.max_tokens)
+        trajectory = _trajectory(task, data, chat, config)
         group = Group(task=task, trajectories=[trajectory], source=source, started=now)
         return group.with_shared_images().model_copy(update={"finished": time.time()})
     except DataError as error:
@@ -142,11 +143,11 @@ def _failed(task: Task, error: TinkermqError, source: str, started: float) -> Gr
     return GroupFailed(group, blame, 1)
 
 
-def _trajectory(task: Task, data: ChatData, chat: ChatTokenizer, max_tokens: int) -> Trajectory:
+def _trajectory(task: Task, data: ChatData, chat: ChatTokenizer, config: JobConfig) -> Trajectory:
     if task.sample is None:
         raise DataError(f"task {task.task} names no row")
     row = data.row(task.sample)
-    spoken = tokenise_row(row, chat, max_tokens)
+    spoken = tokenise_row(row, chat, config)
     is_spoken = spoken.mask == 1
     return Trajectory(
         token_ids=spoken.token_ids,
@@ -160,21 +161,28 @@ def _trajectory(task: Task, data: ChatData, chat: ChatTokenizer, max_tokens: int
     )
 
 
-def tokenise_row(row: ChatRow, chat: ChatTokenizer, max_tokens: int) -> Conversation:
+def tokenise_row(row: ChatRow, chat: ChatTokenizer, config: JobConfig) -> Conversation:
     """Tokenise the conversation of a row.
 
-    Raises DataError for one that is too long, ModelError for what the template does not take; both
-    name the row.
+    Raises DataError for one that is longer than the job's limit, ModelError for one longer than the
+    model has positions for, and for what the template does not take; all name the row.
     """
     try:
         spoken = chat.conversation(row.messages, row.tools)
     except ModelError as error:
         raise ModelError(f"{row.where}: {error.message}", hint=error.hint) from error
-    length = len(spoken.token_ids)
+    length, max_tokens = len(spoken.token_ids), config.rollout.max_tokens
     if length > max_tokens:
         raise DataError(
             f"{row.where} has {length} tokens, rollout.max_prompt_tokens + "
             f"rollout.max_response_tokens is {max_tokens}",
             hint=f"raise them to {length} together, or shorten the data",
+        )
+    max_positions = find_max_positions(config.model.path)
+    if 0 < max_positions < length:
+        raise ModelError(
+            f"{row.where} has {length} tokens, model {config.model.path} has positions for "
+            f"{max_positions}",
+            hint="shorten the data, or take a model with more positions",
         )
     return spoken

@@ -11,6 +11,7 @@ from ...envs.data import ChatData
 from ...schemas.config.job import JobConfig
 from ...schemas.job import SubmissionFinding
 from ...schemas.node import GameCheckReply
+from ...schemas.plan.settings import refuse_long_contexts
 from ...schemas.wire import errors
 from ..home import find_url
 from ..pool import Pool
@@ -238,12 +239,14 @@ def _check_of_episodes(config: JobConfig) -> list[tuple[str, Callable[[], str]]]
 def check_model(config: JobConfig, nats_url: str | None) -> str:
     """Check a local model folder without loading it; a model elsewhere is only named.
 
-    Raises ModelError for a folder that is not a model.
+    Raises ModelError for a folder that is not a model, and for sequences longer than it takes.
     """
     has_tokenizer = config.model.tokenizer is not None
-    return check_model_folder(
+    described = check_model_folder(
         config.model.path, here=_is_here(nats_url), has_tokenizer=has_tokenizer
     )
+    refuse_long_contexts(config)
+    return described
 
 
 def _is_here(nats_url: str | None) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from ...schemas.config.load_config import load_config
 from ...schemas.plan.cards import parse_cards
 from ...schemas.plan.plan import Efficiencies, make_plan, read_efficiencies
-from ...schemas.plan.settings import find_models
+from ...schemas.plan.settings import find_models, refuse_long_contexts
 from ...schemas.wire.errors import ConfigError, ModelError
 from .output import print_json, print_plain
 
@@ -71,4 +71,5 @@ def plan_of(job: "JobConfig", gpus: str, reached: Efficiencies) -> "Plan":
             hint="give a folder, or fetch the model to the hub's cache (`hf download NAME "
             "config.json`)",
         )
+    refuse_long_contexts(job)
     return make_plan(job, models, cards, reached)

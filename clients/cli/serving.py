@@ -9,6 +9,7 @@ from ...broker.client.faults import shown_url
 from ...envs.registry import load_game
 from ...schemas.config.load_config import apply_override
 from ...schemas.job import JobRecord
+from ...schemas.model_catalogue import CATALOGUE, find_model
 from ...schemas.wire.codec import merged
 from ...schemas.wire.errors import ConfigError, ModelError
 from ..address import JobAddress
@@ -200,8 +201,9 @@ def up(
         Configuration keys: `tinker.max_rank=32`.
     model
         `NAME=FOLDER`: a base model and its name for programs, such as
-        `Qwen/Qwen3.5-9B-Base=/models/qwen`; or an absolute path, which then is the name. May be
-        given several times; each starts a service.
+        `Qwen/Qwen3.5-9B-Base=/models/qwen`; or an absolute path, which then is the name. FOLDER may
+        be a model of `tinkermq model list`; alone it is named by its path. May be given several
+        times; each starts a service.
     gateway
         URL of the pool's gateway; default: $TINKERMQ_GATEWAY_URL, or the local stack's.
     """
@@ -257,11 +259,15 @@ def _config(base: str, folder: str) -> dict[str, Any]:
 def _named(text: str) -> tuple[str, str]:
     """Return name and folder of NAME=FOLDER; raises ConfigError, ModelError."""
     name, equals, folder = text.partition("=")
-    if not equals and Path(text).is_absolute():  # its path is its name
-        name = folder = text.rstrip("/")
+    if not equals:
+        name, folder = "", text
+    folder = find_model(folder)
+    if not equals and Path(folder).is_absolute():  # its path is its name
+        name = folder = folder.rstrip("/")
     if not name or not folder:
         raise ConfigError(
-            f"--model {text!r} is neither NAME=FOLDER nor the absolute path of a folder",
+            f"--model {text!r} is neither NAME=FOLDER, nor the absolute path of a folder, nor a "
+            f"model of the catalogue ({', '.join(CATALOGUE)})",
             hint="as in org/model=./folder",
         )
     if not (Path(folder).expanduser() / "config.json").is_file():

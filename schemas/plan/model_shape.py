@@ -23,6 +23,8 @@ _MAX_HEADER_BYTES = 64 << 20
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _VISION = re.compile(r"(?:^|\.)(?:visual|vision_tower|vision_model)\.")
 _EXPERTS = re.compile(r"\.experts\.")
+_SCALED_BY_FACTOR = ("yarn", "linear", "dynamic")
+"""Kinds of rotary positions that may reach further than `max_position_embeddings`."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,6 @@ class ModelShape:
     """Weights of that."""
     quantization: str = ""
     """How the weights are quantised (`fp8`, `awq`), if they are."""
-    max_positions: int = 0
-    """Longest sequence; 0: unknown."""
     experts: int = 0
     """Experts of a layer; 0: it is dense."""
     chosen_experts: int = 0
@@ -221,7 +221,6 @@ def _decoder(text: Mapping[str, Any], kind: str) -> ModelShape:
         normed_heads=normed,
         layer_weights=attention + mlp,
         active_layer_weights=attention + active,
-        max_positions=int(text.get("max_position_embeddings") or 0),
         experts=experts,
         chosen_experts=chosen,
     )
@@ -295,16 +294,79 @@ def find_shape(path: str) -> ModelShape | None:
     None for one that is not known here. Raises ModelError for a config.json that describes no
     decoder.
     """
-    folder = catalogue_folder(path) if path in CATALOGUE else _home(path)
-    for place in (folder, *_cached(path)):
-        config = _read(place / _CONFIG)
-        if config is not None:
-            return with_counted_weights(shape_of(config), place)
-    base = _read(folder / "adapter_config.json")
-    if base is not None and isinstance(base.get("base_model_name_or_path"), str):
-        return find_shape(base["base_model_name_or_path"])
+    found = _find_config(path)
+    if found is not None:
+        config, place = found
+        return with_counted_weights(shape_of(config), place)
+    base = _base_of(path)
+    if base is not None:
+        return find_shape(base)
     known = _PUBLISHED.get(path.rsplit("/", 1)[-1].lower().removesuffix("-instruct"))
     return None if known is None else shape_of(known)
+
+
+def find_max_positions(path: str) -> int:
+    """Return the longest sequence of a model whose config.json is here; 0: it is not known.
+
+    Rotary positions that the configuration scales reach as far as their factor says.
+    """
+    found = _find_config(path)
+    if found is None:
+        base = _base_of(path)
+        return 0 if base is None else find_max_positions(base)
+    config, _ = found
+    inner = config.get("text_config")
+    text = cast("Mapping[str, Any]", inner) if isinstance(inner, Mapping) else config
+    longest = text.get("max_position_embeddings")
+    if not isinstance(longest, int) or isinstance(longest, bool):
+        return 0
+    return max(longest, _scaled_positions(text, longest))
+
+
+def _scaled_positions(text: Mapping[str, Any], longest: int) -> int:
+    """Return how far scaled positions reach; 0: these are not, or `longest` says it already."""
+    scaling = text.get("rope_parameters") or text.get("rope_scaling")
+    if not isinstance(scaling, Mapping):
+        return 0
+    values = cast("Mapping[str, Any]", scaling)
+    if values.get("rope_type", values.get("type")) not in _SCALED_BY_FACTOR:
+        return 0
+    factor = values.get("factor")
+    original = values.get("original_max_position_embeddings") or longest
+    if not isinstance(factor, int | float) or not isinstance(original, int | float):
+        return 0
+    return int(factor * original)
+
+
+def refuse_long_sequences(path: str, max_tokens: int, max_positions: int) -> None:
+    """Raise ModelError for sequences that a model has no positions for; 0 of them: not known."""
+    if 0 < max_positions < max_tokens:
+        raise ModelError(
+            f"sequences of up to {max_tokens} tokens are asked for, model {path} has positions "
+            f"for {max_positions}",
+            hint="lower rollout.max_prompt_tokens or rollout.max_response_tokens (and "
+            "generator.max_context where it is set), or take a model with more positions",
+        )
+
+
+def _find_config(path: str) -> tuple[dict[str, Any], Path] | None:
+    """Return a model's config.json and the folder that holds it; None: there is none here."""
+    for place in (_folder_of(path), *_cached(path)):
+        config = _read(place / _CONFIG)
+        if config is not None:
+            return config, place
+    return None
+
+
+def _base_of(path: str) -> str | None:
+    """Return the model that an adapter's folder names as its base."""
+    settings = _read(_folder_of(path) / "adapter_config.json")
+    base = None if settings is None else settings.get("base_model_name_or_path")
+    return base if isinstance(base, str) else None
+
+
+def _folder_of(path: str) -> Path:
+    return catalogue_folder(path) if path in CATALOGUE else _home(path)
 
 
 def _home(path: str) -> Path:
@@ -347,7 +409,6 @@ def _published(kind: str, tied: bool, vocab: int, sizes: str, head_size: int = 0
         "intermediate_size": width,
         "vocab_size": vocab,
         "tie_word_embeddings": tied,
-        "max_position_embeddings": 131072 if kind == "llama" else 32768,
         **({"head_dim": head_size} if head_size else {}),
     }
 

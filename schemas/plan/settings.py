@@ -25,7 +25,13 @@ from .memory import (
     stored_bytes,
     usable_bytes,
 )
-from .model_shape import ModelShape, find_shape, unknown_shape
+from .model_shape import (
+    ModelShape,
+    find_max_positions,
+    find_shape,
+    refuse_long_sequences,
+    unknown_shape,
+)
 
 _MICROBATCHES = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024, 512)
 """Tokens that are tried for a forward and backward pass, the most first."""
@@ -106,6 +112,23 @@ def _shapes(paths: Iterable[str]) -> tuple[ModelShape, ...] | None:
     found = [find_shape(path) for path in paths]
     known = tuple(shape for shape in found if shape is not None)
     return known if len(known) == len(found) else None
+
+
+def refuse_long_contexts(job: JobConfig) -> None:
+    """Raise ModelError for sequences longer than a model of the job has positions for.
+
+    A model whose config.json is not here passes: its generator refuses them. Services of the Tinker
+    API have the lengths of each request, and conversations without validation those of their rows.
+    """
+    if job.tinker.base or (job.sft.data and not job.validates):
+        return
+    algorithm = job.algorithm
+    played = [job.model.path, *job.policies.values()]
+    scored = [job.critic.path, algorithm.reference.path, *algorithm.loaded_teachers.values()]
+    needed = [(path, _max_context(job)) for path in played]
+    needed += [(path, job.rollout.max_tokens) for path in scored if path is not None]
+    for path, max_tokens in needed:
+        refuse_long_sequences(path, max_tokens, find_max_positions(path))
 
 
 # -- settings --------------------------------------------------------------------------------------

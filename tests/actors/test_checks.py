@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -232,12 +233,14 @@ SAID = {"role": "user", "content": "408"}
 PLAY = Exchange([{"role": "user", "content": "12*34"}], ["=12*34", "408"], [[SAID], [SAID]])
 
 
-def ask(template: str = CHAT_TEMPLATE, *, gold: bool = True, **limits: int) -> dict[str, str]:
+def ask(
+    template: str = CHAT_TEMPLATE, *, gold: bool = True, play: Exchange = PLAY, **limits: int
+) -> dict[str, str]:
     """Return what is wrong, by question."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
     rollout = RolloutConfig(**{"max_turns": 2, **limits})
-    results = check_chat(ChatTokenizer(tokenizer), rollout, [PLAY], gold=gold)
+    results = check_chat(ChatTokenizer(tokenizer), rollout, [play], gold=gold)
     assert [one["name"] for one in results] == [APPENDS, PROMPTS, *([ANSWERS] if gold else [])]
     return {one["name"]: f"{one['detail']}: {one['hint']}" for one in results if not one["ok"]}
 
@@ -263,6 +266,17 @@ def test_what_does_not_fit_is_told_with_the_key_to_raise(
     wanted = int(said.split()[4])
     found = ask(CHAT_TEMPLATE, gold=True, **{limit: wanted - 1})
     assert found == {question: f"{said}: raise rollout.{limit} to {wanted}"}
+
+
+def test_a_games_system_prompt_that_the_template_leaves_out_is_told() -> None:
+    prompted = replace(PLAY, messages=[{"role": "system", "content": "Add."}, *PLAY.messages])
+    assert ask(play=prompted) == {}
+    without = CHAT_TEMPLATE.replace("in messages", "in messages if message['role'] != 'system'", 1)
+    assert without != CHAT_TEMPLATE
+    found = ask(without, play=prompted)
+    assert list(found) == [PROMPTS]
+    assert "takes no system message" in found[PROMPTS]
+    assert "use a game without a system prompt" in found[PROMPTS]
 
 
 def test_a_template_that_rewrites_the_history_is_told_where_it_matters() -> None:

@@ -2,8 +2,10 @@
 
 import hashlib
 import shutil
+import sys
 import zipfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -14,7 +16,7 @@ from tinkermq.actors import get_model
 from tinkermq.actors.policy.chat import ChatTokenizer, open_chat
 from tinkermq.actors.policy.model_folder import check_model_is_here, load_causal_lm
 from tinkermq.actors.policy.template_facts import facts_of
-from tinkermq.clients.validation import resolve_paths
+from tinkermq.clients.validation import check_model_folder, resolve_paths
 from tinkermq.schemas.config.job import ModelConfig
 from tinkermq.schemas.model_catalogue import CATALOGUE, PackagedModel, find_model
 from tinkermq.schemas.wire.errors import ModelError, StorageError
@@ -22,6 +24,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.clients.command import tinkermq
+from tests.support.disks import fill, small_disk
 
 WIDTH, HEADS, LAYERS = 64, 4, 2
 THETA = 10_000.0
@@ -263,6 +266,52 @@ def test_a_model_larger_than_the_disk_is_refused_before_it_is_downloaded(
     monkeypatch.setitem(CATALOGUE, "tiny", huge)
     with pytest.raises(StorageError, match=r"the model takes 4,000,000,000 MB.*MB free"):
         get_model.get("tiny", tmp_path / "model", "float32")
+
+
+def test_a_disk_that_others_fill_meanwhile_is_told_with_figures_and_nothing_is_left(
+    gguf_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with small_disk(tmp_path / "disk", 300) as disk:
+
+        def say(phase: str, text: str) -> None:
+            if phase == "convert":
+                fill(disk)
+
+        monkeypatch.setattr(get_model, "say", say)
+        with pytest.raises(StorageError, match=r"the model takes 0 MB, .*disk.* has 0 MB free"):
+            get_model.get(str(gguf_file), disk / "model", "float32")
+        assert [one.name for one in disk.iterdir()] == ["ballast"]
+
+
+def test_without_the_reader_of_gguf_files_its_package_is_named(
+    gguf_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ModelError, match=r"the package gguf.*is not installed") as refused:
+        get_model.get(str(gguf_file), tmp_path / "model", "float32")
+    assert "tinkermq[worker]" in refused.value.hint
+
+
+def test_a_gguf_file_as_the_path_of_a_model_is_refused_with_the_command_that_converts_it(
+    gguf_file: Path,
+) -> None:
+    for check in (check_model_is_here, partial(check_model_folder, here=True)):
+        with pytest.raises(ModelError) as refused:
+            check(str(gguf_file))
+        assert f"tinkermq model get {gguf_file} --output FOLDER" in refused.value.hint
+
+
+def test_a_model_whose_weights_are_cut_is_refused_where_a_node_looks_for_it(
+    gguf_file: Path, tmp_path: Path
+) -> None:
+    get_model.get(str(gguf_file), tmp_path / "model", "float32")
+    check_model_is_here(str(tmp_path / "model"))
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ModelError, match=r"model.safetensors is damaged or cut: it has [\d,]+ of"):
+        check_model_is_here(str(tmp_path / "model"))
+    with pytest.raises(ModelError, match=r"a \*\.safetensors file of model .* is damaged or cut"):
+        load_causal_lm(str(tmp_path / "model"), dtype=torch.float32)
 
 
 def test_the_command_prints_its_phases_and_errors(gguf_file: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from tinkermq.schemas.wire.errors import ConfigError, MessageError, ModelError, 
 
 from tests.clients.command import command, tinkermq
 from tests.clients.conftest import Cli
+from tests.support.hollow_model import make_hollow
 from tests.support.waiting import PATIENCE_S
 
 CONFIG = "model:\n  path: some/model\nenv:\n  game: bandit\n"
@@ -192,6 +193,19 @@ def test_a_dry_run_names_what_is_wrong_and_submits_nothing(cli: Cli, config: Pat
     assert "ok   game" in outcome.out
 
 
+def test_a_dry_run_refuses_sequences_longer_than_the_models_positions(
+    cli: Cli, config: Path, tmp_path: Path
+) -> None:
+    folder = make_hollow(tmp_path / "short")
+    (folder / "tokenizer.json").touch()
+    (folder / "config.json").write_text('{"max_position_embeddings": 512}')
+    lengths = ("rollout.max_prompt_tokens=512", "rollout.max_response_tokens=1")
+    lengths += ("rollout.max_turn_tokens=1",)
+    outcome = cli("train", str(config), f"model.path={folder}", *lengths, "--dry-run")
+    assert outcome.code == 2
+    assert f"of up to 513 tokens are asked for, model {folder} has positions for 512" in outcome.err
+
+
 def test_a_dry_run_of_a_sound_configuration_ends_with_0(cli: Cli, config: Path) -> None:
     outcome = cli("train", str(config), "--dry-run", "--json")
     assert outcome.code == 0, outcome.err
@@ -229,6 +243,19 @@ def test_a_dry_run_leaves_the_folders_of_a_pool_elsewhere_to_the_pool() -> None:
     assert "the pool's own" in told
     with pytest.raises(ModelError, match="there is no model folder"):
         check_model(parse_config(given), "nats://127.0.0.1:4222")
+
+
+def test_a_tinker_service_takes_a_model_of_the_catalogue_by_its_name(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TINKERMQ_CACHE", str(tmp_path))
+    up = ("tinker", "up", "--model")
+    assert "a model of the catalogue (smollm2" in cli(*up, "smollm").err
+    for named in ("smollm2", "org/base=smollm2"):
+        assert "run `tinkermq model get smollm2` here" in cli(*up, named).err
+    make_hollow(tmp_path / "models" / "smollm2")
+    for named in ("smollm2", "org/base=smollm2"):
+        assert "no stack is up" in cli(*up, named).err
 
 
 def test_a_dry_run_counts_what_each_actor_holds() -> None:

@@ -55,6 +55,16 @@ def test_what_cannot_be_planned_is_told(cli: Cli, words: tuple[str, ...], error:
     assert error in told.err
 
 
+def test_sequences_longer_than_the_models_positions_are_refused(cli: Cli, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 96, "vocab_size": 264, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    told = cli("plan", str(GSM8K), f"model.path={tmp_path}", "--gpus", "2xH100")
+    assert told.code != 0
+    assert f"model {tmp_path} has positions for 512" in told.err
+    assert "rollout.max_response_tokens" in told.err
+
+
 PAGE = ROOT / "docs" / "gpu.md"
 SHOWN = [
     (job, command, output)

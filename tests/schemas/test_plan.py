@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.plan.cards import CardSet, find_card, known_cards, parse_cards
-from tinkermq.schemas.plan.model_shape import find_shape, shape_of
+from tinkermq.schemas.plan.model_shape import find_max_positions, find_shape, shape_of
 from tinkermq.schemas.plan.plan import (
     Efficiencies,
     Plan,
@@ -19,10 +19,11 @@ from tinkermq.schemas.plan.settings import (
     GpuUse,
     choose_engine_settings,
     find_models,
+    refuse_long_contexts,
     with_engine_settings,
     with_memory_share,
 )
-from tinkermq.schemas.wire.errors import ConfigError, PlacementError
+from tinkermq.schemas.wire.errors import ConfigError, ModelError, PlacementError
 
 SHAPES = {
     "0.5B": (896, 24, 14, 2, 4864, 151936, True),
@@ -488,6 +489,100 @@ def test_a_pool_refuses_what_none_of_its_gpus_holds(models: Path) -> None:
     assert plan_for_pool(job, [("Voodoo2", 1 << 30)]) is None
     assert plan_for_pool(job, []) is None
     assert plan_for_pool(job_of("nobody/knows-it"), [small]) is None
+
+
+# -- positions -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({"max_position_embeddings": 8192}, 8192),
+        ({"text_config": {"max_position_embeddings": 512}}, 512),
+        ({"max_position_embeddings": 512, "rope_parameters": {"rope_type": "default"}}, 512),
+        (
+            {
+                "max_position_embeddings": 32768,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32768,
+                },
+            },
+            131072,
+        ),
+        (  # the config says the scaled length itself
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 8192,
+                },
+            },
+            131072,
+        ),
+        ({"max_position_embeddings": 1024, "rope_scaling": {"type": "linear", "factor": 2}}, 2048),
+        ({"max_position_embeddings": None}, 0),
+        ({"max_position_embeddings": "many", "rope_scaling": 3}, 0),
+        ({}, 0),
+    ],
+)
+def test_the_longest_sequence_of_a_model_is_read_from_its_configuration(
+    tmp_path: Path, config: dict[str, Any], positions: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert find_max_positions(str(tmp_path)) == positions
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    named = {"base_model_name_or_path": str(tmp_path)}
+    (adapter / "adapter_config.json").write_text(json.dumps(named))
+    assert find_max_positions(str(adapter)) == positions
+
+
+def model_of(folder: Path, positions: int) -> str:
+    """Return a folder with a config.json of so many positions, and nothing else."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"generator": {"max_context": 2049}},
+        {"rollout": {"max_prompt_tokens": 1025, "max_response_tokens": 1024}},
+        {"policies": {"seller": "short"}},
+        {"algorithm": {"advantage": "gae"}, "critic": {"path": "short"}},
+        {"algorithm": {"kl_coef": 0.1, "reference": {"path": "short"}}},
+    ],
+    ids=lambda sections: next(iter(sections)),
+)
+def test_sequences_longer_than_a_model_of_the_job_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model_of(tmp_path / "short", 1024)
+    model = model_of(tmp_path / "long", 2048)
+    lengths = {"max_prompt_tokens": 1024, "max_response_tokens": 1024, "max_turn_tokens": 64}
+    refuse_long_contexts(job_of(model, rollout=lengths, generator={"max_context": 2048}))
+    changed = {name: {**value} for name, value in sections.items()}
+    changed["rollout"] = {**lengths, **sections.get("rollout", {})}
+    with pytest.raises(
+        ModelError, match=r"of up to 20\d\d tokens .* positions for (1024|2048)"
+    ) as it:
+        refuse_long_contexts(job_of(model, **changed))
+    assert "rollout.max_prompt_tokens" in it.value.hint
+
+
+def test_lengths_of_unknown_models_and_of_rows_are_not_judged(tmp_path: Path) -> None:
+    refuse_long_contexts(job_of("Qwen/Qwen2.5-7B", generator={"max_context": 1_000_000}))
+    model = model_of(tmp_path / "short", 64)
+    refuse_long_contexts(
+        job_of(model, tinker={"base": "org/base"}, env={"game": "", "hosts": 0, "num_val": 0})
+    )
+    rows = {"sft": {"data": ["chats.jsonl"]}, "env": {"game": "", "hosts": 0, "num_val": 0}}
+    refuse_long_contexts(job_of(model, **rows))
 
 
 # -- times -----------------------------------------------------------------------------------------

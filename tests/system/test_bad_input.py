@@ -25,6 +25,10 @@ from tests.support.stack import Stack
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
+NO_SYSTEM = (
+    "{%- for message in messages if message['role'] != 'system' -%}<|user|>{{ message['content'] }}"
+    "<|end|>{%- endfor -%}{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
 FORGETS = "{%- for message in messages[-1:] -%}<|user|>{{ message['content'] }}{%- endfor -%}"
 
 NO_REWARD = {"source": "function", "function": "tests.support.games:no_reward"}
@@ -82,10 +86,8 @@ async def mistakes(
 ) -> AsyncIterator[Mistakes]:
     """Write the files and configurations of all jobs; at the end, end what still runs."""
     folder = tmp_path_factory.mktemp("mistakes")
-    cut = shutil.copytree(model, folder / "cut")
-    weights = cut / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     forgetful = with_template(model, folder / "forgetful", FORGETS)
+    no_system = with_template(model, folder / "no_system", NO_SYSTEM)
     rows = [{"prompt": "3+4=", "answer": "7"}]
     (folder / "no_answer.jsonl").write_text(json.dumps({"prompt": rows[0]["prompt"]}) + "\n")
     (folder / "nothing.jsonl").write_text("")
@@ -96,8 +98,8 @@ async def mistakes(
 
     alone = {"count": 0}  # no generator is needed to find these
     configs = {
-        "model": small_job(cut, generator=alone),
         "template": small_job(forgetful, rollout={"max_turns": 2}),
+        "system": small_job(no_system, env={"game": "tests.support.games:EchoGame"}),
         "missing": small_job(model, env=data("missing.parquet"), generator=alone),
         "column": small_job(model, env=data("no_answer.jsonl"), generator=alone),
         "nothing": small_job(model, env=data("nothing.jsonl"), generator=alone),
@@ -139,8 +141,8 @@ def rarely(*case: Any) -> Any:
 @pytest.mark.parametrize(
     ("mistake", "told"),
     [
-        rarely("model", ["a *.safetensors file of model", "/cut is damaged or cut", "again"]),
         rarely("template", ["chat template"]),
+        rarely("system", ["no_system takes no system message", "the template leaves it out"]),
         rarely("missing", ["missing.parquet"]),
         ("column", ["no_answer.jsonl", "answer"]),
         rarely("nothing", ["nothing.jsonl"]),
@@ -173,6 +175,16 @@ async def test_a_folder_without_a_model_is_refused_by_a_node_and_makes_no_job(
     with pytest.raises(ModelError, match=told) as refused:
         await shared_stack.submit(small_job(tmp_path / "empty"))
     assert "save_pretrained" in refused.value.hint
+
+
+async def test_a_model_whose_weights_are_cut_is_refused_by_a_node_and_makes_no_job(
+    shared_stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    weights = shutil.copytree(model, tmp_path / "cut") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    with pytest.raises(ModelError, match=r"cut/model.safetensors is damaged or cut") as refused:
+        await shared_stack.submit(small_job(tmp_path / "cut"))
+    assert "copy or download the model's files again" in refused.value.hint
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ from tests.tinker.sdks import BASE
 
 @dataclass(frozen=True)
 class TinkerService:
-    """What runs; programs are run in its folder, where the base's name is its folder, too."""
+    """What runs; programs are run in its folder, where the base's name leads to its tokenizer."""
 
     stack: Stack
     gateway: Gateway
@@ -27,13 +27,13 @@ class TinkerService:
 
 
 @asynccontextmanager
-async def tinker_service(folder: Path) -> AsyncIterator[TinkerService]:
-    """Run a service of a tiny model until the block ends."""
-    model = make_tiny_model(folder / BASE)
+async def tinker_service(folder: Path, model: str | None = None) -> AsyncIterator[TinkerService]:
+    """Run a service until the block ends: of a tiny model, or of one that its path names."""
+    base = model or BASE
     config = {
-        "model": {"path": str(model)},
+        "model": {"path": model or str(make_tiny_model(folder / BASE))},
         "env": {"game": "", "hosts": 0, "num_val": 0},
-        "tinker": {"base": BASE},
+        "tinker": {"base": base},
         "rollout": {"max_prompt_tokens": 256, "max_response_tokens": 64, "max_turn_tokens": 64},
         "output_dir": str(folder / "runs"),
     }
@@ -46,7 +46,7 @@ async def tinker_service(folder: Path) -> AsyncIterator[TinkerService]:
             told = await gateway.get(
                 "/tinker/api/v1/get_server_capabilities", x_api_key="tml-anybody"
             )
-            return BASE in told.text
+            return base in told.text
 
         await eventually(offered, "the base model to be offered")
         yield TinkerService(stack, gateway, job, folder)

@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ....schemas.config.sections import LoraConfig
+from ....schemas.plan.model_shape import refuse_long_sequences
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import ModelError
 from ...policy.devices import exact_products
@@ -84,13 +85,7 @@ def load_decoder(
     config = load_model_config(path, trust_remote_code=trust_remote_code)
     _check_layers(path, config)
     text_config: Any = config.get_text_config()  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
-    longest = getattr(text_config, "max_position_embeddings", None)
-    if longest is not None and max_tokens > longest:
-        raise ModelError(
-            f"sequences of up to {max_tokens} tokens are asked for, model {path} has positions "
-            f"for {longest}",
-            hint="lower rollout.max_prompt_tokens or rollout.max_response_tokens",
-        )
+    refuse_long_sequences(path, max_tokens, getattr(text_config, "max_position_embeddings", 0) or 0)
     # Loaded with the reference attention, which `_check` compares with: it knows every variant.
     model = load_policy(
         path,

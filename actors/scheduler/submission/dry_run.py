@@ -99,10 +99,14 @@ class DryRun:
     async def _models(
         self, nodes: Sequence[NodeStatus], config: JobConfig, record: JobRecord
     ) -> list[SubmissionFinding]:
+        reader = self.submission.reader(record.user, [Path(root) for root in record.output_roots])
+        try:
+            await self.submission.refuse_long_contexts(config, reader)
+        except ModelError as error:
+            return [_failed("model", error)]
         if record.fork_of:
             text = f"it begins with {record.fork_of}: {record.fork_dir}"
             return [SubmissionFinding(what="model", ok=True, text=text, by=_SCHEDULER)]
-        reader = self.submission.reader(record.user, [Path(root) for root in record.output_roots])
         return [await self._model(nodes, model, reader) for model in models_of(config)]
 
     async def _model(

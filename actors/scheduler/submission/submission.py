@@ -30,6 +30,7 @@ from ....schemas.config.sections import (
 from ....schemas.job import ActorPlacement, ConfigureRequest, JobRecord, SubmitRequest
 from ....schemas.node import ModelAnswer, ModelQuestion, NodeStatus
 from ....schemas.plan.plan import Plan, plan_for_pool
+from ....schemas.plan.settings import refuse_long_contexts
 from ....schemas.tinker.names import is_path
 from ....schemas.wire.codec import merged
 from ....schemas.wire.errors import (
@@ -382,6 +383,7 @@ class Submission:
         plan = await self.plan_on_gpus(kind, config, reader)
         if plan is not None and plan.refusal is not None:
             raise plan.refusal
+        await self.refuse_long_contexts(config, reader)
         if not record.fork_dir:
             await refuse_missing_models(self._broker, self._reconciler.nodes(), config, reader)
         wanted = {"actors": actors, "stored_bytes": states.reserved_bytes(config)}
@@ -465,7 +467,8 @@ class Submission:
         if changes:
             check_game(config.model_dump(mode="json", exclude_unset=True))
             before = self._view.config(record)
-            config, _ = await self._allowed(config, record)
+            config, roots = await self._allowed(config, record)
+            await self.refuse_long_contexts(config, self.reader(record.user, roots))
             folders, teachers = await self.origins.teachers(record, config)
             config = await self._with_models(record, config, folders, Path(record.run_dir))
             wanted = states.actors_for(config, record.kind)
@@ -508,6 +511,14 @@ class Submission:
         read = [reader.may_know(model) for model in models_of(config)]
         gpus = [(gpu.model, gpu.memory_bytes) for node in nodes for gpu in node.gpus]
         return await asyncio.to_thread(plan_for_pool, config, gpus) if all(read) else None
+
+    async def refuse_long_contexts(self, config: JobConfig, reader: Reader) -> None:
+        """Raise ModelError for sequences longer than a model of the job has positions for.
+
+        Models that the scheduler does not know, or the reader may not, are left to the generators.
+        """
+        if all([await asyncio.to_thread(reader.may_know, model) for model in models_of(config)]):
+            await asyncio.to_thread(refuse_long_contexts, config)
 
     async def _allowed(self, config: JobConfig, record: JobRecord) -> tuple[JobConfig, list[Path]]:
         """Return what the owner of a job may ask for, and where its processes may write.

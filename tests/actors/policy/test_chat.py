@@ -129,13 +129,36 @@ def test_templates_that_change_earlier_turns_are_refused(template: str, said: st
         chat_of(template).check_template()
 
 
-def test_a_template_that_refuses_a_role_says_so() -> None:
-    chat = chat_of(
-        "{%- for m in messages -%}{%- if m.role == 'system' -%}"
-        "{{ raise_exception('no system role') }}{%- endif -%}" + CHATML.split("-%}", 1)[1]
-    )
-    with pytest.raises(ModelError, match=r"roles: system user \(no system role\)"):
-        chat.first_prompt([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])
+REFUSES_SYSTEM = (
+    "{%- for m in messages -%}{%- if m.role == 'system' -%}"
+    "{{ raise_exception('no system role') }}{%- endif -%}" + CHATML.split("-%}", 1)[1]
+)
+LEAVES_SYSTEM_OUT = CHATML.replace("messages -%}", "messages if m.role != 'system' -%}", 1)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (REFUSES_SYSTEM, r"roles: system user \(no system role\)"),
+        (LEAVES_SYSTEM_OUT, "the template leaves it out"),
+    ],
+)
+def test_a_system_message_is_refused_by_a_template_that_does_not_show_it(
+    template: str, reason: str
+) -> None:
+    chat = chat_of(template)
+    chat.check_template()
+    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]
+    whole = [*messages, {"role": "assistant", "content": "z"}]
+    for show in (
+        lambda: chat.first_prompt(messages),
+        lambda: chat.prompt(messages),
+        lambda: chat.conversation(whole),
+    ):
+        with pytest.raises(ModelError, match=f"takes no system message.*{reason}") as refused:
+            show()
+        assert "chat_template.jinja" in refused.value.hint
+    assert len(chat.first_prompt(messages[1:]))
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:

@@ -230,10 +230,10 @@ def data(tmp_path: Path) -> Iterator[ChatData]:
         yield data
 
 
-def demonstrated(data: ChatData, sample: int | None) -> Any:
+def demonstrated(data: ChatData, sample: int | None, model: str = "m") -> Any:
     config = JobConfig.model_validate(
         {
-            "model": {"path": "m"},
+            "model": {"path": model},
             "sft": {"data": ["c.jsonl"]},
             "rollout": {"max_prompt_tokens": 8, "max_turn_tokens": 8, "max_response_tokens": 16},
         }
@@ -255,6 +255,16 @@ def test_the_group_of_a_row_is_what_the_assistant_says_of_the_version_that_is_as
     assert set(row.versions[made].tolist()) == {3}
     assert not row.logprobs.any()
     assert row.messages == ROWS[0]["messages"]
+
+
+def test_a_row_longer_than_the_models_positions_is_given_up(data: ChatData, tmp_path: Path) -> None:
+    length = len(demonstrated(data, 0).trajectories[0].token_ids)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"max_position_embeddings": length}))
+    demonstrated(data, 0, str(tmp_path))
+    file.write_text(json.dumps({"max_position_embeddings": length - 1}))
+    with pytest.raises(GroupFailed, match=f"{length} tokens, model .* positions for {length - 1}"):
+        demonstrated(data, 0, str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from tinkermq.schemas.job import (
     ListRequest,
     ScaleRequest,
     StopRequest,
+    SubmissionFindings,
 )
 from tinkermq.schemas.tinker.checkpoints import TakeCheckpoint
 from tinkermq.schemas.tinker.names import CheckpointName
@@ -50,6 +51,7 @@ from tinkermq.schemas.wire.errors import (
 )
 
 from tests.actors.scheduler.conftest import Stack
+from tests.support.hollow_model import make_hollow
 from tests.support.s3 import environment
 from tests.support.waiting import eventually
 
@@ -440,6 +442,29 @@ async def test_only_an_inference_job_of_the_user_judges(stack: Stack) -> None:
     for name, user in (("nobody", "local"), (infer.name, "ada")):
         with pytest.raises(NotFoundError, match=name):
             await judged_by(name, user)
+
+
+async def test_sequences_longer_than_a_models_positions_are_refused_where_its_config_is_known(
+    stack: Stack, tmp_path: Path
+) -> None:
+    await stack.scheduler()
+    model = {"path": str(make_hollow(tmp_path / "short"))}
+    (tmp_path / "short" / "config.json").write_text('{"max_position_embeddings": 512}')
+    lengths = {"max_prompt_tokens": 500, "max_response_tokens": 12, "max_turn_tokens": 12}
+    longer = {"max_context": 513}
+    told = "of up to 513 tokens are asked for, model .*short has positions for 512"
+    with pytest.raises(ModelError, match=told) as refused:
+        await stack.submit(model=model, rollout=lengths, generator=longer)
+    assert "generator.max_context" in refused.value.hint
+    assert await stack.jobs.list_jobs() == []
+    request = stack.request(model=model, rollout=lengths, generator=longer)
+    reply = await stack.ask_for("try", request, SubmissionFindings)
+    [finding] = [item for item in reply.findings if item.what == "model"]
+    assert (finding.ok, finding.by) == (False, "scheduler")
+    assert "positions for 512" in finding.text
+    assert (await stack.submit(model=model, rollout=lengths)).state == "QUEUED"
+    far = {"path": str(tmp_path / "elsewhere")}
+    assert (await stack.submit(model=far, rollout=lengths, generator=longer)).state == "QUEUED"
 
 
 async def test_a_model_that_no_node_can_have_is_refused_before_the_job_is_queued(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.template_facts import HistoryRenderer, call_format, facts_of, read_text
+from tinkermq.actors.policy.tiny_models import CHAT_TEMPLATE, make_tokenizer
 from tinkermq.actors.rollout.call_tree import rows_of
 from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.envs.agents.call_selection import main_root
@@ -74,6 +75,18 @@ def test_a_system_message_in_the_middle_is_shown_as_the_template_takes_it() -> N
     assert "<system-reminder>\nbe quick\n</system-reminder>" in prompt
     grown = facts_of(chat).shaped([*history, system[0]])
     assert grown[: len(shaped)] == shaped
+
+
+def test_a_system_message_that_a_template_leaves_out_is_shown_as_words_of_the_user() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE.replace(
+        "in messages", "in messages if message['role'] != 'system'", 1
+    )
+    chat = ChatTokenizer(tokenizer)
+    assert "system messages are shown as words of the user" in facts_of(chat).limitations()
+    history = [CanonicalMessage("system", ("be brief",)), ASKED]
+    prompt = chat.decode(ExactCalls(chat).prepare(history).prompt_ids)
+    assert "<system-reminder>\nbe brief\n</system-reminder>" in prompt
 
 
 @pytest.mark.parametrize("name", PARSED)
