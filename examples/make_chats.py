@@ -1,19 +1,22 @@
 """Write conversations to learn a game from: `python examples/make_chats.py calculator`.
 
 The game is played with its own gold answers (`gold_action`), on the rows of its training data or
-on seeds; each episode is one line of outputs/data/<game>/chats.jsonl, in the column `messages`,
-with the game's tools, if it has some, in `tools`.
+on seeds; a game that has none is demonstrated by its module's `demonstrations(rng)`. Each episode
+is one line of outputs/data/<game>/chats.jsonl, in the column `messages`, with the game's tools, if
+it has some, in `tools`.
 What you have instead, chats of people or of a larger model, goes into the same column.
 """
 
 import argparse
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
 from tinkermq.envs.dataset import Dataset
 from tinkermq.envs.prompt import open_game
-from tinkermq.envs.registry import load_game
+from tinkermq.envs.registry import companion, load_game
 from tinkermq.envs.write_data import write_rows
 
 MAX_TURNS = 100
@@ -23,24 +26,39 @@ def main() -> None:
     """Parse the arguments and write the files."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("game", help="registered name or package.module:Class")
+    parser.add_argument("keys", nargs="*", help="arguments of the game: win_length=3")
     parser.add_argument("--folder", type=Path, help="default: outputs/data/<game>")
     parser.add_argument("--rows", type=int, default=1024, help="conversations to write")
     arguments = parser.parse_args()
     game, folder = arguments.game, arguments.folder or Path("outputs/data") / arguments.game
-    chats = conversations(game, folder / "train.parquet", arguments.rows)
-    tools = load_game(game)().get_tools()
+    pairs = (key.partition("=") for key in arguments.keys)
+    kwargs = {name: yaml.safe_load(value) for name, _, value in pairs}
+    if hasattr(load_game(game), "gold_action"):
+        chats = conversations(game, kwargs, folder / "train.parquet", arguments.rows)
+    else:
+        chats = demonstrations(game, kwargs, arguments.rows)
+    tools = load_game(game)(**kwargs).get_tools()
     shown = {"tools": tools} if tools else {}
     rows = ({"messages": messages, **shown} for messages in chats)
     print(write_rows(folder / "chats.jsonl", rows))
 
 
-def conversations(name: str, file: Path, count: int) -> Iterator[list[dict[str, Any]]]:
+def demonstrations(name: str, kwargs: dict[str, Any], count: int) -> Iterator[list[dict[str, Any]]]:
+    """Demonstrate the game as its module does for the warm start of a tiny model."""
+    rng = random.Random(0)  # noqa: S311  data, not secrets
+    for _ in range(count):
+        yield companion(load_game(name), "demonstrations")(rng, **kwargs)
+
+
+def conversations(
+    name: str, kwargs: dict[str, Any], file: Path, count: int
+) -> Iterator[list[dict[str, Any]]]:
     """Play the game with gold answers, on the rows of a file if it is there."""
     game_class = load_game(name)
     data = Dataset([file]) if file.is_file() else None
     for number in range(count):
         record = data.record(number % len(data)) if data is not None else None
-        game: Any = game_class()
+        game: Any = game_class(**kwargs)
         messages = open_game(game, seed=number, record=record, kwargs={})
         for _ in range(MAX_TURNS):
             action = game.gold_action()

@@ -302,10 +302,11 @@ def draw_position(
     return [divmod(cell, size) for cell in board.moves]
 
 
-def demonstrations(rng: random.Random) -> list[ChatMessage]:
-    """Return some turns of a game on the small board for the warm start."""
-    game = GomokuGame(**SMALL, opponent=["random", "one_ply"])
-    moves = _position(rng)
+def demonstrations(rng: random.Random, **board: Any) -> list[ChatMessage]:
+    """Return some turns of a game on the small board, or one that differs in keys of `board`."""
+    small = SMALL | board
+    game = GomokuGame(**small, opponent=["random", "one_ply"])
+    moves = _position(rng, small["board_size"], small["win_length"])
     start = {"moves": moves, "colour": NAMES[O if len(moves) % 2 else X]}
     messages = open_game(game, seed=rng.getrandbits(32), record=None, kwargs=start)
     skilled = make_player("alphabeta:2")
@@ -318,10 +319,9 @@ def demonstrations(rng: random.Random) -> list[ChatMessage]:
     return messages
 
 
-def _position(rng: random.Random) -> list[tuple[int, int]]:
+def _position(rng: random.Random, size: int, win_length: int) -> list[tuple[int, int]]:
     """Draw moves that win nothing, on boards of all kinds: on a fuller one there is more to see."""
-    size = SMALL["board_size"]
-    board = Board(size, SMALL["win_length"])
+    board = Board(size, win_length)
     for _ in range(rng.randint(0, size**2 - 5)):
         quiet = [cell for cell in board.free() if not board.completes(cell, board.turn)]
         if quiet:

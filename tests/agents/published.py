@@ -8,6 +8,7 @@ from typing import Any
 
 AGENTS = Path(__file__).parents[2] / ".agents"
 PROGRAMS = Path(__file__).parent / "programs"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "agents" / "products"
 TOY = Path(__file__).parent / "toy"
 SDKS = "sdks"
 """What development has: OpenAI's and Anthropic's own libraries."""
@@ -119,3 +120,14 @@ PUBLISHED = [
     ),
     _shell("pi", shutil.which("node") or "node", str(_PI)),
 ]
+PRODUCTS_EXAMPLE = PublishedAgent(
+    "openai-agents",
+    "example",
+    "calculate",
+    [
+        *("sh", "-c", '"$0" -B agent.py "$1" > answer.txt'),
+        *(str(AGENTS / "openai-agents" / "bin" / "python"), "{prompt}"),
+    ],
+    agent={"files": str(EXAMPLE)},
+)
+"""The agent of examples/products_openai_agents.yaml, as a command."""

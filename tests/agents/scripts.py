@@ -113,6 +113,7 @@ SCRIPTS = {
         ],
         in_order=True,
     ),
+    "calculate": Script([calling("I will calculate.", "calculate", {"expression": "1 + 6"})]),
     "opencode": shell("bash", "command", description="look around"),
     "pi": shell("bash", "command"),
     "rejected": Script([ScriptedTurn("I think about it.", ""), *MINI], in_order=True),

@@ -23,7 +23,7 @@ from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.rollout.calls.programs import chat_of
 from tests.agents.engine import ScriptedEngine
-from tests.agents.published import PUBLISHED, PublishedAgent
+from tests.agents.published import PRODUCTS_EXAMPLE, PUBLISHED, PublishedAgent
 from tests.agents.scripts import PROMPT, SCRIPTS
 
 pytestmark = pytest.mark.agents
@@ -96,7 +96,7 @@ def assert_exact(rows: list[Trajectory], engine: ScriptedEngine) -> None:
     assert num_trained == sum(int(np.sum(row.mask)) for row in rows)
 
 
-@pytest.mark.parametrize("agent", PUBLISHED, ids=lambda agent: agent.id)
+@pytest.mark.parametrize("agent", [*PUBLISHED, PRODUCTS_EXAMPLE], ids=lambda agent: agent.id)
 async def test_a_published_program_is_trained_as_it_is(
     agent: PublishedAgent, chat: ChatTokenizer, broker: Broker, scope: JobScope, tmp_path: Path
 ) -> None:

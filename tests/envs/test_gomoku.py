@@ -1,7 +1,10 @@
 """Gomoku as the policy meets it: OpenTinker's rewards and limits, without its mistakes."""
 
+import json
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -180,6 +183,25 @@ def test_what_the_small_board_says_is_made_of_the_tokens_of_the_tiny_model():
 def test_the_examples_for_the_small_board_play_what_the_demonstrations_show(name):
     config = load_config(EXAMPLES / f"{name}.yaml")
     assert config.env.kwargs.items() >= gomoku.SMALL.items()
+    assert config.env.kwargs["max_total_steps"] <= config.rollout.max_turns
+
+
+def test_demonstrations_of_three_in_a_row_are_written_as_conversations(tmp_path):
+    script = EXAMPLES / "make_chats.py"
+    words = [sys.executable, script, "gomoku", "win_length=3", "--rows", "20", "--folder", tmp_path]
+    subprocess.run(words, check=True, capture_output=True)
+    lines = (tmp_path / "chats.jsonl").read_text(encoding="utf-8").splitlines()
+    chats = [json.loads(line)["messages"] for line in lines]
+    rules = GomokuGame(**gomoku.SMALL | {"win_length": 3}).get_system_prompt()
+    assert [chat[0]["content"] for chat in chats] == [rules] * 20
+    legal = [move for chat in chats for move in replayed(chat)]
+    assert sum(legal) / len(legal) > 0.9
+
+
+@pytest.mark.parametrize("name", ["gomoku_chats", "gomoku_smollm2"])
+def test_the_examples_for_a_language_model_play_for_three_in_a_row(name):
+    config = load_config(EXAMPLES / f"{name}.yaml")
+    assert config.env.kwargs.items() >= (gomoku.SMALL | {"win_length": 3}).items()
     assert config.env.kwargs["max_total_steps"] <= config.rollout.max_turns
 
 
