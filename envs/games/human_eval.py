@@ -90,7 +90,7 @@ class HumanEvalGame(AbstractGame):
         self._solution = self._declaration = self._function = self._test = ""
 
     def reset(self, *, ground_truth: str, extra_info: Mapping[str, Any], **_: Any) -> str:
-        """Start with a solution, a declaration and its tests; the question is the row's prompt.
+        """Start with a body, a declaration and its tests; the question is the row's prompt.
 
         Raises DataError for a row without them.
         """
@@ -128,7 +128,7 @@ class HumanEvalGame(AbstractGame):
 
     def gold_action(self) -> str:
         """Return the problem's own solution."""
-        return f"```python\n{self._solution}\n```"
+        return f"```python\n{self._solution.rstrip()}\n```"
 
     def _program(self, action: str) -> str:
         """Return the program of a reply: behind the declaration, or as its body."""
@@ -192,7 +192,7 @@ def _row(problem: Mapping[str, str], split: str, index: int) -> dict[str, Any]:
     declaration = problem["prompt"]
     row = verl_row(
         _QUESTION.format(declaration=declaration),
-        declaration + problem["canonical_solution"],
+        problem["canonical_solution"],
         data_source="human_eval",
         split=split,
         index=index,

@@ -52,7 +52,7 @@ RIGHT = "def counts(xs):\n" + BODY
 def opened(test: str = TEST) -> HumanEvalGame:
     game = HumanEvalGame(PLAIN)
     about = {"declaration": DECLARATION, "function": "counts", "test": test}
-    game.reset(ground_truth=DECLARATION + BODY, extra_info=about)
+    game.reset(ground_truth=BODY, extra_info=about)
     return game
 
 
