@@ -8,6 +8,7 @@ fraction of a millisecond. A model is loaded only where the generators validate.
 
 import asyncio
 import time
+from functools import lru_cache
 
 import numpy as np
 import structlog
@@ -161,6 +162,10 @@ def _trajectory(task: Task, data: ChatData, chat: ChatTokenizer, config: JobConf
     )
 
 
+_max_positions = lru_cache(find_max_positions)
+"""A row asks for it, and the configuration of a model does not change."""
+
+
 def tokenise_row(row: ChatRow, chat: ChatTokenizer, config: JobConfig) -> Conversation:
     """Tokenise the conversation of a row.
 
@@ -178,7 +183,7 @@ def tokenise_row(row: ChatRow, chat: ChatTokenizer, config: JobConfig) -> Conver
             f"rollout.max_response_tokens is {max_tokens}",
             hint=f"raise them to {length} together, or shorten the data",
         )
-    max_positions = find_max_positions(config.model.path)
+    max_positions = _max_positions(config.model.path)
     if 0 < max_positions < length:
         raise ModelError(
             f"{row.where} has {length} tokens, model {config.model.path} has positions for "

@@ -247,7 +247,7 @@ def ask(
 
 def test_a_game_that_fits_has_no_faults() -> None:
     exactly = {"max_prompt_tokens": 8, "max_turn_tokens": 7, "max_response_tokens": 17}
-    assert ask(CHAT_TEMPLATE, gold=True, **exactly) == {}
+    assert ask(CHAT_TEMPLATE, gold=True, play=PLAY, **exactly) == {}
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_what_does_not_fit_is_told_with_the_key_to_raise(
 ) -> None:
     said = said.format(limit)
     wanted = int(said.split()[4])
-    found = ask(CHAT_TEMPLATE, gold=True, **{limit: wanted - 1})
+    found = ask(CHAT_TEMPLATE, gold=True, play=PLAY, **{limit: wanted - 1})
     assert found == {question: f"{said}: raise rollout.{limit} to {wanted}"}
 
 
