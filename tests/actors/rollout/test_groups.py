@@ -259,12 +259,13 @@ def test_the_group_of_a_row_is_what_the_assistant_says_of_the_version_that_is_as
 
 def test_a_row_longer_than_the_models_positions_is_given_up(data: ChatData, tmp_path: Path) -> None:
     length = len(demonstrated(data, 0).trajectories[0].token_ids)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"max_position_embeddings": length}))
-    demonstrated(data, 0, str(tmp_path))
-    file.write_text(json.dumps({"max_position_embeddings": length - 1}))
+    for positions in (length, length - 1):
+        folder = tmp_path / str(positions)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    demonstrated(data, 0, str(tmp_path / str(length)))
     with pytest.raises(GroupFailed, match=f"{length} tokens, model .* positions for {length - 1}"):
-        demonstrated(data, 0, str(tmp_path))
+        demonstrated(data, 0, str(tmp_path / str(length - 1)))
 
 
 @pytest.mark.parametrize(
