@@ -1,7 +1,8 @@
 """Sums: questions for a language model that was pretrained, from a dataset, in one turn.
 
-The policy reads "What is 47 + 38? Reply with the number only." and answers; the last number of its
-answer counts. Small chat models know what is asked and are mostly wrong.
+The policy reads "What is 27 + 38? Reply with the number only." and answers; the last number of its
+answer counts. Small chat models know what is asked and are mostly wrong. A fifth of all pairs is held
+out: no question of validation is trained.
 """
 
 import random
@@ -16,7 +17,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 class SumsGame(AdditionGame):
-    """Add two numbers of two digits."""
+    """Add two numbers of two digits, below 50."""
 
     def step(self, action: str) -> StepResult:
         """Judge the answer: 1 if its last number is the sum, else 0."""
@@ -30,8 +31,16 @@ def question(first: int, second: int) -> str:
     return f"What is {first} + {second}? Reply with the number only."
 
 
+def is_held_out(first: int, second: int) -> bool:
+    """Whether a sum is one of validation."""
+    return (7 * first + second) % 5 == 0
+
+
 def _row(rng: random.Random, split: str, index: int) -> dict[str, Any]:
-    first, second = rng.randrange(10, 100), rng.randrange(10, 100)
+    while True:
+        first, second = rng.randrange(10, 50), rng.randrange(10, 50)
+        if is_held_out(first, second) == (split == "val"):
+            break
     return verl_row(
         question(first, second),
         str(first + second),

@@ -6,6 +6,7 @@ from random import Random
 from random import choice as pick
 
 import opentinker_games
+import pyarrow.parquet
 import pytest
 from structlog.testing import capture_logs
 from tinkermq.envs import AbstractGame, StepResult
@@ -102,6 +103,12 @@ def test_the_last_number_of_an_answer_to_a_sum_counts(answer, reward):
     game = sums.SumsGame()
     game.reset(ground_truth="85")
     assert game.step(answer).reward == reward
+
+
+def test_no_sum_of_validation_is_trained(tmp_path):
+    rows = [pyarrow.parquet.read_table(path).to_pylist() for path in sums.make_data(tmp_path)]
+    trained, held = ({row["prompt"][-1]["content"] for row in part} for part in rows)
+    assert (len(trained) >= 800, len(held) >= 150, trained & held) == (True, True, set())
 
 
 def test_most_demonstrations_of_addition_give_up():
