@@ -143,12 +143,20 @@ class HumanEvalGame(AbstractGame):
         return re.search(rf"^def {re.escape(self._function)}\b", code, re.MULTILINE) is not None
 
     def _judge(self, source: str, program: CodeSession, tests: CodeSession) -> tuple[bool, int]:
-        """Return whether the tests pass, and the number of calls that were answered."""
+        """Return whether the tests pass, and the number of calls that were answered.
+
+        Raises DataError for tests that cannot be loaded.
+        """
         outcome = program.run(source + _END)
         left_s = self._settings.time_s - outcome.seconds
         if outcome.status != "ok":
             return False, 0
-        tests.run(f"{self._declaration}{_BODY}\n{self._test}\n{_TESTS}")
+        loaded = tests.run(f"{self._declaration}{_BODY}\n{self._test}\n{_TESTS}")
+        if loaded.status != "ok":
+            raise DataError(
+                f"the tests of {self._function} do not load: {_last_line(loaded.text)}",
+                hint="correct declaration and test in extra_info of the row",
+            )
         asked = tests.run(f"_function = {self._function!r}\n_resume()")
         for calls in range(MAX_CALLS):
             call = _last_line(asked.text)
@@ -157,10 +165,10 @@ class HumanEvalGame(AbstractGame):
             if left_s <= 0:
                 return False, calls
             outcome = program.run(_CALL.format(call=call, function=self._function), left_s)
-            left_s -= outcome.seconds
             if outcome.status != "ok":
                 return False, calls
             asked = tests.run(f"_resume({_last_line(outcome.text)!r})")
+            left_s -= outcome.seconds + asked.seconds
         return False, MAX_CALLS
 
 

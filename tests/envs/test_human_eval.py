@@ -203,6 +203,11 @@ def test_a_row_without_its_tests_is_refused(missing: str) -> None:
         HumanEvalGame(PLAIN).reset(ground_truth="x", extra_info={**about, missing: ""})
 
 
+def test_tests_that_do_not_load_are_the_datas_fault() -> None:
+    with pytest.raises(DataError, match="the tests of counts do not load: NameError"):
+        opened("undefined").step(fenced(RIGHT))
+
+
 def test_settings_of_the_sandbox_that_cannot_be_used_are_named() -> None:
     with pytest.raises(ConfigError, match=r"env\.kwargs\.sandbox\.memory"):
         HumanEvalGame({"memory": 1})
