@@ -215,7 +215,7 @@ GAMES = {entry.name for entry in entry_points(group=GROUP)}
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_the_examples_are_valid(example: Path) -> None:
     config = load_config(example)
-    assert config.env.game in GAMES or config.agent.command or config.agent.client
+    assert config.env.game in GAMES or config.agent.runs_programs
     assert config.env.game == example.stem or example.stem not in GAMES
     max_steps = config.env.kwargs.get("max_steps", 0)
     assert max_steps <= config.rollout.max_turns, "the game's own end would never come"
