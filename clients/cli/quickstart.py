@@ -318,7 +318,9 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 def _train_in_own_stack(folder: Path, config: Path, overrides: tuple[str, ...]) -> RunProgress:
     """Start a stack on free ports, train in it, and stop it in any case."""
     given = load_config(config, overrides).model_dump(exclude_unset=True)
-    with tempfile.TemporaryDirectory(prefix=".stack-", dir=folder.resolve()) as place:
+    with tempfile.TemporaryDirectory(
+        prefix=".stack-", dir=folder.resolve(), ignore_cleanup_errors=True
+    ) as place:  # interrupted twice, the broker may still write
         home = Home(place)
         options = StackOptions(
             home=home.folder, cpu_slots=CPU_SLOTS, node=f"quickstart-{os.getpid()}"
