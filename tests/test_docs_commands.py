@@ -173,7 +173,8 @@ def programs() -> dict[str, set[str]]:
     python = ((where, words) for where, words in told() if words[0] == "python")
     for _, words in [*called("python", "python3"), *python]:
         name = words[2] if words[1] == "-m" else words[1]
-        is_others = name in {"venv", "nltk.downloader"} or name.startswith("tinker_cookbook.")
+        needs_others = ("tinker_cookbook.", "examples/agents/")
+        is_others = name in {"venv", "nltk.downloader"} or name.startswith(needs_others)
         if name in titles or is_others or (TRIED / name).is_file():
             continue  # what a page lets one write, what others have made, what their SDKs run
         options = {word.partition("=")[0] for word in words[2:] if word.startswith("--")}
