@@ -1,8 +1,8 @@
 """Sums: questions for a language model that was pretrained, from a dataset, in one turn.
 
 The policy reads "What is 27 + 38? Reply with the number only." and answers; the last number of its
-answer counts. Small chat models know what is asked and are mostly wrong. A fifth of all pairs is held
-out: no question of validation is trained.
+answer counts. Small chat models know what is asked and are mostly wrong. A fifth of all pairs is
+held out: no question of validation is trained.
 """
 
 import random
