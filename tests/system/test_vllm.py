@@ -76,7 +76,9 @@ async def test_the_weights_of_a_job_go_from_its_learner_into_vllms_workers_whoev
     overrides = (
         f"model.path={warm_model('guess')}",
         "env={game: guess, num_val: 8}",
-        "generator={engine: vllm, compile: false, kv_cache_mb: 64, ack_wait_s: 3}",
+        # an answer that goes on over a swap would keep what older weights made of its beginning
+        "generator={engine: vllm, compile: false, kv_cache_mb: 64, ack_wait_s: 3, "
+        "kv_on_swap: recompute}",
         "weights={transport: nccl}",
         "training.num_steps=16",
         "training.save_freq=4",
