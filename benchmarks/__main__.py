@@ -28,6 +28,7 @@ NAMES = (
     "transfer_queue",
     "against_trl",
     "against_trl_environment",
+    "against_trl_language_model",
     "asynchrony",
     "environment",
     "agent_proxy",

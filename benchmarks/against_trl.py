@@ -27,6 +27,7 @@ from typing import Any
 from benchmarks.report import Report, parser
 from benchmarks.stack import REPOSITORY, Run, Stack
 from benchmarks.tasks import (
+    Row,
     addition_job,
     in_training_order,
     slow_calculator_job,
@@ -47,14 +48,6 @@ class Side:
     rewards: list[float]
     run: Run | None = None
 
-    @property
-    def before(self) -> float:
-        return mean(self.rewards[:ENDS])
-
-    @property
-    def after(self) -> float:
-        return mean(self.rewards[-ENDS:])
-
 
 @dataclass
 class Contest:
@@ -64,7 +57,17 @@ class Contest:
     job: dict[str, Any]
     ways: dict[str, tuple[str, int]]
     """Name of a peer to its way to meet the environment, and how many steps it trains."""
+    rows: list[Row]
+    """Questions in the order of training."""
     delay_scale: float = 1.0
+    warm: int = WARM
+    """Steps before the clock starts."""
+    ends: int = ENDS
+    """Steps whose mean reward is that before, or after."""
+    pass_samples: int | None = None
+    """Samples that the peer computes at once as it trains; None: those of the step."""
+    num_counted: int | None = None
+    """Steps of ours that count; more keep the generator busy until then. None: all."""
     sides: dict[str, list[Side]] = field(default_factory=dict[str, list[Side]])
 
     @property
@@ -81,24 +84,26 @@ async def run_ours(contest: Contest) -> Side:
     with tempfile.TemporaryDirectory() as folder:
         async with Stack(Path(folder)) as stack:
             run = await stack.run(contest.job)
-    return Side(run.samples_per_s(after=WARM), run.values("training_step_reward"), run)
+    if contest.num_counted is not None:
+        del run.metrics[contest.num_counted :]
+    return Side(run.samples_per_s(after=contest.warm), run.values("training_step_reward"), run)
 
 
 def run_trl(contest: Contest, way: str, num_steps: int) -> Side:
     """Train with TRL, in a process of its own."""
     job = contest.job
-    game = "addition" if way == "none" else "calculator"
-    warm = min(WARM, num_steps - 1)
+    warm = min(contest.warm, num_steps - 1)
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "way": way,
             "model": job["model"]["path"],
-            "rows": in_training_order(game, num_steps * job["training"]["batch_size"]),
+            "rows": contest.rows[: num_steps * job["training"]["batch_size"]],
             "batch_size": job["training"]["batch_size"],
             "group_size": job["rollout"]["group_size"],
             "max_response_tokens": job["rollout"]["max_response_tokens"],
             "num_steps": num_steps,
             "lr": job["learner"]["lr"],
+            "pass_samples": contest.pass_samples,
             "threads": THREADS,
             "delay_scale": contest.delay_scale,
             "env_workers": job["env"].get("workers", 4),
@@ -147,11 +152,11 @@ def tell(contest: Contest, report: Report, target: float) -> None:
     rows = [
         [
             name,
-            f"{contest.median(name):,.0f}",
-            " ".join(f"{side.samples_per_s:,.0f}" for side in sides),
+            shown_rate(contest.median(name)),
+            " ".join(shown_rate(side.samples_per_s) for side in sides),
             f"{contest.samples / contest.median(name):.3f} s",
-            f"{mean(side.before for side in sides):.2f}",
-            f"{mean(side.after for side in sides):.2f}",
+            f"{mean(mean(side.rewards[: contest.ends]) for side in sides):.2f}",
+            f"{mean(mean(side.rewards[-contest.ends :]) for side in sides):.2f}",
             str(len(sides[0].rewards)),
         ]
         for name, sides in contest.sides.items()
@@ -165,22 +170,28 @@ def tell(contest: Contest, report: Report, target: float) -> None:
     tell_costs(contest, report)
 
 
+def shown_rate(samples_per_s: float) -> str:
+    """Return a rate with two digits at least."""
+    return f"{samples_per_s:,.{0 if samples_per_s >= 10 else 2}f}"
+
+
 def tell_costs(contest: Contest, report: Report) -> None:
     """Print what our processes cost per step."""
     run = contest.sides["tinkermq"][-1].run
     assert run is not None
-    costs = run.cpu_ms_per_step(after=WARM)
+    warm = contest.warm
+    costs = run.cpu_ms_per_step(after=warm)
     rows = [[name, f"{loop:.1f}", f"{other:.1f}"] for name, (loop, other) in sorted(costs.items())]
     rows.append(["sum", *(f"{sum(item[i] for item in costs.values()):.1f}" for i in (0, 1))])
     columns = ["process", "main thread", "other threads"]
     report.table(f"{contest.name}: CPU milliseconds per step of ours", columns, rows)
-    waited = mean(run.values("timing_s/wait", after=WARM))
-    model = mean(run.values("timing_s/update_actor", after=WARM))
+    waited = mean(run.values("timing_s/wait", after=warm))
+    model = mean(run.values("timing_s/update_actor", after=warm))
     wasted = run.metrics[-1].values.get("rollout/wasted_share", 0.0)
     report.note(
-        f"Of a step of {run.step_s(after=WARM) * 1e3:.0f} ms the learner waited "
+        f"Of a step of {run.step_s(after=warm) * 1e3:.0f} ms the learner waited "
         f"{waited * 1e3:.0f} ms for groups and computed {model * 1e3:.0f} ms; the engine was busy "
-        f"{run.busy_share(after=WARM):.0%}; {wasted:.0%} of the generated tokens were not trained."
+        f"{run.busy_share(after=warm):.0%}; {wasted:.0%} of the generated tokens were not trained."
     )
 
 
@@ -191,12 +202,14 @@ def contests(task: str | None, *, quick: bool) -> list[tuple[Contest, float]]:
     found = list[tuple[Contest, float]]()
     if task in (None, "addition"):
         job = addition_job(warm_model("addition", quick=quick), num_steps)
-        found.append((Contest("addition", job, {"TRL": ("none", num_steps)}), 1.3))
+        rows = in_training_order("addition", num_steps * job["training"]["batch_size"])
+        found.append((Contest("addition", job, {"TRL": ("none", num_steps)}, rows), 1.3))
     if task in (None, "tool"):
         num_steps = WARM + 1 if quick else 30
         job = slow_calculator_job(warm_model("calculator", quick=quick), num_steps, slow)
         ways = {"TRL, rollout_func": ("rollout", num_steps), "TRL, environments": ("tools", 2)}
-        found.append((Contest("tool, slow environment", job, ways, slow), 3.0))
+        rows = in_training_order("calculator", num_steps * job["training"]["batch_size"])
+        found.append((Contest("tool, slow environment", job, ways, rows, slow), 3.0))
     for contest, _ in found if quick else []:
         contest.job["training"]["batch_size"] = QUICK_TASKS
     return found

@@ -102,7 +102,7 @@ def main() -> None:
     arguments = options.parse_args()
     quick: bool = arguments.quick
     report = Report("against_trl_environment", "An environment class of TRL", quick=quick)
-    contest = Contest("counting", job(WARM + 1 if quick else 60, quick=quick), {})
+    contest = Contest("counting", job(WARM + 1 if quick else 60, quick=quick), {}, [])
     asyncio.run(compete(contest, arguments.rounds or (1 if quick else 2)))
     tell(contest, report, TARGET)
     report.finish(arguments.json)

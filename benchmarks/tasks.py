@@ -13,7 +13,10 @@ from typing import Any, TypedDict, Unpack
 from tinkermq.actors.learner.data_order import DataOrder
 from tinkermq.actors.policy.tiny_models import make_model, make_tokenizer
 from tinkermq.actors.warm_start import warm_start
+from tinkermq.envs.data import HostData
+from tinkermq.envs.dataset import Record, answer_text
 from tinkermq.envs.write_data import verl_row, write_rows
+from tinkermq.schemas.config.job import JobConfig
 from transformers.utils import logging
 
 from benchmarks.stack import REPOSITORY
@@ -73,6 +76,22 @@ def in_training_order(game: str, num_rows: int, *, seed: int = 0) -> list[Row]:
         }
         for row in picked
     ]
+
+
+def rows_of_job(config: JobConfig, num_rows: int) -> list[Row]:
+    """Return the rows of a job's data that the learner trains, in its order: for the peer."""
+    data = HostData(config.env, config.seed)
+    order = DataOrder(config.seed, data.num_train)
+    try:
+        return [_row(data.record("train", order.sample(index))) for index in range(num_rows)]
+    finally:
+        data.close()
+
+
+def _row(record: Record | None) -> Row:
+    assert record is not None, "a game whose tasks are rows"
+    truth = answer_text(record.ground_truth)
+    return {"question": record.messages()[0]["content"], "ground_truth": truth}
 
 
 def _rows(game: str) -> Iterator[Row]:

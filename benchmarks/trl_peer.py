@@ -2,7 +2,8 @@
 
     python -m benchmarks.trl_peer SETTINGS.json RESULT.json
 
-Four ways to meet an environment: `none` (a reward function, for the addition), `rollout` (a
+Five ways to meet an environment: `none` (a reward function, for the addition), `sums` (a reward
+function that steps the games of all episodes at the same time in a thread pool), `rollout` (a
 `rollout_func` as a careful user writes it: batched generation with TRL's own generate, then the
 steps of all episodes at the same time in a thread pool), `tools` (TRL's own environments, whose
 methods the model calls as tools), `count` (the class of count_environment.py). Settings that cost
@@ -31,7 +32,7 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.count_environment import RESPONSE, CountEnvironment
-from benchmarks.slow_game import SlowCalculatorGame, draw_delay_s
+from benchmarks.slow_game import SlowCalculatorGame, SlowSumsGame, draw_delay_s
 
 Settings = dict[str, Any]
 _RESPONSE = {
@@ -74,13 +75,15 @@ class Clock(TrainerCallback):
 def grpo_config(settings: Settings) -> GRPOConfig:
     """Return TRL's settings for what the other side trains."""
     num_samples = settings["batch_size"] * settings["group_size"]
+    pass_samples = settings.get("pass_samples") or num_samples
     return GRPOConfig(
         output_dir=settings["output_dir"],
         use_cpu=True,
         bf16=False,
         seed=settings.get("seed", 0),
         max_steps=settings["num_steps"],
-        per_device_train_batch_size=num_samples,
+        per_device_train_batch_size=pass_samples,
+        gradient_accumulation_steps=num_samples // pass_samples,
         num_generations=settings["group_size"],
         max_completion_length=settings["max_response_tokens"],
         learning_rate=settings["lr"],
@@ -115,6 +118,24 @@ def right_answer(completions: list[Any], ground_truth: list[str], **_: Any) -> l
     """Reward function of the addition: 1 for the right number."""
     said = [completion[0]["content"].strip() for completion in completions]
     return [float(text == truth) for text, truth in zip(said, ground_truth, strict=True)]
+
+
+# -- sums, by a reward function ----------------------------------------------------------------
+
+
+def sums_reward(settings: Settings) -> Callable[..., list[float]]:
+    """Return the reward function of the sums: the steps of all games at the same time."""
+    threads = ThreadPoolExecutor(settings["env_workers"])
+
+    def play(completion: Any, truth: str) -> float:
+        game = SlowSumsGame(scale=settings["delay_scale"])
+        game.reset(ground_truth=truth)
+        return game.step(completion[0]["content"]).reward
+
+    def last_number(completions: list[Any], ground_truth: list[str], **_: Any) -> list[float]:
+        return list(threads.map(play, completions, ground_truth))
+
+    return last_number
 
 
 # -- the calculator, by a rollout function -----------------------------------------------------
@@ -256,6 +277,7 @@ def ways(settings: Settings, tokenizer: Any) -> dict[str, Callable[[], dict[str,
     CalculatorEnvironment.scale = settings["delay_scale"]
     return {
         "none": lambda: {"reward_funcs": right_answer, "processing_class": tokenizer},
+        "sums": lambda: {"reward_funcs": sums_reward(settings), "processing_class": tokenizer},
         "rollout": lambda: {
             "reward_funcs": game_reward,
             "rollout_func": Rollout(settings),

@@ -18,15 +18,13 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from tinkermq.actors.learner.data_order import DataOrder
 from tinkermq.actors.policy.model_folder import load_causal_lm, load_tokenizer
-from tinkermq.envs.data import HostData
-from tinkermq.envs.dataset import Record, answer_text
 from tinkermq.schemas.config.job import JobConfig
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOTrainer
 
 from benchmarks.evidence.lagged import Curve, LaggedRun, Weights, copied_weights
+from benchmarks.tasks import rows_of_job
 from benchmarks.trl_peer import Clock, Settings, grpo_config, ways
 
 WAYS = {"addition": "none", "calculator": "rollout"}
@@ -78,7 +76,7 @@ def settings_of(config: JobConfig, folder: Path) -> Settings:
     assert config.algorithm.loss_agg == "token-mean", "what loss_type dapo is"
     return {
         "way": WAYS[config.env.game],
-        "rows": _rows(config),
+        "rows": rows_of_job(config, (config.training.num_steps or 0) * config.training.batch_size),
         "model": config.model.path,
         "output_dir": str(folder),
         "batch_size": config.training.batch_size,
@@ -91,22 +89,6 @@ def settings_of(config: JobConfig, folder: Path) -> Settings:
         "delay_scale": 0.0,
         "env_workers": 1,
     }
-
-
-def _rows(config: JobConfig) -> list[dict[str, str]]:
-    data = HostData(config.env, config.seed)
-    order = DataOrder(config.seed, data.num_train)
-    count = (config.training.num_steps or 0) * config.training.batch_size
-    try:
-        return [_row(data.record("train", order.choose(n, 0).sample)) for n in range(count)]
-    finally:
-        data.close()
-
-
-def _row(record: Record | None) -> dict[str, str]:
-    assert record is not None, "a game whose tasks are rows"
-    truth = answer_text(record.ground_truth)
-    return {"question": record.messages()[0]["content"], "ground_truth": truth}
 
 
 def _train(model: Any, settings: Settings, callbacks: list[TrainerCallback]) -> None:

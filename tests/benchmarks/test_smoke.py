@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NEEDS = {
     "against_trl": ("trl", "datasets"),
     "against_trl_environment": ("trl", "datasets"),
+    "against_trl_language_model": ("trl", "datasets"),
     "agent_proxy": ("fastapi", "uvicorn", "aiohttp"),
     "environment": ("fastapi", "uvicorn", "aiohttp"),
     "vllm": ("vllm",),

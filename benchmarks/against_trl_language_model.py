@@ -1,0 +1,113 @@
+"""A language model of 135 million weights, end to end against TRL's GRPOTrainer.
+
+    python -m benchmarks.against_trl_language_model [--task sums|slow]
+
+SmolLM2-135M-Instruct learns the sums of `tinkermq quickstart --real` with that configuration: 16
+questions × 8 answers a step. Weights, questions in their order, learning rate, clipping and float32
+are the same on both sides, and both may use both cores. Ours is the whole stack as a user has it.
+In the slow environment every judgement takes 100 ms with a heavy tail (slow_game.py).
+
+TRL generates with transformers in one batch, judges all answers at the same time, and trains in
+passes of `PASS_SAMPLES` samples, the fastest found here.
+
+Samples per second are counted from the end of step `WARM` on, by when our generator is as far ahead
+as `max_staleness` lets it be; it works beyond the last counted step, so that no step is counted
+without its generation. Rewards are compared step by step: both sides then trained equally often, on
+the same questions.
+"""
+
+import asyncio
+from importlib.resources import files
+from statistics import mean, stdev
+from typing import Any
+
+import yaml
+from tinkermq.clients.cli.quickstart import get_catalogue_model
+from tinkermq.envs.games.sums import make_data
+from tinkermq.schemas.config.load_config import parse_config
+from tinkermq.schemas.model_catalogue import catalogue_folder
+
+from benchmarks.against_trl import Contest, compete, tell
+from benchmarks.report import Report, parser
+from benchmarks.tasks import CACHE, rows_of_job
+
+MODEL = "smollm2"
+WARM = 2
+TASKS = {"sums": ("sums", 5.0), "slow": ("sums, slow environment", 8.0)}
+"""Name of a task to its title and the target."""
+STEPS = {"sums": (10, 7), "slow": (8, 4)}
+"""Counted steps of ours, and steps of TRL."""
+PASS_SAMPLES = 16
+SLOW_GAME = "benchmarks.slow_game:SlowSumsGame"
+
+
+def sums_job(num_steps: int, *, quick: bool) -> dict[str, Any]:
+    """Return the quickstart's job without validation, with data of its own."""
+    text = (files("tinkermq.clients") / "cli" / "sums.yaml").read_text(encoding="utf-8")
+    job = yaml.safe_load(text)
+    get_catalogue_model(MODEL)
+    train, _ = make_data(CACHE / "sums")
+    job["model"]["path"] = str(catalogue_folder(MODEL))
+    job["env"] = {"game": "sums", "train_data": [str(train)], "num_val": 0}
+    job["algorithm"]["clip_low"] = 0.2
+    kept = {key: job["training"][key] for key in ("batch_size", "max_staleness")}
+    job["training"] = {**kept, "num_steps": num_steps}
+    del job["evaluation"]
+    if quick:
+        job["rollout"]["group_size"] = 4
+        job["training"]["batch_size"] = 2
+    return job
+
+
+def make_contest(task: str, *, quick: bool) -> Contest:
+    """Return what is measured of a task."""
+    counted, peer_steps = (WARM + 1, WARM + 1) if quick else STEPS[task]
+    job = sums_job(counted, quick=quick)
+    job["training"]["num_steps"] += job["training"]["max_staleness"]
+    scale = 0.0
+    if task == "slow":
+        scale = 0.1 if quick else 1.0
+        job["env"] |= {"game": SLOW_GAME, "kwargs": {"scale": scale}, "workers": 128}
+    return Contest(
+        TASKS[task][0],
+        job,
+        {"TRL": ("sums", peer_steps)},
+        rows_of_job(parse_config(job), peer_steps * job["training"]["batch_size"]),
+        delay_scale=scale,
+        warm=WARM,
+        ends=1 if quick else 3,
+        pass_samples=None if quick else PASS_SAMPLES,
+        num_counted=counted,
+    )
+
+
+def tell_rewards(contest: Contest, report: Report) -> None:
+    """Print the mean difference of the rewards of equal steps, and its standard error."""
+    ours, theirs = (contest.sides[name][0].rewards for name in ("tinkermq", "TRL"))
+    differences = [one - other for one, other in zip(ours, theirs, strict=False)]
+    error = stdev(differences) / len(differences) ** 0.5
+    report.note(
+        f"{contest.name}: reward of ours less TRL's over {len(differences)} equal steps, "
+        f"{mean(differences):+.3f} ± {error:.3f} (standard error of the mean). Ours trains answers "
+        f"of weights up to {contest.job['training']['max_staleness']} steps old."
+    )
+
+
+def main() -> None:
+    """Parse the arguments, run both sides, print and write."""
+    options = parser(__doc__)
+    options.add_argument("--task", choices=TASKS, help="only this one")
+    arguments = options.parse_args()
+    quick: bool = arguments.quick
+    title = "A language model of 135 M weights against TRL 1.16"
+    report = Report("against_trl_language_model", title, quick=quick)
+    for task in [arguments.task] if arguments.task else TASKS:
+        contest = make_contest(task, quick=quick)
+        asyncio.run(compete(contest, rounds=1))
+        tell(contest, report, TASKS[task][1])
+        tell_rewards(contest, report)
+    report.finish(arguments.json)
+
+
+if __name__ == "__main__":
+    main()
