@@ -3,11 +3,12 @@
 Rows are filled first-fit-decreasing to a token budget; 98 % of the columns then hold tokens.
 Sequences that begin alike may share one copy of what they have in common (`share_prompts`): the
 episodes of a group their prompt, the rows of agents' episodes, which are paths of a tree, each
-piece of that tree (`micro_batch.py`). Positions go on where the shared part ends, and each token
-sees its own path alone, so that the result is the same. Of a prompt and its responses, each
-response is a segment of its own that sees the prompt and itself. Equal responses, frequent where
-answers are short, share one segment; where experts are replayed, only what was computed with the
-same ones is equal.
+piece of that tree (`micro_batch.py`). Prompts under one system prompt and responses that begin
+alike are paths of a tree, too, and are packed as such where that saves computation. Positions go on
+where the shared part ends, and each token sees its own path alone, so that the result is the same.
+Of a prompt and its responses, each response is a segment of its own that sees the prompt and
+itself. Equal responses, frequent where answers are short, share one segment; where experts are
+replayed, only what was computed with the same ones is equal, and there are no trees.
 
 The model never reads the last generated token of a sequence, nor what follows it: nothing that is
 trained depends on them, so they take no column. The prediction of a token may therefore stand in
@@ -46,6 +47,9 @@ from .micro_batch import (
     ranges,
 )
 from .packed_images import pack_images
+
+_LEAST_SAVING = 0.05
+"""Share of the computation that trees must save, as they have more segments, and shorter ones."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,67 @@ def _split_to_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return large + [sorted(small[index] for index in bin_) for bin_ in bins]
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """Units, and the rows that they are put into."""
+
+    units: Sequence[PromptUnit | TreeUnit]
+    bins: list[list[int]]
+    """The units of each row."""
+    lengths: list[int]
+    """Columns of each row."""
+
+    @classmethod
+    def of(cls, units: Sequence[PromptUnit | TreeUnit], row_tokens: int) -> "_Rows":
+        """Put units into as few rows as first-fit-decreasing finds."""
+        lengths = [unit.length for unit in units]
+        bins = first_fit_decreasing(lengths, row_tokens)
+        return cls(units, bins, [sum(lengths[unit] for unit in bin_) for bin_ in bins])
+
+    def cost(self, hidden_size: int | None) -> float:
+        """Return the computation in columns, attention included where rows have a mask."""
+        if hidden_size is None:
+            return sum(self.lengths)
+        return sum(length * (1 + length / (6 * hidden_size)) for length in self.lengths)
+
+
+def _rows_of_prompts(
+    sequences: Sequence[TokenSequence],
+    layout: TokenLayout,
+    max_row_tokens: int,
+    share_prompts: bool,
+    hidden_size: int | None,
+    see: See,
+) -> _Rows:
+    units = make_prompt_units(sequences, layout, max_row_tokens, share_prompts, see)
+    row_tokens = max_row_tokens
+    if hidden_size is not None:
+        lengths = [unit.length for unit in units]
+        row_tokens = choose_row_tokens(lengths, max_row_tokens, hidden_size)
+    return _Rows.of(units, row_tokens)
+
+
+def _make_rows(
+    sequences: Sequence[TokenSequence],
+    layout: TokenLayout,
+    max_row_tokens: int,
+    share_prompts: bool,
+    hidden_size: int | None,
+    see: See,
+) -> _Rows:
+    """Put sequences into rows, as trees where agents' episodes are some, or that is cheaper."""
+    must_be_trees = any(item.branches and item.experts is None for item in sequences)
+    may_be_trees = must_be_trees or all(item.experts is None for item in sequences)
+    if not (share_prompts and may_be_trees):
+        return _rows_of_prompts(sequences, layout, max_row_tokens, share_prompts, hidden_size, see)
+    trees = _Rows.of(*make_tree_units(sequences, layout, max_row_tokens, hidden_size, see))
+    if must_be_trees:
+        return trees
+    prompts = _rows_of_prompts(sequences, layout, max_row_tokens, True, hidden_size, see)
+    largest = (1 - _LEAST_SAVING) * prompts.cost(hidden_size)
+    return trees if trees.cost(hidden_size) <= largest else prompts
+
+
 def _build(
     rows: Sequence[Sequence[PromptUnit | TreeUnit]],
     sequences: Sequence[TokenSequence],
@@ -222,23 +287,10 @@ def pack(
     if not sequences:
         return []
     layout = lay_out(sequences)
-    units: Sequence[PromptUnit | TreeUnit]
-    if share_prompts and any(
-        sequence.branches and sequence.experts is None for sequence in sequences
-    ):
-        units, row_tokens = make_tree_units(sequences, layout, max_row_tokens, hidden_size, see)
-        lengths = [unit.length for unit in units]
-    else:
-        units = make_prompt_units(sequences, layout, max_row_tokens, share_prompts, see)
-        lengths = [unit.length for unit in units]
-        row_tokens = max_row_tokens
-        if hidden_size is not None:
-            row_tokens = choose_row_tokens(lengths, max_row_tokens, hidden_size)
-    bins = first_fit_decreasing(lengths, row_tokens)
-    row_lengths = [sum(lengths[unit] for unit in bin_) for bin_ in bins]
+    rows = _make_rows(sequences, layout, max_row_tokens, share_prompts, hidden_size, see)
     return [
-        _build([[units[unit] for unit in bins[row]] for row in rows], sequences, layout)
-        for rows in group_rows(row_lengths, microbatch_tokens)
+        _build([[rows.units[unit] for unit in rows.bins[row]] for row in group], sequences, layout)
+        for group in group_rows(rows.lengths, microbatch_tokens)
     ]
 
 

@@ -1,6 +1,7 @@
 """Rows that are paths of trees take the columns of distinct tokens only, and stay what they are."""
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -203,12 +204,27 @@ def _agent_groups() -> list[Group]:
     return groups
 
 
+def tasks_under_one_system_prompt(seed: int) -> list[Group]:
+    """Return groups whose prompts begin alike, and whose responses of a group do."""
+    rng = np.random.default_rng(seed)
+    system = rng.integers(4, 200, 20).tolist()
+    groups: list[Group] = []
+    for task in range(4):
+        prompt = [*system, *rng.integers(4, 200, 6).tolist()]
+        begun = rng.integers(4, 200, 5).tolist()
+        said = [[*begun, *rng.integers(4, 200, length).tolist()] for length in (1, 2, 4, 7)]
+        episodes = [make_trajectory(prompt, [(ids, [])], [float(len(ids) > 7)]) for ids in said]
+        groups.append(make_group(episodes, task))
+    return groups
+
+
+@pytest.mark.parametrize("groups", [_agent_groups, lambda: tasks_under_one_system_prompt(0)])
 @pytest.mark.parametrize(
     "algorithm",
     [{}, {"loss_agg": "seq-mean-token-mean", "kl_coef": 0.1, "entropy_coef": 0.01}],
 )
 def test_a_step_is_the_same_with_and_without_sharing(
-    folder: Path, algorithm: dict[str, object]
+    folder: Path, algorithm: dict[str, object], groups: Callable[[], list[Group]]
 ) -> None:
     found: list[tuple[dict[str, float], Tensor]] = []
     for share in (False, True):
@@ -221,7 +237,7 @@ def test_a_step_is_the_same_with_and_without_sharing(
             }
         )
         model = load_model(config.model, config.learner)
-        report = Trainer(model, config, total_steps=4).step(assemble(_agent_groups()), 1)
+        report = Trainer(model, config, total_steps=4).step(assemble(groups()), 1)
         weights = torch.cat([weight.detach().flatten() for weight in model.parameters()])
         found.append((report.numbers, weights))
     (numbers, weights), (shared_numbers, shared_weights) = found
@@ -244,6 +260,23 @@ def test_an_episode_rendered_anew_at_each_call_takes_a_third_of_the_columns() ->
         for share in (False, True)
     ]
     assert columns[0] >= 3 * columns[1]
+
+
+def test_tasks_under_one_system_prompt_take_the_columns_of_distinct_tokens() -> None:
+    sequences = assemble(tasks_under_one_system_prompt(0)).sequences
+    packing = {"max_row_tokens": 512, "microbatch_tokens": 512, "share_prompts": True}
+    for hidden_size in (None, 64):
+        [micro] = pack(sequences, **packing, hidden_size=hidden_size)
+        assert micro.num_tokens == num_distinct(sequences) == 20 + 4 * (6 + 5 + 0 + 1 + 3 + 6)
+        assert seen_contexts([micro], len(micro.index_N)) == contexts(sequences)
+
+
+def test_tasks_that_begin_differently_are_packed_by_prompt() -> None:
+    groups = [tasks_under_one_system_prompt(seed)[0] for seed in range(3)]
+    sequences = assemble(groups).sequences[::4]
+    [micro] = pack(sequences, max_row_tokens=512, microbatch_tokens=512, share_prompts=True)
+    [apart] = pack(sequences, max_row_tokens=512, microbatch_tokens=512)
+    assert torch.equal(micro.input_ids_BT, apart.input_ids_BT)
 
 
 def test_a_games_episodes_are_no_trees() -> None:
