@@ -14,7 +14,8 @@ share a key-value head become queries of that head, so that keys and values are 
 memory. A mask is additive, [B, 1, N, T]; without one, N > 1 is causal and N = 1 sees every key.
 
 Between two turns the caches of conversations are kept while there is room; the oldest is given up
-first.
+first. So are those of the prompts computed last: others begin alike, those of a group and those
+under one system prompt.
 
 Shape letters: L2 layers times two (keys and values), S slots, K key-value heads, H query heads, G =
 H / K, T capacity in tokens, D head size, B rows of this forward pass, N tokens per row of it.
@@ -303,12 +304,12 @@ def _attend_one(
 AttentionInterface.register(ATTENTION, slot_attention)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
 
 
-# -- conversations between two turns ---------------------------------------------------------------
+# -- what was computed before ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """What the cache of one conversation was computed from, and its keys and values."""
+    """The tokens of a conversation or prompt that was computed, and their keys and values."""
 
     tokens: IntVector
     states: torch.Tensor
@@ -316,6 +317,65 @@ class CachedPrefix:
     """Digest of the images, if the conversation has some."""
     serial: int = 0
     """Of the adapter's weights; 0: it has none."""
+
+
+LEAST_SHARED = 16
+"""Tokens that prompts must have in common for one to begin with the other's cache."""
+_MAX_PROMPTS = 16
+
+
+class PromptCache:
+    """The caches of the prompts that were computed last, at most `max_tokens` tokens in all."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._prompts: list[CachedPrefix] = []
+        """The one that was of use last is the last."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all keys and values."""
+        return sum(prompt.states.nbytes for prompt in self._prompts)
+
+    def admits(self, prompt: IntVector) -> bool:
+        """Whether a prompt is kept: it is long enough to be shared, and fits."""
+        return LEAST_SHARED < len(prompt) <= self._max_tokens
+
+    def keep(self, prompt: CachedPrefix) -> None:
+        """Keep a prompt that it admits; those of no use for the longest time give way."""
+        self._prompts.append(prompt)
+        while (
+            len(self._prompts) > _MAX_PROMPTS
+            or sum(len(one.tokens) for one in self._prompts) > self._max_tokens
+        ):
+            del self._prompts[0]
+
+    def find(self, prompt: IntVector, serial: int) -> CachedPrefix | None:
+        """Return the most that a prompt has in common with one of them, None below `LEAST_SHARED`.
+
+        At least one token of the prompt is left to compute.
+        """
+        of_use = [one for one in self._prompts if one.serial == serial]
+        if not of_use:
+            return None
+        shared, best = max(
+            ((num_shared(prompt[:-1], one.tokens), one) for one in of_use), key=lambda pair: pair[0]
+        )
+        if shared < LEAST_SHARED:
+            return None
+        self._prompts = [one for one in self._prompts if one is not best] + [best]
+        return CachedPrefix(best.tokens[:shared], best.states[:, :, :shared], None, serial)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._prompts.clear()
+
+
+def num_shared(left: IntVector, right: IntVector) -> int:
+    """Count the tokens that two prompts begin with in common."""
+    length = min(len(left), len(right))
+    differs = left[:length] != right[:length]
+    return int(differs.argmax()) if differs.any() else length
 
 
 class PrefixCache:

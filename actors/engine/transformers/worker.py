@@ -48,11 +48,13 @@ from .adapters import (
     RowsOfAdapters,
 )
 from .decoder import FedTokens, SlotDecoder
-from .kv_cache import CachedPrefix, PrefixCache
+from .kv_cache import LEAST_SHARED, CachedPrefix, PrefixCache, PromptCache, num_shared
 from .rows import IndexVector, RowRequest, RowTable
 
 # -- log-probs of prompts --------------------------------------------------------------------------
 
+_PROMPTS_PART = 4
+"""Of the memory for caches of what was computed before, one in so many bytes is for prompts."""
 _PASS_TOKENS = 4096
 _LOGITS_BYTES = 64 * 2**20
 _PROBE = (1, 2, 3, 5, 1, 2)
@@ -152,6 +154,29 @@ class PromptScorer:
         return bool((whole - parts).abs().max() <= _TOLERANCE * (1 + whole.abs().max()))
 
 
+@dataclass(slots=True, eq=False)
+class _PromptGroup:
+    """Requests of one prompt, which is computed once."""
+
+    requests: list[RowRequest]
+    cached: CachedPrefix | None
+    """What of it needs not be computed."""
+    is_shareable: bool
+    """Whether other prompts may begin with its cache, and it with theirs."""
+    row: int = 0
+    """Row of the first one; those of the others follow."""
+
+    @property
+    def prompt(self) -> IntVector:
+        """Return the prompt."""
+        return self.requests[0].prompt
+
+    @property
+    def serial(self) -> int:
+        """Serial of the adapter's weights; 0: they have none."""
+        return self.requests[0].serial
+
+
 Outcome = tuple[str, Generation | PromptScores | TinkermqError | Drawn]
 """A request's id and what became of it, or its next token."""
 
@@ -182,7 +207,8 @@ class EngineWorker:
         self._rows = RowTable(
             decoder.cache.max_slots, decoder.cache.max_tokens, decoder.expert_shape
         )
-        self._prefix_cache = PrefixCache(prefix_cache_tokens)
+        self._prompt_cache = PromptCache(prefix_cache_tokens // _PROMPTS_PART)
+        self._prefix_cache = PrefixCache(prefix_cache_tokens - prefix_cache_tokens // _PROMPTS_PART)
         self._outcomes: list[Outcome] = []
         self._num_streams = 0
         self._num_adapted = 0
@@ -272,7 +298,7 @@ class EngineWorker:
         self._weights.swap(fresh)
         self.has_weights = True
         self.version = version
-        self._prefix_cache.clear()
+        self._forget_prefixes()
         if kv == "recompute" and self._rows.num and self._asleep is None:
             self._recompute()
         self._meter.paused(time.perf_counter() - started)
@@ -283,7 +309,7 @@ class EngineWorker:
         if self._asleep is None:
             self._slept_at = time.perf_counter()
             self._weights.free_spare()
-            self._prefix_cache.clear()
+            self._forget_prefixes()
             self._decoder.cache.free()
             given_up = () if keep_weights else self._weights.tensors
             self._asleep = OffloadedWeights(self._decoder.model, given_up)
@@ -313,7 +339,9 @@ class EngineWorker:
             running=self._rows.num,
             waiting=len(self._waiting),
             cached_prefixes=len(self._prefix_cache),
-            cache_bytes=self._decoder.cache.num_bytes + self._prefix_cache.num_bytes,
+            cache_bytes=self._decoder.cache.num_bytes
+            + self._prefix_cache.num_bytes
+            + self._prompt_cache.num_bytes,
             weight_bytes=self._weights.held_bytes,
         )
 
@@ -368,28 +396,71 @@ class EngineWorker:
     def _admit(self, taken: Sequence[RowRequest]) -> None:
         """Give requests rows, and draw their first tokens."""
         groups = self._group(taken)
-        self._rows.add([request for group, _ in groups for request in group], self.version)
+        self._rows.add([request for group in groups for request in group.requests], self.version)
         self._decoder.cache.note_rows(self._rows.num, self._rows.longest)
         self._decoder.cache.reserve(self._rows.num, 1)
         row = self._rows.num - len(taken)
-        spans: list[FedTokens] = []
-        for group, cached in groups:
-            start = 0
-            if cached is not None:
-                start = len(cached.tokens)
-                self._decoder.cache.reserve(self._rows.num, start)
-                self._decoder.cache.put(row, cached.states)
-            spans.append(FedTokens(row, start, group[0].prompt[start:], *_beside(group[0])))
-            self._meter.reused += start + (len(group) - 1) * len(group[0].prompt)
-            row += len(group)
-        self._prefill(spans, [len(group) for group, _ in groups])
+        for group in groups:
+            group.row = row
+            row += len(group.requests)
+        while groups:
+            now, groups = self._next_groups(groups)
+            spans = [self._begin(group) for group in now]
+            self._prefill(spans, [len(group.requests) for group in now])
+            for group in now:
+                self._keep_prompt(group)
         self._retire()
 
-    def _group(
-        self, requests: Sequence[RowRequest]
-    ) -> list[tuple[list[RowRequest], CachedPrefix | None]]:
-        """Put requests of one prompt together; a cached prefix stays by itself."""
-        groups: list[tuple[list[RowRequest], CachedPrefix | None]] = []
+    def _next_groups(
+        self, groups: Sequence["_PromptGroup"]
+    ) -> tuple[list["_PromptGroup"], list["_PromptGroup"]]:
+        """Return the groups that are computed now, and those that begin as one of them does."""
+        now: list[_PromptGroup] = []
+        later: list[_PromptGroup] = []
+        for group in groups:
+            if group.is_shareable and not self._rows.records_experts:
+                group.cached = self._prompt_cache.find(group.prompt, group.serial)
+                if group.cached is None and any(self._begins_as(group, other) for other in now):
+                    later.append(group)
+                    continue
+            now.append(group)
+        return now, later
+
+    def _begins_as(self, group: "_PromptGroup", other: "_PromptGroup") -> bool:
+        """Whether a group may begin with the cache of another one, once that is computed."""
+        return (
+            other.is_shareable
+            and other.serial == group.serial
+            and self._prompt_cache.admits(other.prompt)
+            and num_shared(group.prompt[:-1], other.prompt) >= LEAST_SHARED
+        )
+
+    def _begin(self, group: "_PromptGroup") -> FedTokens:
+        """Put what is cached of a group's prompt into its first row; return what is left."""
+        start = 0
+        if group.cached is not None:
+            start = len(group.cached.tokens)
+            self._decoder.cache.reserve(self._rows.num, start)
+            self._decoder.cache.put(group.row, group.cached.states)
+        self._meter.reused += start + (len(group.requests) - 1) * len(group.prompt)
+        return FedTokens(group.row, start, group.prompt[start:], *_beside(group.requests[0]))
+
+    def _keep_prompt(self, group: "_PromptGroup") -> None:
+        """Keep the cache of a prompt that was computed, for others that begin alike."""
+        known = 0 if group.cached is None else len(group.cached.tokens)
+        if (
+            not group.is_shareable
+            or self._rows.records_experts
+            or known >= len(group.prompt) - 1
+            or not self._prompt_cache.admits(group.prompt)
+        ):
+            return
+        states = self._decoder.cache.read(group.row, len(group.prompt))
+        self._prompt_cache.keep(CachedPrefix(group.prompt, states, None, group.serial))
+
+    def _group(self, requests: Sequence[RowRequest]) -> list["_PromptGroup"]:
+        """Put requests of one prompt together; one whose conversation is cached is by itself."""
+        groups: list[_PromptGroup] = []
         shared: dict[tuple[bytes, bytes | None, int], list[RowRequest]] = {}
         for request in requests:
             cached = None
@@ -399,13 +470,13 @@ class EngineWorker:
                     request.conversation, request.prompt, digest, request.serial
                 )
             if cached is not None:
-                groups.append(([request], cached))
+                groups.append(_PromptGroup([request], cached, is_shareable=False))
                 continue
             group = shared.setdefault(
                 (request.prompt.tobytes(), _digest(request), request.serial), []
             )
             if not group:
-                groups.append((group, None))
+                groups.append(_PromptGroup(group, None, is_shareable=request.images is None))
             group.append(request)
         return groups
 
@@ -536,6 +607,11 @@ class EngineWorker:
         states = self._decoder.cache.read(row, cached)
         prefix = CachedPrefix(tokens, states, _digest(request), request.serial)
         self._prefix_cache.keep(request.conversation, prefix)
+
+    def _forget_prefixes(self) -> None:
+        """Forget the caches of conversations and prompts, which older weights have computed."""
+        self._prefix_cache.clear()
+        self._prompt_cache.clear()
 
     def _remove(self, gone: NDArray[np.bool_]) -> None:
         source, target = self._rows.remove(gone)

@@ -150,12 +150,39 @@ async def test_the_next_turn_of_a_conversation_computes_only_what_is_new(
 
 async def test_cached_prefixes_give_way_to_newer_ones(folder: Path) -> None:
     engine = await TransformersEngine.start(
-        str(folder), max_slots=4, max_context=64, prefix_cache_bytes=100 * 2 * 2 * 2 * 16 * 4
+        str(folder), max_slots=4, max_context=64, prefix_cache_bytes=134 * 2 * 2 * 2 * 16 * 4
     )
     for number in range(20):
         prompt = np.arange(20, dtype=np.int32) + np.int32(8 + number)
         await engine.generate(prompt, Sampling(4), request_id="x", conversation=str(number))
-    assert engine.stats().cached_prefixes == 4  # 23 of 100 tokens each
+    assert engine.stats().cached_prefixes == 4  # 23 of 101 tokens each; 33 are for prompts
+    await engine.close()
+
+
+async def test_prompts_that_begin_alike_compute_their_beginning_once(
+    folder: Path, model: PreTrainedModel
+) -> None:
+    engine = await TransformersEngine.start(str(folder), max_slots=4, max_context=128)
+    rng = np.random.default_rng(4)
+    system = np.arange(8, 48, dtype=np.int32)
+    ends = [np.array([first, *random_prompt(rng, 12)], dtype=np.int32) for first in range(100, 110)]
+    prompts = [np.concatenate([system, end]) for end in ends]
+
+    async def check(prompt: np.ndarray, request_id: str) -> None:
+        result = await engine.generate(prompt, Sampling(8), request_id=request_id)
+        expected = plain_logprobs(model, prompt, result.token_ids)
+        np.testing.assert_allclose(result.logprobs, expected, atol=1e-4)
+
+    await asyncio.gather(*(check(prompt, str(at)) for at, prompt in enumerate(prompts)))
+    computed = len(system) + sum(map(len, ends))
+    assert engine.stats().prefilled_tokens == computed
+    await check(prompts[0], "again")
+    assert engine.stats().prefilled_tokens == computed + 1
+    await check(system[:15], "short")
+    assert engine.stats().prefilled_tokens == computed + 1 + 15
+    await engine.load_weights(1, changed(model, 1))
+    await engine.generate(prompts[0], Sampling(8), request_id="newer weights")
+    assert engine.stats().prefilled_tokens == computed + 1 + 15 + len(prompts[0])
     await engine.close()
 
 

@@ -8,7 +8,13 @@ import pytest
 import torch
 from tinkermq.actors.engine.engine import Generation, Sampling
 from tinkermq.actors.engine.transformers.decoder import load_decoder
-from tinkermq.actors.engine.transformers.kv_cache import CacheShape, SlotCache, cache_cells
+from tinkermq.actors.engine.transformers.kv_cache import (
+    CachedPrefix,
+    CacheShape,
+    PromptCache,
+    SlotCache,
+    cache_cells,
+)
 from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
 
 from tests.support.models import make_tiny_model
@@ -57,6 +63,48 @@ def test_a_single_row_is_admitted_whatever_it_takes() -> None:
 def test_the_bound_is_what_is_left_beside_the_next_weights() -> None:
     assert cache_cells(10 << 30, 2 << 30, 1 << 20) == int(0.85 * 8 * 1024)
     assert cache_cells(1 << 30, 2 << 30, 1 << 20) == 1
+
+
+def _computed(*tokens: int, serial: int = 0) -> CachedPrefix:
+    states = torch.arange(len(tokens)).view(1, 1, -1, 1)
+    return CachedPrefix(np.array(tokens, np.int32), states, None, serial)
+
+
+def _found(cache: PromptCache, *tokens: int, serial: int = 0) -> int:
+    found = cache.find(np.array(tokens, np.int32), serial)
+    if found is None:
+        return 0
+    assert found.tokens.tolist() == list(tokens[: len(found.tokens)])
+    assert found.states.flatten().tolist() == list(range(len(found.tokens)))
+    return len(found.tokens)
+
+
+def test_a_prompt_begins_with_the_most_that_another_has_in_common_with_it() -> None:
+    cache = PromptCache(100)
+    cache.keep(_computed(*range(20), 50, 51))
+    cache.keep(_computed(*range(20), 60, 61))
+    assert _found(cache, *range(20), 60, 62) == 21
+    assert _found(cache, *range(20), 60, 61) == 21  # one token is left to compute
+    assert _found(cache, *range(18)) == 17
+    assert _found(cache, *range(15), 70, 71) == 0
+    assert _found(cache, *range(20), serial=1) == 0
+    assert not cache.admits(np.arange(16, dtype=np.int32))
+    assert not cache.admits(np.arange(101, dtype=np.int32))
+    cache.clear()
+    assert (_found(cache, *range(20)), cache.num_bytes) == (0, 0)
+
+
+def test_prompts_of_no_use_for_the_longest_time_give_way() -> None:
+    cache = PromptCache(100)
+    for first in (100, 200, 300, 400):
+        cache.keep(_computed(*range(first, first + 25)))
+    assert _found(cache, *range(100, 125)) == 24
+    cache.keep(_computed(*range(500, 525)))
+    assert [_found(cache, *range(first, first + 25)) for first in (100, 200, 300)] == [24, 0, 24]
+    many = PromptCache(10_000)
+    for number in range(17):
+        many.keep(_computed(*range(100 * number, 100 * number + 20)))
+    assert (_found(many, *range(20)), _found(many, *range(100, 120))) == (0, 19)
 
 
 async def _generated(folder: Path, max_cells: int | None) -> tuple[list[Generation], int]:

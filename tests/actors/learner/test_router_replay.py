@@ -192,6 +192,14 @@ async def _generated(
     return list(found)
 
 
+def test_the_experts_of_a_prompt_that_was_computed_before_are_recorded_too(folder: Path) -> None:
+    prompt = np.arange(8, 40, dtype=np.int32)
+    played = asyncio.run(_generated(folder, [prompt, prompt], slots=1))
+    first, second = (np.concatenate(transcript.experts) for transcript, _ in played)
+    assert len(second) == len(played[1][0].token_ids) - 1
+    assert np.array_equal(first[: len(prompt)], second[: len(prompt)])
+
+
 def test_a_gap_in_what_the_engine_told_is_an_error() -> None:
     transcript = Transcript()
     transcript.begin([1, 2, 3, 4], [], "")
