@@ -16,6 +16,7 @@ its own environments, whose tool calls it makes one episode after the other.
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -68,6 +69,8 @@ class Contest:
     """Samples that the peer computes at once as it trains; None: those of the step."""
     num_counted: int | None = None
     """Steps of ours that count; more keep the generator busy until then. None: all."""
+    keep: Path | None = None
+    """Where the model that ours has trained is kept."""
     sides: dict[str, list[Side]] = field(default_factory=dict[str, list[Side]])
 
     @property
@@ -84,6 +87,9 @@ async def run_ours(contest: Contest) -> Side:
     with tempfile.TemporaryDirectory() as folder:
         async with Stack(Path(folder)) as stack:
             run = await stack.run(contest.job)
+        if contest.keep is not None:
+            ignored = shutil.ignore_patterns("learner")  # the optimiser's state
+            shutil.copytree(Path(run.record.run_dir) / "latest", contest.keep, ignore=ignored)
     if contest.num_counted is not None:
         del run.metrics[contest.num_counted :]
     return Side(run.samples_per_s(after=contest.warm), run.values("training_step_reward"), run)
