@@ -113,9 +113,9 @@ def data_of(game: str) -> dict[str, list[str]]:
 class Results:
     """The results of one experiment: a file of JSON lines that grows by one with each run."""
 
-    def __init__(self, experiment: str) -> None:
-        """Read what is there."""
-        self.path = RESULTS / f"{experiment}.jsonl"
+    def __init__(self, experiment: str, folder: Path = RESULTS) -> None:
+        """Read what is there, and add to it."""
+        self.path = folder / f"{experiment}.jsonl"
 
     def __iter__(self) -> Iterator[Result]:
         """Go through what was measured."""
@@ -143,7 +143,7 @@ class Results:
         }
         if curve.told:
             row["told"] = {name: float(f"{value:.5g}") for name, value in curve.told.items()}
-        self.path.parent.mkdir(exist_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:  # one write: lines of other processes stay whole
             file.write(json.dumps(row) + "\n")
 

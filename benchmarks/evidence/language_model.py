@@ -87,6 +87,8 @@ async def measure(job: Job, lag: int, test_every: int = TEST_EVERY) -> Curve:
         key = f"staleness/{name}/lag_{lag}"
         values = [numbers[key] for numbers in curve.numbers if key in numbers]
         curve.told[name] = mean(values) if values else 0.0
+    if torch.cuda.is_available():
+        curve.told["gpu_gb"] = torch.cuda.max_memory_reserved() / 1e9
     return curve
 
 
@@ -132,6 +134,7 @@ def _work(results: Results, jobs: Sequence[tuple[Cell, Job]], taken: Any, test_e
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
 
 
 def main() -> None:
