@@ -10,9 +10,9 @@ five seeds that all share. The task and its keys are examples/sums.yaml's, in fl
 LoRA has the rank of choices.py and ten times the rate of all weights. It may be stopped at any time
 and goes on with what is missing.
 
-On CPUs a run takes about a quarter of an hour on one core and 5 GB of memory: a night on two cores.
-On a GPU a process takes 10 GB of its memory, 12 GB at a lag of 8. There sums may be added up in any
-order, so that runs do not repeat to the bit.
+On CPUs a run takes about twenty minutes on one core and 6 GB of memory, 10 GB at a lag of 8: a
+night on two cores. On a GPU a process takes 10 GB of its memory, 12 GB at a lag of 8; sums may be
+added up there in any order, so that runs do not repeat to the bit.
 """
 
 import argparse
