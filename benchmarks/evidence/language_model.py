@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import gc
 import multiprocessing
-import multiprocessing.context
 import time
 from collections.abc import Sequence
 from copy import deepcopy
@@ -145,6 +144,8 @@ def main() -> None:
         "--processes", type=int, default=2, help="runs at the same time (default: %(default)s)"
     )
     processes: int = parser.parse_args().processes
+    if processes < 1:
+        parser.error(f"--processes is {processes}: give 1 or more")
     results, on_gpu = Results(EXPERIMENT), own_device().type == "cuda"
     missing = [(cell, job(cell, on_gpu=on_gpu)) for cell in results.missing(cells())]
     for cell, found in missing:  # what is refused is so before hours have gone by
