@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 from tinkermq.envs.registry import companion, load_game
+from tinkermq.schemas.model_catalogue import find_model
 from tinkermq.schemas.wire.errors import GameError
 
 from benchmarks.evidence.lagged import Curve, LaggedRun
@@ -86,9 +87,12 @@ class Result:
 def job_of(cell: Cell) -> dict[str, Any]:
     """Return the configuration of a run: the example's, validated at temperature 1."""
     job = yaml.safe_load((REPOSITORY / "examples" / f"{cell.game}.yaml").read_text())
-    job["model"]["path"] = str(warm_model(cell.game))
     job["env"] |= data_of(cell.game) | {"num_val": NUM_VAL}
-    job["training"]["num_steps"] = STEPS[cell.game]
+    if cell.game in STEPS:
+        job["model"]["path"] = str(warm_model(cell.game))
+        job["training"]["num_steps"] = STEPS[cell.game]
+    else:  # a model that was pretrained, and steps of its own
+        job["model"]["path"] = find_model(job["model"]["path"])
     job["seed"] = cell.seed
     for section, keys in cell.overrides.items():
         merged = job.get(section, {}) | deepcopy(dict(keys))
@@ -109,9 +113,9 @@ def data_of(game: str) -> dict[str, list[str]]:
 class Results:
     """The results of one experiment: a file of JSON lines that grows by one with each run."""
 
-    def __init__(self, experiment: str) -> None:
-        """Read what is there."""
-        self.path = RESULTS / f"{experiment}.jsonl"
+    def __init__(self, experiment: str, folder: Path = RESULTS) -> None:
+        """Read what is there, and add to it."""
+        self.path = folder / f"{experiment}.jsonl"
 
     def __iter__(self) -> Iterator[Result]:
         """Go through what was measured."""
@@ -120,8 +124,13 @@ class Results:
             curve = {int(step): value for step, value in row.pop("validation").items()}
             yield Result(**row, validation=curve)
 
+    def missing(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Return what was not measured, in its order."""
+        there = {f"{one.game} {one.method} {one.lag} {one.seed}" for one in self}
+        return [cell for cell in cells if cell.key not in there]
+
     def add(self, cell: Cell, curve: Curve) -> None:
-        """Write down what a run measured."""
+        """Write down what a run measured, at once; several processes may."""
         row: dict[str, Any] = {
             "game": cell.game,
             "method": cell.method,
@@ -134,8 +143,8 @@ class Results:
         }
         if curve.told:
             row["told"] = {name: float(f"{value:.5g}") for name, value in curve.told.items()}
-        self.path.parent.mkdir(exist_ok=True)
-        with self.path.open("a") as file:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:  # one write: lines of other processes stay whole
             file.write(json.dumps(row) + "\n")
 
 
@@ -154,8 +163,7 @@ def run_cells(
 ) -> None:
     """Run what has no result yet, one after the other; by default with its lag forced."""
     results, console = Results(experiment), Console(stderr=True)
-    there = {f"{one.game} {one.method} {one.lag} {one.seed}" for one in results}
-    missing = [cell for cell in cells if cell.key not in there]
+    missing = results.missing(cells)
 
     def lagged(cell: Cell) -> LaggedRun:
         return LaggedRun(job_of(cell), lag=cell.lag, test_every=test_every)

@@ -27,6 +27,7 @@ from tinkermq.actors.rollout.groups import GroupRunner
 from tinkermq.actors.rollout.players import Players
 from tinkermq.actors.rollout.recording import EpisodeRecorder, TaskRecorder
 from tinkermq.actors.training.policies import Policies, load_models
+from tinkermq.actors.training.rank_commands import Ranks
 from tinkermq.envs.data import HostData
 from tinkermq.envs.evaluation import task_seed
 from tinkermq.envs.game import StepResult
@@ -82,7 +83,9 @@ class LaggedRun:
         started, config = time.perf_counter(), self.config
         games = GamesHere(config)
         players = await self._players(games, EpisodeSampling.of(config.rollout))
-        examined = await self._players(games, self._evaluation)
+        examined = Players.of_engines(
+            players.engines, config, make_chat(config), games, self._evaluation
+        )
         try:
             runner = GroupRunner(players, games, config, "here")
             curve, policies = await self._train(runner, players, examined, games)
@@ -90,7 +93,6 @@ class LaggedRun:
                 policies.save(save, load_tokenizer(config.model.path))
         finally:
             await players.close()
-            await examined.close()
             games.end()
         curve.seconds = time.perf_counter() - started
         return curve
@@ -121,13 +123,16 @@ class LaggedRun:
     ) -> tuple[Curve, Policies]:
         config, curve = self.config, Curve()
         steps = config.training.num_steps or 0
-        policies = Policies(config, load_models(config, None), total_steps=steps)
+        models = load_models(config, None)
+        policies = Policies.open(config, models, Ranks(config), total_steps=steps, folder=None)
         order, cpu_s = DataOrder(config.seed, games.num_train), 0.0
-        past = deque([_weights(policies)], maxlen=self._lag + 1)
+        past = deque([_weights(policies)])
         curve.validation[0] = await self._examine(examined, games, past[-1], 0)
         for step in range(1, steps + 1):
             begun, begun_cpu = time.perf_counter(), time.process_time()
             await players.engines[MAIN].load_weights(max(0, step - 1 - self._lag), past[0])
+            if len(past) > self._lag:  # the engine has a copy
+                past.popleft()
             groups = await self._roll_out(runner, order, step)
             curve.rewards.append(_mean_reward(groups))
             curve.samples += sum(len(group.sampled) for group in groups)

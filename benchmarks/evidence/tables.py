@@ -25,6 +25,8 @@ from benchmarks.evidence.comparisons import (
     step_until,
 )
 from benchmarks.evidence.equivalence import MORE_SEEDS
+from benchmarks.evidence.language_model import EXPERIMENT as LANGUAGE_MODEL
+from benchmarks.evidence.language_model import GAME, LAGS, LARGEST_LAG, LORA, LORA_LAG
 from benchmarks.evidence.peer import GAMES as PEER_GAMES
 from benchmarks.evidence.peer import PEERS, THEIRS
 from benchmarks.evidence.stragglers import BOUND, POLICIES
@@ -127,6 +129,37 @@ def _peer_name(method: str, lag: int) -> str:
     return method if method == THEIRS else f"{method}, η = {lag}"
 
 
+def language_model() -> Iterator[str]:
+    """Each lag of the language model without a correction and with one."""
+    table, lags = Table(LANGUAGE_MODEL), (*LAGS, LARGEST_LAG)
+    if not table.of(GAME, "none", 0):
+        return
+    yield _row(["", "η = 0", *(f"η = {lag}" for lag in lags)])
+    yield _rule(len(lags) + 2)
+    for line in _LANGUAGE_MODEL_LINES:
+        for method in ("none", "tis"):
+            means = [line.mean(table.of(GAME, method, lag)) for lag in lags]
+            synchronous = line.mean(table.of(GAME, "none", 0))
+            yield _row([f"{method}: {line.name}", synchronous, *means])
+    for line in _LANGUAGE_MODEL_LINES[:2]:
+        for method in ("none", "tis"):
+            less = [line.less(table, GAME, (method, lag), ("none", 0)) for lag in lags]
+            yield _row([f"{method}: {line.name}, less η = 0", "", *less])
+
+
+def language_model_lora() -> Iterator[str]:
+    """LoRA against all weights of the language model."""
+    table = Table(LANGUAGE_MODEL)
+    every, adapter = ("tis", LORA_LAG), (LORA, LORA_LAG)
+    if not table.of(GAME, *adapter):
+        return
+    yield _row(["", "all weights", "LoRA", "difference"])
+    yield _rule(4)
+    for line in _LANGUAGE_MODEL_LINES:
+        means = [line.mean(table.of(GAME, *way)) for way in (every, adapter)]
+        yield _row([line.name, *means, line.less(table, GAME, adapter, every)])
+
+
 def caches() -> Iterator[str]:
     """Caches that are kept at a swap against those that are computed again."""
     table = Table("caches")
@@ -160,8 +193,8 @@ class Line(NamedTuple):
     measure: Measure
 
     def mean(self, runs: Sequence[Result]) -> str:
-        """Write the mean over runs."""
-        return f"{mean(map(self.measure, runs)):,.{self.digits}f}"
+        """Write the mean over runs; nothing if there are none."""
+        return f"{mean(map(self.measure, runs)):,.{self.digits}f}" if runs else ""
 
     def less(self, table: Table, game: str, one: tuple[str, int], other: tuple[str, int]) -> str:
         """Write the difference of one method from another, each with its lag."""
@@ -194,6 +227,11 @@ _PEER_LINES = (
     Line("CPU seconds of 40 steps", 1, _told("train_cpu_s")),
     Line("area", 3, area),
     Line("final reward", 3, final),
+)
+_LANGUAGE_MODEL_LINES = (
+    Line("area", 3, area),
+    Line("final reward", 3, final),
+    Line("mean distance of log-probs, 10⁻³", 1, _told("abs_log_ratio", 1000)),
 )
 _CACHE_LINES = (
     Line("area", 3, area),
@@ -237,6 +275,8 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "choices": choices,
     "distillation": distillation,
     "peer": peer,
+    "language model": language_model,
+    "language model, lora": language_model_lora,
     "caches": caches,
     "stragglers": stragglers,
 }

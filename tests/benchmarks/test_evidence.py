@@ -1,5 +1,6 @@
 """The evidence on learning: exact lags, runs that repeat, a page that says what the data say."""
 
+import asyncio
 import importlib.util
 import time
 from collections.abc import Mapping
@@ -13,7 +14,8 @@ from tinkermq.actors.policy.model_folder import load_causal_lm
 from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.task import BatchRecord, Task
 
-from benchmarks.evidence import gomoku_curve
+from benchmarks.evidence import gomoku_curve, language_model
+from benchmarks.evidence.cells import SEEDS, Cell, Results
 from benchmarks.evidence.comparisons import Difference
 from benchmarks.evidence.lagged import Curve, LaggedRun, copied_weights
 from benchmarks.evidence.pooled import Played, mixed_shares
@@ -51,6 +53,39 @@ async def test_the_lag_is_exact_and_a_run_repeats_to_the_bit() -> None:
     again = await run(2)
     assert (again.rewards, again.numbers) == (curve.rewards, curve.numbers)
     assert [lags(one) for one in (await run(0)).numbers] == [["lag_0"]] * STEPS
+
+
+@pytest.mark.long
+def test_runs_in_processes_are_those_of_one_and_go_on_with_what_is_missing(tmp_path: Path) -> None:
+    results = Results("quick", tmp_path)
+    cells = [Cell("addition", "tis", lag, 0) for lag in (0, 1, 2)]
+    results.add(cells[1], Curve(validation={0: 0.5}))
+    jobs = [(cell, quick_job()) for cell in results.missing(cells)]
+    assert language_model.run_in_processes(results, jobs, processes=2, test_every=2) == 0
+    found = {one.lag: one for one in results}
+    assert (len(list(results)), found[1].validation) == (3, {0: 0.5})
+    here = asyncio.run(language_model.measure(quick_job(), 2, test_every=2))
+    assert found[2].validation == {step: round(at, 5) for step, at in here.validation.items()}
+    assert found[2].told["abs_log_ratio"] > found[0].told["abs_log_ratio"]
+
+
+@pytest.mark.long
+def test_a_run_that_fails_leaves_the_results_of_others(tmp_path: Path) -> None:
+    results = Results("quick", tmp_path)
+    sound, broken = quick_job(), quick_job()
+    broken["model"]["path"] = str(tmp_path / "nothing")
+    jobs = [(Cell("addition", "tis", 0, seed), job) for seed, job in enumerate((broken, sound))]
+    assert language_model.run_in_processes(results, jobs, processes=2) == 1
+    assert [one.seed for one in results] == [1]
+
+
+def test_an_early_end_leaves_whole_seeds_of_the_language_model() -> None:
+    cells = language_model.cells()
+    assert len({cell.key for cell in cells}) == len(cells) == 50
+    first = [cell for cell in cells if cell.lag <= 4]
+    assert cells[: len(first)] == first
+    assert [cell.seed for cell in first] == sorted(cell.seed for cell in first)
+    assert {cell.seed for cell in cells} == set(SEEDS)
 
 
 def test_the_page_says_what_the_results_say() -> None:

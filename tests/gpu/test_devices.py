@@ -1,6 +1,7 @@
 """The quick checks of `tinkermq doctor --gpu`, bfloat16, and sums over processes."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,9 +9,12 @@ import torch
 from tinkermq.actors.gpu_check import CHECKS, Check, run_check, sum_over_ranks
 from tinkermq.actors.policy.devices import own_device
 from tinkermq.actors.training.micro_batch import TokenSequence
+from tinkermq.schemas.node import NodeList
+from tinkermq.schemas.wire.message import Empty
 
 from benchmarks.learner_step import matrix_rate
 from tests.gpu.material import RandomPolicy, token_sequences
+from tests.support.stack import Stack
 
 pytestmark = [pytest.mark.gpu_machine, pytest.mark.timeout(300)]
 Record = Callable[[str, object], None]
@@ -27,6 +31,17 @@ def test_a_quick_check_holds(check: Check, on_gpu: bool, record_property: Record
         assert "no GPU" in result.detail or "built for the CPU" in result.detail
         return
     assert result.state == "ok", result
+
+
+@pytest.mark.parametrize(("option", "hides_gpus"), [("--slots", True), ("--cpu-slots", False)])
+async def test_a_node_gives_away_cpu_shares_where_it_has_or_shows_no_gpu(
+    option: str, hides_gpus: bool, on_gpu: bool, tmp_path: Path
+) -> None:
+    async with Stack(tmp_path / "stack", node_options=[option, "3"]) as stack:
+        (status,) = (await stack.ask("nodes", Empty(), NodeList)).nodes
+    gpus = torch.cuda.device_count() if on_gpu and not hides_gpus else 0
+    assert len(status.gpus) == gpus
+    assert (status.slot_kind, status.slots) == (("gpu", gpus) if gpus else ("cpu", 3))
 
 
 def test_products_in_bfloat16_are_exact_enough_and_faster_than_in_float32(

@@ -1,0 +1,158 @@
+"""What staleness and LoRA do to a language model of 135 million weights that learns sums.
+
+    tinkermq model get smollm2
+    python -m benchmarks.evidence.language_model --processes 2
+
+Runs what has no line in results/language_model.jsonl yet, in so many processes, each of which takes
+the next run when it has ended one: SmolLM2-135M-Instruct with the lag forced to exactly 0, 1, 2, 4
+and 8 versions (lagged.py), with `tis` and without a correction, and with LoRA at a lag of 2, with
+five seeds that all share. The task and its keys are examples/sums.yaml's, in float32 without TF32;
+LoRA has the rank of choices.py and ten times the rate of all weights. It may be stopped at any time
+and goes on with what is missing.
+
+On CPUs a run takes about twenty minutes on one core and 6 GB of memory, 10 GB at a lag of 8: a
+night on two cores. On a GPU a process takes 10 GB of its memory, 12 GB at a lag of 8; sums may be
+added up there in any order, so that runs do not repeat to the bit.
+"""
+
+import argparse
+import asyncio
+import gc
+import multiprocessing
+import time
+from collections.abc import Sequence
+from copy import deepcopy
+from statistics import mean
+from typing import Any
+
+import torch
+from rich.console import Console
+from tinkermq.actors.policy.devices import own_device
+
+from benchmarks.evidence.cells import SEEDS, TEST_EVERY, Cell, Overrides, Results, job_of
+from benchmarks.evidence.lagged import Curve, LaggedRun
+
+EXPERIMENT, GAME = "language_model", "sums"
+LAGS, LARGEST_LAG = (1, 2, 4), 8
+LORA, LORA_LAG = "tis, lora of rank 8", 2
+METHODS: dict[str, Overrides] = {
+    "none": {"algorithm": {"correction": "none"}},
+    "tis": {"algorithm": {"correction": "tis"}},
+    LORA: {
+        "algorithm": {"correction": "tis"},
+        "lora": {"rank": 8, "alpha": 16},
+        "learner": {"lr": 1.0e-4},
+    },
+}
+IN_FLOAT32: Overrides = {
+    "generator": {"dtype": "float32", "max_requests": 256},
+    "learner": {"dtype": "float32"},
+}
+"""Alike on CPUs and GPUs; all questions of validation are decoded at once."""
+GPU_ROWS = {"max_row_tokens": 1024, "microbatch_tokens": 1024}
+"""The example's are for the caches of CPUs; the results are the same up to rounding."""
+Job = dict[str, Any]
+
+
+def cells() -> list[Cell]:
+    """Return all runs, those first that most depends on: an early end leaves whole seeds.
+
+    At a lag of 0 all corrections multiply by 1: one of them is run.
+    """
+    ways = [("none", 0), *((method, lag) for lag in LAGS for method in ("none", "tis"))]
+    last = [(method, LARGEST_LAG) for method in ("none", "tis")]
+    return [
+        Cell(GAME, method, lag, seed, METHODS[method])
+        for part in ([*ways, (LORA, LORA_LAG)], last)
+        for seed in SEEDS
+        for method, lag in part
+    ]
+
+
+def job(cell: Cell, *, on_gpu: bool) -> Job:
+    """Return the configuration of a run."""
+    found = job_of(cell)
+    for section, keys in IN_FLOAT32.items():
+        found[section] |= keys
+    if on_gpu:
+        found["learner"] |= GPU_ROWS
+    return found
+
+
+async def measure(job: Job, lag: int, test_every: int = TEST_EVERY) -> Curve:
+    """Run a job; tell beside its curve how far tokens of the full lag are from the weights."""
+    curve = await LaggedRun(deepcopy(job), lag=lag, test_every=test_every).run()
+    for name in ("abs_log_ratio", "max_ratio"):
+        key = f"staleness/{name}/lag_{lag}"
+        values = [numbers[key] for numbers in curve.numbers if key in numbers]
+        curve.told[name] = mean(values) if values else 0.0
+    if torch.cuda.is_available():
+        curve.told["gpu_gb"] = torch.cuda.max_memory_reserved() / 1e9
+    return curve
+
+
+def run_in_processes(
+    results: Results,
+    missing: Sequence[tuple[Cell, Job]],
+    *,
+    processes: int,
+    test_every: int = TEST_EVERY,
+) -> int:
+    """Run jobs side by side, and write each result down as soon as it is there.
+
+    Returns how many have no result, since a process ended with an error.
+    """
+    spawning = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    taken = spawning.Value("i", 0)
+    workers = [
+        spawning.Process(target=_work, args=(results, missing, taken, test_every), daemon=True)
+        for _ in range(min(processes, len(missing)))
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return len(results.missing([cell for cell, _ in missing]))
+
+
+def _work(results: Results, jobs: Sequence[tuple[Cell, Job]], taken: Any, test_every: int) -> None:
+    """Run the next job that no other process has taken, until there is none."""
+    console, parent = Console(stderr=True), multiprocessing.parent_process()
+    while parent is None or parent.is_alive():
+        with taken.get_lock():
+            number, taken.value = taken.value, taken.value + 1
+        if number >= len(jobs):
+            return
+        cell, job = jobs[number]
+        started = time.perf_counter()
+        curve = asyncio.run(measure(job, cell.lag, test_every))
+        results.add(cell, curve)
+        last = curve.validation[max(curve.validation)]
+        told = f"{number + 1} of {len(jobs)}: {cell.key}: {last:.3f} after "
+        console.print(f"{told}{time.perf_counter() - started:.0f} s", highlight=False)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def main() -> None:
+    """Run what is missing."""
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(description=summary)
+    parser.add_argument(
+        "--processes", type=int, default=2, help="runs at the same time (default: %(default)s)"
+    )
+    processes: int = parser.parse_args().processes
+    if processes < 1:
+        parser.error(f"--processes is {processes}: give 1 or more")
+    results, on_gpu = Results(EXPERIMENT), own_device().type == "cuda"
+    missing = [(cell, job(cell, on_gpu=on_gpu)) for cell in results.missing(cells())]
+    for cell, found in missing:  # what is refused is so before hours have gone by
+        LaggedRun(found, lag=cell.lag, test_every=TEST_EVERY)
+    if left := run_in_processes(results, missing, processes=processes):
+        raise SystemExit(f"{left} runs have no result: see the errors above, and start it again")
+
+
+if __name__ == "__main__":
+    main()
