@@ -421,7 +421,7 @@ class LearnerConfigDict(TypedDict, total=False):
     microbatch_tokens: int | Literal['auto']
     """Tokens per forward and backward pass; gradients are accumulated. auto: as many as the GPU is estimated to hold (`tinkermq plan`); on a CPU 16384, or `max_row_tokens` if that is more."""
     share_prompts: bool
-    """Compute a group's prompt, and common beginnings of an agent episode's rows, once, if they fit into a row of `max_row_tokens`, a multiple of the longest episode (same result)."""
+    """Compute what sequences begin with in common once: a system prompt, a group's prompt, answers that begin alike, rows of an agent's episode; if they fit into a row of `max_row_tokens`, a multiple of the longest episode (same result)."""
     gradient_checkpointing: bool | Literal['auto']
     """Recompute activations in the backward pass to save memory. auto: where the GPU is estimated to hold few tokens otherwise; not on a CPU."""
     offload_activations: bool | Literal['auto']
