@@ -164,16 +164,19 @@ class SlotDecoder:
         positions_B: NDArray[np.int64],
         shift_B: NDArray[np.int64] | int = 0,
         adapters: RowsOfAdapters = (),
+        slots_B: NDArray[np.int64] | None = None,
     ) -> torch.Tensor:
-        """Feed one token to each of the first B slots; return the logits [B, V].
+        """Feed one token to each of the first B slots, or of `slots_B`; return the logits [B, V].
 
         `shift_B` is added to the places of the tokens to have their rotary positions. `adapters`
         are those of the slots; empty: they have none.
         """
         length = int(positions_B.max()) + 1
-        self.cache.reserve(len(tokens_B), length)
+        num_slots = len(tokens_B) if slots_B is None else int(slots_B.max()) + 1
+        self.cache.reserve(num_slots, length)
         positions = torch.as_tensor(positions_B, device=self.device)
-        self.cache.begin_decode(positions, length)
+        slots = None if slots_B is None else torch.as_tensor(slots_B, device=self.device)
+        self.cache.begin_decode(positions, length, slots)
         mask = None
         if int(positions_B.min()) + 1 < length:
             keys_T = torch.arange(length, device=self.device)

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache
 
@@ -120,10 +121,17 @@ class SlotCache(Cache):
         """Forget all slots, and free their memory."""
         self._store = self._allocate(0, 0)
 
-    def begin_decode(self, positions_B: torch.Tensor, length: int) -> None:
-        """The next pass feeds one token to each of the first B slots; queries see `length` keys."""
-        rows_B = torch.arange(positions_B.shape[0], device=positions_B.device)
-        self._pass = _Pass(self._flat(rows_B, positions_B), None, positions_B.shape[0], length)
+    def begin_decode(
+        self, positions_B: torch.Tensor, length: int, slots_B: torch.Tensor | None = None
+    ) -> None:
+        """The next pass feeds one token to each of B slots; queries see `length` keys.
+
+        They are the first B, or `slots_B`, whose keys and values are copied to be read.
+        """
+        num = positions_B.shape[0]
+        rows_B = torch.arange(num, device=positions_B.device) if slots_B is None else slots_B
+        read = num if slots_B is None else slots_B
+        self._pass = _Pass(self._flat(rows_B, positions_B), None, read, length)
 
     def begin_prefill(
         self,
@@ -172,6 +180,16 @@ class SlotCache(Cache):
         """Copy the first tokens of some slots to others; no slot is both."""
         for states_SKTD in self._store:
             states_SKTD[target, :, :length] = states_SKTD[source, :, :length]
+
+    def copy_token(
+        self, source: NDArray[np.int64], target: NDArray[np.int64], position: NDArray[np.int64]
+    ) -> None:
+        """Copy the token at a position of each source slot to that of its target slot."""
+        sources, targets, positions = (
+            torch.as_tensor(index, device=self.shape.device) for index in (source, target, position)
+        )
+        for states_SKTD in self._store:
+            states_SKTD[targets, :, positions] = states_SKTD[sources, :, positions]
 
     def spread(self, slot: int, last: int, length: int) -> None:
         """Copy a slot's first tokens to the slots behind it, up to and including `last`."""

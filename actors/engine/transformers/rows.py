@@ -3,8 +3,11 @@
 Shape letters: R rows (those that run come first), T tokens of the longest allowed sequence,
 B some rows.
 
-Rows stay compact: a row that ends is filled by the last one, so a forward pass always works on the
-first `num` slots.
+Rows stay compact: a row that ends is filled by the last one, so a forward pass works on the first
+`num` slots, or on some of them.
+
+Rows of one prompt that have drawn the same tokens since are twins: what the model computes for one
+of them holds for all.
 """
 
 import time
@@ -77,6 +80,10 @@ class RowTable:
         self.length_R = np.zeros(max_rows, np.int64)
         self.shift_R = np.zeros(max_rows, np.int64)
         self.cache_version_R = np.zeros(max_rows, np.int64)
+        self._twin_R = np.zeros(max_rows, np.int64)
+        """Equal for twins, which have the same tokens and cache."""
+        self._num_twins = 0
+        """Numbers that were given to twins."""
         self._prompt_R = np.zeros(max_rows, np.int64)
         self._drawn_R = np.zeros(max_rows, np.int64)
         self._limit_R = np.zeros(max_rows, np.int64)
@@ -108,6 +115,19 @@ class RowTable:
         self.cache_version_R[first : self.num] = cache_version
         return np.arange(first, self.num)
 
+    def add_twins(self, row: int, count: int) -> None:
+        """Note that so many rows from this one on have one prompt and one cache."""
+        self._twin_R[row : row + count] = self._num_twins
+        self._num_twins += 1
+
+    def distinct(self) -> tuple[IndexVector, IndexVector]:
+        """Return a row of each set of twins, ascending, and for each row the place of its set."""
+        _, first, place_R = np.unique(
+            self._twin_R[: self.num], return_index=True, return_inverse=True
+        )
+        order = np.argsort(first)
+        return first[order], np.argsort(order)[place_R]
+
     @property
     def longest(self) -> int:
         """Tokens that the longest row may reach; 0 without rows."""
@@ -137,6 +157,10 @@ class RowTable:
         is_first_B = position_B == self._prompt_R[rows_B]
         self._first_token_R[rows_B[is_first_B]] = time.time()
         self.length_R[rows_B] += 1
+        pairs_B2 = np.stack([self._twin_R[rows_B], np.asarray(drawn.tokens_B)], axis=1)
+        twins_B2, place_B = np.unique(pairs_B2, axis=0, return_inverse=True)
+        self._twin_R[rows_B] = self._num_twins + place_B.reshape(-1)
+        self._num_twins += len(twins_B2)
 
     def _note_top(self, rows_B: IndexVector, position_B: IndexVector, drawn: Draw) -> None:
         """Write the likeliest tokens; there is room for them once somebody asks."""
@@ -221,6 +245,7 @@ class RowTable:
             self.length_R,
             self.shift_R,
             self.cache_version_R,
+            self._twin_R,
             self._prompt_R,
             self._drawn_R,
             self._limit_R,

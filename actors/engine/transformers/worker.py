@@ -55,6 +55,8 @@ from .rows import IndexVector, RowRequest, RowTable
 
 _PROMPTS_PART = 4
 """Of the memory for caches of what was computed before, one in so many bytes is for prompts."""
+_MOST_DISTINCT = 0.75
+"""Twins are decoded once where there are so few distinct rows: less is not worth their copies."""
 _PASS_TOKENS = 4096
 _LOGITS_BYTES = 64 * 2**20
 _PROBE = (1, 2, 3, 5, 1, 2)
@@ -375,11 +377,11 @@ class EngineWorker:
         self._num_constrained += by * request.sampling.is_constrained
         self._num_topped += by * (request.sampling.num_top > 0)
 
-    def _adapters(self) -> RowsOfAdapters:
-        """Return the adapters of the running rows; nothing if no row has one."""
+    def _adapters(self, rows: IndexVector) -> RowsOfAdapters:
+        """Return the adapters of some running rows; nothing if no row has one."""
         if not self._num_adapted:
             return ()
-        return [request.adapter for request in self._rows.requests]
+        return [self._rows.requests[row].adapter for row in rows.tolist()]
 
     def _take_waiting(self) -> list[RowRequest]:
         """Take the requests that waited longest, as many as there are rows and memory for."""
@@ -402,6 +404,7 @@ class EngineWorker:
         row = self._rows.num - len(taken)
         for group in groups:
             group.row = row
+            self._rows.add_twins(row, len(group.requests))
             row += len(group.requests)
         while groups:
             now, groups = self._next_groups(groups)
@@ -506,16 +509,27 @@ class EngineWorker:
             self._rows.note_prompt_experts(rows, span.start, own)
 
     def _decode(self) -> None:
-        rows = np.arange(self._rows.num)
-        position = self._rows.length_R[: self._rows.num] - 1
+        """Compute the last token of every row, once for all twins, and draw the next ones."""
+        rows, place = np.arange(self._rows.num), None
+        if self._decoder.device.type == "cpu":
+            distinct, place = self._rows.distinct()
+        if place is None or len(distinct) > _MOST_DISTINCT * len(rows):
+            distinct, place = rows, None
+        position = self._rows.length_R[distinct] - 1
         logits_BV = self._decoder.decode(
-            self._rows.tokens_RT[rows, position],
+            self._rows.tokens_RT[distinct, position],
             position,
-            self._rows.shift_R[rows],
-            self._adapters(),
+            self._rows.shift_R[distinct],
+            self._adapters(distinct),
+            None if place is None else distinct,
         )
         if self._rows.records_experts:
-            self._rows.note_experts(rows, self._decoder.chosen(len(rows))[:, 0])
+            chosen_BLK = self._decoder.chosen(len(distinct))[:, 0]
+            self._rows.note_experts(rows, chosen_BLK if place is None else chosen_BLK[place])
+        if place is not None:
+            source, own = distinct[place], rows != distinct[place]
+            self._decoder.cache.copy_token(source[own], rows[own], position[place][own])
+            logits_BV = logits_BV[torch.as_tensor(place, device=logits_BV.device)]
         self._draw(rows, logits_BV)
         self._retire()
 

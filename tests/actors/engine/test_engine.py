@@ -2,12 +2,14 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tinkermq.actors.engine.engine import Drawn, Engine, Generation, Sampling
+from tinkermq.actors.engine.transformers.decoder import load_decoder
 from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
 from tinkermq.actors.policy.tiny_models import TinyKind
 from tinkermq.schemas.wire.errors import ConfigError, EngineError, ModelError
@@ -183,6 +185,35 @@ async def test_prompts_that_begin_alike_compute_their_beginning_once(
     await engine.load_weights(1, changed(model, 1))
     await engine.generate(prompts[0], Sampling(8), request_id="newer weights")
     assert engine.stats().prefilled_tokens == computed + 1 + 15 + len(prompts[0])
+    await engine.close()
+
+
+async def test_rows_of_one_prompt_with_equal_tokens_are_decoded_once(
+    folder: Path, model: PreTrainedModel
+) -> None:
+    decoder = load_decoder(
+        str(folder), dtype=torch.float32, device="cpu", max_slots=12, max_tokens=64
+    )
+    num_rows: list[int] = []
+    decoder.model.register_forward_pre_hook(
+        lambda _, __, read: num_rows.append(len(read["input_ids"])), with_kwargs=True
+    )
+    engine = TransformersEngine(decoder)
+    prompts = [np.arange(first, first + 20, dtype=np.int32) for first in (8, 60, 120)]
+    samplings = [Sampling(16, temperature=0)] * 6 + [Sampling(16, top_k=2)] * 6
+    asked = [
+        (prompts[at % 3 if at < 6 else 2], replace(sampling, seed=at))
+        for at, sampling in enumerate(samplings)
+    ]
+    results = await asyncio.gather(
+        *(engine.generate(*one, request_id=str(at)) for at, one in enumerate(asked))
+    )
+    assert num_rows[:2] == [3, 4], "three prompts, and two answers to one of them"
+    assert max(num_rows[2:]) > 4, "answers come to differ"
+    assert max(num_rows) <= 3 + 6, "greedy answers do not"
+    for (prompt, sampling), result in zip(asked, results, strict=True):
+        expected = plain_logprobs(model, prompt, result.token_ids, sampling.temperature or 1.0)
+        np.testing.assert_allclose(result.logprobs, expected, atol=1e-4)
     await engine.close()
 
 
