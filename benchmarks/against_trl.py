@@ -63,6 +63,8 @@ class Contest:
     delay_scale: float = 1.0
     warm: int = WARM
     """Steps before the clock starts."""
+    peer_warm: int | None = None
+    """The same for the peer; None: as many."""
     ends: int = ENDS
     """Steps whose mean reward is that before, or after."""
     pass_samples: int | None = None
@@ -98,7 +100,7 @@ async def run_ours(contest: Contest) -> Side:
 def run_trl(contest: Contest, way: str, num_steps: int) -> Side:
     """Train with TRL, in a process of its own."""
     job = contest.job
-    warm = min(contest.warm, num_steps - 1)
+    warm = min(contest.warm if contest.peer_warm is None else contest.peer_warm, num_steps - 1)
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "way": way,

@@ -13,9 +13,9 @@ are the same on both sides, and both may use both cores. Ours is the whole stack
 TRL generates with transformers in one batch, and trains in passes of `PASS_SAMPLES` samples: passes
 of 8 and 16 took it more CPU time.
 
-Samples per second are counted from the end of step `WARM` on, by when our generator is as far ahead
-as `max_staleness` lets it be; it works beyond the last counted step, so that no step is counted
-without its generation. Rewards are compared step by step: both sides then trained equally often, on
+Samples per second are counted from the end of TRL's first step, and of our step `WARM`, by when our
+generator is as far ahead as `max_staleness` lets it be; it works beyond the last counted step, so
+that no step is counted without its generation. Rewards are compared step by step: both sides then trained equally often, on
 the same questions.
 """
 
@@ -40,7 +40,7 @@ MODEL = "smollm2"
 WARM = 2
 TASKS = {"sums": ("sums", 5.0), "slow": ("sums that were trained, slow environment", 8.0)}
 """Name of a task to its title and the target."""
-STEPS = {"sums": (10, 5), "slow": (10, 4)}
+STEPS = {"sums": (10, 5), "slow": (10, 3)}
 """Counted steps of ours, and steps of TRL."""
 QUICK_STEPS = (WARM + 1, WARM + 1)
 PASS_SAMPLES = 32
@@ -88,6 +88,7 @@ def make_contest(task: str, *, quick: bool) -> Contest:
         rows_of_job(parse_config(job), peer_steps * job["training"]["batch_size"]),
         delay_scale=scale,
         warm=WARM,
+        peer_warm=1,
         ends=1 if quick else 2,
         pass_samples=None if quick else PASS_SAMPLES,
         num_counted=counted,
