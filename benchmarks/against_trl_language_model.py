@@ -15,8 +15,8 @@ of 8 and 16 took it more CPU time.
 
 Samples per second are counted from the end of TRL's first step, and of our step `WARM`, by when our
 generator is as far ahead as `max_staleness` lets it be; it works beyond the last counted step, so
-that no step is counted without its generation. Rewards are compared step by step: both sides then trained equally often, on
-the same questions.
+that no step is counted without its generation. Rewards are compared step by step: both sides then
+trained equally often, on the same questions.
 """
 
 import asyncio
