@@ -27,7 +27,7 @@ from tinkermq.actors.engine.transformers.transformers_engine import Transformers
 from tinkermq.actors.policy.model_folder import load_causal_lm
 from tinkermq.actors.policy.tiny_models import make_model, make_tokenizer
 from transformers import PreTrainedModel
-from transformers.generation import BaseStreamer
+from transformers.generation.streamers import BaseStreamer
 
 from benchmarks.report import Report, parser
 from benchmarks.sizes import ALL_CORES, language_model
