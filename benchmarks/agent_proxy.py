@@ -3,7 +3,7 @@
     python -m benchmarks.agent_proxy [--programs 64] [--seconds 4] [--rounds 3]
                                      [--part language|instant]
 
-With a language model of 135 million weights: programs have conversations of some calls, with the
+With a language model of 135 million weights: programs have conversations of two calls, with the
 proxy, the broker and the log of calls between them and the engine. What the engine was asked for,
 it is then asked for once more, without anything else: the same prompts, as many tokens, the calls
 of each program one after the other. Both take turns, on all cores of one machine, which the client,
@@ -325,14 +325,11 @@ def tell(found: dict[str, dict[str, list[float]]], num_programs: int, report: Re
 # -- an engine with a language model ---------------------------------------------------------------
 
 NUM_LANGUAGE_PROGRAMS = 16
-NUM_CALLS = 3
-"""Of a conversation."""
 MAX_CONTEXT = 1024
-TURN_TOKENS = 32
+TURN_TOKENS = 24
 QUESTIONS = (
     "Name {number} cities and say one sentence about each of them.",
     "Which of them would you visit first, and why?",
-    "Write a short letter to a friend from there.",
 )
 Asked = tuple[IntVector, Sampling, int]
 """A prompt, how it was continued, and by how many tokens."""
@@ -489,7 +486,7 @@ async def converse(port: int, num_programs: int) -> float:
 
         async def program(number: int) -> None:
             messages: list[dict[str, str]] = []
-            for question in QUESTIONS[:NUM_CALLS]:
+            for question in QUESTIONS:
                 messages.append({"role": "user", "content": question.format(number=number + 2)})
                 body = {"model": "policy", "messages": messages}
                 async with session.post(_url(port), json=body, headers=_headers(number)) as answer:

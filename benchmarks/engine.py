@@ -91,15 +91,14 @@ def language_loads(goals: Mapping[int, float], *, quick: bool) -> list[Load]:
     """Return the loads of a language model; `goals` by the number of requests."""
     if quick:
         return [make_load("4 × 4-8 new", 4, (8, 16), (4, 8), goal=goals[64])]
-    mixed = [
-        make_load(f"{num} × 8-64 new", num, (24, 56), (8, 64), goal=goals.get(num))
+    loads = [
+        make_load(f"{num} × 8-40 new", num, (16, 40), (8, 40), goal=goals.get(num))
         for num in (16, 64)
     ]
     return [
-        make_load("1 × 64 new", 1, (40, 40), (64, 64), goal=goals.get(1)),
-        *mixed,
-        make_load("64 × 32 new, uniform", 64, (40, 40), (32, 32)),
-        make_load("64 × 8-64 new, 8 of each prompt", 64, (24, 56), (8, 64), group=8),
+        make_load("1 × 32 new", 1, (32, 32), (32, 32), goal=goals.get(1)),
+        *loads,
+        make_load("64 × 8-40 new, 8 of each prompt", 64, (16, 40), (8, 40), group=8),
     ]
 
 
@@ -202,8 +201,8 @@ async def compare(
     size = f"{model.num_parameters() / 1e6:.1f} M"
     slots = max(len(load.prompts) for load in loads)
     engine = await TransformersEngine.start(folder, max_slots=slots, max_context=CONTEXT)
+    await run_engine(engine, loads[0])
     for load in loads:
-        await run_engine(engine, load)
         pairs = [
             (run_generate(model, load), await run_engine(engine, load)) for _ in range(repeats)
         ]

@@ -77,9 +77,9 @@ async def compare(
     model = load_causal_lm(folder, dtype=torch.float32)
     size = f"{model.num_parameters() / 1e6:.1f} M"
     rows: list[list[str]] = []
+    for engine in (ours, theirs):
+        await run_engine(engine, loads[0])
     for load in loads:
-        for engine in (ours, theirs):
-            await run_engine(engine, load)
         pairs = [
             (await run_engine(theirs, load), await run_engine(ours, load)) for _ in range(repeats)
         ]
