@@ -1,14 +1,21 @@
-"""Calls per second of 64 programs through the proxy and the broker, against FastAPI alone.
-
-The same engine, which answers at once, stands behind both: behind NATS and the proxy that programs
-of an episode call, and in the process of a FastAPI server built as the field's OpenAI-style
-servers are, with typed requests and answers. Each program asks, waits for the whole answer and asks
-again. All servers are processes of their own, on uvloop, and both HTTP servers are uvicorn with the
-same parser; they take turns in the same run. As a generator's words that are drawn within 20 ms
-travel together, those of a stream come in two parts here, and one by one from FastAPI. The delay
-of a stream's first words is that of one program alone.
+"""Calls of programs through the proxy and the broker, against their engine and FastAPI alone.
 
     python -m benchmarks.agent_proxy [--programs 64] [--seconds 4] [--rounds 3]
+                                     [--part language|instant]
+
+With a language model of 135 million weights: programs have conversations of two calls, with the
+proxy, the broker and the log of calls between them and the engine. What the engine was asked for,
+it is then asked for once more, without anything else: the same prompts, as many tokens, the calls
+of each program one after the other. Both take turns, on all cores of one machine, which the client,
+the proxy and nats-server use, too.
+
+With an engine that answers at once, calls per second against FastAPI: the same engine stands behind
+NATS and the proxy that programs of an episode call, and in the process of a FastAPI server built as
+the field's OpenAI-style servers are, with typed requests and answers. Each program asks, waits for
+the whole answer and asks again. All servers are processes of their own, on uvloop, and both HTTP
+servers are uvicorn with the same parser; they take turns in the same run. As a generator's words
+that are drawn within 20 ms travel together, those of a stream come in two parts here, and one by
+one from FastAPI. The delay of a stream's first words is that of one program alone.
 """
 
 # FastAPI and aiohttp are of the `bench` extra, which development does without.
@@ -23,22 +30,41 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
+import torch
 import uvloop
+from tinkermq.actors.engine.engine import Engine, Generation, OnToken, Sampling
+from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
+from tinkermq.actors.policy.chat import ChatTokenizer
+from tinkermq.actors.policy.model_folder import load_tokenizer
+from tinkermq.actors.rollout.agent_loop import EpisodeSampling
+from tinkermq.actors.rollout.call_answers import CallAnswers
+from tinkermq.actors.rollout.call_log import CallLog
+from tinkermq.actors.rollout.program_loop import ProgramLoop
 from tinkermq.actors.runtime import settle_memory
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.client.parts import PartsService, Tell
 from tinkermq.broker.client.rpc import Service
+from tinkermq.broker.jetstream.streams import create_job_streams
+from tinkermq.broker.metering import TimeUse
 from tinkermq.broker.nats_server import NatsServer
+from tinkermq.broker.partial_rollouts import SegmentWriter
 from tinkermq.envs.agents.episode import ProgramEpisode
 from tinkermq.envs.agents.proxy.proxy import ModelProxy
 from tinkermq.schemas.agent import CallDelta, CallPart, CallRequest
+from tinkermq.schemas.config.job import JobConfig, LimitsConfig
+from tinkermq.schemas.wire.array import IntVector
 from tinkermq.schemas.wire.subjects import JobScope
 
+from benchmarks.engine import SMALL, save
 from benchmarks.report import Report, parser
+from benchmarks.sizes import ALL_CORES, language_model
 
 SCOPE = JobScope("local", "bench")
 WORDS = [f"word{number} " for number in range(24)]
@@ -296,6 +322,206 @@ def tell(found: dict[str, dict[str, list[float]]], num_programs: int, report: Re
     report.at_most("added before a stream's first words", proxy["first"] - http["first"], 5, "ms")
 
 
+# -- an engine with a language model ---------------------------------------------------------------
+
+NUM_LANGUAGE_PROGRAMS = 16
+MAX_CONTEXT = 1024
+TURN_TOKENS = 24
+QUESTIONS = (
+    "Name {number} cities and say one sentence about each of them.",
+    "Which of them would you visit first, and why?",
+)
+Asked = tuple[IntVector, Sampling, int]
+"""A prompt, how it was continued, and by how many tokens."""
+
+
+class RecordingEngine:
+    """An engine, and what the programs' calls have asked it for."""
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        self._engine = engine
+        self.asked = defaultdict[str, list[Asked]](list)
+        """By episode."""
+
+    async def generate(
+        self,
+        prompt_ids: IntVector,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        conversation: str | None = None,
+        on_token: OnToken | None = None,
+        images: Sequence[bytes] = (),
+    ) -> Generation:
+        """Generate, and note it."""
+        generation = await self._engine.generate(
+            prompt_ids,
+            sampling,
+            request_id=request_id,
+            conversation=conversation,
+            on_token=on_token,
+            images=images,
+        )
+        asked = (np.array(prompt_ids), sampling, len(generation.token_ids))
+        self.asked[request_id.partition(".")[0]].append(asked)
+        return generation
+
+    def cancel(self, request_id: str) -> None:
+        """End a request."""
+        self._engine.cancel(request_id)
+
+    def release(self, conversation: str) -> None:
+        """Forget a conversation's cache."""
+        self._engine.release(conversation)
+
+    async def ask_again(self) -> tuple[float, int]:
+        """Generate as many tokens from the same prompts, and forget them.
+
+        Returns the seconds, and the number of calls.
+        """
+        every, self.asked = self.asked, defaultdict(list)
+
+        async def ask_all(episode: str, calls: list[Asked]) -> None:
+            for number, (prompt, sampling, num_tokens) in enumerate(calls):
+                await self._engine.generate(
+                    prompt,
+                    replace(sampling, max_new_tokens=num_tokens, stop_token_ids=()),
+                    request_id=f"again-{episode}-{number}",
+                    conversation=f"again-{episode}",
+                )
+
+        started = time.perf_counter()
+        await asyncio.gather(*(ask_all(episode, calls) for episode, calls in every.items()))
+        took = time.perf_counter() - started
+        for episode in every:
+            self._engine.release(f"again-{episode}")
+        return took, sum(map(len, every.values()))
+
+
+def language_config(folder: str) -> JobConfig:
+    """Return the configuration of a job whose programs run elsewhere."""
+    limits = {
+        "group_size": 1,
+        "max_prompt_tokens": 512,
+        "max_turn_tokens": TURN_TOKENS,
+        "max_response_tokens": 512,
+    }
+    return JobConfig.model_validate(
+        {
+            "model": {"path": folder},
+            "env": {"hosts": 0},
+            "agent": {"client": True, "max_calls": 1000},
+            "rollout": limits,
+        }
+    )
+
+
+async def compare_language(
+    folder: str, num_programs: int, rounds: int
+) -> list[tuple[int, float, float]]:
+    """Return of each round the calls, their seconds by the proxy, and by the engine alone."""
+    torch.set_num_threads(ALL_CORES)
+    started = await TransformersEngine.start(
+        folder, max_slots=num_programs, max_context=MAX_CONTEXT
+    )
+    engine = RecordingEngine(started)
+    found: list[tuple[int, float, float]] = []
+    with tempfile.TemporaryDirectory() as root, NatsServer(Path(root)) as server:
+        async with await connect(server.url, name="generator") as broker:
+            await create_job_streams(broker, SCOPE, LimitsConfig(), segments=True)
+            loop = await answer_programs(broker, engine, folder, num_programs)
+            port, programs = _free_port(), ("--programs", str(num_programs))
+            with _Serving("--serve-proxy", server.url, "--port", str(port), *programs):
+                await asyncio.to_thread(_wait_for, port)
+                for number in range(rounds + 1):
+                    took = await run_programs(port, num_programs)
+                    again, num_calls = await engine.ask_again()
+                    if number:  # the first warms all up
+                        found.append((num_calls, took, again))
+            await loop.close()
+    await started.close()
+    return found
+
+
+async def answer_programs(
+    broker: Any, engine: RecordingEngine, folder: str, num_programs: int
+) -> ProgramLoop:
+    """Answer the calls of all episodes as a generator does, each one logged."""
+    config, sampling = language_config(folder), EpisodeSampling(1.0)
+    chat = ChatTokenizer(load_tokenizer(folder))
+    asked = cast("Engine", engine)
+    loop = ProgramLoop(broker, SCOPE, asked, chat, cast("Any", None), config, sampling)
+    await loop.start()
+    for number in range(num_programs):
+        episode = f"e{number}"
+        writer = SegmentWriter(broker, SCOPE, number + 1, 0, delivery=1, writer="benchmark")
+        log = CallLog(episode, writer)
+        log.begin_try()
+        log.hold(episode, "here", anew=True)
+        time_use = TimeUse("generate", "environment", rest="other")
+        calls = CallAnswers(episode, asked, chat, config, sampling, log, time_use)
+        await loop.listen(episode, calls, 1)
+    return loop
+
+
+async def run_programs(port: int, num_programs: int) -> float:
+    """Run all programs once in a process of their own; return their seconds."""
+    programs = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "benchmarks.agent_proxy", "--converse", str(port)),
+        *("--programs", str(num_programs)),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    said, _ = await programs.communicate()
+    assert programs.returncode == 0, "the programs failed"
+    return float(said)
+
+
+async def converse(port: int, num_programs: int) -> float:
+    """Have one conversation of each program; return the seconds of all."""
+    import aiohttp
+
+    connector = aiohttp.TCPConnector(limit=num_programs)
+    async with aiohttp.ClientSession(connector=connector) as session:
+
+        async def program(number: int) -> None:
+            messages: list[dict[str, str]] = []
+            for question in QUESTIONS:
+                messages.append({"role": "user", "content": question.format(number=number + 2)})
+                body = {"model": "policy", "messages": messages}
+                async with session.post(_url(port), json=body, headers=_headers(number)) as answer:
+                    told = await answer.json()
+                    assert answer.status == 200, told
+                reply = told["choices"][0]["message"]
+                messages.append({"role": "assistant", "content": reply["content"] or ""})
+
+        started = time.perf_counter()
+        await asyncio.gather(*(program(number) for number in range(num_programs)))
+        return time.perf_counter() - started
+
+
+def measure_language(report: Report, *, quick: bool) -> None:
+    """Compare with a language model, with --quick with a tiny one; print and write."""
+    num_programs = 4 if quick else NUM_LANGUAGE_PROGRAMS
+    with tempfile.TemporaryDirectory() as root:
+        folder = save(Path(root) / "small", **SMALL) if quick else language_model()
+        found = uvloop.run(compare_language(folder, num_programs, 1 if quick else 3))
+    rows = [
+        [
+            str(num_calls),
+            f"{num_calls / took:.2f}",
+            f"{num_calls / again:.2f}",
+            f"{again / took:.3f}",
+        ]
+        for num_calls, took, again in found
+    ]
+    columns = ["calls", "by the proxy, calls/s", "engine alone, calls/s", "ratio"]
+    title = f"A language model, {num_programs} programs at once, {ALL_CORES} cores"
+    report.table(title, columns, rows)
+    share = statistics.median(again / took for _, took, again in found)
+    report.at_least("calls by the proxy, against the engine alone", share, 0.95)
+
+
 class _Serving:
     """A server process of this script, ended with the block."""
 
@@ -336,6 +562,8 @@ def main() -> None:
     options.add_argument("--programs", type=int, default=64)
     options.add_argument("--seconds", type=float, default=4.0)
     options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--part", choices=["language", "instant"], help="only this one")
+    options.add_argument("--converse", type=int, help=argparse.SUPPRESS)
     options.add_argument("--serve-generator", help=argparse.SUPPRESS)
     options.add_argument("--serve-proxy", help=argparse.SUPPRESS)
     options.add_argument("--serve-http", type=int, help=argparse.SUPPRESS)
@@ -347,6 +575,8 @@ def main() -> None:
         uvloop.run(serve_proxy(arguments.serve_proxy, arguments.port, arguments.programs))
     elif arguments.serve_http:
         serve_http(arguments.serve_http)
+    elif arguments.converse:
+        print(uvloop.run(converse(arguments.converse, arguments.programs)))
     else:
         measure(arguments)
 
@@ -355,9 +585,13 @@ def measure(arguments: argparse.Namespace) -> None:
     """Compare, print and write."""
     if arguments.quick:
         arguments.seconds, arguments.rounds = 0.5, 1
-    report = Report("agent_proxy", "Programs' calls against FastAPI", quick=arguments.quick)
-    found = compare(arguments.programs, arguments.seconds, arguments.rounds)
-    tell(found, arguments.programs, report)
+    title = "Programs' calls against the engine alone and FastAPI"
+    report = Report("agent_proxy", title, quick=arguments.quick)
+    if arguments.part != "instant":
+        measure_language(report, quick=arguments.quick)
+    if arguments.part != "language":
+        found = compare(arguments.programs, arguments.seconds, arguments.rounds)
+        tell(found, arguments.programs, report)
     report.finish(arguments.json)
 
 

@@ -1,16 +1,19 @@
-"""Generation: our engine against transformers' `generate`, in one process, on one thread.
+"""Generation: our engine against transformers' `generate`, in one process, on the same threads.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.engine
+    python -m benchmarks.engine [--part language|tiny]
 
 Prints tokens per second of both sides and their ratio (only tokens that were asked for count), the
-time of one reinforcement-learning step's generation, what the engine spends outside the model,
-and how long decoding stands still at a weight swap. `--quick` takes a few seconds.
+median time to a request's first token, and how long decoding stands still at a weight swap: with a
+language model of 135 million weights on all cores. All requests of a load are made at once. The
+limit beside it is the time of the matrix products alone that the load needs. With tiny models on
+one thread: the same, the time of one reinforcement-learning step's generation, and what the engine
+spends outside the model. `--quick` takes some seconds, with tiny models alone.
 """
 
 import asyncio
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,13 +27,24 @@ from tinkermq.actors.engine.transformers.transformers_engine import Transformers
 from tinkermq.actors.policy.model_folder import load_causal_lm
 from tinkermq.actors.policy.tiny_models import make_model, make_tokenizer
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from benchmarks.report import Report, parser
+from benchmarks.sizes import ALL_CORES, language_model
 from benchmarks.tasks import Shape
 
 SMALL: Shape = {"width": 128, "layers": 2, "heads": 4}
 TINY: Shape = {"width": 256, "layers": 4, "heads": 4, "kv_heads": 2, "mlp_width": 672}
 CONTEXT = 256
+COLUMNS = (
+    "model",
+    "load",
+    "generate tokens/s",
+    "engine tokens/s",
+    "ratio",
+    "generate first token ms",
+    "engine first token ms",
+)
 
 
 @dataclass
@@ -40,24 +54,81 @@ class Load:
     name: str
     prompts: list[np.ndarray]
     new_tokens: list[int]
+    goal: float | None = None
+    """Times the tokens per second of the other side."""
 
 
-def make_load(name: str, num: int, prompt: tuple[int, int], new: tuple[int, int]) -> Load:
-    """Return a load with lengths drawn from these ranges, ends included."""
+@dataclass
+class Timed:
+    """One run of a load."""
+
+    seconds: float
+    first_s: float
+    """Median time from the requests to the first token of each."""
+
+
+def make_load(
+    name: str,
+    num: int,
+    prompt: tuple[int, int],
+    new: tuple[int, int],
+    *,
+    group: int = 1,
+    goal: float | None = None,
+) -> Load:
+    """Return a load with lengths drawn from these ranges, ends included.
+
+    Each prompt is that of `group` requests.
+    """
     rng = np.random.default_rng(0)
-    lengths = rng.integers(prompt[0], prompt[1] + 1, num)
+    lengths = rng.integers(prompt[0], prompt[1] + 1, num // group)
     prompts = [rng.integers(8, 264, length).astype(np.int32) for length in lengths]
-    return Load(name, prompts, rng.integers(new[0], new[1] + 1, num).tolist())
+    shared = [prompt for prompt in prompts for _ in range(group)]
+    return Load(name, shared, rng.integers(new[0], new[1] + 1, num).tolist(), goal)
 
 
-def run_generate(model: PreTrainedModel, load: Load) -> float:
-    """Generate with transformers, left-padded to the longest; return seconds."""
+def language_loads(goals: Mapping[int, float], *, quick: bool) -> list[Load]:
+    """Return the loads of a language model; `goals` by the number of requests."""
+    if quick:
+        return [make_load("4 × 4-8 new", 4, (8, 16), (4, 8), goal=goals[64])]
+    loads = [
+        make_load(f"{num} × 8-40 new", num, (16, 40), (8, 40), goal=goals.get(num))
+        for num in (16, 64)
+    ]
+    return [
+        make_load("1 × 32 new", 1, (32, 32), (32, 32), goal=goals.get(1)),
+        *loads,
+        make_load("64 × 8-40 new, 8 of each prompt", 64, (16, 40), (8, 40), group=8),
+    ]
+
+
+class _FirstToken(BaseStreamer):
+    """Notes when `generate` has drawn the first tokens."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self.at = 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompts, then each step's tokens."""
+        del value
+        self._calls += 1
+        if self._calls == 2:
+            self.at = time.perf_counter()
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
+def run_generate(model: PreTrainedModel, load: Load) -> Timed:
+    """Generate with transformers, left-padded to the longest."""
     longest = max(map(len, load.prompts))
     ids = torch.zeros(len(load.prompts), longest, dtype=torch.long)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(load.prompts):
         ids[row, longest - len(prompt) :] = torch.from_numpy(prompt)
         mask[row, longest - len(prompt) :] = 1
+    first = _FirstToken()
     started = time.perf_counter()
     generate: Any = model.generate  # transformers hides its type behind a decorator
     generate(
@@ -67,40 +138,92 @@ def run_generate(model: PreTrainedModel, load: Load) -> float:
         do_sample=True,
         top_k=0,
         eos_token_id=None,
+        streamer=first,
     )
-    return time.perf_counter() - started
+    return Timed(time.perf_counter() - started, first.at - started)
 
 
-async def run_engine(engine: Engine, load: Load) -> float:
-    """Generate the same with the engine; return seconds."""
-    started = time.perf_counter()
-    await asyncio.gather(
+async def run_engine(engine: Engine, load: Load) -> Timed:
+    """Generate the same with the engine."""
+    began, started = time.time(), time.perf_counter()
+    generations = await asyncio.gather(
         *(
             engine.generate(prompt, Sampling(new), request_id=str(index))
             for index, (prompt, new) in enumerate(zip(load.prompts, load.new_tokens, strict=True))
         )
     )
-    return time.perf_counter() - started
+    took = time.perf_counter() - started
+    lengths = [len(generation.token_ids) for generation in generations]
+    assert lengths == load.new_tokens, "an answer ended early"
+    return Timed(took, median(generation.first_token for generation in generations) - began)
 
 
-async def compare(folder: str, loads: Sequence[Load], repeats: int) -> list[list[str]]:
-    """Return one row per load: both sides alternate, and the median ratio counts."""
+def products_s(model: PreTrainedModel, load: Load) -> float:
+    """Return the seconds of the matrix products that a load needs, and of nothing else.
+
+    Each prompt is read once for all its requests; each later token in one pass with the tokens of
+    the requests that run then.
+    """
+    decoder: Any = model.get_decoder()
+    head: Any = model.get_output_embeddings()
+    linear = [module for module in decoder.modules() if isinstance(module, torch.nn.Linear)]
+    weights = [module.weight.detach() for module in linear]
+    prompts = {prompt.tobytes(): len(prompt) for prompt in load.prompts}
+    steps = [sum(new > step for new in load.new_tokens) for step in range(1, max(load.new_tokens))]
+
+    def pass_s(num_rows: int, num_logits: int) -> float:
+        inputs = {width: torch.randn(num_rows, width) for width in {w.shape[1] for w in weights}}
+        hidden = torch.randn(num_logits, head.weight.shape[1])
+        started = time.perf_counter()
+        for weight in weights:
+            torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+        torch.nn.functional.linear(hidden, head.weight)
+        return time.perf_counter() - started
+
+    known: dict[int, float] = {}
+    with torch.inference_mode():
+        pass_s(1, 1)
+        for rows in set(steps):
+            known[rows] = median(pass_s(rows, rows) for _ in range(3))
+        prefill = pass_s(sum(prompts.values()), len(prompts))
+    return prefill + sum(known[rows] for rows in steps)
+
+
+async def compare(
+    folder: str, loads: Sequence[Load], repeats: int, report: Report, *, limit: bool = False
+) -> list[list[str]]:
+    """Return one row per load: both sides alternate, and the median ratio counts.
+
+    With `limit` the engine is also measured by the matrix products alone.
+    """
     rows = list[list[str]]()
     model = load_causal_lm(folder, dtype=torch.float32)
+    size = f"{model.num_parameters() / 1e6:.1f} M"
     slots = max(len(load.prompts) for load in loads)
     engine = await TransformersEngine.start(folder, max_slots=slots, max_context=CONTEXT)
+    await run_engine(engine, loads[0])
     for load in loads:
-        await run_engine(engine, load)
         pairs = [
             (run_generate(model, load), await run_engine(engine, load)) for _ in range(repeats)
         ]
-        tokens = sum(load.new_tokens)
-        theirs, ours = (median(tokens / pair[side] for pair in pairs) for side in (0, 1))
-        ratio = median(their / our for their, our in pairs)
-        size = f"{model.num_parameters() / 1e6:.1f} M"
-        rows.append([size, load.name, f"{theirs:,.0f}", f"{ours:,.0f}", f"{ratio:.2f}"])
+        rows.append([size, load.name, *row_of(load, pairs)])
+        ratio = median(their.seconds / our.seconds for their, our in pairs)
+        report.at_least(f"{size}, {load.name}, against generate", ratio, load.goal)
+        if limit:
+            share = products_s(model, load) / median(our.seconds for _, our in pairs)
+            report.at_least(f"{size}, {load.name}, of its matrix products alone", share, None)
     await engine.close()
     return rows
+
+
+def row_of(load: Load, pairs: Sequence[tuple[Timed, Timed]]) -> list[str]:
+    """Return the columns of a load: speeds, their ratio, and the times to a first token."""
+    tokens = sum(load.new_tokens)
+    speeds = [median(tokens / pair[side].seconds for pair in pairs) for side in (0, 1)]
+    ratio = median(their.seconds / our.seconds for their, our in pairs)
+    firsts = [median(pair[side].first_s for pair in pairs) for side in (0, 1)]
+    shown = [f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}" for speed in speeds]
+    return [*shown, f"{ratio:.2f}", *(f"{1e3 * first:,.0f}" for first in firsts)]
 
 
 async def rl_step(folder: str, repeats: int, report: Report) -> None:
@@ -110,7 +233,7 @@ async def rl_step(folder: str, repeats: int, report: Report) -> None:
     load = Load("step", [prompts[i // 16] for i in range(256)], [3] * 256)
     engine = await TransformersEngine.start(folder, max_slots=256, max_context=CONTEXT)
     await run_engine(engine, load)
-    times = [await run_engine(engine, load) for _ in range(repeats)]
+    times = [(await run_engine(engine, load)).seconds for _ in range(repeats)]
     await engine.close()
     model_s = median(model_only(folder, prompts) for _ in range(5))
     report.note(
@@ -195,33 +318,41 @@ def save(folder: Path, **shape: Unpack[Shape]) -> str:
     return str(folder)
 
 
-async def run(report: Report, *, quick: bool) -> None:
-    """Run all and print."""
+async def run_language(report: Report, *, quick: bool) -> None:
+    """Compare with a language model, on all cores; with --quick with a tiny one."""
+    torch.set_num_threads(ALL_CORES)
+    loads = language_loads({1: 2.0, 16: 2.0, 64: 2.0}, quick=quick)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = save(Path(temporary) / "small", **SMALL) if quick else language_model()
+        rows = await compare(folder, loads, 1 if quick else 3, report, limit=True)
+        title = f"Engine against transformers' generate, {ALL_CORES} threads"
+        report.table(title, COLUMNS, rows)
+        await swap(folder, report)
+
+
+async def run_tiny(report: Report, *, quick: bool) -> None:
+    """Compare with tiny models, on one thread."""
     torch.set_num_threads(1)
     repeats = 3 if quick else 7
     with tempfile.TemporaryDirectory() as temporary:
-        root = Path(temporary)
-        small, tiny = save(root / "small", **SMALL), save(root / "tiny", **TINY)
-        uniform = make_load("32 × 128 new, uniform", 32, (32, 32), (128, 128))
-        mixed = make_load("32 × 8-128 new, mixed", 32, (8, 64), (8, 128))
-        rows = [] if quick else await compare(tiny, [uniform, mixed], repeats)
+        small = save(Path(temporary) / "small", **SMALL)
         loads = [make_load(f"{n} × 4-64 new, mixed", n, (12, 30), (4, 64)) for n in (128, 256)]
-        rows += await compare(small, loads[: 1 if quick else 2], repeats)
-        columns = ["model", "load", "generate tokens/s", "engine tokens/s", "ratio"]
-        report.table("Engine against transformers' generate", columns, rows)
-        for row in rows:
-            report.at_least(f"{row[0]}, {row[1]}, against generate", float(row[4]), None)
+        rows = await compare(small, loads[: 1 if quick else 2], repeats, report)
+        report.table("Engine against transformers' generate, 1 thread", COLUMNS, rows)
         await rl_step(small, 10 * repeats, report)
-        if not quick:
-            large = save(root / "large", width=1024, layers=9, heads=16, mlp_width=3072)
-            await swap(large, report)
+
+
+PARTS: dict[str, Callable[..., Any]] = {"language": run_language, "tiny": run_tiny}
 
 
 def main() -> None:
     """Parse the arguments, run, print and write."""
-    arguments = parser(__doc__).parse_args()
+    options = parser(__doc__)
+    options.add_argument("--part", choices=PARTS, help="only this one")
+    arguments = options.parse_args()
     report = Report("engine", "Generation against transformers", quick=arguments.quick)
-    asyncio.run(run(report, quick=arguments.quick))
+    for part in [arguments.part] if arguments.part else PARTS:
+        asyncio.run(PARTS[part](report, quick=arguments.quick))
     report.finish(arguments.json)
 
 

@@ -1,16 +1,20 @@
-"""Models of random weights in the sizes that steps are measured with."""
+"""Models in the sizes that steps are measured with: of random weights, and a language model."""
 
 # transformers leaves some of its methods untyped.
 # pyright: reportUnknownMemberType=false
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from tinkermq.actors import get_model
 from tinkermq.actors.policy.devices import own_device
+from tinkermq.schemas.model_catalogue import catalogue_folder
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
+ALL_CORES = len(os.sched_getaffinity(0))
 SIZES = {
     "small": Qwen2Config(
         hidden_size=256,
@@ -57,3 +61,11 @@ def save_random_weights(config: Qwen2Config, folder: Path) -> int:
         model.to(torch.bfloat16)
     model.save_pretrained(folder)
     return sum(each.numel() for each in model.parameters())
+
+
+def language_model() -> str:
+    """Return the folder of SmolLM2-135M-Instruct, which is fetched unless it is on this machine."""
+    folder = catalogue_folder("smollm2")
+    if not folder.is_dir():
+        get_model.get("smollm2", folder, "float32")
+    return str(folder)

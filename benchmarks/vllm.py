@@ -1,15 +1,17 @@
-"""Generation: vLLM's CPU build against our transformers engine, in one run, on one thread each.
+"""Generation: vLLM's CPU build against our transformers engine, in one run, on all cores each.
 
-    OMP_NUM_THREADS=1 .venv-vllm/bin/python -m benchmarks.vllm
+    .venv-vllm/bin/python -m benchmarks.vllm [--eager]
 
-Needs the environment of `make test-vllm`. Prints tokens per second of both engines and their ratio
-(each alternates with the other), by how much their log-probs differ from a plain forward pass, and
-how long generation stands still at a weight swap; and the time from a published version to the
-first token of it, through NATS and from the learner's memory (by gloo). `--quick` takes some
-seconds beside vLLM's start.
+Needs the environment of `make test-vllm`. With a language model of 135 million weights it prints
+tokens per second of both engines and their ratio (each alternates with the other), the median time
+to a request's first token, by how much their log-probs differ from a plain forward pass, and how
+long generation stands still at a weight swap; and the time from a published version to the first
+token of it, through NATS and from the learner's memory (by gloo). `--eager` is without vLLM's
+compilation. `--quick` takes some seconds beside vLLM's start, with a tiny model.
 """
 
 import asyncio
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -34,14 +36,20 @@ from tinkermq.schemas.config.job import JobConfig, LimitsConfig
 from tinkermq.schemas.wire.subjects import JobScope
 from transformers import PreTrainedModel
 
-from benchmarks.engine import CONTEXT, TINY, Load, make_load, run_engine, save
+from benchmarks.engine import CONTEXT, TINY, Load, language_loads, row_of, run_engine, save
 from benchmarks.report import Report, parser
+from benchmarks.sizes import ALL_CORES, language_model
 
 WAYS: dict[Literal["object", "nccl"], str] = {"object": "one machine", "nccl": "memory to memory"}
-ENGINES: dict[str, dict[str, Any]] = {
-    "vllm, eager": {"engine": "vllm", "compile": False, "kv_cache_mb": 512},
-    "vllm, compiled": {"engine": "vllm", "compile": True, "kv_cache_mb": 512},
-}
+COLUMNS = (
+    "model",
+    "load",
+    "vllm tokens/s",
+    "transformers tokens/s",
+    "ratio",
+    "vllm first token ms",
+    "transformers first token ms",
+)
 
 
 def configured(folder: str, **generator: Any) -> JobConfig:
@@ -62,30 +70,30 @@ async def compare(
 ) -> list[list[str]]:
     """Return one row per load: both engines alternate, and the median ratio counts."""
     ours = await start_engine(configured(folder))
-    theirs = await start_engine(configured(folder, **ENGINES[name]))
+    compiled = "compiled" in name
+    theirs = await start_engine(
+        configured(folder, engine="vllm", compile=compiled, kv_cache_mb=1024)
+    )
     model = load_causal_lm(folder, dtype=torch.float32)
     size = f"{model.num_parameters() / 1e6:.1f} M"
     rows: list[list[str]] = []
+    for engine in (ours, theirs):
+        await run_engine(engine, loads[0])
     for load in loads:
-        for engine in (ours, theirs):
-            await run_engine(engine, load)
         pairs = [
-            (await run_engine(ours, load), await run_engine(theirs, load)) for _ in range(repeats)
+            (await run_engine(theirs, load), await run_engine(ours, load)) for _ in range(repeats)
         ]
-        tokens = sum(load.new_tokens)
-        speeds = [median(tokens / pair[side] for pair in pairs) for side in (0, 1)]
-        ratio = median(our / their for our, their in pairs)
-        report.at_least(f"{name}, {size}, {load.name}, against transformers", ratio, None)
-        shown = [f"{speed:,.0f}" for speed in speeds]
-        rows.append([size, load.name, name, *shown, f"{ratio:.2f}"])
+        ratio = median(their.seconds / our.seconds for their, our in pairs)
+        report.at_least(f"{size}, {load.name}, transformers against {name}", ratio, load.goal)
+        rows.append([size, load.name, *row_of(load, pairs)])
     for label, engine in (("transformers", ours), (name, theirs)):
         worst = await difference(engine, model)
         report.at_most(f"{label}, {size}: largest difference of log-probs", 1e6 * worst, 1e3, "e-6")
     pause = await swap(theirs, model)
-    report.at_most(f"{name}, {size}: stands still at a swap, caches kept", pause, None, " ms")
+    report.at_most(f"{name}, {size}: stands still at a swap, caches kept", pause, None, "ms")
     for transport, way in WAYS.items():
         seconds = await publish_to_token(theirs, model, transport)
-        report.at_most(f"{name}, {size}: {way}, publish to first new token", seconds, None, " s")
+        report.at_most(f"{name}, {size}: {way}, publish to first new token", seconds, None, "s")
     await ours.close()
     await theirs.close()
     return rows
@@ -94,7 +102,7 @@ async def compare(
 async def difference(engine: Engine, model: PreTrainedModel) -> float:
     """Return the largest difference of log-probs from a plain forward pass."""
     rng = np.random.default_rng(1)
-    prompts = [rng.integers(8, 264, 48).astype(np.int32) for _ in range(16)]
+    prompts = [rng.integers(8, 264, 48).astype(np.int32) for _ in range(8)]
     results: list[Generation] = await asyncio.gather(
         *(
             engine.generate(prompt, Sampling(64, 0.8, 0.9), request_id=str(index))
@@ -162,31 +170,25 @@ async def publish_to_token(
     return median(times)
 
 
-async def run(report: Report, *, quick: bool) -> None:
+async def run(name: str, report: Report, *, quick: bool) -> None:
     """Run all and print."""
-    torch.set_num_threads(1)
-    loads = [
-        make_load("32 × 128 new, uniform", 32, (32, 32), (128, 128)),
-        make_load("32 × 8-128 new, mixed", 32, (8, 64), (8, 128)),
-        make_load("256 × 4-64 new, mixed", 256, (12, 30), (4, 64)),
-    ]
-    rows: list[list[str]] = []
+    torch.set_num_threads(ALL_CORES)
+    os.environ["OMP_NUM_THREADS"] = str(ALL_CORES)  # of vLLM's processes
+    loads = language_loads({64: 1.0}, quick=quick)
     with tempfile.TemporaryDirectory() as temporary:
-        tiny = save(Path(temporary) / "tiny", **TINY)
-        if quick:
-            rows += await compare(tiny, "vllm, eager", loads[1:2], 1, report)
-        else:
-            for name in ("vllm, eager", "vllm, compiled"):
-                rows += await compare(tiny, name, loads, 3, report)
-    columns = ["model", "load", "engine", "transformers tokens/s", "vllm tokens/s", "ratio"]
-    report.table("vLLM's CPU build against our transformers engine", columns, rows)
+        folder = save(Path(temporary) / "tiny", **TINY) if quick else language_model()
+        rows = await compare(folder, name, loads, 1 if quick else 3, report)
+    report.table(f"Our transformers engine against {name}, {ALL_CORES} threads", COLUMNS, rows)
 
 
 def main() -> None:
     """Parse the arguments, run, print and write."""
-    arguments = parser(__doc__).parse_args()
-    report = Report("vllm", "vLLM on a CPU against transformers", quick=arguments.quick)
-    asyncio.run(run(report, quick=arguments.quick))
+    options = parser(__doc__)
+    options.add_argument("--eager", action="store_true", help="vLLM without its compilation")
+    arguments = options.parse_args()
+    report = Report("vllm", "Transformers against vLLM on a CPU", quick=arguments.quick)
+    name = "vllm, eager" if arguments.eager or arguments.quick else "vllm, compiled"
+    asyncio.run(run(name, report, quick=arguments.quick))
     report.finish(arguments.json)
 
 

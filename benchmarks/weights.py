@@ -1,6 +1,13 @@
 """Moving weights: publish and load against a plain memory copy and the stock object store.
 
-    python -m benchmarks.weights [--mb 500] [--chunk-mb 1] [--rounds 3]
+    python -m benchmarks.weights [--mb 500] [--chunk-mb 1] [--rounds 3] [--part language|stores]
+
+With a language model of 135 million weights: the time from the moment when the learner begins to
+copy its weights until the engine of a generator, a process of its own on the same machine, has
+drawn the first token with them, while it was idle and while it decoded 16 requests. The limit in
+the same run is to write as many bytes to shared memory and to read them once.
+
+With random weights:
 
 One process publishes and loads as learner and generator do, over two connections to a real
 nats-server with file storage. Peers in the same run: one copy within memory, BLAKE3 alone (the
@@ -15,16 +22,28 @@ import argparse
 import asyncio
 import hashlib
 import io
+import itertools
+import json
+import os
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 import uvloop
+from tinkermq.actors.engine.engine import Engine, Sampling
+from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
+from tinkermq.actors.engine.weight_updates import WeightFollower
+from tinkermq.actors.policy.model_folder import load_causal_lm
+from tinkermq.actors.policy.policies import MAIN
+from tinkermq.actors.training.parallel import snapshot
 from tinkermq.actors.weights.broadcast_receiver import BroadcastReceiver
 from tinkermq.actors.weights.broadcast_sender import Sender
 from tinkermq.broker.client.connection import connect
@@ -35,11 +54,14 @@ from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.weights.history import joined
 from tinkermq.broker.weights.payloads import TensorBytes
 from tinkermq.broker.weights.shared_memory import sweep
-from tinkermq.broker.weights.store import WeightStore
+from tinkermq.broker.weights.store import NEWEST, WeightStore
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.subjects import JobScope
+from transformers import PreTrainedModel
 
+from benchmarks.engine import CONTEXT, SMALL, save
 from benchmarks.report import Report, parser
+from benchmarks.sizes import ALL_CORES, language_model
 
 SCOPE = JobScope("local", "bench")
 NUM_TENSORS = 50
@@ -214,17 +236,179 @@ def _peer(seconds: dict[str, float], name: str) -> float:
     return seconds[f"stock object store: {'put' if 'publish' in name or 'put' in name else 'get'}"]
 
 
+# -- from the learner's weights to the first token -------------------------------------------------
+
+NUM_RUNNING = 16
+WAYS: dict[str, tuple[Any, int]] = {
+    "object, idle": ("object", 0),
+    f"object, {NUM_RUNNING} requests decoding": ("object", NUM_RUNNING),
+    "file, idle": ("file", 0),
+}
+"""Transport, and how many requests the generator decodes meanwhile."""
+ROOM_BYTES = 4 << 30
+
+
+@dataclass
+class Arrival:
+    """When one version was where, in seconds since the learner began to copy its weights."""
+
+    copied: float
+    published: float
+    loaded: float
+    first_token: float
+
+
+async def serve_generator(url: str, folder: str, num_running: int) -> None:
+    """Follow the versions, and print when each has come and drawn its first token, for ever."""
+    torch.set_num_threads(ALL_CORES)
+    slots = num_running + 1
+    engine = await TransformersEngine.start(folder, max_slots=slots, max_context=CONTEXT)
+    async with await connect(url, name="generator") as broker, asyncio.TaskGroup() as tasks:
+        store = WeightStore(broker, SCOPE, shared_bytes=ROOM_BYTES)
+        follower = WeightFollower(store, {MAIN: engine}, "keep")
+        tasks.create_task(follower.follow_versions())
+        for number in range(num_running):
+            tasks.create_task(decode_on(engine, f"running-{number}"))
+        print("ready", flush=True)
+        for version in itertools.count():
+            await follower.wait_for(version)
+            loaded = time.time()
+            drawn = await engine.generate([9, 10, 11], Sampling(1), request_id="first")
+            assert drawn.versions[0] == version
+            told = {"version": version, "loaded": loaded, "first_token": drawn.first_token}
+            print(json.dumps(told), flush=True)
+
+
+async def decode_on(engine: Engine, name: str) -> None:
+    """Keep one request running, for ever."""
+    while True:
+        await engine.generate([9, 10, 11], Sampling(CONTEXT - 3), request_id=name)
+
+
+async def publish_versions(
+    url: str, model: PreTrainedModel, folder: str, way: str, rounds: int
+) -> list[Arrival]:
+    """Publish versions to a generator of its own process, one after the other."""
+    transport, num_running = WAYS[way]
+    generator = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "benchmarks.weights", "--serve-generator", url),
+        *("--model", folder, "--running", str(num_running)),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": str(ALL_CORES)},
+    )
+    assert generator.stdout is not None
+    try:
+        assert await generator.stdout.readline() == b"ready\n"
+        with tempfile.TemporaryDirectory() as weights:
+            async with await connect(url, name="learner") as learner:
+                await create_job_streams(learner, SCOPE, LimitsConfig(), weights_bytes=64 << 30)
+                store = WeightStore(
+                    learner, SCOPE, transport, folder=weights, shared_bytes=ROOM_BYTES
+                )
+                return [
+                    await publish_one(store, model, version, generator.stdout)
+                    for version in range(rounds)
+                ]
+    finally:
+        if generator.returncode is None:
+            generator.kill()
+        await generator.wait()
+
+
+async def publish_one(
+    store: WeightStore, model: PreTrainedModel, version: int, told: asyncio.StreamReader
+) -> Arrival:
+    """Publish one version as a learner does; return when it was where."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1 + 1e-6)
+    began = time.time()
+    tensors = await asyncio.to_thread(snapshot, {MAIN: model}, torch.float32)
+    copied = time.time()
+    await store.make_room(tensors, set())
+    await store.publish(version, tensors)
+    published = time.time()
+    await store.keep(set(), newest=NEWEST)
+    arrived = json.loads(await told.readline())
+    assert arrived["version"] == version
+    return Arrival(
+        copied - began,
+        published - began,
+        arrived["loaded"] - began,
+        arrived["first_token"] - began,
+    )
+
+
+def write_and_read(num_bytes: int) -> float:
+    """Return the seconds in which so many bytes are written to shared memory and read once."""
+    payload = np.ones(num_bytes, np.uint8).data
+    into = np.zeros(num_bytes, np.uint8).data
+    with tempfile.TemporaryFile(dir="/dev/shm", buffering=0) as file:
+        started = time.perf_counter()
+        written = read = 0
+        while written < num_bytes:
+            written += file.write(payload[written : written + (16 << 20)]) or 0
+        file.seek(0)
+        while read < num_bytes:
+            read += file.readinto(into[read : read + (16 << 20)]) or 0
+        return time.perf_counter() - started
+
+
+def first_tokens(report: Report, *, quick: bool) -> None:
+    """Measure the time to the first token of a version, of a language model unless `quick`."""
+    torch.set_num_threads(ALL_CORES)
+    rounds = 2 if quick else 5
+    rows: list[list[str]] = []
+    with tempfile.TemporaryDirectory() as root:
+        folder = save(Path(root) / "small", **SMALL) if quick else language_model()
+        model = load_causal_lm(folder, dtype=torch.float32)
+        num_bytes = sum(weight.nbytes for weight in model.parameters())
+        limit_s = median(write_and_read(num_bytes) for _ in range(3))
+        for way in WAYS:
+            with NatsServer(Path(root) / way) as server:
+                arrivals = uvloop.run(publish_versions(server.url, model, folder, way, rounds))
+            later = arrivals[1:]  # the first finds memory that was never used
+            rows.append([way, *_stages(later)])
+            total = median(one.first_token for one in later)
+            goal = 1.0 if way == "object, idle" else None
+            report.at_most(f"{way}: publish to first new token", total, goal, "s")
+            what = f"{way}: publish to first new token, over writing and reading the bytes"
+            report.at_most(what, total / limit_s, None)
+    columns = ["transport, generator", "copied", "published", "loaded", "first token", "runs"]
+    title = f"Seconds until a version of {num_bytes / 1e6:,.0f} MB was where"
+    report.table(title, columns, rows)
+    report.note(f"Writing as many bytes to shared memory and reading them: {limit_s:.2f} s.")
+
+
+def _stages(arrivals: list[Arrival]) -> list[str]:
+    stages = ("copied", "published", "loaded", "first_token")
+    medians = [median(getattr(one, stage) for one in arrivals) for stage in stages]
+    runs = " ".join(f"{one.first_token:.2f}" for one in arrivals)
+    return [*(f"{seconds:.2f}" for seconds in medians), runs]
+
+
 def main() -> None:
     """Parse the arguments, measure, report."""
     options = parser(__doc__)
-    options.add_argument("--mb", type=int, default=500, help="size of the weights")
+    options.add_argument("--part", choices=["language", "stores"], help="only this one")
+    options.add_argument("--mb", type=int, default=500, help="size of the random weights")
     options.add_argument("--chunk-mb", type=float, default=1.0, help="size of one message")
     options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--serve-generator", help=argparse.SUPPRESS)
+    options.add_argument("--model", help=argparse.SUPPRESS)
+    options.add_argument("--running", type=int, default=0, help=argparse.SUPPRESS)
     arguments = options.parse_args()
+    if arguments.serve_generator:
+        uvloop.run(serve_generator(arguments.serve_generator, arguments.model, arguments.running))
+        return
     if arguments.quick:
         arguments.mb, arguments.rounds = 20, 1
     report = Report("weights", "weights against memory and stock store", quick=arguments.quick)
-    write_report(uvloop.run(run(arguments)), arguments.mb, report)
+    if arguments.part != "stores":
+        first_tokens(report, quick=arguments.quick)
+    if arguments.part != "language":
+        write_report(uvloop.run(run(arguments)), arguments.mb, report)
     report.finish(arguments.json)
 
 

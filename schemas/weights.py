@@ -87,10 +87,13 @@ class Manifest(Message):
 
 
 class WeightsAnnouncement(Message):
-    """A new version is published, on `weights`."""
+    """A new version is published, on `weights`; before that, one in the learner's shared memory."""
 
     version: int = Field(ge=0)
-    """The version; its manifest is in KV."""
+    """The version; its manifest is in KV, or comes with this."""
+    early: Manifest | None = None
+    """For receivers on the learner's machine: the manifest of a version that lies in its shared
+    memory, and is not stored yet."""
 
 
 class JoinRound(Message):

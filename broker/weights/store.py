@@ -6,6 +6,10 @@ and, if it is the newest, as `latest`; then an announcement wakes receivers. So 
 can be read names a payload that is there, and a lost announcement costs two seconds. No torch here:
 tensors are names, dtypes, shapes and bytes.
 
+On the learner's own machine a whole version is used before it is stored: it lies in shared memory,
+and its manifest comes with an announcement. Should the learner die before it is stored, its next
+one trains the recorded batches again and publishes the same version.
+
 Weights of 16 bits travel as differences where these are smaller: from the version before, for
 those who keep up, and from the newest whole version, the anchor, for those who missed some. Both
 sides keep these two in memory. Who has neither fetches the anchor. What a difference makes must
@@ -36,6 +40,7 @@ from ...schemas.weights import (
 from ...schemas.wire.errors import (
     BrokerError,
     ConfigError,
+    MessageError,
     ModelError,
     NotFoundError,
     StorageError,
@@ -184,6 +189,8 @@ class WeightStore:
         self._look_s = look_s
         self._files = files or SeenFiles([])
         self._announced = asyncio.Event()
+        self._early: Manifest | None = None
+        """The newest version of this machine's shared memory that was not stored when it came."""
         self._listening: Listening | None = None
 
     async def publish(
@@ -207,8 +214,10 @@ class WeightStore:
         if kind == "full" and self._history.keeps(entries):
             manifest = await self._publish_words(version, entries, views)
         else:
+            early = await self._announce_early(version, kind, entries, views)
             manifest = await self._put_whole(version, kind, entries, views)
-            await self._offered(manifest.digest, views)
+            await self._offered(manifest.digest, views)  # asked for just now, so nobody removes it
+            del early
         old = await self._manifests.find(manifest_key(version))
         await self._manifests.put(manifest_key(version), manifest)
         await self._advance_latest(manifest)
@@ -218,6 +227,27 @@ class WeightStore:
         if old is not None:
             await self._remove_payload(old.value)
         return manifest
+
+    async def _announce_early(
+        self,
+        version: int,
+        kind: Literal["full", "lora"],
+        entries: list[TensorEntry],
+        views: list[memoryview],
+    ) -> memoryview | None:
+        """Give a version to the receivers of this machine, which need not wait for its storage.
+
+        It stays in shared memory as long as what is returned is held; None: it is not there.
+        """
+        if not self._offers:
+            return None
+        digest = await asyncio.to_thread(digest_of, views)
+        shared = await self._offered(digest, views)
+        if shared is not None:
+            early = self._manifest(version, kind, entries, digest)
+            announcement = WeightsAnnouncement(version=version, early=early)
+            await self.broker.publish(self.scope.weights, announcement.to_bytes())
+        return shared
 
     async def _publish_words(
         self, version: int, entries: list[TensorEntry], views: list[memoryview]
@@ -256,10 +286,13 @@ class WeightStore:
         return manifest
 
     async def _offered(self, digest: str, views: Sequence[memoryview]) -> memoryview | None:
-        """Leave a version in memory for this machine's receivers; files are mapped anyway."""
-        if self._payloads.transport != "object" or self._holder is not None:
-            return None
-        return await self._shared.offer(digest, views)
+        """Leave a version in memory for this machine's receivers."""
+        return await self._shared.offer(digest, views) if self._offers else None
+
+    @property
+    def _offers(self) -> bool:
+        """Whether versions are left in this machine's memory; files are mapped anyway."""
+        return self._payloads.transport == "object" and self._holder is None
 
     async def _put_difference(self, version: int, base: Whole, text: bytes) -> Difference:
         label = f"v{version}-from-v{base.version}"
@@ -342,7 +375,8 @@ class WeightStore:
     async def wait_newer(self, version: int, timeout_s: float) -> Manifest | None:
         """Return the newest manifest once it is newer than `version`; None after `timeout_s`.
 
-        -1 waits for the first version.
+        -1 waits for the first version. On the learner's machine it may be of a version that is
+        not stored yet: `fetch` takes it from shared memory.
         """
         if self._listening is None:
             self._listening = await self.broker.listen(self.scope.weights, self._hear)
@@ -350,9 +384,10 @@ class WeightStore:
         deadline = loop.time() + timeout_s
         while True:
             self._announced.clear()
-            manifest = await self.latest()
-            if manifest is not None and manifest.version > version:
-                return manifest
+            manifests = [one for one in (await self.latest(), self._early) if one is not None]
+            newest = max(manifests, key=lambda one: one.version, default=None)
+            if newest is not None and newest.version > version:
+                return newest
             wait_s = min(self._look_s, deadline - loop.time())
             if wait_s <= 0:
                 return None
@@ -374,6 +409,10 @@ class WeightStore:
             payload = await self._payload(manifest, self._history.step_to)
         except DigestMismatch:
             payload = await self._again(manifest, lambda: self._payload(manifest, _NOTHING.step_to))
+        except NotFoundError:
+            if manifest is self._early:  # no longer in shared memory; it comes once it is stored
+                self._early = None
+            raise
         return {
             entry.name: TensorBytes(
                 entry.dtype,
@@ -469,9 +508,17 @@ class WeightStore:
         if manifest.transport == "file":
             payload = await self._payloads.get("file", place, size, digest)
         else:
-            fill = partial(self._payloads.get_into, place, digest)
+            fill = partial(self._read_into, place, digest)
             payload = await self._shared.get(digest, size, fill)
         return Whole(manifest.version, manifest.tensors, manifest.digest, payload)
+
+    async def _read_into(self, place: str, digest: str, buffer: memoryview) -> None:
+        if not place:
+            raise NotFoundError(
+                f"weights of job {self.scope.job} are neither stored yet nor in shared memory",
+                hint="take the newest version that is stored",
+            )
+        await self._payloads.get_into(place, digest, buffer)
 
     async def remove(self, version: int) -> None:
         """Remove a version; harmless if it is gone. `latest` stays as it is."""
@@ -531,8 +578,12 @@ class WeightStore:
         if listening is not None:
             await listening.stop()
 
-    def _hear(self, _: Msg) -> None:
-        self._announced.set()  # the content is not needed: manifests have it
+    def _hear(self, message: Msg) -> None:
+        with contextlib.suppress(MessageError):  # what cannot be read only wakes
+            early = WeightsAnnouncement.from_bytes(message.data).early
+            if early is not None and early.host == socket.gethostname():
+                self._early = early
+        self._announced.set()
 
     async def _advance_latest(self, manifest: Manifest) -> None:
         """Make it the latest unless a newer one is; several learners cannot set it back."""

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.jetstream.objects import ObjectStore, digest_of
+from tinkermq.broker.jetstream.streams import bound_weights
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.weights.payloads import TensorBytes
 from tinkermq.broker.weights.shared_memory import SharedMemory, own_folder, sweep
 from tinkermq.broker.weights.store import WeightStore
-from tinkermq.schemas.wire.errors import NotFoundError
+from tinkermq.schemas.weights import Manifest, WeightsAnnouncement
+from tinkermq.schemas.wire.errors import NotFoundError, StorageError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.models import bytes_of
@@ -84,6 +86,12 @@ def weights(seed: int) -> dict[str, TensorBytes]:
     return {"w": TensorBytes("bfloat16", (words.size,), memoryview(words.tobytes()))}
 
 
+def wide_weights() -> dict[str, TensorBytes]:
+    """Return weights of 32 bits, which always travel whole."""
+    words = np.arange(NUM_BYTES // 4, dtype=np.float32)
+    return {"w": TensorBytes("float32", (words.size,), memoryview(words.tobytes()))}
+
+
 async def test_the_second_receiver_of_a_machine_pulls_nothing_from_the_broker(
     broker: Broker, nats_server: NatsServer, scope: JobScope
 ) -> None:
@@ -116,6 +124,65 @@ async def test_receivers_beside_the_learner_pull_nothing_at_all(
         for version in range(2):
             fetched = await receiver.fetch(manifests[version])
             assert fetched["w"].data == weights(version)["w"].data
+
+
+async def test_a_receiver_beside_the_learner_uses_a_version_before_it_is_stored(
+    broker: Broker, nats_server: NatsServer, scope: JobScope
+) -> None:
+    await bound_weights(broker, scope, NUM_BYTES // 2)
+    learner = WeightStore(broker, scope, shared_bytes=ROOM)
+    async with await connect(nats_server.url, name="receiver") as other:
+        receiver = WeightStore(other, scope, shared_bytes=ROOM)
+        coming = await waiting_for_newer(receiver, -1)
+        with pytest.raises(StorageError):
+            await learner.publish(0, wide_weights())
+        early = await coming
+        assert early is not None
+        assert (await receiver.fetch(early))["w"].data == wide_weights()["w"].data
+        assert await receiver.latest() is None, "it is not stored"
+        await bound_weights(broker, scope, ROOM)
+        stored = await learner.publish(0, wide_weights())
+        assert await receiver.wait_newer(-1, PATIENCE_S) == stored
+        assert await receiver.wait_newer(0, 0.1) is None
+
+
+async def test_who_does_not_share_the_learners_memory_waits_until_a_version_is_stored(
+    broker: Broker, nats_server: NatsServer, scope: JobScope
+) -> None:
+    learner = WeightStore(broker, scope, shared_bytes=ROOM)
+    async with await connect(nats_server.url, name="receiver") as other:
+        apart = WeightStore(other, scope, shared_bytes=0)
+        coming = await waiting_for_newer(apart, -1)
+        publishing = asyncio.create_task(learner.publish(0, wide_weights()))
+        early = await coming
+        assert early is not None
+        assert early.location == ""
+        with pytest.raises(NotFoundError, match="neither stored yet nor in shared memory"):
+            await apart.fetch(early)
+        stored = await publishing
+        assert await apart.wait_newer(-1, PATIENCE_S) == stored
+        assert bytes_of((await apart.fetch(stored))["w"]) == wide_weights()["w"].data
+
+
+async def test_an_early_version_of_another_machine_is_not_waited_for(
+    broker: Broker, scope: JobScope
+) -> None:
+    stored = await WeightStore(broker, scope).publish(0, wide_weights())
+    early = stored.model_copy(update={"version": 1, "location": "", "host": "another machine"})
+    receiver = WeightStore(broker, scope, shared_bytes=ROOM)
+    coming = await waiting_for_newer(receiver, 0, timeout_s=0.3)
+    announcement = WeightsAnnouncement(version=1, early=early)
+    for payload in (announcement.to_bytes(), b"no announcement"):
+        await broker.publish(scope.weights, payload)
+    assert await coming is None
+
+
+async def waiting_for_newer(
+    store: WeightStore, version: int, timeout_s: float = PATIENCE_S
+) -> "asyncio.Task[Manifest | None]":
+    """Wait for a version in a task of its own, and return it once that hears announcements."""
+    await store.wait_newer(version, 0)
+    return asyncio.create_task(store.wait_newer(version, timeout_s))
 
 
 async def test_of_many_that_want_the_same_one_reads_and_the_others_map_it(tmp_path: Path) -> None:
