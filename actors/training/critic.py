@@ -123,6 +123,7 @@ class Critic:
         self._norms.append(float(whole(norm)))
         if math.isfinite(self._norms[-1]):
             self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def _accumulate(self, micro: MicroBatch, denominators: Denominators) -> None:
         targets = self._targets
@@ -175,7 +176,7 @@ class Critic:
 
     def copy(self, copies: HostCopies) -> ModelCopy:
         """Copy what a checkpoint holds of it."""
-        return ModelCopy.take(copies, self.model, self.optimizer, self._parallel)
+        return copies.take_model(self.model, self.optimizer, self._parallel)
 
     def weights(self) -> dict[str, Tensor]:
         """Return all weights, whole and on the CPU; all ranks ask for them together."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...broker.weights.payloads import TensorBytes
+from ...broker.weights.shared_memory import UnfinishedFile
 from ...schemas.config.job import JobConfig
 from ...schemas.rollout import Group
 from ...schemas.wire.errors import ConfigError, OutOfMemoryError
@@ -175,10 +176,12 @@ class Policies:
             "optimiser state": tensor_bytes(moments),
         }
 
-    def snapshot(self, dtype: torch.dtype) -> dict[str, TensorBytes]:
+    def snapshot(
+        self, dtype: torch.dtype, draft: UnfinishedFile | None = None
+    ) -> dict[str, TensorBytes]:
         """Copy what changes from version to version, of each policy, as it is published."""
         with self._ranks.doing(Order("gather", {"dtype": str(dtype).removeprefix("torch.")})):
-            return snapshot(self.models, dtype)
+            return snapshot(self.models, dtype, draft)
 
     def gather(self) -> dict[str, dict[str, Tensor]]:
         """Return all that is trained, whole and on the CPU, by policy; critics as `critic.*`."""

@@ -57,7 +57,7 @@ from .payloads import (
     layout,
     locations,
 )
-from .shared_memory import SharedMemory
+from .shared_memory import MappedParts, SharedMemory, UnfinishedFile, draft_of
 
 # Digests of the model folder's files, so that machines with other files are reported.
 # The learner's manifests have them, and receivers compare: tokenizer and template, and the base of
@@ -186,6 +186,18 @@ class WeightStore:
         self._announced = asyncio.Event()
         self._listening: Listening | None = None
 
+    def draft(self, num_bytes: int) -> UnfinishedFile | None:
+        """Return a file in which this machine shares a version, to be written and published.
+
+        None where versions are not shared. Each version has one of its own.
+        """
+        return self._shared.draft(num_bytes) if self._shares else None
+
+    @property
+    def _shares(self) -> bool:
+        """Whether published versions lie in shared memory; files are mapped anyway."""
+        return self._payloads.transport == "object" and self._holder is None
+
     async def publish(
         self,
         version: int,
@@ -226,7 +238,8 @@ class WeightStore:
 
         An anchor is stored whole, and as a difference for those who hold the version before.
         """
-        payload = await asyncio.to_thread(joined, views)
+        draft = draft_of(views)
+        payload = await asyncio.to_thread(joined, views) if draft is None else memoryview(draft)
         made = await asyncio.to_thread(self._history.encode, version, entries, payload)
         stored: list[Difference] = []
         try:
@@ -256,8 +269,8 @@ class WeightStore:
         return manifest
 
     async def _offered(self, digest: str, views: Sequence[memoryview]) -> memoryview | None:
-        """Leave a version in memory for this machine's receivers; files are mapped anyway."""
-        if self._payloads.transport != "object" or self._holder is not None:
+        """Leave a version in memory for this machine's receivers."""
+        if not self._shares:
             return None
         return await self._shared.offer(digest, views)
 
@@ -283,7 +296,9 @@ class WeightStore:
         if self._holder is not None:
             location, digest = await self._holder.put(version, entries, views)
         else:
-            location, digest = await self._payloads.put(f"v{version}", views, entries)
+            draft = draft_of(views)
+            parts = views if draft is None else MappedParts(draft)
+            location, digest = await self._payloads.put(f"v{version}", parts, entries)
         return self._manifest(
             version, kind, entries, digest, location=location, differences=differences
         )
