@@ -123,7 +123,6 @@ class Critic:
         self._norms.append(float(whole(norm)))
         if math.isfinite(self._norms[-1]):
             self.optimizer.step()
-        self.optimizer.zero_grad()
 
     def _accumulate(self, micro: MicroBatch, denominators: Denominators) -> None:
         targets = self._targets

@@ -361,7 +361,6 @@ class Trainer:
             self._require_gradients()
             self._copies.before_change()
             self._memory.last(self.optimizer.step)
-        self.optimizer.zero_grad()  # gradients are as large as the weights
 
     def _accumulate(
         self, inputs: StepInputs, keep_S: Tensor, denominators: Denominators, sums: StepSums
