@@ -343,9 +343,7 @@ class Trainer:
         keep_S = kept_S & self._objective.has_gradient(inputs)
 
         def accumulate() -> None:
-            self.optimizer.zero_grad()
-            for weight in self._embeddings:
-                weight.grad = torch.zeros_like(weight)
+            self._clear_gradients()
             sums.become(before)
             self._measure(inputs, part_S & ~keep_S, denominators, sums)
             set_dropout(self.model, on=True)
@@ -395,6 +393,13 @@ class Trainer:
             result = self._objective.loss(inputs, micro, scores, denominators)
             measured = {name: n for name, n in result.sums.items() if name not in OF_THE_UPDATES}
             sums.add(measured, result.index_N, result.old_N)
+
+    def _clear_gradients(self) -> None:
+        """Begin without gradients; on a CPU they keep their place, so that its heap stays whole."""
+        self.optimizer.zero_grad(set_to_none=self._scorer.device.type != "cpu")
+        for weight in self._embeddings:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
 
     def _require_gradients(self) -> None:
         """A batch without any gradient still counts as a step: momentum and decay go on."""
