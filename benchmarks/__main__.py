@@ -41,6 +41,7 @@ NAMES = (
     "differences",
     "learner",
     "learner_real",
+    "real_times",
     "logits",
     "tree_packing",
     "agent_memory",

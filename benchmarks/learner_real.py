@@ -93,8 +93,8 @@ LONG = StepWork("long answers", 1, 4, 64, 128, 448, 1024)
 QUICK = StepWork("quick", 1, 2, 8, 2, 4, 32)
 
 
-def our_side(work: StepWork) -> tuple[Callable[[int], None], Any]:
-    """Return a step of ours by its number, and the model's configuration."""
+def load_trainer(work: StepWork, rate: float = RATE) -> Trainer:
+    """Load the model with an optimiser, as a learner of such work does."""
     config = JobConfig.model_validate(
         {
             "model": {"path": find_model(MODEL)},
@@ -106,15 +106,21 @@ def our_side(work: StepWork) -> tuple[Callable[[int], None], Any]:
                 "max_response_tokens": work.longest,
             },
             "learner": {
-                "lr": RATE,
+                "lr": rate,
                 "max_row_tokens": work.row_tokens,
                 "microbatch_tokens": work.row_tokens,
             },
         }
     )
     model: Any = load_model(config.model, config.learner)
-    trainer = Trainer(model, config, total_steps=1000, parallel=Parallel.alone())
-    batch = assemble(_groups(work, model.config.vocab_size))
+    return Trainer(model, config, total_steps=1000, parallel=Parallel.alone())
+
+
+def our_side(work: StepWork) -> tuple[Callable[[int], None], Any]:
+    """Return a step of ours by its number, and the model's configuration."""
+    trainer = load_trainer(work)
+    model: Any = trainer.model
+    batch = assemble(make_groups(work, model.config.vocab_size))
 
     def step(number: int) -> None:
         if trainer.step(batch, number).numbers["actor/skipped_updates"]:
@@ -123,7 +129,9 @@ def our_side(work: StepWork) -> tuple[Callable[[int], None], Any]:
     return step, model.config
 
 
-def _groups(work: StepWork, vocab_size: int) -> list[Group]:
+def make_groups(work: StepWork, vocab_size: int) -> list[Group]:
+    """Return the groups of a batch, every second answer rewarded."""
+
     def trajectory(ids: NDArray[np.int64], reward: float) -> Trajectory:
         mask = (np.arange(len(ids)) >= work.prompt).astype(np.uint8)
         return Trajectory(

@@ -26,7 +26,7 @@ NEEDS = {
     "environment": ("fastapi", "uvicorn", "aiohttp"),
     "vllm": ("vllm",),
 }
-NEEDS_SMOLLM2 = {"learner_real", "tinker_real"}
+NEEDS_SMOLLM2 = {"learner_real", "real_times", "tinker_real"}
 
 
 def benchmark(name: str) -> Any:
