@@ -38,6 +38,7 @@ from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.model_catalogue import find_model
+from tinkermq.schemas.weights import Manifest
 from tinkermq.schemas.wire.subjects import JobScope
 
 from benchmarks.learner_real import MODEL, StepWork, load_trainer, make_groups
@@ -156,18 +157,23 @@ async def time_differences(times: Times, url: str, report: Report) -> None:
         async with await connect(url, name="learner") as learner:
             await create_job_streams(learner, scope, LimitsConfig(), weights_bytes=_ROOM)
             store = WeightStore(learner, scope, shared_bytes=_ROOM)
-            for version in (1, 2):
-                train(trainer, version)
-                models = {MAIN: trainer.model}
-                draft = store.draft(snapshot_bytes(models, torch.bfloat16))
-                tensors = snapshot(models, torch.bfloat16, draft)
-                started = time.perf_counter()
-                manifest = await store.publish(version, tensors)
-                took = time.perf_counter() - started
+            train(trainer, 1)
+            await publish_update(trainer, store, 1)
+            train(trainer, 2)
+            started = time.perf_counter()
+            manifest = await publish_update(trainer, store, 2)
+            took = time.perf_counter() - started
         whole, sent = manifest.num_bytes, manifest.stored_bytes
         what = f"published in bfloat16, learning rate {rate:g}"
         times.note(what, took, f"{sent / 1e6:.1f} of {whole / 1e6:.0f} MB")
         report.at_least(f"bytes of a version over its difference, {rate:g}", whole / sent, None)
+
+
+async def publish_update(trainer: Trainer, store: WeightStore, version: int) -> Manifest:
+    """Publish the model in bfloat16."""
+    models = {MAIN: trainer.model}
+    draft = store.draft(snapshot_bytes(models, torch.bfloat16))
+    return await store.publish(version, snapshot(models, torch.bfloat16, draft))
 
 
 async def run(report: Report) -> None:
