@@ -1,6 +1,6 @@
 """A Tinker session on SmolLM2-135M: against plain PyTorch with PEFT, and against skyrl-tx.
 
-    python -m benchmarks.tinker_real [--rounds 3] [--steps 6]
+    python -m benchmarks.tinker_real [--rounds 2] [--steps 6]
 
 The model is of the catalogue (`tinkermq model get smollm2`). The step of a session is compared with
 a training script's in one process, one CPU thread, both sides in turns, as in
@@ -89,7 +89,7 @@ def main() -> None:
     environments, python = REPOSITORY / ".tinker", Path("bin", "python")
     options.add_argument("--peer", type=Path, default=environments / "skyrl" / python)
     options.add_argument("--sdk", type=Path, default=environments / "newest" / python)
-    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--rounds", type=int, default=2)
     options.add_argument("--steps", type=int, default=6)
     arguments = options.parse_args()
     torch.set_num_threads(1)

@@ -19,7 +19,7 @@ from ...schemas.rollout import Group
 from ...schemas.wire.errors import ConfigError, OutOfMemoryError
 from ..policy.lora import policy_tensors
 from ..policy.policies import MAIN, policy_config, policy_folder, policy_names
-from ..process_memory import tensor_bytes
+from ..process_memory import return_free_memory, tensor_bytes
 from .batch import assemble
 from .checkpoint_copy import SAVE, CheckpointCopy
 from .model import load_model
@@ -28,6 +28,9 @@ from .rank_commands import Order, Ranks
 from .shared_files import folder_here
 from .state import Numerics
 from .step import StepReport, Trainer
+
+_LARGE_BYTES = 64 << 20
+"""Weights from which on what a step has freed on a CPU goes back to the system behind it."""
 
 
 def load_models(
@@ -231,10 +234,13 @@ class Policies:
         fields = {"step": step, "oldest": oldest, "microbatch_tokens": tokens}
         with self._ranks.doing(Order("step", fields, groups, seqs)):
             try:
-                return self._step(groups, step, oldest, tokens)
+                report = self._step(groups, step, oldest, tokens)
             except OutOfMemoryError as error:
                 error.step = step
                 raise
+        if self.num_bytes >= _LARGE_BYTES and not torch.cuda.is_available():
+            return_free_memory()
+        return report
 
     @property
     def microbatch_tokens(self) -> int:
