@@ -1,6 +1,6 @@
 """The learner's step on a language model, against plain PyTorch and the machine's matrix rate.
 
-    python -m benchmarks.learner_real [--rounds 3]
+    python -m benchmarks.learner_real [--rounds 2]
 
 SmolLM2-135M-Instruct (`tinkermq model get smollm2`), all weights trained, float32, one CPU thread.
 Both sides take turns in one process on the same tokens: ours by `Trainer.step`; the peer as a
@@ -235,7 +235,7 @@ def measure(work: StepWork, rounds: int, report: Report) -> list[tuple[str, ...]
 def main() -> None:
     """Parse the arguments, measure, and report."""
     options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--rounds", type=int, default=2)
     arguments = options.parse_args()
     logging.disable_progress_bar()
     torch.set_num_threads(1)

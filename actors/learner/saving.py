@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from ...broker.disk import with_room
 from ...broker.kept_rollouts import RolloutKeeper
 from ...broker.rollouts import RolloutLog
 from ...broker.weights.payloads import TensorBytes
-from ...broker.weights.shared_memory import UnfinishedFile
+from ...broker.weights.shared_memory import UnfinishedFile, is_in_memory
 from ...broker.weights.store import NEWEST, room_for
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import BROKER
@@ -391,7 +391,7 @@ class Publisher:
         self._sending: asyncio.Task[None] | None = None
         self._pinned: set[int] = set()
         self.sending_bytes = 0
-        """Of the copy that is being sent."""
+        """Of the copy that is being sent, where this process holds it."""
         self.send_s = 0.0
         """Seconds that the last sending took, beside training."""
 
@@ -476,7 +476,8 @@ class Publisher:
             await self._store.publish(version, tensors, kind=self._kind)
 
         started = time.perf_counter()
-        self.sending_bytes = sum(tensor.data.nbytes for tensor in tensors.values())
+        views = (cast("memoryview", tensor.data) for tensor in tensors.values())
+        self.sending_bytes = sum(view.nbytes for view in views if not is_in_memory(view))
         await with_room(publish, f"the weights of version {version}", self._missing)
         self.sending_bytes = 0
         self.send_s = time.perf_counter() - started

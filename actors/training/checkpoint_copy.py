@@ -3,7 +3,8 @@
 Each rank of several, or on a GPU, copies what it holds, there into pinned memory that is used
 again; training goes on then. One process on a CPU copies nothing at first: what it trains changes
 with the next update alone, which comes after the passes of a step. What is not written then is
-copied before the update, which waits for the file that is being written.
+copied before the update, and a file that is being written is written once more, from the copy: an
+update never waits for a disk.
 
 In a thread of its own, the copy is written: each rank writes its parts of the optimiser's
 state, as `torch.distributed.checkpoint` divides and reshards them, and the first writes the model
@@ -111,19 +112,17 @@ class ModelCopy:
             self.weights = gather_weights(self.weights, parallel)
 
     def detach(self) -> None:
-        """Copy both, unless they are copies, waiting for what is being written."""
+        """Copy both, unless they are copies."""
         with self._lock:
             if self.source is None:
                 return
-            state = {"weights": self.weights, "optimizer": self.optimizer}
-            copied = self.source.take(state)
+            copied = self.source.take({"weights": self.weights, "optimizer": self.optimizer})
             self.weights, self.optimizer = copied["weights"], copied["optimizer"]
             self.source = None
 
     def write_weights(self, write: Callable[[dict[str, Tensor]], None]) -> None:
-        """Call `write` with weights that do not change meanwhile."""
-        with self._lock:
-            write(self.weights)
+        """Call `write` with the weights; again, with copies, if they have changed meanwhile."""
+        self._write(lambda: write(self.weights))
 
     def write_optimizer(self, path: Path, parallel: Parallel) -> Callable[[], None]:
         """Write the optimiser's state by all ranks at once, or return what writes that of one."""
@@ -131,11 +130,19 @@ class ModelCopy:
             return save_optimizer(path, self.optimizer, parallel)
 
         def write() -> None:
+            self._write(lambda: save_optimizer(path, self.optimizer, parallel)())
             with self._lock:
-                save_optimizer(path, self.optimizer, parallel)()
                 self.optimizer = {}
 
         return write
+
+    def _write(self, write: Callable[[], None]) -> None:
+        source = self.source
+        write()
+        with self._lock:
+            has_changed = self.source is not source
+        if has_changed:
+            write()
 
 
 @dataclass
