@@ -4,6 +4,7 @@ The kernel counts the pages; the actor adds which of its own bytes they are. Wha
 and the other libraries, activations, and memory that the allocator keeps for what comes next.
 """
 
+import ctypes
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -52,3 +53,14 @@ def tensor_bytes(tensors: Iterable[Any]) -> int:
             storage = tensor.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
+
+
+def return_free_memory() -> None:
+    """Give memory that is allocated no more back to the system, where the C library keeps it.
+
+    glibc keeps what lies between other allocations: the activations of a step, for the next one,
+    which finds them in other places. Elsewhere than with glibc this does nothing.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

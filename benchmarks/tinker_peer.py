@@ -145,8 +145,17 @@ def _engine_of(leader: int) -> int:
     raise ProcessLookupError("the peer has no engine")
 
 
-async def session(service: Service, sdk: Path, steps: int, kill_at: int | None = None) -> list[Any]:
-    """Return what the program has told of each step; with fewer than `steps` it has failed."""
+async def session(
+    service: Service,
+    sdk: Path,
+    steps: int,
+    kill_at: int | None = None,
+    silent_s: float = _SILENT_S,
+) -> list[Any]:
+    """Return what the program has told of each step; with fewer than `steps` it has failed.
+
+    So it has if a step takes longer than `silent_s`.
+    """
     program = str(REPOSITORY / "benchmarks" / "tinker_peer_session.py")
     numbers = [str(one) for one in (steps, SEQUENCES, TOKENS, RANK)]
     keys = {"TINKER_BASE_URL": service.url, "TINKER_API_KEY": "tml-anybody"}
@@ -159,7 +168,7 @@ async def session(service: Service, sdk: Path, steps: int, kill_at: int | None =
     )
     told: list[Any] = []
     try:
-        async for line in _lines(process):
+        async for line in _lines(process, silent_s):
             if line.startswith(b"{"):
                 told.append(json.loads(line))
                 if told[-1]["step"] == kill_at:
@@ -171,19 +180,19 @@ async def session(service: Service, sdk: Path, steps: int, kill_at: int | None =
     return told
 
 
-async def _lines(process: asyncio.subprocess.Process) -> AsyncIterator[bytes]:
+async def _lines(process: asyncio.subprocess.Process, silent_s: float) -> AsyncIterator[bytes]:
     """Yield what a program prints until it ends, or has been silent for too long."""
     assert process.stdout is not None
     with contextlib.suppress(TimeoutError):
-        while line := await asyncio.wait_for(process.stdout.readline(), _SILENT_S):
+        while line := await asyncio.wait_for(process.stdout.readline(), silent_s):
             yield line
 
 
-def rate(told: list[Any], steps: int) -> float:
+def rate(told: list[Any], steps: int, warm: int = WARM) -> float:
     """Return steps per second once all is compiled and warm."""
     if len(told) < steps:
         raise RuntimeError(f"the session ended at step {len(told)} of {steps}")
-    return (steps - 1 - WARM) / (told[-1]["time"] - told[WARM]["time"])
+    return (steps - 1 - warm) / (told[-1]["time"] - told[warm]["time"])
 
 
 def lost_s(told: list[Any], kill_at: int) -> float:
@@ -195,6 +204,11 @@ def lost_s(told: list[Any], kill_at: int) -> float:
 def make_model(folder: Path) -> None:
     """Write the model, so that the peer's older transformers reads it, too."""
     save_tiny_model(folder, width=128, layers=4)
+    make_readable(folder)
+
+
+def make_readable(folder: Path) -> None:
+    """Write the settings of a model's folder as the peer's older transformers reads them."""
     about = json.loads((folder / "config.json").read_text())
     about |= {"rope_theta": about["rope_parameters"]["rope_theta"], "rope_scaling": None}
     (folder / "config.json").write_text(json.dumps(about | {"torch_dtype": "float32"}))

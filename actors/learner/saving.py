@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from ...broker.disk import with_room
 from ...broker.kept_rollouts import RolloutKeeper
 from ...broker.rollouts import RolloutLog
 from ...broker.weights.payloads import TensorBytes
+from ...broker.weights.shared_memory import UnfinishedFile, is_in_memory
 from ...broker.weights.store import NEWEST, room_for
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import BROKER
@@ -231,6 +232,7 @@ class Saver:
                 f"a checkpoint could not be saved: {type(error).__name__}: {error}; {outcome}",
                 hint="mend what the model's folder lacks; the weights can begin a new run",
             ) from error
+        copied.release()
         self._failed, self._saved_seq = None, state.log_seq
         self._age.saved(began, time.monotonic())
         await self._saved(state.step, folder)
@@ -363,7 +365,7 @@ def open_mirror(context: JobContext, *, tries: int = 6) -> CheckpointMirror | No
 # -- publishing weights ----------------------------------------------------------------------------
 
 InTorch = Callable[[Callable[[], Any]], Awaitable[Any]]
-Snapshot = Callable[[torch.dtype], dict[str, TensorBytes]]
+Snapshot = Callable[[torch.dtype, UnfinishedFile | None], dict[str, TensorBytes]]
 
 
 class Publisher:
@@ -372,7 +374,7 @@ class Publisher:
     def __init__(
         self, context: JobContext, models: Mapping[str, nn.Module], snapshot: Snapshot
     ) -> None:
-        """`models` by policy; `snapshot` copies what changes of them."""
+        """`models` by policy; `snapshot` copies what changes of them, into a file if given one."""
         config = self._config = context.config
         self._context = context
         self._service = context.service
@@ -389,7 +391,7 @@ class Publisher:
         self._sending: asyncio.Task[None] | None = None
         self._pinned: set[int] = set()
         self.sending_bytes = 0
-        """Of the copy that is being sent."""
+        """Of the copy that is being sent, where this process holds it."""
         self.send_s = 0.0
         """Seconds that the last sending took, beside training."""
 
@@ -432,13 +434,19 @@ class Publisher:
         await self.wait()
         if await self._store.is_out(version):
             return
-        tensors = await in_torch(lambda: self._snapshot(self._dtype))
+        tensors = await in_torch(self._take)
         self._pinned &= keep()
         self._sending = asyncio.create_task(
             self._send(version, tensors, keep), name=f"weights {version}"
         )
         if version == 0:
             await self.wait()
+
+    def _take(self) -> dict[str, TensorBytes]:
+        """Copy the models, those of a CPU into the machine's shared memory, where there is some."""
+        num_bytes = snapshot_bytes(self._models, self._dtype)
+        draft = None if own_device().type == "cuda" else self._store.draft(num_bytes)
+        return self._snapshot(self._dtype, draft)
 
     async def serve(self) -> None:
         """Hand out versions, by the transport that takes them from here; to be run beside all."""
@@ -468,7 +476,8 @@ class Publisher:
             await self._store.publish(version, tensors, kind=self._kind)
 
         started = time.perf_counter()
-        self.sending_bytes = sum(tensor.data.nbytes for tensor in tensors.values())
+        views = (cast("memoryview", tensor.data) for tensor in tensors.values())
+        self.sending_bytes = sum(view.nbytes for view in views if not is_in_memory(view))
         await with_room(publish, f"the weights of version {version}", self._missing)
         self.sending_bytes = 0
         self.send_s = time.perf_counter() - started

@@ -1,7 +1,12 @@
-"""What a checkpoint holds, copied into the machine's memory, and written while training goes on.
+"""What a checkpoint holds, as it is now, and written while training goes on.
 
-Each rank copies what it holds, on a GPU into pinned memory that is used again; training goes on
-then. In a thread of its own, the copy is written: each rank writes its parts of the optimiser's
+Each rank of several, or on a GPU, copies what it holds, there into pinned memory that is used
+again; training goes on then. One process on a CPU copies nothing at first: what it trains changes
+with the next update alone, which comes after the passes of a step. What is not written then is
+copied before the update, and a file that is being written is written once more, from the copy: an
+update never waits for a disk.
+
+In a thread of its own, the copy is written: each rank writes its parts of the optimiser's
 state, as `torch.distributed.checkpoint` divides and reshards them, and the first writes the model
 as the Hugging Face folder that others load. Collectives of that thread have a group of their own.
 
@@ -14,8 +19,10 @@ consists of is used: its stager, and `save` in the thread.
 # torch leaves some of its methods untyped, safetensors its paths.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
+import threading
+import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +57,24 @@ class HostCopies:
     def __init__(self) -> None:
         """Have no memory yet."""
         self._pinned: DefaultStager | None = None
+        self._taken: weakref.WeakSet[ModelCopy] = weakref.WeakSet()
+
+    def take_model(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, parallel: Parallel
+    ) -> "ModelCopy":
+        """Return a model and its optimiser as they are now, whatever happens to them."""
+        weights, state = trained_weights(model), optimizer_state(model, optimizer, parallel)
+        if parallel.sharded or torch.cuda.is_available():
+            return ModelCopy(**self.take({"weights": weights, "optimizer": state}))
+        held = ModelCopy(weights, state, self)
+        self._taken.add(held)
+        return held
+
+    def before_change(self) -> None:
+        """Copy what is held by reference and not written yet; call it before anything changes."""
+        for held in list(self._taken):
+            held.detach()
+        self._taken.clear()
 
     def take(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of a nested state whose tensors nothing changes any more."""
@@ -69,33 +94,55 @@ def _stager(*, pinned: bool) -> DefaultStager:
     return DefaultStager(options)
 
 
-@dataclass
+@dataclass(eq=False)
 class ModelCopy:
     """A model and its optimiser as they were when they were copied."""
 
     weights: dict[str, Tensor]
     """This rank's parts of what is trained; once gathered, whole on the first rank."""
     optimizer: dict[str, Any]
-    """This rank's parts of its state."""
-
-    @classmethod
-    def take(
-        cls,
-        copies: HostCopies,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        parallel: Parallel,
-    ) -> "ModelCopy":
-        """Copy both at once."""
-        state = {
-            "weights": trained_weights(model),
-            "optimizer": optimizer_state(model, optimizer, parallel),
-        }
-        return cls(**copies.take(state))
+    """This rank's parts of its state; nothing once it is written."""
+    source: HostCopies | None = None
+    """Who copies them before they change; None: they are copies."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def gather(self, parallel: Parallel) -> None:
         """Bring all parts of the weights to the first rank; all ranks do so together."""
-        self.weights = gather_weights(self.weights, parallel)
+        with self._lock:
+            self.weights = gather_weights(self.weights, parallel)
+
+    def detach(self) -> None:
+        """Copy both, unless they are copies."""
+        with self._lock:
+            if self.source is None:
+                return
+            copied = self.source.take({"weights": self.weights, "optimizer": self.optimizer})
+            self.weights, self.optimizer = copied["weights"], copied["optimizer"]
+            self.source = None
+
+    def write_weights(self, write: Callable[[dict[str, Tensor]], None]) -> None:
+        """Call `write` with the weights; again, with copies, if they have changed meanwhile."""
+        self._write(lambda: write(self.weights))
+
+    def write_optimizer(self, path: Path, parallel: Parallel) -> Callable[[], None]:
+        """Write the optimiser's state by all ranks at once, or return what writes that of one."""
+        if parallel.sharded:
+            return save_optimizer(path, self.optimizer, parallel)
+
+        def write() -> None:
+            self._write(lambda: save_optimizer(path, self.optimizer, parallel)())
+            with self._lock:
+                self.optimizer = {}
+
+        return write
+
+    def _write(self, write: Callable[[], None]) -> None:
+        source = self.source
+        write()
+        with self._lock:
+            has_changed = self.source is not source
+        if has_changed:
+            write()
 
 
 @dataclass
@@ -123,25 +170,36 @@ class TrainerCopy:
 
         Raises StorageError on all ranks if one of them cannot write.
         """
-        states = {OPTIMIZER: self.policy.optimizer}
+        copies = {OPTIMIZER: self.policy}
         if self.critic is not None:
-            states[CRITIC_OPTIMIZER] = self.critic.optimizer
-        return [save_optimizer(folder / name, state, parallel) for name, state in states.items()]
+            copies[CRITIC_OPTIMIZER] = self.critic
+        return [one.write_optimizer(folder / name, parallel) for name, one in copies.items()]
 
     def write_models(self, folder: Path) -> None:
         """Write all that has been gathered; the first rank alone does."""
         (folder / "learner").mkdir(parents=True, exist_ok=True)
-        save_model(self.model, folder, self.policy.weights)
+        self.policy.write_weights(lambda weights: save_model(self.model, folder, weights))
         self.processor.save_pretrained(folder)
         if self.critic is not None:
-            save_file(contiguous(self.critic.weights), folder / CRITIC)
+            self.critic.write_weights(
+                lambda weights: save_file(contiguous(weights), folder / CRITIC)
+            )
         if self.reference:
             save_file(contiguous(self.reference), folder / REFERENCE)
         if self.entropy is not None:
             self.entropy.save(folder)
 
+    def release(self) -> None:
+        """Forget all tensors: nobody needs them any more."""
+        for one in (self.policy, self.critic):
+            if one is not None:
+                one.weights, one.optimizer, one.source = {}, {}, None
+
     def named_weights(self) -> dict[str, Tensor]:
         """Return what was gathered, as versions of weights name it; a critic as `critic.*`."""
+        for one in (self.policy, self.critic):
+            if one is not None:
+                one.detach()
         names = {id(tensor): name for name, tensor in self.model.state_dict(keep_vars=True).items()}
         first = {id(tensor): name for name, tensor in [*policy_tensors(self.model).items()][::-1]}
         named = {name: self.policy.weights[names[of]] for of, name in first.items()}
@@ -192,6 +250,11 @@ class CheckpointCopy:
                 copied.write_models(policy_folder(folder, name))
             for one in finish:
                 one()
+
+    def release(self) -> None:
+        """Forget what was written, once it counts: training copies nothing for it any more."""
+        for copied in self._copies.values():
+            copied.release()
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
         """Return the weights that were to be written, by policy; critics as `critic.*`.

@@ -175,7 +175,7 @@ class Critic:
 
     def copy(self, copies: HostCopies) -> ModelCopy:
         """Copy what a checkpoint holds of it."""
-        return ModelCopy.take(copies, self.model, self.optimizer, self._parallel)
+        return copies.take_model(self.model, self.optimizer, self._parallel)
 
     def weights(self) -> dict[str, Tensor]:
         """Return all weights, whole and on the CPU; all ranks ask for them together."""

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.distributed.fsdp import FSDPModule
 from torch.utils import checkpoint
 from transformers import PreTrainedModel
 
@@ -156,6 +157,22 @@ def load_reference(
     return model
 
 
+def make_embedding_gradients_sparse(inside: Inside) -> list[nn.Parameter]:
+    """Have trained embeddings pass on the gradients of the rows that were read, and no others.
+
+    Returns their weights, whose `grad` must be there before a backward pass. A dense gradient is as
+    large as the vocabulary, in each pass. GPUs, FSDP2 and weights cast on use keep theirs.
+    """
+    is_plain = inside.device.type == "cpu" and inside.dtype == torch.float32
+    if not is_plain or isinstance(inside, FSDPModule):
+        return []
+    embeddings = [one for one in inside.modules() if type(one) is nn.Embedding]
+    trained = [one for one in embeddings if one.weight.requires_grad]
+    for embedding in trained:
+        embedding.sparse = True
+    return [cast(nn.Parameter, one.weight) for one in trained]
+
+
 def _load(config: ModelConfig, path: str, *, hollow: bool) -> PreTrainedModel:
     return load_causal_lm(
         path,
@@ -262,7 +279,12 @@ class Scorer:
         if self.full_logits:
             return score_tokens(states_UD, logits, row_M, token_M, *wanted)
         if type(head) is nn.Linear:
-            layer = replace(logits, weight_VD=head.weight, bias_V=head.bias)
+            layer = replace(
+                logits,
+                weight_VD=head.weight,
+                bias_V=head.bias,
+                adds_to_gradient=self._owns_gradient(head.weight),
+            )
             return score_tokens(states_UD, layer, row_M, token_M, *wanted)
 
         def through(part_UD: Tensor, row_m: Tensor, token_m: Tensor) -> RowScores:
@@ -286,6 +308,11 @@ class Scorer:
         ]
         logprobs_M, *of_rows = (torch.cat(column) for column in zip(*parts, strict=True))
         return RowScores(torch.empty_like(logprobs_M).index_copy(0, order_M, logprobs_M), *of_rows)
+
+    def _owns_gradient(self, weight: Tensor) -> bool:
+        """Whether a gradient can be added to the weight's own: FSDP2 reduces what autograd has."""
+        is_whole = weight.is_leaf and weight.dtype == torch.float32
+        return is_whole and weight.requires_grad and not isinstance(self.inside, FSDPModule)
 
     def states_UD(self, packed: MicroBatch, *, logits: bool = False) -> tuple[Tensor, Tensor]:
         """Return the decoder's hidden states (or the model's logits) at the columns that predict.

@@ -4,7 +4,9 @@ The output layer and the softmax are one operation (fused linear cross-entropy, 
 2410.10989), with any number of tokens looked at in each row and a gradient for each of their
 log-probs. Rows are computed in chunks, forward and again backward, and a chunk's logits are gone
 when the next one begins. Gradients of the weights add up over chunks in float32. Where all rows are
-one chunk, its log-softmax is kept instead of computed again.
+one chunk, its log-softmax is kept instead of computed again. The gradient of the weights may be
+added to those that are there at once, which saves a tensor as large as the layer, and its way
+through autograd.
 
 Shape letters: U rows, D hidden size, V vocabulary, M tokens that are looked at, K likeliest ones.
 """
@@ -31,6 +33,9 @@ class OutputLayer:
     temperature: float = 1.0
     chunk_rows: int = 1 << 30
     """Rows whose logits are held at once."""
+    adds_to_gradient: bool = False
+    """Add the weight's gradient to its `grad`, float32, in place of returning it to autograd: for a
+    leaf whose gradient nothing but `backward` asks for."""
 
 
 class RowScores(NamedTuple):
@@ -127,7 +132,7 @@ class _ScoreTokens(torch.autograd.Function):
         slope_M, slope_U = grad_outputs[0], grad_outputs[1]
         of_states, of_weight, of_bias = ctx.needs_input_grad[:3]
         grad_UD = torch.empty_like(states_UD) if of_states else None
-        grad_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if of_weight else None
+        grad_VD = _weight_gradient(weight_VD, ctx.layer) if of_weight else None
         grad_V = torch.zeros_like(bias_V, dtype=torch.float32) if of_bias else None
         half = None if weight_VD is None else weight_VD.to(states_UD.dtype)
         for first, end, first_m, end_m in ctx.chunks:
@@ -149,10 +154,20 @@ class _ScoreTokens(torch.autograd.Function):
             if grad_V is not None:
                 grad_V += slope_UV.sum(0, dtype=torch.float32)
         if grad_VD is not None:
-            grad_VD = grad_VD.to(weight_VD.dtype)
+            grad_VD = None if ctx.layer.adds_to_gradient else grad_VD.to(weight_VD.dtype)
         if grad_V is not None:
             grad_V = grad_V.to(bias_V.dtype)
         return grad_UD, grad_VD, grad_V, None, None, None
+
+
+def _weight_gradient(weight_VD: Tensor, layer: OutputLayer) -> Tensor:
+    """Return what the weight's gradient is added to."""
+    if not layer.adds_to_gradient:
+        return torch.zeros_like(weight_VD, dtype=torch.float32)
+    weight = cast(Tensor, layer.weight_VD)  # autograd may save another object for the same tensor
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
 
 
 def _log_softmax(

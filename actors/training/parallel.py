@@ -37,6 +37,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...broker.weights.payloads import TensorBytes
+from ...broker.weights.shared_memory import UnfinishedFile
 from ...schemas.config.sections import LearnerConfig, resolve_dtype
 from ...schemas.wire.errors import ConfigError
 from ..policy.lora import policy_tensors
@@ -459,29 +460,33 @@ def whole_tensors(
         yield name, whole(tensor.detach().to(kept_dtype))
 
 
-def snapshot(models: Mapping[str, nn.Module], dtype: torch.dtype) -> dict[str, TensorBytes]:
+def snapshot(
+    models: Mapping[str, nn.Module], dtype: torch.dtype, draft: UnfinishedFile | None = None
+) -> dict[str, TensorBytes]:
     """Copy what changes from version to version, of each policy, once for tied tensors.
 
-    All of it into one buffer, which is pinned for models on a GPU, and not changed any more.
+    All of it into `draft`, or else into one buffer, which is pinned for models on a GPU; neither
+    is changed any more.
     """
-    pinned = any(one.is_cuda for model in models.values() for one in model.parameters())
-    size = snapshot_bytes(models, dtype)
-    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-    whole_buffer: Any = memoryview(cast(Any, buffer.numpy())).toreadonly()
-    tensors: dict[str, TensorBytes] = {}
+    on_gpu = any(one.is_cuda for model in models.values() for one in model.parameters())
+    size = 0 if draft is not None else snapshot_bytes(models, dtype)
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+    places: list[tuple[str, str, tuple[int, ...], slice]] = []
     start = 0
     for policy, model in models.items():
         for name, tensor in whole_tensors(model, dtype):
             raw = tensor.contiguous().flatten().view(torch.uint8)
-            end = start + raw.numel()
-            buffer[start:end].copy_(raw)
-            tensors[f"{prefix_of(policy)}{name}"] = TensorBytes(
-                str(tensor.dtype).removeprefix("torch."),
-                tuple(tensor.shape),
-                whole_buffer[start:end],
-            )
-            start = end
-    return tensors
+            place = slice(start, start + raw.numel())
+            if draft is not None:
+                draft.write([memoryview(cast(Any, raw.cpu().numpy()))])
+            else:
+                buffer[place].copy_(raw)
+            kind = str(tensor.dtype).removeprefix("torch.")
+            places.append((f"{prefix_of(policy)}{name}", kind, tuple(tensor.shape), place))
+            start = place.stop
+    whole_buffer = memoryview(cast(Any, buffer.numpy())) if draft is None else draft.finished()
+    view = whole_buffer.toreadonly()
+    return {name: TensorBytes(kind, shape, view[place]) for name, kind, shape, place in places}
 
 
 def snapshot_bytes(models: Mapping[str, nn.Module], dtype: torch.dtype) -> int:

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...broker.weights.payloads import TensorBytes
+from ...broker.weights.shared_memory import UnfinishedFile
 from ...schemas.config.job import JobConfig
 from ...schemas.rollout import Group
 from ...schemas.wire.errors import ConfigError, OutOfMemoryError
 from ..policy.lora import policy_tensors
 from ..policy.policies import MAIN, policy_config, policy_folder, policy_names
-from ..process_memory import tensor_bytes
+from ..process_memory import return_free_memory, tensor_bytes
 from .batch import assemble
 from .checkpoint_copy import SAVE, CheckpointCopy
 from .model import load_model
@@ -27,6 +28,9 @@ from .rank_commands import Order, Ranks
 from .shared_files import folder_here
 from .state import Numerics
 from .step import StepReport, Trainer
+
+_LARGE_BYTES = 64 << 20
+"""Weights from which on what a step has freed on a CPU goes back to the system behind it."""
 
 
 def load_models(
@@ -175,10 +179,12 @@ class Policies:
             "optimiser state": tensor_bytes(moments),
         }
 
-    def snapshot(self, dtype: torch.dtype) -> dict[str, TensorBytes]:
+    def snapshot(
+        self, dtype: torch.dtype, draft: UnfinishedFile | None = None
+    ) -> dict[str, TensorBytes]:
         """Copy what changes from version to version, of each policy, as it is published."""
         with self._ranks.doing(Order("gather", {"dtype": str(dtype).removeprefix("torch.")})):
-            return snapshot(self.models, dtype)
+            return snapshot(self.models, dtype, draft)
 
     def gather(self) -> dict[str, dict[str, Tensor]]:
         """Return all that is trained, whole and on the CPU, by policy; critics as `critic.*`."""
@@ -228,10 +234,13 @@ class Policies:
         fields = {"step": step, "oldest": oldest, "microbatch_tokens": tokens}
         with self._ranks.doing(Order("step", fields, groups, seqs)):
             try:
-                return self._step(groups, step, oldest, tokens)
+                report = self._step(groups, step, oldest, tokens)
             except OutOfMemoryError as error:
                 error.step = step
                 raise
+        if self.num_bytes >= _LARGE_BYTES and not torch.cuda.is_available():
+            return_free_memory()
+        return report
 
     @property
     def microbatch_tokens(self) -> int:

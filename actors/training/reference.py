@@ -46,8 +46,9 @@ class Reference:
         """
         self._config = config
         self._model = model
-        self._is_adapter = config.path is None and has_adapter(model)
-        if self._is_adapter:
+        self.is_adapter = config.path is None and has_adapter(model)
+        """Whether the policy's model scores it, with the adapter replaced meanwhile."""
+        if self.is_adapter:
             self.scorer = scorer
             mine = policy_tensors(model)
             begun = zip(initial_adapter(model, path), mine.values(), strict=True)
@@ -70,14 +71,14 @@ class Reference:
             )
 
     def _policy(self) -> dict[str, Tensor]:
-        if self._is_adapter:
+        if self.is_adapter:
             return policy_tensors(self._model)
         return dict(self._model.named_parameters())
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[Scorer]:
         """Return what scores by the reference; it is for use in here."""
-        if not self._is_adapter:
+        if not self.is_adapter:
             yield self.scorer
             return
         with other_adapter(self._model, list(self._tensors.values())):

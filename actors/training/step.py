@@ -34,7 +34,6 @@ from .checkpoint_copy import (
     OPTIMIZER,
     CheckpointCopy,
     HostCopies,
-    ModelCopy,
     TrainerCopy,
     critic_names,
 )
@@ -44,7 +43,7 @@ from .custom import custom_function
 from .distillation import Teachers, check_same_language
 from .losses import Denominators
 from .micro_batch import MicroBatch
-from .model import Scorer, load_model, load_reference
+from .model import Scorer, load_model, load_reference, make_embedding_gradients_sparse
 from .numerics import numerics_of
 from .objective import EntropyBonus, Objective, StepInputs
 from .off_policy import batch_mismatch
@@ -95,6 +94,7 @@ class Trainer:
         self._replay = RouterReplay(model) if config.algorithm.router_replay else None
         inside = self._parallel.place(model, learner, config.model.attn_implementation)
         self._trained = [weight for weight in model.parameters() if weight.requires_grad]
+        self._embeddings = make_embedding_gradients_sparse(inside)
         self.optimizer = make_optimizer(model, learner, learner.lr)
         self._objective = Objective(config)
         self._scorer = self._scorer_of(model, inside, self._replay)
@@ -161,13 +161,13 @@ class Trainer:
         save_form(folder, self.model, Processor(tokenizer, self.image_reader))
 
     def copy(self, tokenizer: Any) -> TrainerCopy:
-        """Copy all that a checkpoint holds; on a GPU it is valid until the next copy."""
+        """Hold all that a checkpoint holds as it is now; on a GPU until the next copy."""
         moving = {} if self._reference is None else self._reference.moving()
         keeps_entropy = self.config.algorithm.entropy_target is not None
         return TrainerCopy(
             self.model,
             Processor(tokenizer, self.image_reader),
-            ModelCopy.take(self._copies, self.model, self.optimizer, self._parallel),
+            self._copies.take_model(self.model, self.optimizer, self._parallel),
             None if self.critic is None else self.critic.copy(self._copies),
             self._copies.take(moving),
             replace(self._entropy) if keeps_entropy else None,
@@ -293,6 +293,8 @@ class Trainer:
         everything = [
             replace(micro, experts_BTLK=None) for micro in everything
         ]  # it chooses itself
+        if self._reference.is_adapter:
+            self._copies.before_change()
         with self._reference.in_place() as scorer:
             return old_N, entropy_N, self._score_all(everything, batch, scorer)[0]
 
@@ -341,7 +343,7 @@ class Trainer:
         keep_S = kept_S & self._objective.has_gradient(inputs)
 
         def accumulate() -> None:
-            self.optimizer.zero_grad()
+            self._clear_gradients()
             sums.become(before)
             self._measure(inputs, part_S & ~keep_S, denominators, sums)
             set_dropout(self.model, on=True)
@@ -355,6 +357,7 @@ class Trainer:
         sums.norms.append(float(norm))
         if math.isfinite(sums.norms[-1]):
             self._require_gradients()
+            self._copies.before_change()
             self._memory.last(self.optimizer.step)
 
     def _accumulate(
@@ -375,6 +378,7 @@ class Trainer:
     ) -> None:
         """Make one optimiser update of the critic on the sequences that are kept."""
         self._memory.run(lambda: critic.accumulate(self._packer.pack(batch, kept_S), denominators))
+        self._copies.before_change()
         self._memory.last(critic.update)
 
     @torch.no_grad()
@@ -389,6 +393,13 @@ class Trainer:
             result = self._objective.loss(inputs, micro, scores, denominators)
             measured = {name: n for name, n in result.sums.items() if name not in OF_THE_UPDATES}
             sums.add(measured, result.index_N, result.old_N)
+
+    def _clear_gradients(self) -> None:
+        """Begin without gradients; on a CPU they keep their place, so that its heap stays whole."""
+        self.optimizer.zero_grad(set_to_none=self._scorer.device.type != "cpu")
+        for weight in self._embeddings:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
 
     def _require_gradients(self) -> None:
         """A batch without any gradient still counts as a step: momentum and decay go on."""

@@ -7,11 +7,12 @@ who dies holds nothing. A half file whose writer died is taken over at once by o
 one whose writer hangs is waited for no longer than `_WAIT_S` and a slow transfer: then each reads
 for itself, as it does where there is no such memory, or no room in it.
 
-The folder belongs to one system user, and no other can read or write there; processes of
-the same user could trace each other anyway. The bytes are checked by who writes them, and a file
-with a name is never written again. Mappings are private: who writes to one changes nothing for
-others. Unmapped files are removed some time after the last request: each who comes
-here sweeps, and the node does when an actor ends.
+The folder belongs to one system user, and no other can read or write there; processes of the same
+user could trace each other anyway. The bytes are checked by who writes them, and a file with a name
+is never written again. Mappings are private: who writes to one changes nothing for others. The
+learner writes a version here as it takes it, before its digest is known (`draft`), so that no other
+copy is made, and reads it part by part, each unmapped behind it. Unmapped files are removed some
+time after the last request: each who comes here sweeps, and the node does when an actor ends.
 """
 
 import asyncio
@@ -22,8 +23,10 @@ import os
 import re
 import stat
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import overload
 
 import structlog
 
@@ -53,6 +56,47 @@ class MappedFile(mmap.mmap):
     """Where it lies as long as this is mapped; of a shared folder, until it is removed."""
     is_in_memory = False
     """Whether it lies in this machine's memory, where reading it can never fail."""
+    is_draft = False
+    """Whether it has no name yet by which others find it."""
+
+
+class MappedParts(Sequence[memoryview]):
+    """The bytes of a mapped file, part by part; a part takes no memory once the next is read."""
+
+    def __init__(self, mapped: MappedFile) -> None:
+        """Map nothing more: the parts are views of `mapped`."""
+        self._mapped = mapped
+
+    def __len__(self) -> int:
+        """Return the number of parts."""
+        return -(-len(self._mapped) // _PART_BYTES)
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[memoryview]: ...
+    def __getitem__(self, index: int | slice) -> memoryview | list[memoryview]:
+        """Return one part or several, which stay in memory."""
+        views = [memoryview(self._mapped)[start : start + _PART_BYTES] for start in self._starts()]
+        return views[index]
+
+    def __iter__(self) -> Iterator[memoryview]:
+        """Yield each part, and unmap its pages behind it."""
+        for start in self._starts():
+            part = memoryview(self._mapped)[start : start + _PART_BYTES]
+            yield part
+            self._mapped.madvise(mmap.MADV_DONTNEED, start, len(part))
+
+    def _starts(self) -> range:
+        return range(0, len(self._mapped), _PART_BYTES)
+
+
+def whole_file(views: Sequence[memoryview]) -> MappedFile | None:
+    """Return the mapped file that views are all of, one after the other; None if there is none."""
+    mapped = views[0].obj if views else None
+    if not isinstance(mapped, MappedFile):
+        return None
+    return mapped if sum(map(len, views)) == len(mapped) else None
 
 
 def place_of(view: memoryview) -> tuple[Path, int] | None:
@@ -94,7 +138,7 @@ class SharedMemory:
         Raises what `fill` raises.
         """
 
-        async def write(half: _Half) -> None:
+        async def write(half: UnfinishedFile) -> None:
             await fill(await asyncio.to_thread(half.buffer))
 
         shared = await self._shared(digest, num_bytes, write)
@@ -103,16 +147,51 @@ class SharedMemory:
     async def offer(self, digest: str, views: Sequence[memoryview]) -> memoryview | None:
         """Put bytes of a digest there for the others; return them, or None if they are not shared.
 
-        The learner does so, which has them before they are sent.
+        The learner does so, which has them before they are sent. A draft just gets its name.
         """
+        mapped = whole_file(views)
+        if mapped is not None and mapped.is_draft:
+            return await asyncio.to_thread(self._name, mapped, digest)
 
-        async def write(half: _Half) -> None:
+        async def write(half: UnfinishedFile) -> None:
             await asyncio.to_thread(half.write, views)
 
         return await self._shared(digest, sum(len(view) for view in views), write)
 
+    def draft(self, num_bytes: int) -> "UnfinishedFile | None":
+        """Return a file to write a version into whose digest is not known; None without room.
+
+        Its `finished` is given to `offer`, once, when the digest is known.
+        """
+        if not _LEAST_BYTES <= num_bytes <= self._max_bytes:
+            return None
+        try:
+            with _as_not_shared():
+                folder = own_folder(self._root)
+                sweep(root=self._root)
+                place = folder / f"{self._prefix}{uuid.uuid4().hex}"
+                lock = _claimed(place)
+                assert lock is not None  # nobody else knows this name
+                half = self._begun(place, lock, num_bytes)
+                half.reserve()
+                return half
+        except _NotShared as error:
+            _log.info("memory_not_shared", reason=str(error))
+            return None
+
+    def _name(self, draft: MappedFile, digest: str) -> memoryview | None:
+        """Let others find a draft by its digest."""
+        place = own_folder(self._root) / f"{self._prefix}{digest}"
+        try:
+            _half(draft.path).rename(place)
+        except OSError as error:
+            _log.info("memory_not_shared", reason=str(error))
+            return None
+        draft.path, draft.is_draft = place, False
+        return memoryview(draft)
+
     async def _shared(
-        self, digest: str, num_bytes: int, write: "Callable[[_Half], Awaitable[None]]"
+        self, digest: str, num_bytes: int, write: "Callable[[UnfinishedFile], Awaitable[None]]"
     ) -> memoryview | None:
         if not _LEAST_BYTES <= num_bytes <= self._max_bytes or not _DIGEST.fullmatch(digest):
             return None
@@ -121,7 +200,7 @@ class SharedMemory:
         try:
             while loop.time() < deadline:
                 found = await asyncio.to_thread(self._look, digest, num_bytes)
-                if isinstance(found, _Half):
+                if isinstance(found, UnfinishedFile):
                     return await found.written(write)
                 if found is not None:
                     return found
@@ -130,7 +209,7 @@ class SharedMemory:
             _log.info("memory_not_shared", reason=str(error))
         return None
 
-    def _look(self, digest: str, num_bytes: int) -> "memoryview | _Half | None":
+    def _look(self, digest: str, num_bytes: int) -> "memoryview | UnfinishedFile | None":
         """Return the bytes, or the half file that is now ours to write; None: another writes it."""
         with _as_not_shared():
             folder = own_folder(self._root)
@@ -142,13 +221,17 @@ class SharedMemory:
             lock = _claimed(place)
             if lock is None:
                 return None
-            half = _Half(place, lock, num_bytes)
-            try:
-                self._make_room(folder, num_bytes)
-            except BaseException:
-                half.give_up()
-                raise
-            return half
+            return self._begun(place, lock, num_bytes)
+
+    def _begun(self, place: Path, lock: int, num_bytes: int) -> "UnfinishedFile":
+        """Return a claimed file, for which there is room; raises _NotShared if there is none."""
+        half = UnfinishedFile(place, lock, num_bytes)
+        try:
+            self._make_room(place.parent, num_bytes)
+        except BaseException:
+            half.give_up()
+            raise
+        return half
 
     def _make_room(self, folder: Path, num_bytes: int) -> None:
         """Remove unused files until so much fits; raises _NotShared if it does not."""
@@ -168,8 +251,8 @@ class _NotShared(Exception):
     """There is no shared memory for this."""
 
 
-class _Half:
-    """A file that this process writes, not yet visible to others."""
+class UnfinishedFile:
+    """A file of shared memory that this process writes, not yet visible to others."""
 
     def __init__(self, place: Path, lock: int, num_bytes: int) -> None:
         """`lock` is its descriptor, locked alone."""
@@ -180,18 +263,22 @@ class _Half:
     def buffer(self) -> memoryview:
         """Return its memory, all of it taken, so that none is missing as it is written."""
         with _as_not_shared():
-            os.posix_fallocate(self._lock, 0, self._num_bytes)
+            self.reserve()
             return memoryview(mmap.mmap(self._lock, self._num_bytes))
 
+    def reserve(self) -> None:
+        """Take all of its memory, so that none is missing as it is written."""
+        os.posix_fallocate(self._lock, 0, self._num_bytes)
+
     def write(self, views: Sequence[memoryview]) -> None:
-        """Write views one after the other, which costs half of what a buffer does."""
+        """Write views behind what is written, which costs half of what a buffer does."""
         with _as_not_shared():
             for view in views:
                 start = 0
                 while start < len(view):
                     start += os.write(self._lock, view[start : start + _PART_BYTES])
 
-    async def written(self, write: "Callable[[_Half], Awaitable[None]]") -> memoryview:
+    async def written(self, write: "Callable[[UnfinishedFile], Awaitable[None]]") -> memoryview:
         """Write it and give it its name; return it as the others see it."""
         try:
             await write(self)
@@ -201,11 +288,22 @@ class _Half:
             self.give_up()
             raise
 
+    def finished(self) -> memoryview:
+        """Return it as it was written; it has no name yet by which others find it."""
+        mapped = self._sealed()
+        mapped.is_draft = True
+        return memoryview(mapped)
+
     def _named(self) -> memoryview:
+        mapped = self._sealed()
+        _half(self._place).rename(self._place)
+        return memoryview(mapped)
+
+    def _sealed(self) -> MappedFile:
+        """Map it, never to be written again; the mapping holds it from now on."""
         os.fchmod(self._lock, stat.S_IRUSR)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         mapped = _map(self._lock, self._num_bytes, self._place)
-        _half(self._place).rename(self._place)
         os.close(self._lock)
         return mapped
 
@@ -263,20 +361,20 @@ def _mapped(place: Path, num_bytes: int) -> memoryview | None:
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         os.utime(file)
-        return _map(file, num_bytes, place)
+        return memoryview(_map(file, num_bytes, place))
     except BlockingIOError:
         return None
     finally:
         os.close(file)  # the mapping has a descriptor of its own, and with it the lock
 
 
-def _map(file: int, num_bytes: int, place: Path) -> memoryview:
+def _map(file: int, num_bytes: int, place: Path) -> MappedFile:
     status = os.fstat(file)
     if status.st_uid != os.geteuid() or status.st_size != num_bytes:
         raise _NotShared(f"a file of {status.st_size:,} bytes stands where {num_bytes:,} should")
     mapped = MappedFile(file, num_bytes, access=mmap.ACCESS_COPY)
     mapped.path, mapped.is_in_memory = place, True
-    return memoryview(mapped)
+    return mapped
 
 
 def _claimed(place: Path) -> int | None:

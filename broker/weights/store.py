@@ -62,7 +62,7 @@ from .payloads import (
     layout,
     locations,
 )
-from .shared_memory import SharedMemory
+from .shared_memory import MappedParts, SharedMemory, UnfinishedFile, whole_file
 
 # Digests of the model folder's files, so that machines with other files are reported.
 # The learner's manifests have them, and receivers compare: tokenizer and template, and the base of
@@ -193,6 +193,18 @@ class WeightStore:
         """The newest version of this machine's shared memory that was not stored when it came."""
         self._listening: Listening | None = None
 
+    def draft(self, num_bytes: int) -> UnfinishedFile | None:
+        """Return a file in which this machine shares a version, to be written and published.
+
+        None where versions are not shared. Each version has one of its own.
+        """
+        return self._shared.draft(num_bytes) if self._shares else None
+
+    @property
+    def _shares(self) -> bool:
+        """Whether versions are left in this machine's memory; files are mapped anyway."""
+        return self._payloads.transport == "object" and self._holder is None
+
     async def publish(
         self,
         version: int,
@@ -239,7 +251,7 @@ class WeightStore:
 
         It stays in shared memory as long as what is returned is held; None: it is not there.
         """
-        if not self._offers:
+        if not self._shares:
             return None
         digest = await asyncio.to_thread(digest_of, views)
         shared = await self._offered(digest, views)
@@ -256,7 +268,8 @@ class WeightStore:
 
         An anchor is stored whole, and as a difference for those who hold the version before.
         """
-        payload = await asyncio.to_thread(joined, views)
+        mapped = whole_file(views)
+        payload = await asyncio.to_thread(joined, views) if mapped is None else memoryview(mapped)
         made = await asyncio.to_thread(self._history.encode, version, entries, payload)
         stored: list[Difference] = []
         try:
@@ -287,12 +300,7 @@ class WeightStore:
 
     async def _offered(self, digest: str, views: Sequence[memoryview]) -> memoryview | None:
         """Leave a version in memory for this machine's receivers."""
-        return await self._shared.offer(digest, views) if self._offers else None
-
-    @property
-    def _offers(self) -> bool:
-        """Whether versions are left in this machine's memory; files are mapped anyway."""
-        return self._payloads.transport == "object" and self._holder is None
+        return await self._shared.offer(digest, views) if self._shares else None
 
     async def _put_difference(self, version: int, base: Whole, text: bytes) -> Difference:
         label = f"v{version}-from-v{base.version}"
@@ -316,7 +324,9 @@ class WeightStore:
         if self._holder is not None:
             location, digest = await self._holder.put(version, entries, views)
         else:
-            location, digest = await self._payloads.put(f"v{version}", views, entries)
+            mapped = whole_file(views)
+            parts = views if mapped is None else MappedParts(mapped)
+            location, digest = await self._payloads.put(f"v{version}", parts, entries)
         return self._manifest(
             version, kind, entries, digest, location=location, differences=differences
         )

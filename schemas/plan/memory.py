@@ -269,9 +269,11 @@ def _inputs(load: LearnerLoad) -> int:
 
 
 def _head_gradient(load: LearnerLoad) -> int:
-    """Return what the output layer's gradient takes before it is added to that of others."""
-    whole = not (load.lora_weights or load.is_sharded)
-    return load.shape.embedding_weights * _MASTER_BYTES if whole else 0
+    """Return what the embeddings' gradient of a pass takes, which names rows alone on a CPU."""
+    is_sparse = not load.on_gpu and load.compute_bytes == _MASTER_BYTES
+    if is_sparse or load.lora_weights or load.is_sharded:
+        return 0
+    return load.shape.embedding_weights * _MASTER_BYTES
 
 
 def _less_activations(load: LearnerLoad) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tinkermq.schemas.model_catalogue import catalogue_folder
 
 from benchmarks.__main__ import NAMES
 from benchmarks.page import page
@@ -26,6 +27,7 @@ NEEDS = {
     "environment": ("fastapi", "uvicorn", "aiohttp"),
     "vllm": ("vllm",),
 }
+NEEDS_SMOLLM2 = {"learner_real", "real_times", "tinker_real"}
 
 
 def benchmark(name: str) -> Any:
@@ -34,6 +36,8 @@ def benchmark(name: str) -> Any:
     if name == "tinker_peer":
         missing = [each for each in ("skyrl", "newest") if not (ROOT / ".tinker" / each).exists()]
         reason = f"no .tinker/{', '.join(missing)}: benchmarks/tinker_peer.py says how to make it"
+    if name in NEEDS_SMOLLM2 and not catalogue_folder("smollm2").is_dir():
+        missing, reason = ["smollm2"], "`tinkermq model get smollm2` fetches the model"
     if name == "openenv_speed" and not (ROOT / ".venv-openenv").exists():
         missing = [".venv-openenv"]
         reason = "no .venv-openenv: `make test-openenv` makes it"

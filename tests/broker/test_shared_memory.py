@@ -15,6 +15,7 @@ from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.jetstream.objects import ObjectStore, digest_of
 from tinkermq.broker.jetstream.streams import bound_weights
 from tinkermq.broker.nats_server import NatsServer
+from tinkermq.broker.weights import shared_memory
 from tinkermq.broker.weights.payloads import TensorBytes
 from tinkermq.broker.weights.shared_memory import SharedMemory, own_folder, sweep
 from tinkermq.broker.weights.store import WeightStore
@@ -183,6 +184,77 @@ async def waiting_for_newer(
     """Wait for a version in a task of its own, and return it once that hears announcements."""
     await store.wait_newer(version, 0)
     return asyncio.create_task(store.wait_newer(version, timeout_s))
+
+
+def resident_bytes(file: Path) -> int:
+    """Return the bytes of a file that are in this process's memory."""
+    pages = Path("/proc/self/smaps").read_text().partition(str(file))[2]
+    return 1024 * int(pages.partition("Rss:")[2].split()[0])
+
+
+async def test_a_draft_is_published_without_another_copy_and_found_by_receivers(
+    broker: Broker, nats_server: NatsServer, scope: JobScope
+) -> None:
+    learner = WeightStore(broker, scope, shared_bytes=ROOM)
+    for version, dtype in enumerate(("float32", "bfloat16", "bfloat16")):
+        file = learner.draft(NUM_BYTES)
+        assert file is not None
+        file.write([PAYLOAD[: 1 << 20]])
+        file.write([PAYLOAD[1 << 20 :]])
+        draft = file.finished().toreadonly()
+        size = NUM_BYTES // (4 if dtype == "float32" else 2)
+        cut = 4 * (size // 8)
+        itemsize = NUM_BYTES // size
+        tensors = {
+            "a": TensorBytes(dtype, (cut,), draft[: cut * itemsize]),
+            "b": TensorBytes(dtype, (size - cut,), draft[cut * itemsize :]),
+        }
+        manifest = await learner.publish(version, tensors)
+        place = own_folder() / f"{scope.key}.{manifest.digest}"
+        assert place.is_file()
+        assert shared_memory.place_of(draft) == (place, 0)
+        async with await connect(nats_server.url, name="receiver") as other:
+            fetched = await WeightStore(other, scope, shared_bytes=ROOM).fetch(manifest)
+            assert b"".join(bytes_of(fetched[name]) for name in "ab") == PAYLOAD
+            view = fetched["a"].data
+            assert isinstance(view, memoryview)
+            assert shared_memory.place_of(view) == (place, 0)
+
+
+def test_a_draft_that_is_not_published_is_swept(tmp_path: Path) -> None:
+    file = shared(tmp_path).draft(NUM_BYTES)
+    assert file is not None
+    file.write([PAYLOAD])
+    draft = file.finished()
+    sweep(0.0, tmp_path)
+    assert draft == PAYLOAD
+    assert len(files(tmp_path)) == 1
+    del draft
+    sweep(0.0, tmp_path)
+    assert files(tmp_path) == []
+
+
+def test_there_is_no_draft_without_room(tmp_path: Path) -> None:
+    assert shared(tmp_path, max_bytes=NUM_BYTES - 1).draft(NUM_BYTES) is None
+    own_folder(tmp_path).chmod(0o777)
+    assert shared(tmp_path).draft(NUM_BYTES) is None
+
+
+def test_the_parts_of_a_draft_leave_this_process_s_memory_as_they_are_read(tmp_path: Path) -> None:
+    payload = memoryview(bytes(range(256)) * (160 << 10))
+    file = shared(tmp_path).draft(len(payload))
+    assert file is not None
+    file.write([payload])
+    draft = shared_memory.whole_file([file.finished()])
+    assert draft is not None
+    parts, most = shared_memory.MappedParts(draft), 0
+    for number, part in enumerate(parts):
+        assert part == payload[number * len(parts[0]) :][: len(part)]
+        most = max(most, resident_bytes(tmp_path))
+    assert 0 < most <= len(parts[0]) < len(payload) // 2
+    assert resident_bytes(tmp_path) == 0
+    assert b"".join(parts) == payload
+    assert len(parts) == len(parts[:])
 
 
 async def test_of_many_that_want_the_same_one_reads_and_the_others_map_it(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ import psutil
 import pytest
 import torch
 from tinkermq.actors.training.checkpoint import load_state
-from tinkermq.actors.training.checkpoint_copy import HostCopies, trained_weights
+from tinkermq.actors.training.checkpoint_copy import HostCopies, ModelCopy, trained_weights
 from tinkermq.actors.training.model import load_model
+from tinkermq.actors.training.parallel import Parallel
 from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import EngineError, StorageError
@@ -118,6 +119,61 @@ def test_a_copy_stays_as_it_was_and_keeps_tied_weights_tied(folder: Path) -> Non
     for name, tensor in before.items():
         assert torch.equal(copied["a"][name], tensor), name
     assert copied["b"]["tied"] is copied["a"][first]
+
+
+def _tensors_of(copied: ModelCopy) -> list[torch.Tensor]:
+    states = copied.optimizer["state"].values()
+    return [*copied.weights.values(), *(value for state in states for value in state.values())]
+
+
+def test_a_checkpoint_is_copied_before_an_update_alone(folder: Path) -> None:
+    trainer = make_trainer(folder)
+    train(trainer, range(1, 2))
+    copied = trainer.copy(None).policy
+    held = _tensors_of(copied)
+    before = [tensor.clone() for tensor in held]
+    assert held[0].data_ptr() in {one.data_ptr() for one in trainer.model.parameters()}
+    train(trainer, range(2, 3))
+    assert not torch.equal(held[0], before[0])
+    for tensor, expected in zip(_tensors_of(copied), before, strict=True):
+        assert torch.equal(tensor, expected)
+
+
+def test_a_file_that_an_update_overtakes_is_written_again_and_the_update_does_not_wait(
+    folder: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer(folder)
+    train(trainer, range(1, 2))
+    copied = trainer.copy(None).policy
+    before = {name: tensor.clone() for name, tensor in copied.weights.items()}
+    begun, go_on = threading.Event(), threading.Event()
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def write(weights: dict[str, torch.Tensor]) -> None:
+        begun.set()
+        assert go_on.wait(PATIENCE_S)
+        seen.append({name: tensor.clone() for name, tensor in weights.items()})
+
+    with ThreadPoolExecutor(1) as thread:
+        writing = thread.submit(copied.write_weights, write)
+        assert begun.wait(PATIENCE_S)
+        train(trainer, range(2, 3))
+        go_on.set()
+        writing.result(PATIENCE_S)
+    assert len(seen) == 2
+    assert all(torch.equal(seen[1][name], tensor) for name, tensor in before.items())
+    copied.write_optimizer(tmp_path / "optimizer", Parallel())()
+    state = torch.load(tmp_path / "optimizer.pt", weights_only=True)["state"]
+    assert {float(one["step"]) for one in state.values()} == {1.0}
+
+
+def test_what_is_written_and_released_is_not_copied(folder: Path) -> None:
+    trainer = make_trainer(folder)
+    train(trainer, range(1, 2))
+    copied = trainer.copy(None)
+    copied.release()
+    train(trainer, range(2, 3))
+    assert (copied.policy.weights, copied.policy.optimizer) == ({}, {})
 
 
 @pytest.mark.parametrize("rank", [0, 4])

@@ -105,6 +105,20 @@ def test_a_frozen_layer_has_no_gradient_and_the_states_have_theirs() -> None:
 
 
 @pytest.mark.parametrize("chunk_rows", [2, 100])
+def test_a_gradient_that_is_added_in_place_is_the_one_that_autograd_gets(chunk_rows: int) -> None:
+    states_UD, weight_VD, _, row_M, token_M = _inputs()
+    found: list[Tensor | None] = []
+    for in_place in (False, True):
+        layer = OutputLayer(weight_VD, None, 1.0, chunk_rows, adds_to_gradient=in_place)
+        weight_VD.grad = None
+        for _ in range(2):  # as over two micro-batches
+            score_tokens(states_UD, layer, row_M, token_M).logprobs_M.sum().backward()
+        found.append(weight_VD.grad)
+    assert float(found[0].abs().max()) > 0  # pyright: ignore[reportOptionalMemberAccess]
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("chunk_rows", [2, 100])
 def test_the_likeliest_tokens_are_told_without_a_gradient(chunk_rows: int) -> None:
     states_UD, weight_VD, _, row_M, token_M = _inputs()
     layer = OutputLayer(weight_VD, None, 1.0, chunk_rows)
