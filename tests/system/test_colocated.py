@@ -105,7 +105,7 @@ async def test_versions_are_validated_by_an_engine_that_sleeps_in_between(
     assert sorted(await job.validations()) == [0, 3, 6, 8]
 
 
-@pytest.mark.parametrize("transport", ["object", "nccl"])
+@pytest.mark.parametrize("transport", ["object", pytest.param("nccl", marks=pytest.mark.long)])
 async def test_conversations_are_validated_by_an_engine_on_the_learners_slot(
     stack: Stack, model: Path, tmp_path: Path, transport: str
 ) -> None:
