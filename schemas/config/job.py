@@ -409,7 +409,7 @@ class JobConfig(Section):
     def may_colocate(self) -> bool:
         """Whether learner and generator are one slot each and may be the same one."""
         pair = self.learner.slots == self.generator.slots == self.generator.count == 1
-        return pair and not self.sft.data and self.placement != "separate"
+        return pair and self.generator_slots == 1 and self.placement != "separate"
 
     @property
     def episodes_at_once(self) -> int:

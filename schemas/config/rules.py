@@ -467,8 +467,14 @@ RULES = (
     ),
     Rule(
         "placement=colocated",
-        lambda job: job.placement == "colocated" and job.sft.data,
-        "has no effect in an SFT job, whose generator holds no slot: remove it",
+        lambda job: job.placement == "colocated" and job.sft.data and not job.generator_slots,
+        "has no effect in an SFT job that its generator does not validate, and so holds no slot: "
+        "remove it",
+    ),
+    Rule(
+        "generator.sleep=always",
+        lambda job: job.generator.sleep == "always" and job.sft.data,
+        "is not built for SFT jobs, whose learner does not wait for the engine: remove it",
     ),
     _over("generator.tensor_parallel", "generator.slots"),
     Rule(

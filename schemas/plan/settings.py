@@ -346,13 +346,15 @@ def choose_gpu_use(job: JobConfig, held: HeldBytes, card_bytes: int) -> GpuUse:
 
     They overlap where the engine fits, with a tenth of the memory for its cache, beside what the
     learner holds in a step; else the engine sleeps while the learner trains, and takes what the
-    learner does not hold from step to step. Raises ConfigError where not even that fits.
+    learner does not hold from step to step. The learner of an SFT job waits for no episodes, so
+    there they always overlap. Raises ConfigError where not even that fits.
     """
     generator = job.generator
     usable = card_bytes * (1 - _CONTEXT_SHARE)
     left, beside = usable - held.stored, usable - held.step
     needed = held.engine + _LEAST_CACHE_SHARE * card_bytes
     sleeps = beside < needed if generator.sleep == "auto" else generator.sleep == "always"
+    sleeps = sleeps and not job.sft.data
     room = left if sleeps else beside
     if generator.memory_share is not None:
         return GpuUse(generator.memory_share, sleeps)
@@ -362,7 +364,8 @@ def choose_gpu_use(job: JobConfig, held: HeldBytes, card_bytes: int) -> GpuUse:
             f"learner holds {held.stored / GIB:.1f} from step to step and {held.step / GIB:.1f} "
             f"in a step, the engine {held.engine / GIB:.1f} without a cache",
             hint="train an adapter (lora.rank), keep the optimiser in the machine's memory "
-            "(learner.cpu_offload=true), take a smaller model, or two GPUs",
+            "(learner.cpu_offload=true), take a smaller model, or two GPUs"
+            + (", or validate afterwards (env.num_val=0)" if job.sft.data else ""),
         )
     share = min(room / card_bytes, _MOST_SHARE)
     return GpuUse(floor(100 * share) / 100, sleeps)

@@ -307,7 +307,8 @@ REFUSED = [
     ["placement=colocated", "generator.slots=2"],
     ["placement=colocated", "generator.count=2"],
     ["placement=separate", "generator.sleep=always"],
-    ["placement=colocated", "sft.data=[a.jsonl]"],
+    ["placement=colocated", "sft.data=[a.jsonl]", "env.num_val=0"],
+    ["generator.sleep=always", "sft.data=[a.jsonl]", "env.game=bandit"],
     ["generator.engine=vllm", "generator.tensor_parallel=2"],
     [
         "evaluation.slots=1",

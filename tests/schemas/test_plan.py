@@ -416,6 +416,23 @@ def test_two_actors_on_one_card_without_shares_are_refused(models: Path) -> None
     assert "placement=colocated" in refusal.hint
 
 
+def test_an_sft_job_shares_a_single_card_with_the_engine_that_validates_it(models: Path) -> None:
+    rows = {"sft": {"data": ["chats.jsonl"]}}
+    for placement in ("auto", "colocated"):
+        plan = plan_of(job_of(models / "1.5B", **rows, placement=placement), "H100")
+        assert plan.refusal is None
+        assert plan.shares_card
+        assert plan.use == GpuUse(plan.engine.memory_share, sleeps=False)
+    in_turns = plan_of(job_of(models / "1.5B"), "A100 40GB")
+    assert in_turns.use is not None
+    assert in_turns.use.sleeps  # and so the learner of conversations, which never waits, cannot
+    refusal = plan_of(job_of(models / "1.5B", **rows), "A100 40GB").refusal
+    assert refusal is not None
+    assert "env.num_val=0" in refusal.hint
+    unplayed = job_of(models / "1.5B", **rows, env={"game": "none", "num_val": 0})
+    assert plan_of(unplayed, "A100 40GB").refusal is None
+
+
 def test_learner_and_generator_share_a_single_card(models: Path) -> None:
     plan = plan_of(job_of(models / "1.5B"), "H100")
     assert plan.refusal is None

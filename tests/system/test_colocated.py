@@ -4,6 +4,7 @@ On a CPU the engine of transformers really frees the memory of its weights and c
 messages as on a GPU.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,32 @@ async def test_versions_are_validated_by_an_engine_that_sleeps_in_between(
     job = await stack.submit(config)
     await assert_nothing_lost(job)
     assert sorted(await job.validations()) == [0, 3, 6, 8]
+
+
+@pytest.mark.parametrize("transport", ["object", pytest.param("nccl", marks=pytest.mark.long)])
+async def test_conversations_are_validated_by_an_engine_on_the_learners_slot(
+    stack: Stack, model: Path, tmp_path: Path, transport: str
+) -> None:
+    chats = tmp_path / "chats.jsonl"
+    said = [{"role": "user", "content": "arm 0-6"}, {"role": "assistant", "content": "3"}]
+    chats.write_text(json.dumps({"messages": said}) + "\n")
+    config = small_job(model)
+    job = await stack.submit(
+        {
+            "model": config["model"],
+            "sft": {"data": [str(chats)]},
+            "env": {**GAME, "num_val": 12},
+            "training": {"num_steps": 6, "batch_size": 4, "test_freq": 2},
+            "weights": {"transport": transport},
+            "placement": "colocated",
+        }
+    )
+    await job.until("COMPLETED")
+    record = await job.read()
+    assert record.is_colocated
+    assert sum(actor.slots for actor in record.actors) == 1
+    assert sorted(await job.validations()) == [0, 2, 4, 6]
+    await assert_replay_is_identical(job)
 
 
 @pytest.mark.faults

@@ -51,6 +51,18 @@ def test_the_generator_of_an_sft_job_has_slots_where_it_validates() -> None:
     assert apart == {"learner": 1, "generator-0": 0, "evaluator-0": 1}
 
 
+def test_the_generator_of_an_sft_job_may_share_the_learners_gpu_where_it_validates() -> None:
+    def shares(**sections: Any) -> str:
+        tree = {"model": {"path": "m"}, "sft": {"data": ["/d.jsonl"]}, **sections}
+        found = actors_for(parse_config(tree), "sft")
+        return next(actor.shares for actor in found if actor.role == "generator")
+
+    assert shares(env={"game": "g"}) == "learner"
+    assert shares(env={"game": "g"}, placement="separate") == ""
+    assert shares(env={"game": "g"}, evaluation={"slots": 1}) == ""
+    assert shares() == ""
+
+
 def test_scaling_down_takes_the_newest_and_up_uses_free_names() -> None:
     config = parse_config({"model": {"path": "m"}, "env": {"game": "g"}, "generator": {"count": 3}})
     actors = actors_for(config, "train")
