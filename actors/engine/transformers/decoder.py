@@ -39,8 +39,12 @@ from ..engine import ExpertRecord
 from .adapters import EngineAdapter, RowAdapters, RowsOfAdapters
 from .kv_cache import ATTENTION, PREFIX_CACHE_BYTES, CacheShape, SlotCache, cache_cells
 
-_PREFILL_TOKENS = 4096
-"""Tokens of one prefill pass, padding included, which bounds its memory; one row may have more."""
+_PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}
+"""Tokens of one prefill pass, padding included, which bounds its memory; one row may have more.
+
+A CPU's matrix products are as fast with few hundred rows as with thousands. Passes of fewer prompts
+have less padding, as their lengths differ less, and the first of them end sooner.
+"""
 _PROBE = (1, 2, 3, 5, 1, 2)
 _TOLERANCE = 1e-3
 """Of logits in float32, over the largest."""
@@ -155,7 +159,7 @@ class SlotDecoder:
 
         Spans of similar length share a forward pass.
         """
-        for batch in _batches(spans):
+        for batch in _batches(spans, _PREFILL_TOKENS[self.device.type]):
             yield batch, self._prefill_batch([spans[index] for index in batch])
 
     def decode(
@@ -407,14 +411,14 @@ def _cache_shape(path: str, cache: DynamicCache) -> CacheShape:
     return CacheShape(len(layers), kv_heads, head_size, states[0].dtype, states[0].device)
 
 
-def _batches(spans: Sequence[FedTokens]) -> Iterator[list[int]]:
+def _batches(spans: Sequence[FedTokens], max_tokens: int) -> Iterator[list[int]]:
     """Group spans, resumed ones apart, so that padding at most doubles the work of a pass."""
     order = sorted(range(len(spans)), key=lambda i: (spans[i].start > 0, len(spans[i].tokens)))
     batch: list[int] = []
     for index in order:
         length = len(spans[index].tokens)
         if batch and (
-            (len(batch) + 1) * length > _PREFILL_TOKENS
+            (len(batch) + 1) * length > max_tokens
             or length > 2 * len(spans[batch[0]].tokens) + 16
             or (spans[index].start > 0) != (spans[batch[0]].start > 0)
         ):

@@ -499,6 +499,7 @@ class EngineWorker:
                 picks = np.repeat(np.arange(len(batch)), sizes_B)
                 logits_BV = logits_BV[torch.as_tensor(picks, device=logits_BV.device)]
             self._draw(np.concatenate(rows), logits_BV)
+            self._flush()  # streamed tokens do not wait for the passes behind this one
 
     def _note_prompts(self, spans: Sequence[FedTokens], sizes: Sequence[int]) -> None:
         """Note the experts of prompts that were just computed, for all rows that share each."""

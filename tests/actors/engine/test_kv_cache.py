@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tinkermq.actors.engine.engine import Generation, Sampling
-from tinkermq.actors.engine.transformers.decoder import load_decoder
+from tinkermq.actors.engine.transformers.decoder import FedTokens, load_decoder
 from tinkermq.actors.engine.transformers.kv_cache import (
     CachedPrefix,
     CacheShape,
@@ -142,3 +142,20 @@ async def test_requests_wait_for_memory_and_get_the_same_answers(tmp_path: Path)
     for one, other in zip(free, bounded, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+
+
+def test_on_a_cpu_a_pass_over_prompts_is_short_and_has_little_padding(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path)
+    decoder = load_decoder(
+        str(path), dtype=torch.float32, device="cpu", max_slots=64, max_tokens=64
+    )
+    lengths = np.random.default_rng(0).permutation(np.arange(64) % 32 + 16)
+    spans = [
+        FedTokens(slot, 0, np.full(length, 9, np.int32)) for slot, length in enumerate(lengths)
+    ]
+    with torch.inference_mode():
+        passes = [batch for batch, _ in decoder.prefill(spans)]
+    assert sorted(index for batch in passes for index in batch) == list(range(64))
+    fed = [len(batch) * max(lengths[index] for index in batch) for batch in passes]
+    assert max(fed) <= 512
+    assert sum(fed) <= 1.15 * sum(lengths)
