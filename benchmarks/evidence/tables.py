@@ -144,6 +144,8 @@ def language_model() -> Iterator[str]:
         for method in ("none", "tis"):
             less = [line.less(table, GAME, (method, lag), ("none", 0)) for lag in LAGS]
             yield _row([f"{method}: {line.name}, less η = 0", "", *less])
+        recovered = [line.less(table, GAME, ("tis", lag), ("none", lag)) for lag in LAGS]
+        yield _row([f"tis less none: {line.name}", "", *recovered])
 
 
 def language_model_lora() -> Iterator[str]:
