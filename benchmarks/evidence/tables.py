@@ -4,6 +4,7 @@ Runs of one seed are compared with each other: a difference is of pairs, its int
 over the seeds. Each table stands in the page between two comments that name it.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from statistics import mean
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from benchmarks.evidence.caches import BOUND as CACHE_BOUND
 from benchmarks.evidence.caches import CHOICES
 from benchmarks.evidence.caches import STEPS as CACHE_STEPS
-from benchmarks.evidence.cells import SEEDS, STEPS, Result, take_no_arguments
+from benchmarks.evidence.cells import SEEDS, STEPS, Result, Results, take_no_arguments
 from benchmarks.evidence.comparisons import (
     LEVEL,
     MARGIN,
@@ -26,7 +27,7 @@ from benchmarks.evidence.comparisons import (
 )
 from benchmarks.evidence.equivalence import MORE_SEEDS
 from benchmarks.evidence.language_model import EXPERIMENT as LANGUAGE_MODEL
-from benchmarks.evidence.language_model import GAME, LAGS, LARGEST_LAG, LORA, LORA_LAG
+from benchmarks.evidence.language_model import GAME, LAGS, LORA, LORA_LAG
 from benchmarks.evidence.peer import GAMES as PEER_GAMES
 from benchmarks.evidence.peer import PEERS, THEIRS
 from benchmarks.evidence.stragglers import BOUND, POLICIES
@@ -131,29 +132,28 @@ def _peer_name(method: str, lag: int) -> str:
 
 def language_model() -> Iterator[str]:
     """Each lag of the language model without a correction and with one."""
-    table, lags = Table(LANGUAGE_MODEL), (*LAGS, LARGEST_LAG)
-    if not table.of(GAME, "none", 0):
-        return
-    yield _row(["", "η = 0", *(f"η = {lag}" for lag in lags)])
-    yield _rule(len(lags) + 2)
+    table = Table(LANGUAGE_MODEL)
+    yield _row(["", "η = 0", *(f"η = {lag}" for lag in LAGS)])
+    yield _rule(len(LAGS) + 2)
     for line in _LANGUAGE_MODEL_LINES:
         for method in ("none", "tis"):
-            means = [line.mean(table.of(GAME, method, lag)) for lag in lags]
+            means = [line.mean(table.of(GAME, method, lag)) for lag in LAGS]
             synchronous = line.mean(table.of(GAME, "none", 0))
             yield _row([f"{method}: {line.name}", synchronous, *means])
     for line in _LANGUAGE_MODEL_LINES[:2]:
         for method in ("none", "tis"):
-            less = [line.less(table, GAME, (method, lag), ("none", 0)) for lag in lags]
+            less = [line.less(table, GAME, (method, lag), ("none", 0)) for lag in LAGS]
             yield _row([f"{method}: {line.name}, less η = 0", "", *less])
+        recovered = [line.less(table, GAME, ("tis", lag), ("none", lag)) for lag in LAGS]
+        yield _row([f"tis less none: {line.name}", "", *recovered])
 
 
 def language_model_lora() -> Iterator[str]:
-    """LoRA against all weights of the language model."""
-    table = Table(LANGUAGE_MODEL)
+    """LoRA against all weights of the language model, with the seeds that both have."""
     every, adapter = ("tis", LORA_LAG), (LORA, LORA_LAG)
-    if not table.of(GAME, *adapter):
-        return
-    yield _row(["", "all weights", "LoRA", "difference"])
+    seeds = sorted(run.seed for run in Results(LANGUAGE_MODEL) if run.method == LORA)
+    table = Table(LANGUAGE_MODEL, seeds=seeds)
+    yield _row([f"{len(seeds)} seeds", "all weights", "LoRA", "difference"])
     yield _rule(4)
     for line in _LANGUAGE_MODEL_LINES:
         means = [line.mean(table.of(GAME, *way)) for way in (every, adapter)]
@@ -193,8 +193,9 @@ class Line(NamedTuple):
     measure: Measure
 
     def mean(self, runs: Sequence[Result]) -> str:
-        """Write the mean over runs; nothing if there are none."""
-        return f"{mean(map(self.measure, runs)):,.{self.digits}f}" if runs else ""
+        """Write the mean over runs; nothing if there are none, or if they did not measure it."""
+        found = mean(map(self.measure, runs)) if runs else math.nan
+        return "" if math.isnan(found) else f"{found:,.{self.digits}f}"
 
     def less(self, table: Table, game: str, one: tuple[str, int], other: tuple[str, int]) -> str:
         """Write the difference of one method from another, each with its lag."""
@@ -203,7 +204,7 @@ class Line(NamedTuple):
 
 
 def _told(name: str, scale: float = 1.0) -> Measure:
-    return lambda run: scale * run.told.get(name, 0.0)
+    return lambda run: scale * run.told.get(name, math.nan)
 
 
 def _samples_until(run: Result) -> float:
@@ -232,6 +233,7 @@ _LANGUAGE_MODEL_LINES = (
     Line("area", 3, area),
     Line("final reward", 3, final),
     Line("mean distance of log-probs, 10⁻³", 1, _told("abs_log_ratio", 1000)),
+    Line("largest ratio of a step", 2, _told("max_ratio")),
 )
 _CACHE_LINES = (
     Line("area", 3, area),
