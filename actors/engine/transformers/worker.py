@@ -381,7 +381,7 @@ class EngineWorker:
         """Return the adapters of some running rows; nothing if no row has one."""
         if not self._num_adapted:
             return ()
-        return [self._rows.requests[row].adapter for row in rows.tolist()]
+        return [self._rows.requests[int(row)].adapter for row in rows]
 
     def _take_waiting(self) -> list[RowRequest]:
         """Take the requests that waited longest, as many as there are rows and memory for."""
@@ -511,11 +511,8 @@ class EngineWorker:
 
     def _decode(self) -> None:
         """Compute the last token of every row, once for all twins, and draw the next ones."""
-        rows, place = np.arange(self._rows.num), None
-        if self._decoder.device.type == "cpu":
-            distinct, place = self._rows.distinct()
-        if place is None or len(distinct) > _MOST_DISTINCT * len(rows):
-            distinct, place = rows, None
+        rows: IndexVector = np.arange(self._rows.num)
+        distinct, place = self._distinct()
         position = self._rows.length_R[distinct] - 1
         logits_BV = self._decoder.decode(
             self._rows.tokens_RT[distinct, position],
@@ -528,11 +525,23 @@ class EngineWorker:
             chosen_BLK = self._decoder.chosen(len(distinct))[:, 0]
             self._rows.note_experts(rows, chosen_BLK if place is None else chosen_BLK[place])
         if place is not None:
-            source, own = distinct[place], rows != distinct[place]
+            source = distinct[place]
+            own = rows != source
             self._decoder.cache.copy_token(source[own], rows[own], position[place][own])
             logits_BV = logits_BV[torch.as_tensor(place, device=logits_BV.device)]
         self._draw(rows, logits_BV)
         self._retire()
+
+    def _distinct(self) -> tuple[IndexVector, IndexVector | None]:
+        """Return the rows to compute, and for each row the place of its twin among them.
+
+        None: every row is computed, as on a GPU, where a pass takes as long with fewer.
+        """
+        if self._decoder.device.type == "cpu":
+            distinct, place = self._rows.distinct()
+            if len(distinct) <= _MOST_DISTINCT * self._rows.num:
+                return distinct, place
+        return np.arange(self._rows.num), None
 
     def _draw(self, rows: IndexVector, logits_BV: torch.Tensor) -> None:
         shaped_BV, num_top = None, 0
