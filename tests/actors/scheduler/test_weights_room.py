@@ -58,7 +58,7 @@ async def test_a_learner_gets_the_bound_of_its_model_and_what_it_may_hold_counts
         models = {MAIN: nn.Linear(1 << 15, 1 << 15, bias=False)}
     config = config_of(generator={"dtype": "bfloat16"})
     context = await job_context(stack.broker, job.scope, "learner", config)
-    publisher = Publisher(context, models, lambda _: {})
+    publisher = Publisher(context, models, lambda *_: {})
     await publisher.reserve()
     wanted, _ = num_versions(config, differences=True)
     assert await bound_of(stack, job) == room_for(wanted, LARGE)
@@ -97,7 +97,7 @@ async def test_a_disk_that_cannot_hold_the_least_is_named_at_the_start(
     job = await stack.running()
     context = await job_context(stack.broker, job.scope, "learner", config)
     with pytest.raises(StorageError, match=r"the disk of weights\.folder has room for"):
-        await Publisher(context, models, lambda _: {}).reserve()
+        await Publisher(context, models, lambda *_: {}).reserve()
 
 
 @pytest.mark.parametrize(
