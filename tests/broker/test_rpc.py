@@ -247,7 +247,7 @@ async def test_an_endpoint_never_gives_up_a_subscription_while_it_opens(
         await service.endpoint("fair", "tmq.v1.rpc.*.test.fair", Empty, nothing, fair=True)
         assert ended() == before
     await own_broker.nc.flush()
-    assert ended() > before
+    await until(lambda: ended() > before, "the end of a subscription")
 
 
 async def test_services_in_one_queue_share_the_requests(

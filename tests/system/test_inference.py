@@ -158,7 +158,7 @@ async def _assert_prompts_are_scored(
             assert ranked[0]["logprob"] >= ranked[1]["logprob"] >= ranked[2]["logprob"]
     drawn = await openai.completions.create(model=name, prompt="2+2=", max_tokens=3, **more)
     assert drawn.usage is not None
-    assert drawn.usage.completion_tokens == 3
+    assert 1 <= drawn.usage.completion_tokens <= 3  # it may draw the end
     refused: tuple[dict[str, Any], ...] = (
         {"max_tokens": 0},
         {"max_tokens": 1, "stream": True, **more},
