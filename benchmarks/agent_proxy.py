@@ -326,7 +326,7 @@ def tell(found: dict[str, dict[str, list[float]]], num_programs: int, report: Re
 
 NUM_LANGUAGE_PROGRAMS = 16
 MAX_CONTEXT = 1024
-TURN_TOKENS = 24
+TURN_TOKENS = 16
 QUESTIONS = (
     "Name {number} cities and say one sentence about each of them.",
     "Which of them would you visit first, and why?",

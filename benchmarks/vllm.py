@@ -65,10 +65,8 @@ def configured(folder: str, **generator: Any) -> JobConfig:
     )
 
 
-async def compare(
-    folder: str, name: str, loads: list[Load], repeats: int, report: Report
-) -> list[list[str]]:
-    """Return one row per load: both engines alternate, and the median ratio counts."""
+async def compare(folder: str, name: str, loads: list[Load], repeats: int, report: Report) -> None:
+    """Print one row per load: both engines alternate, and the median ratio counts."""
     ours = await start_engine(configured(folder))
     compiled = "compiled" in name
     theirs = await start_engine(
@@ -86,6 +84,7 @@ async def compare(
         ratio = median(their.seconds / our.seconds for their, our in pairs)
         report.at_least(f"{size}, {load.name}, transformers against {name}", ratio, load.goal)
         rows.append([size, load.name, *row_of(load, pairs)])
+    report.table(f"Our transformers engine against {name}, {ALL_CORES} threads", COLUMNS, rows)
     for label, engine in (("transformers", ours), (name, theirs)):
         worst = await difference(engine, model)
         report.at_most(f"{label}, {size}: largest difference of log-probs", 1e6 * worst, 1e3, "e-6")
@@ -96,7 +95,6 @@ async def compare(
         report.at_most(f"{name}, {size}: {way}, publish to first new token", seconds, None, "s")
     await ours.close()
     await theirs.close()
-    return rows
 
 
 async def difference(engine: Engine, model: PreTrainedModel) -> float:
@@ -147,7 +145,7 @@ async def publish_to_token(
             await connect(server.url, name="learner") as learner,
             await connect(server.url, name="generator") as generator,
         ):
-            await create_job_streams(learner, scope, LimitsConfig())
+            await create_job_streams(learner, scope, LimitsConfig(), weights_bytes=8 << 30)
             sender = Sender(learner, scope, Path(folder) / "weights")
             service = await Service.start(learner, name="learner", description="a learner")
             await sender.open(service)
@@ -177,8 +175,7 @@ async def run(name: str, report: Report, *, quick: bool) -> None:
     loads = language_loads({64: 1.0}, quick=quick)
     with tempfile.TemporaryDirectory() as temporary:
         folder = save(Path(temporary) / "tiny", **TINY) if quick else language_model()
-        rows = await compare(folder, name, loads, 1 if quick else 3, report)
-    report.table(f"Our transformers engine against {name}, {ALL_CORES} threads", COLUMNS, rows)
+        await compare(folder, name, loads, 1 if quick else 3, report)
 
 
 def main() -> None:

@@ -16,8 +16,9 @@ from tinkermq.actors.engine.transformers.kv_cache import (
     cache_cells,
 )
 from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
+from tinkermq.actors.policy.model_folder import load_causal_lm
 
-from tests.support.models import make_tiny_model
+from tests.support.models import make_tiny_model, save_tiny_model
 
 torch.set_num_threads(1)
 
@@ -159,3 +160,18 @@ def test_on_a_cpu_a_pass_over_prompts_is_short_and_has_little_padding(tmp_path: 
     fed = [len(batch) * max(lengths[index] for index in batch) for batch in passes]
     assert max(fed) <= 512
     assert sum(fed) <= 1.15 * sum(lengths)
+
+
+def test_large_layers_compute_on_a_cpu_with_onednn_what_a_plain_pass_does(tmp_path: Path) -> None:
+    path = save_tiny_model(
+        tmp_path, kind="qwen3", width=1024, layers=1, heads=4, kv_heads=2, seed=1
+    )
+    decoder = load_decoder(str(path), dtype=torch.float32, device="cpu", max_slots=4, max_tokens=64)
+    layer = decoder.model.get_submodule("model.layers.0.mlp.down_proj")
+    assert "forward" in vars(layer), "the layer is large enough"
+    tokens = np.arange(8, 40, dtype=np.int32)
+    plain = load_causal_lm(str(path), dtype=torch.float32)
+    with torch.inference_mode():
+        expected = plain(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0, -1]
+        ((_, logits_BV),) = decoder.prefill([FedTokens(0, 0, tokens)])
+    torch.testing.assert_close(logits_BV[0], expected, atol=1e-4, rtol=1e-4)
