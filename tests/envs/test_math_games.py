@@ -175,14 +175,15 @@ def sandboxes():
 
 
 def test_a_turn_is_bounded_in_programs_time_and_what_is_shown():
-    game = coding(sandbox={**PLAIN, "time_s": 0.5}, max_output_chars=40)
-    many = game.step(fenced(*["1"] * (MAX_PROGRAMS + 1))).observation
+    patient = coding(sandbox={**PLAIN, "time_s": 120}, max_output_chars=40)
+    many = patient.step(fenced(*["1"] * (MAX_PROGRAMS + 1))).observation
     assert many == "\n".join(
         ["1"] * MAX_PROGRAMS + [f"[only {MAX_PROGRAMS} programs are run in one turn]"]
     )
-    slow = game.step(fenced("while True: pass", "1")).observation
+    hurried = coding(sandbox={**PLAIN, "time_s": 0.5})
+    slow = hurried.step(fenced("while True: pass", "1")).observation
     assert slow == "[stopped: it ran for too long]\n[not run: the time of this turn is over]"
-    long = game.step(fenced("'a' * 100 + 'b' * 100")).observation
+    long = patient.step(fenced("'a' * 100 + 'b' * 100")).observation
     assert long == f"{'a' * 20}\n[160 characters left out]\n{'b' * 20}"
 
 
