@@ -26,7 +26,7 @@ from benchmarks.stack import REPOSITORY
 
 MODEL = "smollm2"
 PEER = "skyrl-tx 0.3.0"
-OVER_PLAIN, OVER_PEER = 0.85, 1.0
+OVER_PLAIN, OVER_PEER = 0.85, 1.5
 SIZE = tinker_step.Size("135 M", 576, 30, 49_152, 8, 128)
 QUICK = tinker_step.Size("135 M", 576, 30, 49_152, 2, 8)
 _WARM = 2

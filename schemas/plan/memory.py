@@ -21,7 +21,8 @@ _MIB = 1 << 20
 _LOGITS_BYTES = {True: GIB, False: 256 * _MIB}
 """Float32 logits that the learner holds at once: on a GPU, and on a CPU."""
 _LOGITS_COPIES = 3
-"""Tensors of that size: logits, log-softmax, and one more on the way to an entropy or gradient."""
+"""Tensors of that size: logits, log-softmax, and one more on the way to an entropy or gradient. In
+float32 on a CPU two: the third stood for the weight's gradient, which is added in place there."""
 _ADAMW_BYTES = 8
 """Two moments in float32."""
 _MUON_BYTES = 4
@@ -270,10 +271,14 @@ def _inputs(load: LearnerLoad) -> int:
 
 def _head_gradient(load: LearnerLoad) -> int:
     """Return what the embeddings' gradient of a pass takes, which names rows alone on a CPU."""
-    is_sparse = not load.on_gpu and load.compute_bytes == _MASTER_BYTES
-    if is_sparse or load.lora_weights or load.is_sharded:
+    if _adds_gradients_in_place(load) or load.lora_weights or load.is_sharded:
         return 0
     return load.shape.embedding_weights * _MASTER_BYTES
+
+
+def _adds_gradients_in_place(load: LearnerLoad) -> bool:
+    """Whether embeddings and output layer add to the gradients that are there, in float32 on a CPU."""
+    return not load.on_gpu and load.compute_bytes == _MASTER_BYTES
 
 
 def _less_activations(load: LearnerLoad) -> str:
@@ -365,7 +370,7 @@ def _logits(load: LearnerLoad) -> int:
     tokens = -(-load.microbatch_tokens // load.context_parallel)
     whole = 4 * load.shape.vocab * tokens
     held = min(whole, _LOGITS_BYTES[load.on_gpu])
-    return _LOGITS_COPIES * held
+    return (_LOGITS_COPIES - _adds_gradients_in_place(load)) * held
 
 
 # -- a generator's card ----------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def test_a_step_takes_the_memory_that_is_estimated(
         pytest.skip("without a GPU activations stay in the same memory")
     if on_gpu and torch.cuda.mem_get_info()[0] < NEEDED_BYTES:
         pytest.skip("less than 24 GiB of the GPU are free")
-    columns = 2048 if on_gpu else 128
+    columns = 2048 if on_gpu else 256
     prompt = columns // 8
     save_random_weights(SIZES["0.5 B" if on_gpu else "small"], tmp_path)
     config = JobConfig.model_validate(
