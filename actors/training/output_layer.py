@@ -22,6 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..policy.onednn import TRAINED_WEIGHTS, can_use_onednn, multiply
+
+_PART_OF_VOCABULARY = 4096
+
 
 @dataclass(frozen=True)
 class OutputLayer:
@@ -135,6 +139,7 @@ class _ScoreTokens(torch.autograd.Function):
         grad_VD = _weight_gradient(weight_VD, ctx.layer) if of_weight else None
         grad_V = torch.zeros_like(bias_V, dtype=torch.float32) if of_bias else None
         half = None if weight_VD is None else weight_VD.to(states_UD.dtype)
+        fast = weight_VD is not None and _is_fast(states_UD, weight_VD)
         for first, end, first_m, end_m in ctx.chunks:
             part_UD = states_UD[first:end]
             log_softmax_UV = whole
@@ -148,9 +153,12 @@ class _ScoreTokens(torch.autograd.Function):
             )
             slope_UV = slope_UV.div_(ctx.layer.temperature).to(states_UD.dtype)
             if grad_UD is not None:
-                grad_UD[first:end] = slope_UV if half is None else slope_UV @ half
+                if fast:
+                    grad_UD[first:end] = multiply(slope_UV, weight_VD.t())
+                else:
+                    grad_UD[first:end] = slope_UV if half is None else slope_UV @ half
             if grad_VD is not None:
-                _add_product(grad_VD, slope_UV, part_UD)
+                _add_product(grad_VD, slope_UV, part_UD, fast=fast)
             if grad_V is not None:
                 grad_V += slope_UV.sum(0, dtype=torch.float32)
         if grad_VD is not None:
@@ -176,6 +184,8 @@ def _log_softmax(
     """Return float32[U, V], which is nobody else's."""
     if weight_VD is None:
         logits_UV = states_UD
+    elif _is_fast(states_UD, weight_VD):
+        logits_UV = multiply(states_UD, weight_VD, bias_V)
     else:
         bias_V = None if bias_V is None else bias_V.to(states_UD.dtype)
         logits_UV = functional.linear(states_UD, weight_VD.to(states_UD.dtype), bias_V)
@@ -203,8 +213,17 @@ def _slope_of_logits(
     return slope_UV.index_put_(places, slope_M, accumulate=True)
 
 
-def _add_product(total_VD: Tensor, slope_UV: Tensor, states_UD: Tensor) -> None:
-    if states_UD.dtype == torch.float32:
+def _is_fast(states_UD: Tensor, weight_VD: Tensor) -> bool:
+    return weight_VD.numel() >= TRAINED_WEIGHTS and can_use_onednn(states_UD, weight_VD)
+
+
+def _add_product(total_VD: Tensor, slope_UV: Tensor, states_UD: Tensor, *, fast: bool) -> None:
+    if fast:
+        # By parts of the vocabulary: a product as large as the layer would be held beside it.
+        for first in range(0, len(total_VD), _PART_OF_VOCABULARY):
+            part = slice(first, first + _PART_OF_VOCABULARY)
+            total_VD[part] += multiply(slope_UV[:, part].t(), states_UD.t())
+    elif states_UD.dtype == torch.float32:
         total_VD.addmm_(slope_UV.t(), states_UD)
     else:
         total_VD += slope_UV.t() @ states_UD

@@ -41,6 +41,7 @@ from ...broker.weights.shared_memory import UnfinishedFile
 from ...schemas.config.sections import LearnerConfig, resolve_dtype
 from ...schemas.wire.errors import ConfigError
 from ..policy.lora import policy_tensors
+from ..policy.onednn import TRAINED_WEIGHTS, use_onednn
 from ..policy.policies import prefix_of
 from ..weights.broadcast_group import (
     Store,
@@ -298,6 +299,8 @@ class Parallel:
             store_frozen(model, dtype, in_float32)
         if self._device is not None and not self.sharded:
             model.to(self._device)
+        if not config.compile:  # which makes kernels of its own
+            use_onednn(model, TRAINED_WEIGHTS)
         inside = Inside(model, device, dtype)
         if self._mesh is None:
             if dtype != torch.float32:

@@ -116,7 +116,9 @@ def _argument_text(text: str, kinds: Sequence[Any]) -> Any:
 
 def write_yaml(values: Mapping[str, Any]) -> str:
     """Return a map as YAML that `read_value` reads back equally."""
-    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    untyped: Any = yaml  # its stubs leave a type open
+    options = {"sort_keys": False, "allow_unicode": True, "width": 100}
+    return str(untyped.dump(dict(values), Dumper=_Dumper, **options))
 
 
 class _Dumper(yaml.SafeDumper):

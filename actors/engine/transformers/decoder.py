@@ -12,7 +12,6 @@ tenths of their size, since the first tokens' activations are a thousand times t
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -28,6 +27,7 @@ from ....schemas.wire.errors import ModelError
 from ...policy.devices import exact_products
 from ...policy.experts import RouterRecorder
 from ...policy.model_folder import load_model_config, load_policy
+from ...policy.onednn import DECODED_WEIGHTS, use_onednn
 from ...policy.vision import (
     ImageReader,
     SeenImages,
@@ -46,7 +46,6 @@ _PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}
 A CPU's matrix products are as fast with few hundred rows as with thousands. Passes of fewer prompts
 have less padding, as their lengths differ less, and the first of them end sooner.
 """
-_ONEDNN_WEIGHTS = 1 << 18
 _PROBE = (1, 2, 3, 5, 1, 2)
 _TOLERANCE = 1e-3
 """Of logits in float32, over the largest."""
@@ -121,7 +120,7 @@ class SlotDecoder:
         self.model = model
         self.reader = reader
         """What reads images, if the model sees some."""
-        _use_onednn(model)
+        use_onednn(model, DECODED_WEIGHTS)
         self.adapters = RowAdapters(model)
         self._recorder: RouterRecorder | None = None
         embedding = cast("torch.Tensor", model.get_input_embeddings().weight)
@@ -302,25 +301,6 @@ class SlotDecoder:
                     f"forward pass (off by {worst:.1%})",
                     hint="its attention needs more than a causal mask: use another model or engine",
                 )
-
-
-def _use_onednn(model: PreTrainedModel) -> None:
-    """Let large float32 layers on a CPU compute with oneDNN, up to twice as fast as MKL on AMD's.
-
-    MKL uses AVX-512 on Intel's processors alone. A small layer is over sooner than oneDNN begins.
-    """
-    if not torch.backends.mkldnn.is_available():
-        return
-    for module in model.modules():
-        if not isinstance(module, torch.nn.Linear) or module.weight.numel() < _ONEDNN_WEIGHTS:
-            continue
-        if module.weight.device.type == "cpu" and module.weight.dtype == torch.float32:
-            module.forward = partial(_onednn_linear, module)
-
-
-def _onednn_linear(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    onednn: Any = torch.ops.mkldnn
-    return onednn._linear_pointwise(input, layer.weight, layer.bias, "none", [], "")
 
 
 @contextmanager
