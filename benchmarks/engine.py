@@ -25,6 +25,7 @@ from tinkermq.actors.engine.engine import Engine, KvOnSwap, Sampling
 from tinkermq.actors.engine.transformers.decoder import FedTokens, load_decoder
 from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
 from tinkermq.actors.policy.model_folder import load_causal_lm
+from tinkermq.actors.policy.onednn import DECODED_WEIGHTS, can_use_onednn, multiply
 from tinkermq.actors.policy.tiny_models import make_model, make_tokenizer
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
@@ -162,7 +163,7 @@ def products_s(model: PreTrainedModel, load: Load) -> float:
     """Return the seconds of the matrix products that a load needs, and of nothing else.
 
     Each prompt is read once for all its requests; each later token in one pass with the tokens of
-    the requests that run then.
+    the requests that run then. Large layers are computed by oneDNN, as in the engine.
     """
     decoder: Any = model.get_decoder()
     head: Any = model.get_output_embeddings()
@@ -171,13 +172,17 @@ def products_s(model: PreTrainedModel, load: Load) -> float:
     prompts = {prompt.tobytes(): len(prompt) for prompt in load.prompts}
     steps = [sum(new > step for new in load.new_tokens) for step in range(1, max(load.new_tokens))]
 
+    def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        by_onednn = weight.numel() >= DECODED_WEIGHTS and can_use_onednn(rows, weight)
+        return multiply(rows, weight) if by_onednn else torch.nn.functional.linear(rows, weight)
+
     def pass_s(num_rows: int, num_logits: int) -> float:
         inputs = {width: torch.randn(num_rows, width) for width in {w.shape[1] for w in weights}}
         hidden = torch.randn(num_logits, head.weight.shape[1])
         started = time.perf_counter()
         for weight in weights:
-            torch.nn.functional.linear(inputs[weight.shape[1]], weight)
-        torch.nn.functional.linear(hidden, head.weight)
+            product(inputs[weight.shape[1]], weight)
+        product(hidden, head.weight)
         return time.perf_counter() - started
 
     known: dict[int, float] = {}
