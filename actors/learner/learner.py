@@ -440,7 +440,7 @@ class Learner:
         if wanted or not self.config.sft.data:
             kept = {*pool(self.config.self_play, step), *([step] if wanted else [])}
             await self.publisher.publish(
-                step, self._in_torch, keep=lambda: self.evaluations.open_versions | kept
+                step, self._read_weights, keep=lambda: self.evaluations.open_versions | kept
             )
             self.evaluations.note_version(step)
 
@@ -469,6 +469,16 @@ class Learner:
             part.write_to(self.state)
         state = self.state.model_copy(deep=True)
         return state, await self._in_torch(partial(self._policies.copy, self._tokenizer))
+
+    async def _read_weights(self, work: Callable[[], T]) -> "asyncio.Future[T]":
+        """Start what reads the weights; return its result to come, once they may be trained on."""
+        loop = asyncio.get_running_loop()
+        reading = self._policies.read_beside_training(work)
+        if reading is not None:
+            return asyncio.wrap_future(reading)
+        taken: asyncio.Future[T] = loop.create_future()
+        taken.set_result(await self._in_torch(work))
+        return taken
 
     async def _in_torch(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._torch, work)

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -364,8 +364,10 @@ def open_mirror(context: JobContext, *, tries: int = 6) -> CheckpointMirror | No
 
 # -- publishing weights ----------------------------------------------------------------------------
 
-InTorch = Callable[[Callable[[], Any]], Awaitable[Any]]
-Snapshot = Callable[[torch.dtype, UnfinishedFile | None], dict[str, TensorBytes]]
+Taken = dict[str, TensorBytes]
+Read = Callable[[Callable[[], Taken]], "Awaitable[asyncio.Future[Taken]]"]
+"""Starts what reads the weights, and returns its result to come, once they may be trained on."""
+Snapshot = Callable[[torch.dtype, UnfinishedFile | None], Taken]
 
 
 class Publisher:
@@ -424,9 +426,7 @@ class Publisher:
                 idempotent=True,
             )
 
-    async def publish(
-        self, version: int, in_torch: InTorch, *, keep: Callable[[], Set[int]]
-    ) -> None:
+    async def publish(self, version: int, read: Read, *, keep: Callable[[], Set[int]]) -> None:
         """Publish the model as `version`; an earlier publication is waited for first.
 
         `keep` tells which versions are needed now; it is asked whenever room is needed.
@@ -434,15 +434,15 @@ class Publisher:
         await self.wait()
         if await self._store.is_out(version):
             return
-        tensors = await in_torch(self._take)
+        taken = await read(self._take)
         self._pinned &= keep()
         self._sending = asyncio.create_task(
-            self._send(version, tensors, keep), name=f"weights {version}"
+            self._send(version, taken, keep), name=f"weights {version}"
         )
         if version == 0:
             await self.wait()
 
-    def _take(self) -> dict[str, TensorBytes]:
+    def _take(self) -> Taken:
         """Copy the models, those of a CPU into the machine's shared memory, where there is some."""
         num_bytes = snapshot_bytes(self._models, self._dtype)
         draft = None if own_device().type == "cuda" else self._store.draft(num_bytes)
@@ -469,8 +469,10 @@ class Publisher:
             self._sending = None
 
     async def _send(
-        self, version: int, tensors: dict[str, TensorBytes], keep: Callable[[], Set[int]]
+        self, version: int, taken: "asyncio.Future[Taken]", keep: Callable[[], Set[int]]
     ) -> None:
+        tensors = await taken
+
         async def publish() -> None:
             await self._store.make_room(tensors, self._pinned | keep())
             await self._store.publish(version, tensors, kind=self._kind)

@@ -35,6 +35,8 @@ def save_model(
 
     `state_dict` are its weights, default those it has; of an empty one no file is written.
     """
+    if state_dict is not None:
+        state_dict = dict(state_dict)  # transformers takes out what it has written
     settings = getattr(model, "generation_config", None)
     if settings is None or not model.can_generate():
         model.save_pretrained(folder, state_dict=state_dict)

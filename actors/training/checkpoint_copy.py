@@ -22,6 +22,7 @@ consists of is used: its stager, and `save` in the thread.
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,14 @@ class HostCopies:
         """Have no memory yet."""
         self._pinned: DefaultStager | None = None
         self._taken: weakref.WeakSet[ModelCopy] = weakref.WeakSet()
+        self._readings: list[Future[Any]] = []
+
+    def wait_before_change(self, reading: "Future[Any]") -> None:
+        """Let nothing change until `reading` is done, which computes with the tensors as they are.
+
+        It must not wait for the thread that trains.
+        """
+        self._readings.append(reading)
 
     def take_model(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, parallel: Parallel
@@ -71,7 +80,12 @@ class HostCopies:
         return held
 
     def before_change(self) -> None:
-        """Copy what is held by reference and not written yet; call it before anything changes."""
+        """Wait until all is read, and copy what is held by reference and not written yet.
+
+        To be called before anything changes.
+        """
+        wait(self._readings)
+        self._readings.clear()
         for held in list(self._taken):
             held.detach()
         self._taken.clear()

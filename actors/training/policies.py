@@ -4,9 +4,10 @@ A policy is trained on the conversations of the roles that it plays and on nothi
 advantages, loss and gradient norm are those that a job of its own would compute.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from ...broker.weights.shared_memory import UnfinishedFile
 from ...schemas.config.job import JobConfig
 from ...schemas.rollout import Group
 from ...schemas.wire.errors import ConfigError, OutOfMemoryError
+from ..policy.devices import own_device
 from ..policy.lora import policy_tensors
 from ..policy.policies import MAIN, policy_config, policy_folder, policy_names
 from ..process_memory import return_free_memory, tensor_bytes
@@ -28,6 +30,8 @@ from .rank_commands import Order, Ranks
 from .shared_files import folder_here
 from .state import Numerics
 from .step import StepReport, Trainer
+
+T = TypeVar("T")
 
 _LARGE_BYTES = 64 << 20
 """Weights from which on what a step has freed on a CPU goes back to the system behind it."""
@@ -185,6 +189,22 @@ class Policies:
         """Copy what changes from version to version, of each policy, as it is published."""
         with self._ranks.doing(Order("gather", {"dtype": str(dtype).removeprefix("torch.")})):
             return snapshot(self.models, dtype, draft)
+
+    def read_beside_training(self, work: Callable[[], T]) -> "Future[T] | None":
+        """Start what reads the weights as they are, in a thread; the next update waits for it.
+
+        The passes of a step change nothing, so they need not wait. None for ranks, which read
+        together, and on a GPU, where a copy is made in less time than anything else: `work` was not
+        started.
+        """
+        if self._parallel.sharded or own_device().type == "cuda":
+            return None
+        thread = ThreadPoolExecutor(1, thread_name_prefix="reader")
+        reading = thread.submit(work)
+        thread.shutdown(wait=False)  # it ends with the work
+        for trainer in self.trainers.values():
+            trainer.wait_before_change(reading)
+        return reading
 
     def gather(self) -> dict[str, dict[str, Tensor]]:
         """Return all that is trained, whole and on the CPU, by policy; critics as `critic.*`."""

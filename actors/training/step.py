@@ -12,6 +12,7 @@ Shape letters: N generated tokens, S sequences.
 
 import math
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -159,6 +160,10 @@ class Trainer:
     def save_form(self, folder: Path, tokenizer: Any) -> None:
         """Write all of a checkpoint but weights and optimiser."""
         save_form(folder, self.model, Processor(tokenizer, self.image_reader))
+
+    def wait_before_change(self, reading: "Future[Any]") -> None:
+        """Let no update begin until `reading` is done, which reads the weights as they are."""
+        self._copies.wait_before_change(reading)
 
     def copy(self, tokenizer: Any) -> TrainerCopy:
         """Hold all that a checkpoint holds as it is now; on a GPU until the next copy."""

@@ -3,6 +3,7 @@
 import os
 import random
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -12,6 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
+from tinkermq.actors.policy.policies import MAIN
+from tinkermq.actors.policy.saving import save_model
 from tinkermq.actors.training.checkpoint import load_state
 from tinkermq.actors.training.checkpoint_copy import HostCopies, ModelCopy, trained_weights
 from tinkermq.actors.training.model import load_model
@@ -165,6 +169,58 @@ def test_a_file_that_an_update_overtakes_is_written_again_and_the_update_does_no
     copied.write_optimizer(tmp_path / "optimizer", Parallel())()
     state = torch.load(tmp_path / "optimizer.pt", weights_only=True)["state"]
     assert {float(one["step"]) for one in state.values()} == {1.0}
+
+
+def test_writing_a_model_leaves_the_weights_to_be_written_again(
+    folder: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer(folder)
+    weights = trained_weights(trainer.model)
+    before = dict(weights)
+    for name in ("first", "second"):
+        save_model(trainer.model, tmp_path / name, weights)
+        assert weights == before
+    first, second = (load_file(tmp_path / one / "model.safetensors") for one in ("first", "second"))
+    assert first.keys() == second.keys()
+
+
+def test_weights_are_read_beside_the_passes_of_a_step_and_its_update_waits(
+    folder: Path, tmp_path: Path
+) -> None:
+    run = BackgroundRun(folder, tmp_path, 1)
+    trainer = run.policies.trainers[MAIN]
+    weights = [one for one in trainer.model.parameters() if one.requires_grad]
+    before = [one.detach().clone() for one in weights]
+    updates: list[bool] = []
+
+    def read() -> list[torch.Tensor]:
+        deadline = time.monotonic() + PATIENCE_S
+        while any(one.grad is None for one in weights):  # the passes go on meanwhile
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(0.05)  # in which an update that did not wait would come
+        return [one.detach().clone() for one in weights]
+
+    reading = run.policies.read_beside_training(read)
+    assert reading is not None
+    trainer.optimizer.register_step_pre_hook(lambda *_: updates.append(reading.done()))
+    run.train()
+    assert updates == [True]
+    assert all(torch.equal(one, old) for one, old in zip(reading.result(), before, strict=True))
+    assert not torch.equal(weights[0], before[0])
+
+
+def test_a_reading_that_fails_does_not_stop_the_step(folder: Path, tmp_path: Path) -> None:
+    run = BackgroundRun(folder, tmp_path, 1)
+
+    def read() -> None:
+        raise OSError("no room")
+
+    reading = run.policies.read_beside_training(read)
+    assert reading is not None
+    run.train()
+    with pytest.raises(OSError, match="no room"):
+        reading.result()
 
 
 def test_what_is_written_and_released_is_not_copied(folder: Path) -> None:
