@@ -513,7 +513,7 @@ class LoggedCall(Message):
     request: bytes
     """Digest of the request, prompt and limits; it may answer an equal request."""
     asked: str = Field(default="", max_length=64)
-    """Id from the program's proxy, for retries."""
+    """Id from the program's proxy, for retries; the same for all choices of an answer."""
 
 
 class Segment(Message):

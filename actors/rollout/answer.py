@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -154,21 +154,27 @@ def _generation(
     )
 
 
-def under_known_names(
-    requested: Sequence[PreparedCall], begun: CallPart | None, numbers: range
-) -> list[PreparedCall]:
-    """Return choices of these numbers under the names that the program got, if any."""
-    names = begun.names if begun is not None else []
-    return [
-        replace(call, name=names[number]) if number < len(names) else call
-        for call, number in zip(requested, numbers, strict=True)
-    ]
+def asking_of(request: CallRequest) -> str:
+    """Return the id by which a proxy asked for an answer first."""
+    return request.request.partition("-")[0]
+
+
+def is_asked_again(request: CallRequest) -> bool:
+    """Whether a proxy asks for what it lacks of an answer, as who gave it has died."""
+    return "-" in request.request
+
+
+def begun_names(request: CallRequest) -> Sequence[str]:
+    """Return the names of the choices of which a program has a part."""
+    return request.begun.names if request.begun is not None else ()
 
 
 @dataclass(eq=False)
 class GrowingAnswer:
     """The answer to one request: its choices, and who waits for them."""
 
+    digest: bytes
+    """Of the request, by its prompt and limits."""
     opening: CallPart
     choices: list[GrowingChoice]
     askings: list[str]
@@ -179,11 +185,11 @@ class GrowingAnswer:
     """Its readers; a program that hangs up may come back for the answer."""
     on_change: "set[asyncio.Event]" = field(default_factory=set["asyncio.Event"])
 
-    def is_answer_to(self, request: CallRequest, asking: str) -> bool:
-        """Whether a request that comes while this is generated asks for this, and no new sample."""
-        begun = request.begun.names if request.begun is not None else []
-        named = any(choice.prepared.name in begun for choice in self.choices)
-        return asking in self.askings or named or request.is_retry or not self.num_listeners
+    def is_known_to(self, request: CallRequest) -> bool:
+        """Whether who asks has asked for it before, or has a part of it."""
+        names = begun_names(request)
+        named = any(choice.prepared.name in names for choice in self.choices)
+        return named or asking_of(request) in self.askings
 
     def changed(self) -> None:
         """Wake its readers."""

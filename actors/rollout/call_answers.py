@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
+from itertools import count
 from typing import Any, Literal, TypeAlias
 
 from ...broker.client.parts import Tell
@@ -33,8 +34,14 @@ from ..policy.chat import ChatTokenizer
 from ..policy.grammar import OtherCallForm, OutputGrammars, TokenGrammar
 from ..policy.template_facts import TemplateFacts, facts_of
 from .agent_loop import EpisodeSampling
-from .answer import GrowingAnswer, GrowingChoice, under_known_names
-from .call_log import CallLog, LoggedAnswer, PastAnswers, restored
+from .answer import (
+    GrowingAnswer,
+    GrowingChoice,
+    asking_of,
+    begun_names,
+    is_asked_again,
+)
+from .call_log import CallLog, LoggedAnswer, PastAnswers, choices_of_answers, restored
 from .call_tree import CallTree
 from .exact_calls import ExactCalls, PreparedCall
 
@@ -202,42 +209,40 @@ class KnownAnswers:
         self._tree = tree
         self._by_request: dict[bytes, list[int]] = {}
         self._by_asking: dict[str, list[int]] = {}
-        self._by_name: dict[str, list[int]] = {}
+        self._by_name: dict[tuple[bytes, str], list[int]] = {}
+        """With the request: what a dead generator has told and not written down may have a name
+        that its successor gives to another one."""
         self._presumed = set[int]()
 
     def restore(self, answered: Sequence[LoggedAnswer]) -> None:
         """Take the calls of the tree, which were written down; they count as delivered."""
-        for call, answer in zip(self._tree.calls, answered, strict=True):
+        for call in self._tree.calls:
             if call.delivered is None:  # or its program's proxy asks for it once more
                 self._presumed.add(call.number)
                 call.delivered = True
-            last = self._by_request.get(answer.request, [])
-            is_choice = bool(last) and self._tree.calls[last[0]].num_seen == call.num_seen
-            numbers = [*last, call.number] if is_choice else [call.number]
-            self.add(answer.request, [answer.asked], [answer.prepared.name], numbers)
+        for numbers in choices_of_answers(answered):
+            first = answered[numbers[0]]
+            self.add(first.request, [first.asked], numbers)
 
-    def add(
-        self,
-        request: bytes,
-        askings: Iterable[str],
-        names: Iterable[str],
-        numbers: Sequence[int],
-    ) -> None:
-        """Take notice of an answer; `askings` are the ids that proxies gave its requests."""
+    def add(self, request: bytes, askings: Iterable[str], numbers: Sequence[int]) -> None:
+        """Take notice of an answer, all of whose choices in the tree `numbers` are.
+
+        `askings` are the ids that proxies gave its requests.
+        """
         self._by_request[request] = known = list(numbers)
         for asking in askings:
             self._by_asking[asking] = known
-        for name in names:
-            self._by_name[name] = known
+        for number in numbers:
+            self._by_name[request, self._tree.calls[number].name] = known
 
     def find(self, request: CallRequest, digest: bytes) -> list[int]:
         """Return the calls that answer a request, for which no new sample is drawn; else none.
 
         They are fewer than its choices where a generator died between two of them.
         """
-        begun = request.begun.names if request.begun is not None else []
-        if known := next((self._by_name[name] for name in begun if name in self._by_name), None):
-            return known
+        for name in begun_names(request):
+            if known := self._by_name.get((digest, name)):
+                return known
         if is_asked_again(request):
             return self._by_asking.get(asking_of(request), [])
         last = self._by_request.get(digest, [])
@@ -250,16 +255,6 @@ class KnownAnswers:
             if call.delivered is False or call.number in self._presumed:
                 call.delivered = None
         self._presumed.difference_update(numbers)
-
-
-def asking_of(request: CallRequest) -> str:
-    """Return the id by which a proxy asked for an answer first."""
-    return request.request.partition("-")[0]
-
-
-def is_asked_again(request: CallRequest) -> bool:
-    """Whether a proxy asks for what it lacks of an answer, as who gave it has died."""
-    return "-" in request.request
 
 
 MAX_OPEN = 64
@@ -310,6 +305,8 @@ class CallAnswers:
         self._over = ""
         self._order = asyncio.Lock()
         self._conversations: set[str] = set()
+        self._generations = count()
+        """Numbers in the engine; a name may be that of two choices, see `KnownAnswers`."""
         self._begin_tree()
         self._answered = restored(log.segments, self._exact)
         self._known.restore(self._answered)
@@ -322,7 +319,7 @@ class CallAnswers:
             self._chat, keeps_reasoning=self._keeps_reasoning, facts=self._facts
         )
         self._past = PastAnswers()
-        self._open: dict[bytes, GrowingAnswer] = {}
+        self._open: list[GrowingAnswer] = []
         self._known = KnownAnswers(self.tree)
         self._num_drawn: dict[bytes, int] = {}
         """How many samples of a prompt were begun."""
@@ -378,7 +375,7 @@ class CallAnswers:
             self._engine.release(conversation)
 
     async def _end_open(self) -> None:
-        tasks = [answer.task for answer in self._open.values()]
+        tasks = [answer.task for answer in self._open]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -443,26 +440,34 @@ class CallAnswers:
         self, request: CallRequest, prepared: PreparedCall, digest: bytes
     ) -> GrowingAnswer | None:
         """Return the answer that this request has already; None: it is a new sample."""
-        asking = asking_of(request)
-        running = self._open.get(digest)
-        if running is not None and running.task.done():  # what is called then has yet to be
-            self._ended(running, digest, running.task)
-            running = None
-        if running is not None and running.is_answer_to(request, asking):
-            running.askings.append(asking)
+        if running := self._running(request, digest):
+            running.askings.append(asking_of(request))
             return running
-        if past := self._past.next_answer(digest, request.num_choices):
+        if past := self._past.next_answer(digest):
             self.num_replayed += sum(len(answer.generated.token_ids) for answer in past)
             self._count_sample(prepared, len(past))
-            given = [replace(prepared, name=answer.prepared.name) for answer in past]
+            given = [self._exact.under_name(prepared, answer.prepared.name) for answer in past]
             pairs = zip(past, given, strict=True)
-            known = [replace(answer, prepared=at, asked=asking) for answer, at in pairs]
+            asked = asking_of(request)
+            known = [replace(answer, prepared=at, asked=asked) for answer, at in pairs]
             return self._begin(request, prepared, digest, known)
         if numbers := self._known.find(request, digest):
             self._known.note_repeated(numbers)
             known = [self._answered[number] for number in numbers]
             return self._begin(request, prepared, digest, known, numbers)
         return None
+
+    def _running(self, request: CallRequest, digest: bytes) -> GrowingAnswer | None:
+        """Return the answer under way that this request asks for; None: there is none."""
+        for answer in list(self._open):
+            if answer.task.done():  # what is called then has yet to be
+                self._ended(answer, answer.task)
+        alike = [answer for answer in self._open if answer.digest == digest]
+        asked = [answer for answer in alike if answer.is_known_to(request)]
+        if not asked and not is_asked_again(request):
+            left = [answer for answer in alike if not answer.num_listeners]
+            asked = left or (alike if request.is_retry else [])
+        return asked[-1] if asked else None
 
     def _opening(self, request: CallRequest, prepared: Sequence[PreparedCall]) -> CallPart:
         first = prepared[0]
@@ -497,23 +502,26 @@ class CallAnswers:
             prepared = replace(prepared, attachment=known[0].prepared.attachment)
         more = range(len(known), request.num_choices)
         requested = [self._exact.another(prepared) if number else prepared for number in more]
+        names = begun_names(request)
         choices += [
             GrowingChoice(
-                call,
+                self._exact.under_name(call, names[number]) if number < len(names) else call,
                 self._chat,
                 request.stop,
                 request.tools,
                 by_token=request.stream,
                 tells_tokens=request.top_logprobs is not None,
             )
-            for call in under_known_names(requested, request.begun, more)
+            for call, number in zip(requested, more, strict=True)
         ]
         opening = self._opening(request, [choice.prepared for choice in choices])
-        answer = GrowingAnswer(opening, choices, [asking_of(request)])
+        asking = asking_of(request)
+        askings = [known[0].asked if known else asking, asking]
+        answer = GrowingAnswer(digest, opening, choices, askings)
         samplings: list[Sampling] = []
         if more:
             num_calls = len(self.tree.calls) - len(numbers)
-            num_calls += sum(len(open_answer.choices) for open_answer in self._open.values())
+            num_calls += sum(len(open_answer.choices) for open_answer in self._open)
             num_tokens = sum(len(call.generated.token_ids) for call in self.tree.calls)
             room = self._limits.room(request, prepared.num_prompt, num_calls, num_tokens)
             prompt, drawn = self._count_sample(prepared, len(more))
@@ -534,10 +542,9 @@ class CallAnswers:
                     choices[begun.choice].add(Drawn(*token))
         if len(numbers) == len(choices):
             answer.task = asyncio.create_task(_there(list(numbers)))
-            self._known.add(digest, answer.askings, (), numbers)
+            self._known.add(digest, answer.askings, numbers)
             return answer
-        work = self._generate_all(answer, samplings, digest, numbers)
-        return self._started(answer, work, digest)
+        return self._started(answer, self._generate_all(answer, samplings, numbers))
 
     def _count_sample(self, prepared: PreparedCall, num: int = 1) -> tuple[bytes, int]:
         """Return the digest of a prompt, and how many samples of it were begun before these."""
@@ -547,22 +554,22 @@ class CallAnswers:
         return prompt, drawn
 
     def _started(
-        self, answer: GrowingAnswer, work: "Coroutine[Any, Any, list[int]]", digest: bytes
+        self, answer: GrowingAnswer, work: "Coroutine[Any, Any, list[int]]"
     ) -> GrowingAnswer:
         answer.task = asyncio.create_task(work, name=f"answer of {self._episode}")
-        self._open[digest] = answer
-        answer.task.add_done_callback(partial(self._ended, answer, digest))
+        self._open.append(answer)
+        answer.task.add_done_callback(partial(self._ended, answer))
         return answer
 
-    def _ended(self, answer: GrowingAnswer, digest: bytes, task: "asyncio.Task[list[int]]") -> None:
-        if self._open.get(digest) is answer:
-            del self._open[digest]
+    def _ended(self, answer: GrowingAnswer, task: "asyncio.Task[list[int]]") -> None:
+        if answer not in self._open:
+            return  # it is known already
+        self._open.remove(answer)
         if task.cancelled():
             return
         error = task.exception()
         if error is None:
-            names = [choice.prepared.name for choice in answer.choices]
-            self._known.add(digest, answer.askings, names, task.result())
+            self._known.add(answer.digest, answer.askings, task.result())
         elif isinstance(error, Fenced) and not self.failed.done():
             self.failed.set_exception(error)
 
@@ -570,7 +577,6 @@ class CallAnswers:
         self,
         answer: GrowingAnswer,
         samplings: Sequence[Sampling],
-        digest: bytes,
         numbers: Sequence[int],
     ) -> list[int]:
         """Generate the last choices, and write down what is not; return the numbers of all.
@@ -582,7 +588,7 @@ class CallAnswers:
         try:
             async with asyncio.TaskGroup() as group:
                 for choice, sampling in zip(more, samplings, strict=True):
-                    group.create_task(self._generate(answer, choice, sampling, digest))
+                    group.create_task(self._generate(answer, choice, sampling))
         except BaseExceptionGroup as raised:
             raise root_cause(raised) from raised
         finally:
@@ -593,11 +599,11 @@ class CallAnswers:
         return calls
 
     async def _generate(
-        self, answer: GrowingAnswer, choice: GrowingChoice, sampling: Sampling, digest: bytes
+        self, answer: GrowingAnswer, choice: GrowingChoice, sampling: Sampling
     ) -> None:
         begun = list(choice.drawn)
         prepared = choice.prepared
-        name = f"{self._episode}.{prepared.name}"
+        name = f"{self._episode}.{next(self._generations)}"
         ended = bool(begun) and begun[-1].token_id in sampling.stop_token_ids
         generation = replace(nothing(), finish_reason="stop" if ended else "length")
         if not ended and not choice.stopped and len(begun) < sampling.max_new_tokens:
@@ -622,7 +628,7 @@ class CallAnswers:
             )
             if generation.finish_reason == "cancelled" and not choice.stopped:
                 raise EngineError(f"the engine ended request {name} without an answer")
-        choice.end(generation, digest, answer.askings[0])
+        choice.end(generation, answer.digest, answer.askings[0])
         answer.changed()
 
     def _conversation(self, prepared: PreparedCall) -> str:

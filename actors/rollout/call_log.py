@@ -43,7 +43,7 @@ class LoggedAnswer:
     request: bytes
     """Digest of what was asked for."""
     asked: str = ""
-    """Id by which the program's proxy asked for it first."""
+    """Id by which the program's proxy asked for it first, the same for all choices of an answer."""
 
 
 class CallLog(EpisodeRecorder):
@@ -187,28 +187,32 @@ def restored(segments: Sequence[Segment], calls: ExactCalls) -> list[LoggedAnswe
     return answered
 
 
+def choices_of_answers(answered: Sequence[LoggedAnswer]) -> list[list[int]]:
+    """Return the places of the choices of each answer, the answer that ended first first.
+
+    Those of one answer stand apart where a generator died between two of them.
+    """
+    choices = defaultdict[tuple[bytes, str, int], list[int]](list)
+    for place, answer in enumerate(answered):
+        num_seen = answer.prepared.attachment.num_seen
+        choices[answer.request, answer.asked, num_seen].append(place)
+    return sorted(choices.values(), key=lambda places: places[-1])
+
+
 class PastAnswers:
     """Answers that the same try was given before its program started again."""
 
     def __init__(self, answered: Sequence[LoggedAnswer] = ()) -> None:
         """Take them in the order in which they were given."""
-        self._by_request = defaultdict[bytes, deque[LoggedAnswer]](deque)
-        for answer in answered:
-            self._by_request[answer.request].append(answer)
+        self._by_request = defaultdict[bytes, deque[list[LoggedAnswer]]](deque)
+        for places in choices_of_answers(answered):
+            choices = [answered[place] for place in places]
+            self._by_request[choices[0].request].append(choices)
 
-    def next_answer(self, request: bytes, num_choices: int) -> list[LoggedAnswer]:
+    def next_answer(self, request: bytes) -> list[LoggedAnswer]:
         """Return the next answer to the same request, once: its choices, as many as there are."""
         waiting = self._by_request.get(request)
-        taken: list[LoggedAnswer] = []
-        while waiting and len(taken) < num_choices and _is_choice(waiting[0], taken):
-            taken.append(waiting.popleft())
-        return taken
-
-
-def _is_choice(answer: LoggedAnswer, others: Sequence[LoggedAnswer]) -> bool:
-    """Whether an answer is a choice of the same request as others."""
-    seen = {other.prepared.attachment.num_seen for other in others}
-    return not seen or answer.prepared.attachment.num_seen in seen
+        return waiting.popleft() if waiting else []
 
 
 @dataclass

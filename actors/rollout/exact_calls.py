@@ -1,5 +1,6 @@
 """An episode's calls in exact tokens: what a request's prompt is, and what an answer adds."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,8 @@ from ..policy.chat import ChatTokenizer
 from ..policy.grammar import TokenGrammar
 from ..policy.template_facts import HistoryRenderer, TemplateFacts, Tools, facts_of
 from .call_tree import Attachment, CallTree, ModelCall, digest_behind
+
+_NAME = re.compile(r"c([0-9]{5,9})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +154,15 @@ class ExactCalls:
         """Return the same request once more, for another answer to it."""
         return replace(prepared, name=self._next_name())
 
+    def under_name(self, prepared: PreparedCall, name: str) -> PreparedCall:
+        """Return a request under the name that its answer has had before; no later one gets it."""
+        if matched := _NAME.fullmatch(name):  # a host may send anything
+            self._num_requests = max(self._num_requests, int(matched[1]) + 1)
+        return replace(prepared, name=name)
+
     def restore(self, prepared: PreparedCall, generated: Generation, text: str | None) -> None:
         """Add a call that was written down, in the order in which calls ended."""
-        self.finish(prepared, generated, text)
-        self._num_requests = max(self._num_requests, int(prepared.name[1:]) + 1)
+        self.finish(self.under_name(prepared, prepared.name), generated, text)
 
     def finish(
         self, prepared: PreparedCall, generated: Generation, text: str | None = None

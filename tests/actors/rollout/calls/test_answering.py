@@ -11,6 +11,7 @@ from tinkermq.actors.rollout.call_tree import CallRow, rows_of
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.partial_rollouts import Fenced
 from tinkermq.envs.agents.episode import ContextTooLong, EpisodeLimit, EpisodeOver
+from tinkermq.envs.agents.proxy.calls import GatheredAnswer
 from tinkermq.schemas.agent import CallDelivered, CallPart, CallRequest
 from tinkermq.schemas.wire.errors import NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
@@ -252,6 +253,116 @@ async def test_a_proxy_that_asks_again_before_anything_began_gets_a_new_sample(
     other = await later.answer(lacking, asking.tell)
     same = await later.answer(request("hi", request="a-1", is_retry=True), asking.tell)
     assert (other.calls, same.calls, text_of(same)) == ([1], [0], text_of(first))
+
+
+async def cut_off(calls: CallAnswers, asked: CallRequest, num_parts: int) -> CallRequest:
+    """Ask for a stream that breaks behind so many parts; return how a proxy asks for the rest."""
+    gathered = GatheredAnswer(asked.num_choices)
+
+    async def tell(part: CallPart) -> None:
+        gathered.add(part)
+        if gathered.num_parts == num_parts:
+            asking.cancel()
+
+    asking = asyncio.create_task(calls.answer(asked, tell))
+    await asyncio.wait([asking])
+    assert asking.cancelled()
+    again = {"request": f"{asked.request}-1", "begun": gathered.begun(), "is_retry": True}
+    return asked.model_copy(update=again)
+
+
+async def go_on(calls: CallAnswers, lacking: CallRequest) -> GatheredAnswer:
+    """Ask for the rest of an answer; return all of it, which is what its calls have."""
+    told = GatheredAnswer(lacking.num_choices)
+    assert lacking.begun is not None
+    told.add(lacking.begun)
+
+    async def tell(part: CallPart) -> None:
+        told.add(part)
+
+    told.add((await calls.answer(lacking, tell)).model_copy(update={"last": True}))
+    generated = [calls.tree.calls[number].generated for number in told.calls]
+    assert [choice.token_ids for choice in told.choices] == [
+        generation.token_ids.tolist() for generation in generated
+    ]
+    return told
+
+
+async def test_choices_that_are_written_down_are_told_to_a_program_that_lacks_their_ends(
+    asking: Asking, broker: Broker, recorded: JobScope
+) -> None:
+    log = await opened(held(broker, recorded, 1))
+    log.hold("e-1", "host", anew=True)
+    calls = asking.calls(log)
+    asked = await cut_off(calls, request("hi", num_choices=2, stream=True), num_parts=1)
+    whole = await calls.answer(asked, asking.tell)
+    later = asking.calls(await opened(held(broker, recorded, 2)), episode="e1")
+    again = await go_on(later, asked.model_copy(update={"request": "r-2"}))
+    assert again.calls == whole.calls == [0, 1]
+    assert len(later.tree.calls) == 2
+
+
+async def test_answers_to_equal_requests_at_the_same_time_stay_apart(
+    asking: Asking, broker: Broker, recorded: JobScope
+) -> None:
+    log = await opened(held(broker, recorded, 1))
+    log.hold("e-1", "host", anew=True)
+    calls = asking.calls(log)
+    asked = [request("hi", num_choices=2, request=name) for name in "ab"]
+    told = await asyncio.gather(*(calls.answer(one, asking.tell) for one in asked))
+    later = asking.calls(await opened(held(broker, recorded, 2)), episode="e1")
+    for one, whole in zip(asked, told, strict=True):
+        again = one.model_copy(update={"request": f"{one.request}-1", "is_retry": True})
+        assert (await later.answer(again, asking.tell)).calls == whole.calls
+
+
+async def test_an_answer_is_found_by_its_own_name_after_its_program_has_started_again(
+    asking: Asking, broker: Broker, recorded: JobScope
+) -> None:
+    log = await opened(held(broker, recorded, 1))
+    log.hold("e-1", "host", anew=True)
+    calls = asking.calls(log)
+    await calls.answer(request("hi", num_choices=2), asking.tell)
+    await calls.start_again()
+    log.hold("e-2", "other", anew=True)
+    first = await calls.answer(request("hi", num_choices=2), asking.tell)
+    on = request("hi", text_of(first), "on", stream=True, request="s")
+    asked = await cut_off(calls, on, num_parts=1)
+    assert asked.begun is not None
+    assert not {*first.names} & {*asked.begun.names}
+    second = await calls.answer(asked, asking.tell)
+    later = asking.calls(await opened(held(broker, recorded, 2)), episode="e1")
+    again = await later.answer(asked.model_copy(update={"request": "s-2"}), asking.tell)
+    assert again.calls == second.calls == [2]
+
+
+async def test_of_equal_requests_each_that_was_cut_off_goes_on_with_its_own_answer(
+    asking: Asking,
+) -> None:
+    calls = asking.calls(max_turn=40)
+    equal = [request("hi", stream=True, request=name) for name in "ab"]
+    lacking = await asyncio.gather(*(cut_off(calls, asked, num_parts=2) for asked in equal))
+    told = await asyncio.gather(*(go_on(calls, asked) for asked in lacking))
+    assert sorted(answer.calls for answer in told) == [[0], [1]]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_an_answer_goes_on_at_the_next_holder_though_another_request_has_its_name(
+    at_once: bool, asking: Asking
+) -> None:
+    lacking = await cut_off(
+        before := asking.calls(max_turn=40), request("hi", stream=True), num_parts=2
+    )
+    await before.close("its generator has died")
+    later = asking.calls(max_turn=40, episode="e1")
+    another = asyncio.create_task(later.answer(request("else", request="other"), asking.tell))
+    await (asyncio.sleep(0) if at_once else asyncio.wait([another]))
+    told = await go_on(later, lacking)
+    assert sorted([told.calls, (await another).calls]) == [[0], [1]]
+    assert lacking.begun is not None
+    assert told.choices[0].token_ids[: len(lacking.begun.deltas[0].token_ids)] == (
+        lacking.begun.deltas[0].token_ids
+    )
 
 
 # Calls that each engine answers, against the model's own pass: what was its context, and whose

@@ -59,6 +59,7 @@ class Step:
 
 EVENTS = (
     "die",  # the generator does; another one goes on behind what the proxy was told
+    "die whole",  # it has written the whole answer down by then
     "cut",  # the connection breaks, and the proxy asks once more for what is lacking
     "marked",  # the same, and who asks has forgotten what it was told
     "late",  # the answer is whole and its end is lost
@@ -144,8 +145,11 @@ class Proxied:
                 await self._told(asked, gathered, most=num_parts)
                 return True
             except Cut:
-                pass
-        if event.endswith("die"):
+                if event == "die whole":
+                    rest = {"request": f"{asked.request}-0", "begun": gathered.begun()}
+                    again = asked.model_copy(update={**rest, "is_retry": True})
+                    await self._told(again, GatheredAnswer(asked.num_choices), most=1 << 30)
+        if "die" in event:
             await self.take_over()
         return False
 
