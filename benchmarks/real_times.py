@@ -136,7 +136,7 @@ async def time_publishing(
         tensors = times.timed(
             "a version is taken",
             lambda: snapshot(models, torch.float32, draft),
-            "training waits for this",
+            "beside the next step",
         )
         started = time.perf_counter()
         manifest = await store.publish(1, tensors)
