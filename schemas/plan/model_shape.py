@@ -306,15 +306,19 @@ def find_shape(path: str) -> ModelShape | None:
 
 
 def find_max_positions(path: str) -> int:
-    """Return the longest sequence of a model whose config.json is here; 0: it is not known.
-
-    Rotary positions that the configuration scales reach as far as their factor says.
-    """
+    """Return the longest sequence of a model whose config.json is here; 0: it is not known."""
     found = _find_config(path)
     if found is None:
         base = _base_of(path)
         return 0 if base is None else find_max_positions(base)
-    config, _ = found
+    return count_positions(found[0])
+
+
+def count_positions(config: Mapping[str, Any]) -> int:
+    """Return the longest sequence that a model has positions for; 0: its configuration says none.
+
+    Rotary positions that the configuration scales reach as far as their factor says.
+    """
     inner = config.get("text_config")
     text = cast("Mapping[str, Any]", inner) if isinstance(inner, Mapping) else config
     longest = text.get("max_position_embeddings")

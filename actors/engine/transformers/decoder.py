@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ....schemas.config.sections import LoraConfig
-from ....schemas.plan.model_shape import refuse_long_sequences
+from ....schemas.plan.model_shape import count_positions, refuse_long_sequences
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import ModelError
 from ...policy.devices import exact_products
@@ -90,7 +90,7 @@ def load_decoder(
     config = load_model_config(path, trust_remote_code=trust_remote_code)
     _check_layers(path, config)
     text_config: Any = config.get_text_config()  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
-    refuse_long_sequences(path, max_tokens, getattr(text_config, "max_position_embeddings", 0) or 0)
+    refuse_long_sequences(path, max_tokens, count_positions(text_config.to_dict()))
     # Loaded with the reference attention, which `_check` compares with: it knows every variant.
     model = load_policy(
         path,

@@ -25,6 +25,7 @@ from ....broker.client.connection import Broker
 from ....broker.client.rpc import call
 from ....schemas.config.job import JobConfig
 from ....schemas.config.sections import LoraConfig
+from ....schemas.plan.model_shape import count_positions
 from ....schemas.tinker.names import CheckpointName
 from ....schemas.tinker.sampling import (
     FetchSnapshot,
@@ -319,7 +320,7 @@ async def open_engine(config: JobConfig) -> SampledBase:
     """Load the base model into the engine that is configured; raises ModelError, ConfigError."""
     model = config.model
     about = await asyncio.to_thread(_about, config)
-    longest = int(getattr(about, "max_position_embeddings", _NO_CONTEXT))
+    longest = count_positions(about.to_dict()) or _NO_CONTEXT
     context = min(config.generator.max_context or longest, longest)
     settled = config.generator.model_copy(update={"max_context": context})
     config = config.model_copy(update={"generator": settled})

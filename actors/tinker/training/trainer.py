@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from ....schemas.config.job import ModelConfig
 from ....schemas.config.sections import Dtype, LearnerConfig
+from ....schemas.plan.model_shape import count_positions
 from ....schemas.tinker.datum import AdamParams, Datum, LoraSpec, LossResult
 from ....schemas.tinker.operation import Company
 from ....schemas.wire.errors import ModelError, NotFoundError, StateError, TinkermqError
@@ -94,9 +95,7 @@ class AdapterTrainer:
             logits_columns=max(1, logits_bytes // (4 * vocab)),
             share_prompts=share_prompts,
         )
-        self._reader = DataReader(
-            vocab=vocab, max_tokens=getattr(config, "max_position_embeddings", None)
-        )
+        self._reader = DataReader(vocab=vocab, max_tokens=count_positions(config.to_dict()) or None)
         self._adapters: dict[str, Adapter] = {}
         self._windows: dict[str, PendingWindow] = {}
         self._mixed = mixed

@@ -13,6 +13,7 @@ from tinkermq.actors.engine.engine import Concurrency, RequestLimit
 from tinkermq.actors.engine.sampling import RowParameters, sample, uniforms
 from tinkermq.actors.engine.transformers.decoder import FedTokens, SlotDecoder, load_decoder
 from tinkermq.actors.policy.tiny_models import save_tiny_model
+from tinkermq.schemas.plan.model_shape import find_max_positions
 from tinkermq.schemas.wire.errors import ModelError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
@@ -304,3 +305,14 @@ def test_sequences_beyond_the_models_positions_are_refused(tmp_path: Path) -> No
     message = refused(tmp_path, max_tokens=5000)
     assert "up to 5000 tokens" in message
     assert "positions for 4096" in message
+
+
+def test_scaled_positions_reach_as_far_as_submission_says(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["max_position_embeddings"] = 64
+    config["rope_parameters"] = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert find_max_positions(str(tmp_path)) == 256
+    load(tmp_path, 256)
+    assert "positions for 256" in refused(tmp_path, max_tokens=257)
