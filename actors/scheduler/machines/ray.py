@@ -37,10 +37,10 @@ _NOT_FOUND = 404
 _BESIDE = """\
 trap : TERM
 : > $notes/begun
-{node} >&2 < /dev/null &
+{{ trap - TERM; : > $notes/up; exec {node}; }} >&2 < /dev/null &
 node=$! stopped=
 while kill -0 $node 2> /dev/null && ! grep -qs "^State:.*zombie" /proc/$node/status; do
-  if [ -z "$stopped" ] && {{ [ -e $notes/stop ] || ! kill -0 $outer 2> /dev/null; }}; then
+  if [ -e $notes/up ] && [ -z "$stopped" ] && {{ [ -e $notes/stop ] || ! kill -0 $outer 2> /dev/null; }}; then
     stopped=yes
     kill -TERM $node
   fi
@@ -49,7 +49,10 @@ done
 : > $notes/ended
 kill -0 $outer 2> /dev/null || rm -rf $notes
 """
-"""What runs beside the job: the node, and who hands a signal on to it."""
+"""What runs beside the job: the node, and who hands a signal on to it.
+
+Until it is `up`, the node's process is a shell that would take the signal and forget it.
+"""
 _SCRIPT = """\
 trap '[ -n "$notes" ] || exit 143; : > $notes/stop' TERM
 notes=$(mktemp -d) outer=$$
