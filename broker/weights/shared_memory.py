@@ -99,6 +99,12 @@ def whole_file(views: Sequence[memoryview]) -> MappedFile | None:
     return mapped if sum(map(len, views)) == len(mapped) else None
 
 
+def in_parts(views: Sequence[memoryview]) -> Sequence[memoryview]:
+    """Return the same bytes; those of a mapped file part by part, so that few are in memory."""
+    mapped = whole_file(views)
+    return views if mapped is None else MappedParts(mapped)
+
+
 def place_of(view: memoryview) -> tuple[Path, int] | None:
     """Return the file that a view of a `MappedFile` is in, and its first byte there; else None."""
     import numpy as np

@@ -62,7 +62,7 @@ from .payloads import (
     layout,
     locations,
 )
-from .shared_memory import MappedParts, SharedMemory, UnfinishedFile, whole_file
+from .shared_memory import SharedMemory, UnfinishedFile, in_parts, whole_file
 
 # Digests of the model folder's files, so that machines with other files are reported.
 # The learner's manifests have them, and receivers compare: tokenizer and template, and the base of
@@ -253,7 +253,7 @@ class WeightStore:
         """
         if not self._shares:
             return None
-        digest = await asyncio.to_thread(digest_of, views)
+        digest = await asyncio.to_thread(digest_of, in_parts(views))
         shared = await self._offered(digest, views)
         if shared is not None:
             early = self._manifest(version, kind, entries, digest)
@@ -281,7 +281,7 @@ class WeightStore:
             places = (one.location for one in stored)
             await self._payloads.remove(self._payloads.transport, places)
             raise
-        digest = await asyncio.to_thread(digest_of, [payload])
+        digest = await asyncio.to_thread(digest_of, in_parts([payload]))
         payload = await self._offered(digest, [payload]) or payload
         self._history.hold(Whole(version, entries, digest, payload), made[-1][0])
         return self._manifest(version, "delta", entries, digest, differences=stored)
@@ -324,8 +324,7 @@ class WeightStore:
         if self._holder is not None:
             location, digest = await self._holder.put(version, entries, views)
         else:
-            mapped = whole_file(views)
-            parts = views if mapped is None else MappedParts(mapped)
+            parts = in_parts(views)
             location, digest = await self._payloads.put(f"v{version}", parts, entries)
         return self._manifest(
             version, kind, entries, digest, location=location, differences=differences
