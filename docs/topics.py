@@ -131,8 +131,13 @@ from tinkermq.schemas.tinker.sampling import (
     SampleTaken,
     SnapshotPart,
 )
-from tinkermq.schemas.tinker.sessions import AboutSessions, ModelCurves, SessionsShown
-from tinkermq.schemas.tinker.usage import TenantShares, TrainerUsage
+from tinkermq.schemas.tinker.usage import (
+    AboutSessions,
+    ModelCurves,
+    SessionsShown,
+    TenantShares,
+    TrainerUsage,
+)
 from tinkermq.schemas.user import (
     AddUser,
     AuditList,

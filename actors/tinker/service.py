@@ -24,7 +24,7 @@ from ...schemas.tinker.operation import (
     OperationResult,
     OperationTaken,
 )
-from ...schemas.tinker.sessions import (
+from ...schemas.tinker.usage import (
     AboutSessions,
     ModelCurves,
     ModelShown,

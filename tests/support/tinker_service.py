@@ -28,7 +28,7 @@ from tinkermq.schemas.tinker.operation import (
     OperationResult,
     OperationTaken,
 )
-from tinkermq.schemas.tinker.sessions import ModelCurves
+from tinkermq.schemas.tinker.usage import ModelCurves
 from tinkermq.schemas.wire.errors import NobodyAnswersError
 from tinkermq.schemas.wire.subjects import JobScope, rpc
 

@@ -44,7 +44,7 @@ from ....schemas.tinker.operation import (
     TrainerOffer,
 )
 from ....schemas.tinker.sampling import AwaitSample, SampleRequest, SamplerName, SampleTaken
-from ....schemas.tinker.sessions import AboutSessions, ModelCurves, SessionsShown
+from ....schemas.tinker.usage import AboutSessions, ModelCurves, SessionsShown
 from ....schemas.wire import errors
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import JobScope, rpc, tinker_inbox
