@@ -115,11 +115,14 @@ from tinkermq.schemas.tinker.checkpoints import (
 from tinkermq.schemas.tinker.operation import (
     AboutCheckpoint,
     AboutModel,
+    AboutSessions,
     AwaitResult,
+    ModelCurves,
     ModelInfo,
     ModelOperation,
     OperationResult,
     OperationTaken,
+    SessionsShown,
     TrainerOffers,
 )
 from tinkermq.schemas.tinker.sampling import (
@@ -131,13 +134,7 @@ from tinkermq.schemas.tinker.sampling import (
     SampleTaken,
     SnapshotPart,
 )
-from tinkermq.schemas.tinker.usage import (
-    AboutSessions,
-    ModelCurves,
-    SessionsShown,
-    TenantShares,
-    TrainerUsage,
-)
+from tinkermq.schemas.tinker.usage import TenantShares, TrainerUsage
 from tinkermq.schemas.user import (
     AddUser,
     AuditList,

@@ -31,8 +31,7 @@ from ...schemas.task import Task
 from ...schemas.wire import errors
 from ...schemas.wire.codec import most_bytes
 from ...schemas.wire.message import Message, summarize
-from ..address import parse_server_url
-from ..base import PoolClient, SyncTwin, make_future, make_sync
+from ..base import PoolClient, SyncTwin, make_future, make_sync, parse_server_url
 
 R = TypeVar("R", bound=Message)
 
