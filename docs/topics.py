@@ -66,6 +66,8 @@ from tinkermq.schemas.job import (
     StopRequest,
     SubmissionFindings,
     SubmitRequest,
+    TenantShares,
+    TrainerUsage,
 )
 from tinkermq.schemas.machines import MachineList, MachineSpending
 from tinkermq.schemas.metric import (
@@ -134,7 +136,6 @@ from tinkermq.schemas.tinker.sampling import (
     SampleTaken,
     SnapshotPart,
 )
-from tinkermq.schemas.tinker.usage import TenantShares, TrainerUsage
 from tinkermq.schemas.user import (
     AddUser,
     AuditList,
