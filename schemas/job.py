@@ -69,49 +69,6 @@ class OpenedSecrets(Message):
     """By name."""
 
 
-# -- usage and shares of the users of a Tinker service ---------------------------------------------
-
-
-class TrainerUsage(Request):
-    """A trainer or sampler reports its users' usage and requests their shares."""
-
-    job: str
-    """Its job, of the requesting user."""
-    sampler: str = Field(default="", max_length=80)
-    """The reporting sampler; empty: the trainer."""
-    since: float = 0.0
-    """Start of that sampler, from which its tokens count."""
-    tokens: dict[str, Annotated[int, Field(ge=0)]] = Field(
-        default_factory=dict[str, int], max_length=1000
-    )
-    """By user: of a trainer in the service's life, of a sampler since its start."""
-
-
-class SamplerTokens(Message):
-    """Last report of one sampler."""
-
-    since: float
-    tokens: dict[str, int]
-    """Since then, prompts included, by user."""
-
-
-class TenantShare(Message):
-    """One user's share of a service."""
-
-    weight: float = 1.0
-    """Weight among the users."""
-    tokens_left: int | None = None
-    """null: no bound."""
-
-
-class TenantShares(Message):
-    """Shares of the users that a trainer named."""
-
-    users: dict[str, TenantShare] = Field(default_factory=dict[str, TenantShare])
-
-
-# -- jobs ------------------------------------------------------------------------------------------
-
 JobState = Literal[
     "QUEUED", "STARTING", "RUNNING", "PAUSED", "LOST", "COMPLETED", "FAILED", "CANCELLED"
 ]
@@ -172,6 +129,14 @@ class ActorPlacement(Message):
     spread: list[int] = Field(default_factory=list[int])
     """For a learner with ranks: numbers of machines over which they may be divided equally, best
     first."""
+
+
+class SamplerTokens(Message):
+    """Last report of one sampler of a Tinker service."""
+
+    since: float
+    tokens: dict[str, int]
+    """Since then, prompts included, by user."""
 
 
 class JobRecord(Message):
@@ -468,3 +433,36 @@ class JobList(Message):
     records: list[JobRecord]
     after: str = ""
     """`after` of the next request; empty: the end."""
+
+
+# -- usage and shares of the users of a Tinker service ---------------------------------------------
+
+
+class TrainerUsage(Request):
+    """A trainer or sampler reports its users' usage and requests their shares."""
+
+    job: str
+    """Its job, of the requesting user."""
+    sampler: str = Field(default="", max_length=80)
+    """The reporting sampler; empty: the trainer."""
+    since: float = 0.0
+    """Start of that sampler, from which its tokens count."""
+    tokens: dict[str, Annotated[int, Field(ge=0)]] = Field(
+        default_factory=dict[str, int], max_length=1000
+    )
+    """By user: of a trainer in the service's life, of a sampler since its start."""
+
+
+class TenantShare(Message):
+    """One user's share of a service."""
+
+    weight: float = 1.0
+    """Weight among the users."""
+    tokens_left: int | None = None
+    """null: no bound."""
+
+
+class TenantShares(Message):
+    """Shares of the users that a trainer named."""
+
+    users: dict[str, TenantShare] = Field(default_factory=dict[str, TenantShare])
