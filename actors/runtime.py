@@ -24,9 +24,8 @@ from typing import Any, TypeVar
 import structlog
 import uvloop
 
-from ..broker.client.connection import Broker
+from ..broker.client.connection import Broker, connected
 from ..broker.client.login import take_login
-from ..broker.client.reconnect import connected
 from ..broker.client.rpc import RequestContext, Service
 from ..broker.feed import publish_event
 from ..broker.jetstream.kv import Bucket

@@ -20,10 +20,9 @@ import structlog
 from ..schemas.task import BatchRecord
 from ..schemas.wire.errors import NotFoundError, StorageError, TinkermqError
 from ..schemas.wire.subjects import JobScope
-from .batches import BatchLog
 from .client.connection import Broker
 from .jetstream.direct_get import StoredMessage
-from .rollouts import LogEntry, RolloutLog, read_entry
+from .rollouts import BatchLog, LogEntry, RolloutLog, read_entry
 from .run_folder import Folder
 
 FOLDER = "rollouts"

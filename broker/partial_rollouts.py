@@ -16,8 +16,8 @@ import asyncio
 import structlog
 
 from ..schemas.rollout import Segment
+from ..schemas.wire.codec import most_bytes
 from ..schemas.wire.errors import MessageError, TinkermqError
-from ..schemas.wire.fitting import most_bytes
 from ..schemas.wire.subjects import JobScope
 from .client.connection import Broker
 from .client.faults import Refused

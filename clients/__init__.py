@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     )
     from .inference.play import InferenceReport
     from .inference.run_inference import run_inference, run_inference_async
-    from .pool_users import AsyncPoolUsers, PoolUsers
     from .run import AsyncRun, Run
-    from .scheduler_client import AsyncSchedulerClient, SchedulerClient
+    from .scheduler_client import AsyncPoolUsers, AsyncSchedulerClient, PoolUsers, SchedulerClient
     from .service_client import AsyncServiceClient, ServiceClient
 
 __all__ = [
@@ -70,9 +69,13 @@ _HOMES = {
     "inference.run_inference": ("run_inference", "run_inference_async"),
     "inference.inference_client": ("AsyncInferenceSchedulerClient", "InferenceSchedulerClient"),
     "inference.play": ("InferenceReport",),
-    "pool_users": ("AsyncPoolUsers", "PoolUsers"),
     "run": ("AsyncRun", "Run"),
-    "scheduler_client": ("AsyncSchedulerClient", "SchedulerClient"),
+    "scheduler_client": (
+        "AsyncPoolUsers",
+        "AsyncSchedulerClient",
+        "PoolUsers",
+        "SchedulerClient",
+    ),
     "service_client": ("AsyncServiceClient", "ServiceClient"),
     "hosting.agent_environment": (
         "AgentEnvironment",

@@ -34,8 +34,7 @@ from ..schemas.wire.errors import (
 )
 from ..schemas.wire.subjects import BUCKET_EVALS
 from .base import PoolClient, SyncTwin, make_sync
-from .follow import LOSS, REWARD, VALIDATION, follow_run
-from .plots import curve_svg
+from .follow import LOSS, REWARD, VALIDATION, curve_svg, follow_run
 from .pool import Pool
 from .run_records import (
     EpisodeFilter,

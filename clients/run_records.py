@@ -8,12 +8,11 @@ from typing import Any
 
 import structlog
 
-from ..broker.batches import BatchLog
 from ..broker.client.connection import Broker
 from ..broker.feed import follow
 from ..broker.jetstream.streams import stream_info
 from ..broker.kept_rollouts import RunRollouts
-from ..broker.rollouts import LogEntry
+from ..broker.rollouts import BatchLog, LogEntry
 from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.metric import LogLines
 from ..schemas.rollout import Group, Trajectory

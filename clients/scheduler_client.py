@@ -1,22 +1,31 @@
-"""Submit and inspect jobs: `SchedulerClient`, and `AsyncSchedulerClient` for async code."""
+"""A pool's jobs and its users: `SchedulerClient` and `PoolUsers`, each with an async form."""
 
 import asyncio
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from ..broker.calls import new_request_id, write_checkpoint
+from ..broker.calls import all_users, ask_users, new_request_id, write_checkpoint
 from ..broker.feed import read_metrics
 from ..schemas.config.load_config import check_keys
 from ..schemas.job import WANDB_KEY, JobRecord
+from ..schemas.user import (
+    AddUser,
+    NameUser,
+    NewKey,
+    RotateKey,
+    SetQuota,
+    UserInfo,
+    UserReply,
+)
 from ..schemas.wire.codec import merged
-from ..schemas.wire.errors import DeadlineError, JobFailedError
-from .address import JobAddress, parse_broker_url
-from .base import PoolClient, SyncTwin, make_future, make_sync
+from ..schemas.wire.errors import ConfigError, DeadlineError, JobFailedError
+from .base import JobAddress, PoolClient, SyncTwin, make_future, make_sync, parse_broker_url
 from .opentinker import as_tree, translate
 from .pool import Pool, secrets_for, with_tracker_settings
 from .validation import (
     check_files_exist,
+    did_you_mean,
     full_checkpoint_name,
     is_complete,
     resolve_paths,
@@ -329,3 +338,71 @@ def job_failure(record: JobRecord) -> JobFailedError:
         hint=f"see `tinkermq logs {record.name}`; `tinkermq resume {record.name}` goes on from "
         "its last checkpoint",
     )
+
+
+# -- the users of a pool with authentication -------------------------------------------------------
+
+
+class AsyncPoolUsers(PoolClient):
+    """The users of a pool, for async code; see `PoolUsers`."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        """Name the pool's broker."""
+        super().__init__(parse_broker_url(url), api_key)
+
+    async def list(self) -> list[UserInfo]:
+        """Return all users by name: role, expiry of the key, quota."""
+        return await all_users((await self._connected()).broker)
+
+    async def add(
+        self,
+        user: str,
+        role: Literal["user", "admin"] = "user",
+        days: float = 365.0,
+        slots: int | None = None,
+        weight: float = 1.0,
+    ) -> str:
+        """Add a user; return the key, which is not stored. With `days` 0 it never expires."""
+        request = AddUser(user=user, role=role, days=days, max_slots=slots, weight=weight)
+        return (await self._ask("add", request, NewKey)).secret
+
+    async def rotate(self, user: str, days: float = 365.0) -> str:
+        """Replace a user's key and return the new one; the old one ends now."""
+        return (await self._ask("rotate", RotateKey(user=user, days=days), NewKey)).secret
+
+    async def revoke(self, user: str) -> UserInfo:
+        """Revoke a user's key for good. Running jobs are not stopped."""
+        return (await self._ask("revoke", NameUser(user=user), UserReply)).user
+
+    async def quota(self, user: str, bounds: dict[str, float]) -> UserInfo:
+        """Change a user's quota (`{"max_slots": 8, "weight": 2}`) and return the user.
+
+        -1 means no limit. Raises ConfigError for an unknown limit.
+        """
+        known = SetQuota.model_fields.keys() - {"user"}
+        if unknown := sorted(bounds.keys() - known):
+            raise ConfigError(
+                f"there is no bound {unknown[0]!r}", hint=did_you_mean(unknown[0], sorted(known))
+            )
+        request = SetQuota.model_validate({"user": user, **bounds})
+        return (await self._ask("quota", request, UserReply)).user
+
+    async def _ask(self, method: str, request: Any, reply: Any) -> Any:
+        return await ask_users((await self._connected()).broker, method, request, reply)
+
+
+class PoolUsers(SyncTwin[AsyncPoolUsers]):
+    """The users of a pool with authentication, for admins; the same as `tinkermq user`.
+
+    Raises AuthError for users who are not admins, BrokerError at a pool without users.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        """Name the pool's broker; the key is $TINKERMQ_API_KEY unless it is given."""
+        super().__init__(AsyncPoolUsers(url, api_key))
+
+    list = make_sync(AsyncPoolUsers.list)
+    add = make_sync(AsyncPoolUsers.add)
+    rotate = make_sync(AsyncPoolUsers.rotate)
+    revoke = make_sync(AsyncPoolUsers.revoke)
+    quota = make_sync(AsyncPoolUsers.quota)

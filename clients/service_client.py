@@ -19,8 +19,7 @@ from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.metric import Metric
 from ..schemas.wire.codec import merged
 from ..schemas.wire.errors import ConfigError
-from .address import parse_server_url
-from .base import PoolClient, SyncTwin, make_future, make_sync
+from .base import PoolClient, SyncTwin, make_future, make_sync, parse_server_url
 from .follow import REWARD, follow_run
 from .hosting.environments import HostedEnvironment
 from .opentinker import as_tree, translate, warn_needless

@@ -66,6 +66,8 @@ from tinkermq.schemas.job import (
     StopRequest,
     SubmissionFindings,
     SubmitRequest,
+    TenantShares,
+    TrainerUsage,
 )
 from tinkermq.schemas.machines import MachineList, MachineSpending
 from tinkermq.schemas.metric import (
@@ -115,11 +117,14 @@ from tinkermq.schemas.tinker.checkpoints import (
 from tinkermq.schemas.tinker.operation import (
     AboutCheckpoint,
     AboutModel,
+    AboutSessions,
     AwaitResult,
+    ModelCurves,
     ModelInfo,
     ModelOperation,
     OperationResult,
     OperationTaken,
+    SessionsShown,
     TrainerOffers,
 )
 from tinkermq.schemas.tinker.sampling import (
@@ -131,8 +136,6 @@ from tinkermq.schemas.tinker.sampling import (
     SampleTaken,
     SnapshotPart,
 )
-from tinkermq.schemas.tinker.sessions import AboutSessions, ModelCurves, SessionsShown
-from tinkermq.schemas.tinker.usage import TenantShares, TrainerUsage
 from tinkermq.schemas.user import (
     AddUser,
     AuditList,

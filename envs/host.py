@@ -31,6 +31,7 @@ from ..schemas.env import (
     StepReply,
     StepRequest,
 )
+from ..schemas.wire.codec import most_bytes
 from ..schemas.wire.errors import (
     DataError,
     GameError,
@@ -38,7 +39,6 @@ from ..schemas.wire.errors import (
     StateError,
     TinkermqError,
 )
-from ..schemas.wire.fitting import most_bytes
 from ..schemas.wire.foreign import words_of
 from ..schemas.wire.message import Empty
 from ..schemas.wire.subjects import JobScope

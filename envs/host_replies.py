@@ -13,9 +13,8 @@ from typing import Any, Literal, cast
 import structlog
 
 from ..schemas.env import FailedStep, Opened, StepReply
-from ..schemas.wire.codec import MAX_MESSAGE_BYTES, pack
+from ..schemas.wire.codec import MAX_MESSAGE_BYTES, cut_info, pack, packed_bytes
 from ..schemas.wire.errors import GameError, InternalError, TinkermqError
-from ..schemas.wire.fitting import cut_info, packed_bytes
 from ..schemas.wire.foreign import words_of
 from ..schemas.wire.message import ErrorReply
 from .game import ChatMessage, StepResult

@@ -1,4 +1,4 @@
-"""Jobs: records, states, and requests to the scheduler."""
+"""Jobs: records, states, usage, and requests to the scheduler."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -6,7 +6,6 @@ from pydantic import AfterValidator, Field
 
 from .config.sections import MAX_NOTES, MAX_TAGS, Label, rename_keys
 from .metric import Event
-from .tinker.usage import SamplerTokens
 from .wire.message import Message, Request
 from .wire.subjects import JobScope, token
 
@@ -130,6 +129,14 @@ class ActorPlacement(Message):
     spread: list[int] = Field(default_factory=list[int])
     """For a learner with ranks: numbers of machines over which they may be divided equally, best
     first."""
+
+
+class SamplerTokens(Message):
+    """Last report of one sampler of a Tinker service."""
+
+    since: float
+    tokens: dict[str, int]
+    """Since then, prompts included, by user."""
 
 
 class JobRecord(Message):
@@ -426,3 +433,36 @@ class JobList(Message):
     records: list[JobRecord]
     after: str = ""
     """`after` of the next request; empty: the end."""
+
+
+# -- usage and shares of the users of a Tinker service ---------------------------------------------
+
+
+class TrainerUsage(Request):
+    """A trainer or sampler reports its users' usage and requests their shares."""
+
+    job: str
+    """Its job, of the requesting user."""
+    sampler: str = Field(default="", max_length=80)
+    """The reporting sampler; empty: the trainer."""
+    since: float = 0.0
+    """Start of that sampler, from which its tokens count."""
+    tokens: dict[str, Annotated[int, Field(ge=0)]] = Field(
+        default_factory=dict[str, int], max_length=1000
+    )
+    """By user: of a trainer in the service's life, of a sampler since its start."""
+
+
+class TenantShare(Message):
+    """One user's share of a service."""
+
+    weight: float = 1.0
+    """Weight among the users."""
+    tokens_left: int | None = None
+    """null: no bound."""
+
+
+class TenantShares(Message):
+    """Shares of the users that a trainer named."""
+
+    users: dict[str, TenantShare] = Field(default_factory=dict[str, TenantShare])

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple, cast
 from nats.aio.client import Client
 
 from ...broker.client.availability import RECONNECT_WAIT_S
-from ...broker.client.connection import Broker
+from ...broker.client.connection import Broker, drop_old_requests, request_connection
 from ...broker.client.faults import server_urls
 from ...broker.client.keys import JobIdentity, episode_secret, job_key
 from ...broker.client.login import tls_options
-from ...broker.client.reconnect import drop_old_requests, request_connection
 from ...broker.client.replies import listen
 from ...broker.client.rpc import RequestContext, Service
 from ...broker.credentials import SECRETS_VARIABLE, PoolSecrets

@@ -17,9 +17,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...broker.client.connection import connect
 from ...broker.client.keys import EPISODE_KEY, EpisodeIdentity, read_episode_key
 from ...broker.client.login import of_program
+from ...envs.agents.proxy.calls import bare_key
 from ...envs.agents.proxy.exchange import BodyRoom, ClientGone, HttpExchange, KeyRefused
 from ...envs.agents.proxy.model_calls import MAX_BODY_BYTES
-from ...envs.agents.proxy.open_episodes import bare_key
 from ...envs.agents.proxy.remote_episode import RemoteEpisode
 from ...envs.agents.proxy.routes import api_of, presented_keys, split_path
 from ...envs.http_server import give_connection_to

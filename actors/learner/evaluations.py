@@ -13,8 +13,7 @@ from typing import Any, Literal
 from ...broker.client.connection import Broker
 from ...broker.feed import SCORE, best_of, publish_metric
 from ...broker.jetstream.kv import Bucket, Entry, KeyChanges
-from ...broker.tasks import TaskQueue
-from ...broker.validation import ValidationLog, publish_tasks
+from ...broker.tasks import TaskQueue, ValidationLog, publish_validation_tasks
 from ...envs.evaluation import evaluation_tasks, validation_metrics
 from ...schemas.config.job import JobConfig
 from ...schemas.env import DescribeReply
@@ -184,7 +183,7 @@ class Evaluations:
         if self._described is None:
             self._described = await self._describe()
         tasks = evaluation_tasks(self._config, self._described, version)
-        await publish_tasks(self._queue, await self._log.unplayed(version, tasks))
+        await publish_validation_tasks(self._queue, await self._log.unplayed(version, tasks))
         return tasks
 
     def _summary(

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from ...broker.batches import BatchLog
-from ...broker.rollouts import RolloutLog
+from ...broker.rollouts import BatchLog, RolloutLog
 from ...broker.tasks import TaskQueue
 from ...envs.host_client import Environments
 from ...schemas.config.job import JobConfig

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import structlog
 
-from ...broker.batches import BatchLog
 from ...broker.jetstream.direct_get import get_all
+from ...broker.rollouts import BatchLog
 from ...schemas.config.job import TrainingConfig
 from ...schemas.task import BatchRecord, Task
 from ...schemas.wire.errors import MessageError, StorageError

@@ -23,10 +23,9 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from ...broker.batches import BatchLog
 from ...broker.client.connection import Broker, connect
 from ...broker.jobs import JobStore
-from ...broker.rollouts import RolloutLog
+from ...broker.rollouts import BatchLog, RolloutLog
 from ...schemas.config.job import JobConfig
 from ...schemas.config.load_config import parse_config
 from ...schemas.job import JobRecord

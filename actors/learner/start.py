@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...broker.batches import BatchLog
 from ...broker.disk import in_thread, with_room
-from ...broker.rollouts import RolloutLog
+from ...broker.rollouts import BatchLog, RolloutLog
 from ...broker.tracking import TrackedRun, Tracker, make_trackers
 from ...envs.data import ChatData
 from ...envs.host_client import Environments

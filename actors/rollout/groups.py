@@ -24,8 +24,8 @@ from ...envs.host_client import Environments, RoleAddress, Start
 from ...schemas.config.job import JobConfig
 from ...schemas.rollout import Group, Trajectory, with_cut_infos
 from ...schemas.task import Blame, DeadLetter, Task
+from ...schemas.wire.codec import INFO_CUT, packed_bytes
 from ...schemas.wire.errors import MessageError, TinkermqError, root_cause
-from ...schemas.wire.fitting import CUT, packed_bytes
 from ..runtime import JobContext
 from .agent_loop import AgentLoop, EpisodeFailed, EpisodePlan, NoTurn, blaming, until_played
 from .players import Players
@@ -328,7 +328,7 @@ class FittingLog:
         if now >= self._next_report:
             self._next_report = now + _REPORT_EVERY_S
             text = f"the group of task {number} had {num_bytes:,} bytes: `info` of its episodes "
-            text += f"was cut (key {CUT}); put less into it"
+            text += f"was cut (key {INFO_CUT}); put less into it"
             await self._context.event("group_cut", text, task=number)
         return payload
 
@@ -353,7 +353,7 @@ def _fitting_task(task: Task, most: int) -> Task:
     size = packed_bytes(task.reset_kwargs)
     if size <= most - _MARKS_BYTES:
         return task
-    return task.model_copy(update={"reset_kwargs": {CUT: {"bytes": size}}})
+    return task.model_copy(update={"reset_kwargs": {INFO_CUT: {"bytes": size}}})
 
 
 async def append_given_up(context: JobContext, log: RolloutLog, failure: GroupFailed) -> bool:

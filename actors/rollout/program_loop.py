@@ -166,7 +166,7 @@ def _branch_figures(posted: PostedRewards, credit: EpisodeCredit) -> dict[str, f
 
 
 def _describe_call(call: ModelCall, tree_rows: TreeRows, posted: PostedRewards) -> dict[str, Any]:
-    """Return what people are shown of a call (`envs/agents/call_lines.py` reads it)."""
+    """Return what people are shown of a call (`envs/agents/call_selection.py` reads it)."""
     rows = [place for place, row in enumerate(tree_rows.rows) if call.number in row.calls]
     return {
         "call": call.number,

@@ -13,8 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from ...broker.metering import TimeUse
-from ...broker.tasks import Lease, TaskQueue
-from ...broker.validation import ValidationLog
+from ...broker.tasks import Lease, TaskQueue, ValidationLog
 from ...envs.evaluation import score_of
 from ...envs.host_client import Environments, Start
 from ...schemas.config.job import JobConfig

@@ -27,6 +27,9 @@ from ...schemas.job import (
     SecretsRequest,
     StopRequest,
     SubmitRequest,
+    TenantShare,
+    TenantShares,
+    TrainerUsage,
 )
 from ...schemas.node import (
     DamagedRecords,
@@ -37,7 +40,6 @@ from ...schemas.node import (
 )
 from ...schemas.tinker.checkpoints import TakeCheckpoint
 from ...schemas.tinker.operation import ModelInfo, TrainerOffers
-from ...schemas.tinker.usage import TenantShare, TenantShares, TrainerUsage
 from ...schemas.user import Quota, QuotaReply
 from ...schemas.weights import WeightsBound, WeightsRoom
 from ...schemas.wire.errors import BrokerError, QuotaError, StateError

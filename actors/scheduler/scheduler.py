@@ -6,8 +6,7 @@ state is in the job records and on the nodes, so the next one continues from the
 
 import asyncio
 
-from ...broker.client.connection import Broker
-from ...broker.client.reconnect import drop_old_requests, request_connection
+from ...broker.client.connection import Broker, drop_old_requests, request_connection
 from ...broker.client.rpc import Service
 from ...broker.jobs import JobStore
 from ...broker.presence import INTERVAL_S

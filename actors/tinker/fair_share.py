@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 import structlog
 
 from ...broker.client.rpc import call
-from ...schemas.tinker.usage import TenantShares, TrainerUsage
+from ...schemas.job import TenantShares, TrainerUsage
 from ...schemas.wire.errors import ExhaustedError, TinkermqError
 from ...schemas.wire.subjects import rpc
 from ..runtime import JobContext

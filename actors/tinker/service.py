@@ -18,16 +18,14 @@ from ...schemas.config.job import JobConfig, ModelConfig
 from ...schemas.tinker.names import ModelName, OperationName
 from ...schemas.tinker.operation import (
     AboutModel,
+    AboutSessions,
     AwaitResult,
+    ModelCurves,
     ModelInfo,
     ModelOperation,
+    ModelShown,
     OperationResult,
     OperationTaken,
-)
-from ...schemas.tinker.sessions import (
-    AboutSessions,
-    ModelCurves,
-    ModelShown,
     SessionsShown,
     TenantShown,
 )

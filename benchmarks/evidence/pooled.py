@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.feed import read_metrics
-from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.rollouts import BatchLog, RolloutLog
 from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.task import BatchRecord
 from tinkermq.schemas.wire.subjects import JobScope

@@ -22,10 +22,9 @@ from ...schemas.wire import errors
 from ...schemas.wire.foreign import ends_this_task
 from ...schemas.wire.message import ErrorReply, Message, Part
 from . import faults
-from .connection import Broker
+from .connection import Broker, flush
 from .faults import ConnectionLost
 from .nats_internals import NO_RESPONDERS, reply_of, status_of
-from .reconnect import flush
 from .replies import Listening
 from .rpc import RequestContext, Service, allowed_reply
 

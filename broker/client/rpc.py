@@ -31,7 +31,7 @@ from ...schemas.wire.subjects import caller_of_rpc, user_of_rpc
 from ...schemas.wire.trace import TRACEPARENT
 from ..fair_queue import FairQueue, Rates
 from .availability import RETRY_PAUSE_S
-from .connection import Broker
+from .connection import Broker, flush
 from .faults import ConnectionLost, NoResponders
 from .nats_internals import (
     ERROR_CODE,
@@ -41,7 +41,6 @@ from .nats_internals import (
     reply_of,
     subscriptions,
 )
-from .reconnect import flush
 from .replies import error_of, error_reply, is_behind
 
 Q = TypeVar("Q", bound=Message)

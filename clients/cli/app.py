@@ -169,7 +169,7 @@ _GROUPS: dict[str, list[_Command]] = {
     ],
     "Runs": [
         _Command("train", "train:train", "Submit a training job and watch it."),
-        _Command("plan", "plan:plan", "Estimate memory and time of a job on GPUs."),
+        _Command("plan", "config:plan", "Estimate memory and time of a job on GPUs."),
         _Command("sft", "train:sft", "Submit a supervised fine-tuning job."),
         _Command("sweep", "sweep:sweep", "Train a run for each combination of values."),
         _Command("ps", "runs:ps", "List runs."),
@@ -193,8 +193,10 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("cost", "runs:cost", "Show the slot-hours that runs have used."),
     ],
     "Models": [
-        _Command("model get", "models:get", "Write a model as a folder, by its short name."),
-        _Command("model list", "models:list_models", "List the models that have short names."),
+        _Command(
+            "model get", "quickstart:get_model", "Write a model as a folder, by its short name."
+        ),
+        _Command("model list", "quickstart:list_models", "List the models that have short names."),
     ],
     "Inference": [
         _Command("serve", "serving:serve", "Serve a model: a folder, a run, or RUN@STEP."),

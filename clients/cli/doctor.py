@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...broker.calls import SchedulerCalls
-from ...broker.client.connection import Broker, connect
+from ...broker.client.connection import Broker, connect, flush
 from ...broker.client.faults import shown_url
-from ...broker.client.reconnect import flush
 from ...broker.nats_server import binary_path
 from ...broker.presence import list_presences
 from ...envs.sandbox.interpreters import LocalCodeSandbox, SandboxSettings

@@ -22,7 +22,7 @@ from ...broker.profile import (
     seconds_text,
     spans_of,
 )
-from ...envs.agents.call_lines import CallLine, call_lines
+from ...envs.agents.call_selection import CallLine, call_lines
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.metric import LogLines, readable
 from ...schemas.rollout import Trajectory

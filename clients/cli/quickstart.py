@@ -6,6 +6,8 @@ two examples. The calculator trains a model of 0.4 million parameters, warm-star
 in some of its answers and to guess in the others, and finds out which of the two pays. Sums
 (`--real`) train SmolLM2-135M-Instruct, a language model, and show its answers before and after. All
 files but that model are below one folder, and no process is left behind.
+
+`tinkermq model get` and `model list` are here, too: models by short names.
 """
 
 import importlib.util
@@ -25,22 +27,24 @@ from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
 
 from ...broker.service_process import die_with
 from ...schemas.config.load_config import load_config
 from ...schemas.job import JobRecord
-from ...schemas.model_catalogue import catalogue_folder
+from ...schemas.model_catalogue import CATALOGUE, catalogue_folder
 from ...schemas.wire.errors import ConfigError, ModelError, StorageError
-from ..follow import RunProgress
+from ..follow import RunProgress, curve_svg, text_plot
 from ..home import Home
-from ..plots import curve_svg, text_plot
 from ..pool import Pool
 from ..validation import resolve_paths
 from .live import print_submitted
 from .output import (
     literal,
     print_commands,
+    print_json,
     print_note,
     print_plain,
     print_table,
@@ -337,3 +341,79 @@ async def _train(pool: Pool, config: dict[str, Any]) -> RunProgress:
     record = await pool.submit(config)
     print_submitted(record, commands=False)
     return await show_run(pool, record)
+
+
+# -- models by short names, as folders of this machine ---------------------------------------------
+
+
+def get_model(
+    source: str,
+    *,
+    output: Annotated[Path | None, Parameter(alias="-o")] = None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+) -> int:
+    """Write a model as an ordinary Hugging Face folder.
+
+    `model.path: NAME` then names a model of the catalogue in configurations, and NAME serves it.
+
+    Parameters
+    ----------
+    source
+        A name of `tinkermq model list`, a GGUF file, a folder, or a model of the hub (owner/name).
+    output
+        The new folder. Default for the catalogue: below $TINKERMQ_CACHE (`~/.cache/tinkermq`).
+    dtype
+        Format of the weights.
+    """
+    target = _target(source, output)
+    if (target / "config.json").is_file():
+        if output is not None:
+            raise StorageError(f"{target} holds a model", hint="remove it, or name another folder")
+        print_plain(f"model      {target} (fetched before)")
+        return 0
+    if target.exists():
+        raise StorageError(f"{target} exists", hint="remove it, or name another folder")
+    check_worker("models are converted on this machine")
+    return run_module("tinkermq.actors.get_model", source, str(target), "--dtype", dtype)
+
+
+def _target(source: str, output: Path | None) -> Path:
+    if output is not None:
+        return output.absolute()
+    if source in CATALOGUE:
+        return catalogue_folder(source)
+    raise ConfigError(
+        f"{source!r} is not in the catalogue ({', '.join(CATALOGUE)}), and no folder is named",
+        hint=f"tinkermq model get {source} --output FOLDER",
+    )
+
+
+def list_models(*, json: bool = False) -> int:
+    """List the models that have short names."""
+    rows = [
+        {
+            "name": name,
+            "title": model.title,
+            "weights": model.num_weights,
+            "source": model.requirement,
+            "folder": str(folder) if (folder := catalogue_folder(name)).is_dir() else None,
+        }
+        for name, model in CATALOGUE.items()
+    ]
+    if json:
+        print_json(rows)
+        return 0
+    print_table(
+        ("name", "model", "weights", "from", "folder"),
+        [
+            (
+                row["name"],
+                row["title"],
+                f"{int(str(row['weights'])) / 1e6:,.0f} M",
+                row["source"],
+                row["folder"] or "tinkermq model get " + str(row["name"]),
+            )
+            for row in rows
+        ],
+    )
+    return 0

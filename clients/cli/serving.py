@@ -12,7 +12,7 @@ from ...schemas.job import JobRecord
 from ...schemas.model_catalogue import CATALOGUE, find_model
 from ...schemas.wire.codec import merged
 from ...schemas.wire.errors import ConfigError, ModelError
-from ..address import JobAddress
+from ..base import JobAddress
 from ..home import find_openai, find_url
 from ..inference.inference_client import (
     START_S,

@@ -35,7 +35,7 @@ from ...schemas.job import FINAL_STATES
 from ...schemas.wire.codec import merged
 from ...schemas.wire.errors import BrokerError, ConfigError, DeadlineError
 from ...schemas.wire.foreign import clean_text, ends_this_task, lines_of, plain_value, shown
-from ..address import JobAddress
+from ..base import JobAddress
 from ..opentinker import as_tree, translate
 from ..pool import Pool
 from .environments import HasServerUrl, HostedEnvironment

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from ...schemas.config.job import EnvConfig
 from ...schemas.wire.codec import pack
 from ...schemas.wire.errors import ConfigError, DeadlineError, MessageError
-from ..address import JobAddress, parse_server_url
-from ..base import LoopThread, open_broker, unwrap_error_groups
+from ..base import JobAddress, LoopThread, open_broker, parse_server_url, unwrap_error_groups
 from ..opentinker import as_tree, translate
 
 if TYPE_CHECKING:

@@ -29,10 +29,9 @@ from ...schemas.job import FINAL_STATES
 from ...schemas.rollout import Group, Trajectory, check_group, episodes_of
 from ...schemas.task import Task
 from ...schemas.wire import errors
-from ...schemas.wire.fitting import most_bytes
+from ...schemas.wire.codec import most_bytes
 from ...schemas.wire.message import Message, summarize
-from ..address import parse_server_url
-from ..base import PoolClient, SyncTwin, make_future, make_sync
+from ..base import PoolClient, SyncTwin, make_future, make_sync, parse_server_url
 
 R = TypeVar("R", bound=Message)
 

@@ -21,8 +21,7 @@ from ...schemas.infer import CancelInference, PlayPart, PlayRequest
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.wire import errors
 from ...schemas.wire.subjects import JobScope
-from ..address import parse_server_url
-from ..base import make_blocking, open_broker, unwrap_error_groups
+from ..base import make_blocking, open_broker, parse_server_url, unwrap_error_groups
 from ..home import find_url
 from ..hosting.environments import run_environment_host
 from ..opentinker import refuse_unknown_options, translate_inference

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import Field
 
-from ...schemas.config.mcp import McpServer
+from ...schemas.config.agent import McpServer
 from ...schemas.config.sections import when
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import ConfigError, GameError

@@ -13,8 +13,7 @@ from ...schemas.wire.errors import RewardError
 from ..model_apis.canonical import THINK, THOUGHT
 from ..task_folders import TaskFolders, TaskRefused
 from ..tool_calls import CLOSE, OPEN
-from .call_lines import WHY_NOT
-from .call_selection import WhyNot, main_root, why_untrained
+from .call_selection import WHY_NOT, WhyNot, main_root, why_untrained
 from .local_run import LocalAnswer, LocalCall, LocalRun, num_common, open_program
 from .programs.task_environments import EnvironmentPlanner
 

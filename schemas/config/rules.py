@@ -10,7 +10,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from .algorithm import LOSSES_OF_SEQUENCES, OF_WHOLE_SEQUENCES, TEACHER_RULES
-from .job_kinds import SFT_RULES
 from .sections import MAX_EPISODES, Rule
 
 if TYPE_CHECKING:
@@ -268,8 +267,32 @@ _REPLAY_RULES = (
     ),
 )
 
+_SFT_RULES = (
+    Rule(
+        "algorithm.loss=sft",
+        lambda job: job.algorithm.loss == "sft" and not job.sft.data,
+        "needs sft.data, and a job of kind sft",
+    ),
+    Rule(
+        "policies",
+        lambda job: job.policies and job.sft.data,
+        "of an SFT job are not built: train them by reinforcement, or one policy",
+    ),
+    Rule(
+        "self_play.past_share",
+        lambda job: job.self_play.past_share and job.sft.data,
+        "has no effect in an SFT job: remove it",
+    ),
+    Rule(
+        "algorithm.reference",
+        lambda job: "reference" in job.algorithm.model_fields_set and not job.algorithm.kl_coef,
+        "has no effect while algorithm.kl_coef is {algorithm.kl_coef!r}: remove it, or set "
+        "algorithm.kl_coef",
+    ),
+)
+
 RULES = (
-    *SFT_RULES,
+    *_SFT_RULES,
     Rule(
         "model.attn_implementation={model.attn_implementation}",
         lambda job: (

@@ -1,6 +1,6 @@
-"""Operations of the Tinker API on models, and their results."""
+"""Operations of the Tinker API on models, their results, and what the dashboard shows of them."""
 
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -163,3 +163,59 @@ class TrainerOffers(Message):
     """All offered base models, whether their trainers run or not."""
 
     offers: list[TrainerOffer] = Field(default_factory=list[TrainerOffer])
+
+
+# -- what the dashboard shows of a service ---------------------------------------------------------
+
+
+class AboutSessions(Message):
+    """Request the user's models and the queue."""
+
+    max_bytes: ClassVar[int] = 1 << 10
+
+
+class ModelShown(Message):
+    """One of the user's models."""
+
+    info: ModelInfo
+    steps: int
+    """Updates so far."""
+    tokens: int = 0
+    """Tokens computed in `forward` and `forward_backward`."""
+    waiting: int
+    """Waiting operations."""
+    waiting_bytes: int
+    reason: str = ""
+    """What they wait for."""
+    idle_s: float | None = None
+    """Since its last operation; null: before the trainer started."""
+    last: dict[str, float] = Field(default_factory=dict[str, float])
+    """Metrics of its newest step."""
+
+
+class TenantShown(Message):
+    """One user of the trainer."""
+
+    user: str
+    models: int
+    tokens: int = 0
+    """Tokens computed for the user."""
+    waiting: int
+    """Waiting operations."""
+    waiting_bytes: int
+
+
+class SessionsShown(Message):
+    """The user's models, and all users of the trainer."""
+
+    base: str
+    models: list[ModelShown] = Field(default_factory=list[ModelShown])
+    tenants: list[TenantShown] = Field(default_factory=list[TenantShown])
+
+
+class ModelCurves(Message):
+    """The curves of one model."""
+
+    shown: ModelShown
+    points: dict[str, Any]
+    """`width` steps per point, `x` their first steps, `series` by name with `y`, `low`, `high`."""

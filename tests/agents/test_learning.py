@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tinkermq.clients import AgentEnvironment, AgentEpisode
-from tinkermq.clients.address import JobAddress
+from tinkermq.clients.base import JobAddress
 from tinkermq.envs.registry import companion, load_game
 
 from benchmarks.calling_model import LIMITS, calling_model

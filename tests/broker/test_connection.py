@@ -11,11 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.connection import Broker, connect, first_connection, give_up_at
 from tinkermq.broker.client.faults import ConnectionLost, NoResponders, shown_url
 from tinkermq.broker.client.keys import new_api_key
 from tinkermq.broker.client.login import CA_VARIABLE
-from tinkermq.broker.client.reconnect import first_connection, give_up_at
 from tinkermq.broker.jetstream.direct_get import get_all
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import create_job_streams, create_shared

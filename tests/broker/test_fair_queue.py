@@ -8,8 +8,7 @@ from typing import Any, cast
 
 import nats.errors
 import pytest
-from tinkermq.broker.client.connection import Broker, connect
-from tinkermq.broker.client.reconnect import drop_old_requests, request_connection
+from tinkermq.broker.client.connection import Broker, connect, drop_old_requests, request_connection
 from tinkermq.broker.client.rpc import Service, call
 from tinkermq.broker.fair_queue import MAX_BYTES, FairLock, FairQueue, Rates
 from tinkermq.broker.nats_server import NatsServer

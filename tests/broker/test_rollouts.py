@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.jetstream.direct_get import StoredMessage, StreamReader, get_all
 from tinkermq.broker.jetstream.streams import (
@@ -20,7 +19,7 @@ from tinkermq.broker.jetstream.streams import (
 )
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.partial_rollouts import Fenced, SegmentWriter, purge_segments, unbroken
-from tinkermq.broker.rollouts import LogEntry, RolloutLog, read_entry
+from tinkermq.broker.rollouts import BatchLog, LogEntry, RolloutLog, read_entry
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.rollout import Segment
 from tinkermq.schemas.task import BatchRecord

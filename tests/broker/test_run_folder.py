@@ -18,7 +18,6 @@ from tinkermq.actors.node.output import LogFile
 from tinkermq.actors.storage.files import storage_error
 from tinkermq.actors.storage.run_folders import checkpoint_folders
 from tinkermq.broker import run_folder
-from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.disk import append_lines, read_objects, remedy
 from tinkermq.broker.jetstream.streams import delete_job_streams
@@ -30,7 +29,7 @@ from tinkermq.broker.kept_rollouts import (
     spread,
     thin_out,
 )
-from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.rollouts import BatchLog, RolloutLog
 from tinkermq.broker.run_folder import Folder
 from tinkermq.broker.tracking import JsonlTracker
 from tinkermq.schemas.task import BatchRecord

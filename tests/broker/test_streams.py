@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.faults import missing
 from tinkermq.broker.feed import publish_dead, publish_event, publish_metric
@@ -21,7 +20,7 @@ from tinkermq.broker.jetstream.streams import (
     stream_subjects,
 )
 from tinkermq.broker.nats_server import NatsServer
-from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.rollouts import BatchLog, RolloutLog
 from tinkermq.broker.tasks import TaskQueue
 from tinkermq.broker.weights.payloads import TensorBytes
 from tinkermq.broker.weights.store import WeightStore

@@ -3,8 +3,7 @@
 import pytest
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.streams import create_job_streams
-from tinkermq.broker.tasks import Lease, TaskQueue
-from tinkermq.broker.validation import ValidationLog, publish_tasks
+from tinkermq.broker.tasks import Lease, TaskQueue, ValidationLog, publish_validation_tasks
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.metric import EpisodeScore, ValidationResult
 from tinkermq.schemas.task import Task
@@ -46,7 +45,7 @@ async def test_tasks_of_a_generator_that_died_are_played_by_another_and_count_on
     log, tasks = ValidationLog(broker, validated), tasks_of(4, 6)
     dying = TaskQueue(broker, validated, ack_wait_s=0.5, validation=True)
     other = TaskQueue(broker, validated, ack_wait_s=0.5, validation=True)
-    await publish_tasks(dying, tasks)
+    await publish_validation_tasks(dying, tasks)
     held: list[Lease] = []
     while len(held) < 4:
         held += await dying.pull(4 - len(held), PATIENCE_S)
@@ -75,9 +74,9 @@ async def test_a_task_that_is_queued_or_held_is_not_queued_twice_and_versions_ar
     broker: Broker, validated: JobScope
 ) -> None:
     queue = TaskQueue(broker, validated, validation=True)
-    await publish_tasks(queue, tasks_of(1, 2))
-    await publish_tasks(queue, tasks_of(2, 1))
-    await publish_tasks(queue, tasks_of(1, 2))
+    await publish_validation_tasks(queue, tasks_of(1, 2))
+    await publish_validation_tasks(queue, tasks_of(2, 1))
+    await publish_validation_tasks(queue, tasks_of(1, 2))
     training = TaskQueue(broker, validated)
     await training.publish(make_task(0))
     leases: list[Lease] = []

@@ -14,7 +14,7 @@ import pytest
 from tinkermq.broker.calls import SchedulerCalls
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.nats_server import NatsServer
-from tinkermq.clients.address import parse_broker_url, parse_server_url
+from tinkermq.clients.base import parse_broker_url, parse_server_url
 from tinkermq.clients.cli.app import EXAMPLES, build_app
 from tinkermq.clients.cli.decode import render
 from tinkermq.clients.cli.dry_run import check_model, needed_slots

@@ -17,7 +17,7 @@ from tinkermq.clients import (
     create_game_environment,
     run_inference,
 )
-from tinkermq.clients.address import JobAddress, parse_broker_url, parse_server_url
+from tinkermq.clients.base import JobAddress, parse_broker_url, parse_server_url
 from tinkermq.clients.cli.evaluation import resolve_served
 from tinkermq.clients.home import Home, StackState, find_openai
 from tinkermq.clients.inference.inference_client import (

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.credentials import PoolSecrets
 from tinkermq.broker.feed import publish_log, publish_metric, publish_trace, read_traces
@@ -22,7 +21,7 @@ from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.presence import presences
 from tinkermq.broker.profile import Span, spans_of
-from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.rollouts import BatchLog, RolloutLog
 from tinkermq.clients.cli.deploy import listening_host, read_nats_conf
 from tinkermq.clients.cli.doctor import (
     Finding,

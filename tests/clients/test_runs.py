@@ -28,11 +28,10 @@ from tinkermq.clients import (
     TrajectoryPublisher,
     make_trajectory,
 )
-from tinkermq.clients.address import JobAddress
+from tinkermq.clients.base import JobAddress
 from tinkermq.clients.cli.live import LineDisplay, render, step_line
-from tinkermq.clients.follow import RunProgress, Update, follow_run, sparkline
+from tinkermq.clients.follow import RunProgress, Update, follow_run, sparkline, text_plot
 from tinkermq.clients.opentinker import NeedlessWarning, as_tree
-from tinkermq.clients.plots import text_plot
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.control import (
     PublishTasksReply,

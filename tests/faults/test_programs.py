@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tinkermq.clients.address import JobAddress
+from tinkermq.clients.base import JobAddress
 
 from tests.support.killed_generator import job_of_long_calls, open_streams_go_on
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical

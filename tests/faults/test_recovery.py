@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tinkermq.actors.training.checkpoint import CheckpointStore
 from tinkermq.clients import AsyncTrajectoryPublisher
-from tinkermq.clients.address import JobAddress
+from tinkermq.clients.base import JobAddress
 from tinkermq.schemas.task import BatchRecord
 
 from tests.faults.injected import append_untrainable, episode, kill_after_checkpoint

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tinkermq.schemas.rollout import Group, Trajectory, check_group, largest_parts, with_cut_infos
 from tinkermq.schemas.task import Blame, Task
-from tinkermq.schemas.wire.codec import pack, unpack
+from tinkermq.schemas.wire.codec import INFO_CUT, cut_info, pack, packed_bytes, unpack
 from tinkermq.schemas.wire.errors import DataError, MessageError
-from tinkermq.schemas.wire.fitting import CUT, cut_info, packed_bytes
 from tinkermq.schemas.wire.images import image_parts, images_of, with_data_urls
 
 from tests.support.groups import make_group, make_trajectory
@@ -263,16 +262,16 @@ def test_a_large_info_is_cut_says_so_and_keeps_its_numbers(info: dict[str, Any])
     told = {"success": True, "score": 0.5, "type": "maze", **info}
     cut = cut_info(told, 100_000)
     assert packed_bytes(cut) <= 100_000
-    assert cut[CUT] == {"bytes": packed_bytes(told), "keys": len(told)}
+    assert cut[INFO_CUT] == {"bytes": packed_bytes(told), "keys": len(told)}
     assert (cut["success"], cut["score"], cut["type"]) == (True, 0.5, "maze")
-    assert cut.keys() == {*told, CUT}
+    assert cut.keys() == {*told, INFO_CUT}
     assert "[cut: it had " in str(cut)
 
 
 def test_of_thousands_of_keys_the_first_are_left() -> None:
     cut = cut_info({f"key {number}": number for number in range(MB)}, 300_000)
     assert packed_bytes(cut) <= 300_000
-    assert cut[CUT]["keys"] == MB
+    assert cut[INFO_CUT]["keys"] == MB
     assert cut["key 9999"] == 9999
 
 
@@ -312,7 +311,7 @@ def test_only_the_large_infos_of_a_group_are_cut() -> None:
     group = group_of({"log": "x" * MB}, {"log": "short"}, {"log": "y" * 2 * MB})
     cut = with_cut_infos(group, len(group.to_bytes()), MB)
     assert len(cut.to_bytes()) <= MB
-    assert [CUT in item.info for item in cut.trajectories] == [True, False, True]
+    assert [INFO_CUT in item.info for item in cut.trajectories] == [True, False, True]
     assert cut.trajectories[1].info == {"log": "short"}
 
 

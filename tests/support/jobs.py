@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.feed import follow, read_dead, read_events, read_metrics
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.presence import list_presences
-from tinkermq.broker.rollouts import LogEntry, RolloutLog
+from tinkermq.broker.rollouts import BatchLog, LogEntry, RolloutLog
 from tinkermq.schemas.job import (
     FINAL_STATES,
     JobRecord,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkermq.clients import AgentEnvironment, AgentEpisode
-from tinkermq.clients.address import JobAddress
+from tinkermq.clients.base import JobAddress
 
 from tests.support.configs import small_job
 from tests.support.jobs import DEADLINE_S, Job

@@ -22,13 +22,13 @@ from tinkermq.schemas.tinker.operation import (
     AboutCheckpoint,
     AboutModel,
     AwaitResult,
+    ModelCurves,
     ModelInfo,
     ModelOperation,
     OperationKind,
     OperationResult,
     OperationTaken,
 )
-from tinkermq.schemas.tinker.sessions import ModelCurves
 from tinkermq.schemas.wire.errors import NobodyAnswersError
 from tinkermq.schemas.wire.subjects import JobScope, rpc
 

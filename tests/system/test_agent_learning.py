@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tinkermq.clients import AgentEnvironment, AgentEpisode
-from tinkermq.clients.address import JobAddress
+from tinkermq.clients.base import JobAddress
 from tinkermq.envs.games.calculator import CALL, calculate
 from tinkermq.envs.registry import companion, load_game
 

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from tinkermq.broker.client.rpc import call
 from tinkermq.clients import AsyncTrajectoryPublisher
-from tinkermq.clients.address import JobAddress
+from tinkermq.clients.base import JobAddress
 from tinkermq.schemas.control import ControlReply, ControlRequest
 from tinkermq.schemas.wire.codec import pack
 from tinkermq.schemas.wire.errors import MessageError, ModelError

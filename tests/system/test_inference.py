@@ -25,7 +25,7 @@ from tinkermq.actors.rollout.players import start_engine
 from tinkermq.broker.client.parts import ask_parts
 from tinkermq.broker.jobs import JobStore
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
-from tinkermq.clients.address import parse_server_url
+from tinkermq.clients.base import parse_server_url
 from tinkermq.clients.inference.openai_play import Endpoint, play_with_endpoint
 from tinkermq.clients.inference.play import EpisodeResult, PlayOptions
 from tinkermq.envs.games.bandit import BanditGame

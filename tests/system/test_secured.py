@@ -18,7 +18,7 @@ from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.feed import read_metrics, read_traces
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.weights.store import WeightStore
-from tinkermq.clients.address import JobAddress
+from tinkermq.clients.base import JobAddress
 from tinkermq.clients.home import Home
 from tinkermq.clients.hosting.environments import GameEnvironment
 from tinkermq.clients.pool import Pool

@@ -22,7 +22,7 @@ from ....broker.jetstream.direct_get import get_batch
 from ....broker.jetstream.streams import stream_info
 from ....broker.kept_rollouts import RunRollouts
 from ....broker.rollouts import LogEntry
-from ....envs.agents.call_lines import call_lines
+from ....envs.agents.call_selection import call_lines
 from ....schemas.job import JobRecord
 from ....schemas.rollout import Group, Trajectory, return_of
 from ....schemas.task import BatchRecord

@@ -29,8 +29,7 @@ from ....schemas.tinker.checkpoints import (
     TrainingRun,
 )
 from ....schemas.tinker.names import CheckpointName, ModelName, session_name
-from ....schemas.tinker.operation import TrainerOffer
-from ....schemas.tinker.sessions import ModelCurves, SessionsShown
+from ....schemas.tinker.operation import ModelCurves, SessionsShown, TrainerOffer
 from ....schemas.wire import errors
 from ..sessions import Visitor
 from ..web import gateway_of, number_in, visitor_of

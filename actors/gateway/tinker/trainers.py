@@ -36,15 +36,17 @@ from ....schemas.tinker.names import CheckpointName, ModelName, run_in
 from ....schemas.tinker.operation import (
     AboutCheckpoint,
     AboutModel,
+    AboutSessions,
     AwaitResult,
+    ModelCurves,
     ModelInfo,
     ModelOperation,
     OperationResult,
     OperationTaken,
+    SessionsShown,
     TrainerOffer,
 )
 from ....schemas.tinker.sampling import AwaitSample, SampleRequest, SamplerName, SampleTaken
-from ....schemas.tinker.sessions import AboutSessions, ModelCurves, SessionsShown
 from ....schemas.wire import errors
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import JobScope, rpc, tinker_inbox

@@ -24,10 +24,11 @@ from ....schemas.job import (
     JobRecord,
     JobState,
     Role,
+    SamplerTokens,
     SecretName,
+    TrainerUsage,
 )
 from ....schemas.node import ActorStatus, WantedActor
-from ....schemas.tinker.usage import SamplerTokens, TrainerUsage
 from ....schemas.user import Quota
 from ....schemas.wire.errors import ConfigError, QuotaError
 

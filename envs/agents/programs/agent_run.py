@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 from ....schemas.config.agent import AgentConfig
@@ -39,9 +40,8 @@ from .environment import (
 )
 from .folders import ProgramFolder
 from .launcher import ModelEndpoint, ProgramLauncher, Running
-from .sandbox import PORT, Reach, TaskEnvironment, TaskView, grader_mounts
+from .sandbox import PORT, TESTS, Reach, TaskEnvironment, TaskView, grader_mounts
 from .task_environments import TaskEnvironments
-from .task_tests import TEST_COMMAND, parse_task_reward, read_reward, write_tests
 
 # Parsing of rewards: a number, or an object with `reward`.
 
@@ -479,3 +479,85 @@ def _ended(how: How, exit_code: int) -> str:
 
 def _name(path: str) -> str:
     return path.rpartition("/")[2]
+
+
+# -- the tests of a Harbor task --------------------------------------------------------------------
+#
+# They are copied in after the task's program, and read for their reward. They run when no process
+# of the program is left, in what it has left of the task's files. What is theirs is new: `/tests`,
+# `/logs`, their home and their environment. A reward that the program has written lies in an
+# earlier `/logs`, which they do not see.
+
+TEST_COMMAND = ("bash", f"{TESTS}/test.sh")
+REWARD_JSON, REWARD_TEXT = "reward.json", "reward.txt"
+_MAX_METRICS = 64
+_TESTS_FORM = (
+    "tests/test.sh writes a number into /logs/verifier/reward.txt, or a map with `reward` into "
+    "/logs/verifier/reward.json, also where the program has done nothing"
+)
+
+
+def write_tests(folder: ProgramFolder, task: HarborTask, most_bytes: int) -> None:
+    """Put the tests of a task beside what its program has left; blocks."""
+    folder.add("tests", task.folder / "tests", most_bytes)
+    (folder["tests"] / "test.sh").chmod(0o755)
+    for part in ("logs", "verifier", "test_home"):
+        folder.add(part)
+    for name in ("agent", "artifacts", "verifier"):
+        (folder["logs"] / name).mkdir()
+    folder.give_away("tests", "logs", "verifier", "test_home")
+
+
+def read_reward(folder: ProgramFolder) -> tuple[str, bytes] | None:
+    """Return which file holds the reward, and what it holds; blocks. None: there is none."""
+    for name in (REWARD_JSON, REWARD_TEXT):
+        written = folder.read("verifier", name, _REWARD_BYTES)
+        if written is not None:
+            return name, written
+    return None
+
+
+def parse_task_reward(
+    written: tuple[str, bytes] | None, task: str, printed: str
+) -> tuple[float, dict[str, float]]:
+    """Return the reward, and the other numbers of a map; RewardError for what is no reward."""
+    if written is None:
+        raise RewardError(
+            f"the tests of task {task} wrote no reward",
+            hint=f"{_TESTS_FORM}; they printed: {printed or 'nothing'}",
+        )
+    name, content = written
+    text = content.decode("utf-8", "replace").strip()
+    try:
+        value: Any = float(text) if name == REWARD_TEXT else json.loads(text)
+    except (ValueError, RecursionError):
+        raise _tests_refusal(task, name, text, "neither a number nor a map of numbers") from None
+    if not isinstance(value, dict):
+        return _tests_number(value, task, name, text), {}
+    fields = cast("dict[str, Any]", value)
+    if "reward" not in fields:
+        raise _tests_refusal(task, name, text, "no `reward`")
+    if len(fields) > _MAX_METRICS:
+        raise _tests_refusal(task, name, text, f"more than {_MAX_METRICS} numbers")
+    numbers = {key: _tests_number(one, task, name, text) for key, one in fields.items()}
+    return numbers.pop("reward"), {key: one for key, one in numbers.items() if key.isprintable()}
+
+
+def _tests_number(value: Any, task: str, name: str, text: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _tests_refusal(task, name, text, f"{value!r}"[:_SHOWN_REWARD_CHARS])
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise _tests_refusal(task, name, text, "a number that is not finite")
+    return number
+
+
+def _tests_refusal(task: str, name: str, text: str, what: str) -> RewardError:
+    return RewardError(
+        f"the tests of task {task} wrote {what} into {Path('/logs/verifier') / name}: "
+        f"{text[:_SHOWN_REWARD_CHARS]!r}",
+        hint=_TESTS_FORM,
+    )

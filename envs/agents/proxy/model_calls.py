@@ -27,9 +27,8 @@ from ...model_apis.messages import MESSAGES
 from ...model_apis.request import ModelRequest, RequestError, call_request
 from ...model_apis.responses import RESPONSES, input_items
 from ..episode import EpisodeOver
-from .calls import CallAsker, GatheredAnswer, GatheredChoice, RunningCall
+from .calls import CallAsker, GatheredAnswer, GatheredChoice, KeptAnswer, OpenEpisode, RunningCall
 from .exchange import BodyRoom, ClientGone, HttpExchange, dumped, worded
-from .open_episodes import KeptAnswer, OpenEpisode
 
 T = TypeVar("T")
 

@@ -21,10 +21,18 @@ from ....schemas.wire.message import Empty
 from ....schemas.wire.subjects import JobScope
 from ...http_server import Connections, Deadlines, HttpServer
 from ..episode import EpisodeOver, ProgramEpisode
-from .calls import CallAsker, ProgramCalls, ProxyTimes
+from .calls import (
+    KEPT_BYTES,
+    CallAsker,
+    EpisodeSubjects,
+    OpenEpisode,
+    OpenEpisodes,
+    ProgramCalls,
+    ProxyTimes,
+    bare_key,
+)
 from .exchange import KeyRefused
 from .model_calls import ModelCalls
-from .open_episodes import KEPT_BYTES, EpisodeSubjects, OpenEpisode, OpenEpisodes, bare_key
 from .routes import ProxyRoutes, Seen, is_posted
 
 MODEL = "policy"

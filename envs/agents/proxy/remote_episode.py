@@ -20,10 +20,9 @@ from ....schemas.wire import errors
 from ....schemas.wire.codec import read_json
 from ...http_server import Receive, Scope, Send
 from ..episode import EpisodeOver, ProgramEpisode
-from .calls import CallAsker, ProgramCalls, ProxyTimes
+from .calls import CallAsker, EpisodeSubjects, OpenEpisode, OpenEpisodes, ProgramCalls, ProxyTimes
 from .exchange import BodyRoom, HttpExchange, KeyRefused, NobodyPlays
 from .model_calls import ModelCalls
-from .open_episodes import EpisodeSubjects, OpenEpisode, OpenEpisodes
 from .routes import MAX_POST_BYTES, ProxyRoutes, path_of
 
 KEPT_BYTES = 256 << 10

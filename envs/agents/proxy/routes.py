@@ -18,9 +18,9 @@ from ...model_apis.messages import MESSAGES
 from ...model_apis.request import Fields, RequestError
 from ...model_apis.responses import RESPONSES
 from ..episode import EpisodeLimit, EpisodeOver, ProgramEpisode
+from .calls import OpenEpisode, OpenEpisodes
 from .exchange import ClientGone, HttpExchange, NoSuchEndpoint, dumped
 from .model_calls import ModelCalls
-from .open_episodes import OpenEpisode, OpenEpisodes
 
 # Posts of a program about its own episode: rewards, its end, notes about calls. Other trainers'
 # forms are accepted, so that programs written for them need no change.

@@ -12,8 +12,7 @@ from tinkermq.actors.learner.evaluations import Evaluations
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import create_job_streams, stream_info
-from tinkermq.broker.tasks import Lease, TaskQueue
-from tinkermq.broker.validation import ValidationLog
+from tinkermq.broker.tasks import Lease, TaskQueue, ValidationLog
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.env import DescribeReply

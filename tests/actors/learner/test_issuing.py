@@ -9,10 +9,9 @@ import pytest
 from tinkermq.actors.learner.data_order import DataOrder
 from tinkermq.actors.learner.tasks import Ledger, TaskIssuer
 from tinkermq.actors.training.state import LearnerState
-from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.direct_get import get_all
-from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.rollouts import BatchLog, RolloutLog
 from tinkermq.broker.tasks import TaskQueue
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.control import PublishTasksRequest, ReserveRequest, TaskSpec

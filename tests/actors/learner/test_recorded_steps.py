@@ -10,9 +10,8 @@ from tinkermq.actors.learner.recorded_steps import RecordedSteps
 from tinkermq.actors.learner.reporter import Reporter
 from tinkermq.actors.learner.tasks import Ledger
 from tinkermq.actors.training.state import LearnerState
-from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.client.connection import Broker, connect
-from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.rollouts import BatchLog, RolloutLog
 from tinkermq.broker.tasks import TaskQueue
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.task import Task

@@ -27,8 +27,8 @@ from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.config.job import JobConfig, LimitsConfig
 from tinkermq.schemas.rollout import Group, Segment, Trajectory, check_group
 from tinkermq.schemas.task import Blame, Task
+from tinkermq.schemas.wire.codec import INFO_CUT, most_bytes
 from tinkermq.schemas.wire.errors import DataError, MessageError
-from tinkermq.schemas.wire.fitting import CUT, most_bytes
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.policy.test_chat import CHATML, chat_of
@@ -69,7 +69,7 @@ async def test_eight_episodes_with_two_megabytes_of_info_are_trained_with_less_o
         assert await log.append(group)
     for item in (await stored(context)).trajectories:
         assert item.info["score"] == 0.5
-        assert item.info[CUT]["bytes"] > 2 * MB
+        assert item.info[INFO_CUT]["bytes"] > 2 * MB
         assert "[cut: it had 2,000,000 characters" in item.info["log"]
     (event,) = await read_events(context.broker, context.scope)  # not one for each group
     assert event.kind == "group_cut"
@@ -128,7 +128,7 @@ async def test_a_task_that_leaves_no_room_for_its_failure_is_told_without_its_ar
     failure = GroupFailed(Group(task=task, error=blame, source="test"), blame, 1)
     assert await append_given_up(context, log, failure)
     (letter,) = await read_dead(context.broker, context.scope)
-    assert letter.task.reset_kwargs[CUT]["bytes"] > 8 * MB
+    assert letter.task.reset_kwargs[INFO_CUT]["bytes"] > 8 * MB
     assert (await stored(context, 4)).error == blame
 
 
@@ -175,7 +175,7 @@ async def test_a_hosts_answer_holds_a_large_info_cut(kind: str, broker: Broker) 
     reply = answer.reply()
     assert reply.observations == ["ok"]
     assert reply.infos[0]["score"] == 1.0
-    assert reply.infos[0][CUT]["bytes"] > 8 * MB
+    assert reply.infos[0][INFO_CUT]["bytes"] > 8 * MB
     assert len(reply.to_bytes()) < broker.max_payload_bytes
 
 

@@ -24,8 +24,7 @@ from tinkermq.actors.rollout.validation import (
 )
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.streams import create_job_streams
-from tinkermq.broker.tasks import TaskQueue
-from tinkermq.broker.validation import ValidationLog, publish_tasks
+from tinkermq.broker.tasks import TaskQueue, ValidationLog, publish_validation_tasks
 from tinkermq.broker.weights.payloads import TensorBytes
 from tinkermq.broker.weights.store import WeightStore
 from tinkermq.envs.agents.episode import NoCalls
@@ -230,10 +229,10 @@ async def test_each_task_is_played_by_exactly_the_version_that_it_names(
     broker: Broker, scope: JobScope, tiny: Path
 ) -> None:
     async with validating(broker, scope, tiny, versions=3) as validation:
-        await publish_tasks(validation.queue, tasks_of(2, 3))
+        await publish_validation_tasks(validation.queue, tasks_of(2, 3))
         newest = await validation.results(2, 3)
-        await publish_tasks(validation.queue, tasks_of(0, 2))  # the engines go back
-        await publish_tasks(validation.queue, tasks_of(1, 2))
+        await publish_validation_tasks(validation.queue, tasks_of(0, 2))  # the engines go back
+        await publish_validation_tasks(validation.queue, tasks_of(1, 2))
         for version in (0, 1):
             results = await validation.results(version, 2)
             assert all(len(one.episodes) == 2 for one in results)
@@ -248,10 +247,10 @@ async def test_a_version_that_is_gone_is_refused_with_its_reason(
 ) -> None:
     async with validating(broker, scope, tiny, versions=2) as validation:
         await validation.store.keep({1})
-        await publish_tasks(validation.queue, tasks_of(0, 2))
+        await publish_validation_tasks(validation.queue, tasks_of(0, 2))
         blames = [one.blame for one in await validation.results(0, 2)]
         assert all(blame and "version 0 were removed" in blame.message for blame in blames)
-        await publish_tasks(validation.queue, tasks_of(1, 1))
+        await publish_validation_tasks(validation.queue, tasks_of(1, 1))
         [played] = await validation.results(1, 1)
         assert played.blame is None
 
@@ -260,7 +259,7 @@ async def test_episodes_that_last_beyond_the_deadline_count_as_failed(
     broker: Broker, scope: JobScope, tiny: Path
 ) -> None:
     async with validating(broker, scope, tiny, versions=1, deadline_s=1e-6) as validation:
-        await publish_tasks(validation.queue, tasks_of(0, 2))
+        await publish_validation_tasks(validation.queue, tasks_of(0, 2))
         results = await validation.results(0, 2)
         assert [one.episodes for one in results] == [[None, None], [None, None]]
 

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from tinkermq.actors.scheduler.jobs.removal import kept_streams
 from tinkermq.actors.storage.stores import UrlStore
-from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import publish_metric, read_events
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import delete_stream, stream_info
-from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.rollouts import BatchLog, RolloutLog
 from tinkermq.broker.snapshots import restore_streams, save_streams
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.job import JobRecord, JobRequest, RequestRecord, SealedSecrets

@@ -22,7 +22,7 @@ from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.operations import OperationLog
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.config.sections import ADAPTER_FILES
-from tinkermq.schemas.job import JobRecord
+from tinkermq.schemas.job import JobRecord, TenantShare, TenantShares, TrainerUsage
 from tinkermq.schemas.tinker.checkpoints import (
     ChangeCheckpoint,
     SessionState,
@@ -32,7 +32,6 @@ from tinkermq.schemas.tinker.checkpoints import (
 from tinkermq.schemas.tinker.names import CheckpointName, ModelName, OperationName
 from tinkermq.schemas.tinker.operation import MAX_BODY_BYTES, ModelOperation, OperationTaken
 from tinkermq.schemas.tinker.sampling import SamplerName
-from tinkermq.schemas.tinker.usage import TenantShare, TenantShares, TrainerUsage
 from tinkermq.schemas.wire.errors import (
     BusyError,
     ExhaustedError,

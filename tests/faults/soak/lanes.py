@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgpack
 import nats
-from tinkermq.clients.address import JobAddress
+from tinkermq.clients.base import JobAddress
 from tinkermq.schemas.job import JobReply, SubmitRequest
 from tinkermq.schemas.wire.errors import BrokerError, DeadlineError
 

@@ -18,8 +18,7 @@ from tinkermq.actors.rollout.call_tree import (
 )
 from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.envs.agents import call_selection
-from tinkermq.envs.agents.call_lines import call_lines
-from tinkermq.envs.agents.call_selection import Readers, main_root, why_untrained
+from tinkermq.envs.agents.call_selection import Readers, call_lines, main_root, why_untrained
 from tinkermq.envs.model_apis.canonical import CanonicalMessage
 from tinkermq.schemas.agent import CallPlaces
 

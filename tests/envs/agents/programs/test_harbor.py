@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from tinkermq.envs import StepResult
+from tinkermq.envs.agents.programs.agent_run import parse_task_reward
 from tinkermq.envs.agents.programs.sandbox import WORK
-from tinkermq.envs.agents.programs.task_tests import parse_task_reward
 from tinkermq.envs.dataset import Record
 from tinkermq.envs.task_folders import TaskFolders, TaskRefused
 from tinkermq.schemas.config.agent import TaskSource

@@ -20,9 +20,8 @@ from tinkermq.envs.agents.programs.launcher import TAIL_BYTES, OutputReader, Pri
 from tinkermq.envs.agents.programs.runner import NoFreeSlot
 from tinkermq.envs.dataset import Record
 from tinkermq.envs.host import EnvironmentHost, HostGone
-from tinkermq.schemas.config.agent import AgentConfig
+from tinkermq.schemas.config.agent import AgentConfig, McpServer
 from tinkermq.schemas.config.job import EnvConfig
-from tinkermq.schemas.config.mcp import McpServer
 from tinkermq.schemas.wire.errors import (
     ConfigError,
     GameError,
