@@ -40,9 +40,11 @@ trap : TERM
 {{ trap - TERM; : > $notes/up; exec {node}; }} >&2 < /dev/null &
 node=$! stopped=
 while kill -0 $node 2> /dev/null && ! grep -qs "^State:.*zombie" /proc/$node/status; do
-  if [ -e $notes/up ] && [ -z "$stopped" ] && {{ [ -e $notes/stop ] || ! kill -0 $outer 2> /dev/null; }}; then
-    stopped=yes
-    kill -TERM $node
+  if [ -e $notes/stop ] || ! kill -0 $outer 2> /dev/null; then
+    if [ -e $notes/up ] && [ -z "$stopped" ]; then
+      stopped=yes
+      kill -TERM $node
+    fi
   fi
   sleep 1 & wait $!
 done
