@@ -30,14 +30,13 @@ from ...schemas.wire.trace import GENERATOR_KINDS
 from ..engine.engine import Engine, bytes_of_engines, report_engine
 from ..engine.weight_updates import WeightFollower, fetch_version
 from ..policy.chat import make_chat
-from ..policy.policies import MAIN, check_weights
+from ..policy.policies import MAIN, check_weights, opponent_versions
 from ..rollout.agent_loop import EpisodeSampling
 from ..rollout.call_log import TaskCalls
 from ..rollout.groups import FittingLog, GroupFailed, GroupRunner, append_given_up
 from ..rollout.players import Players
 from ..rollout.program_loop import ProgramLoop
 from ..rollout.recording import TaskRecorder, TaskSegments
-from ..rollout.self_play import pool
 from ..rollout.teachers import AskedTeachers, TeacherContext
 from ..rollout.validation import TaskEpisodes, Validator
 from ..runtime import JobContext, settle_memory
@@ -79,7 +78,7 @@ class OpponentPoolFollower:
 
     async def _draw(self, version: int) -> None:
         """Load one of the versions that are still there; stay with the old one if none is."""
-        candidates = pool(self._config, version)
+        candidates = opponent_versions(self._config, version)
         self._rng.shuffle(candidates)
         for chosen in candidates:
             if chosen == self._version or await self._load(chosen):

@@ -27,7 +27,7 @@ from ...schemas.config.rules import why_no_rows
 from ...schemas.rollout import Group
 from ...schemas.task import BatchRecord, Dropped
 from ...schemas.wire.errors import BrokerError, DeadlineError
-from ..rollout.self_play import pool
+from ..policy.policies import opponent_versions
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
 from ..training.checkpoint import CheckpointStore
 from ..training.checkpoint_copy import CheckpointCopy
@@ -438,7 +438,7 @@ class Learner:
         step = self.state.step
         wanted = step == 0 or self._saver.is_due or self.evaluations.is_due(step, self.total_steps)
         if wanted or not self.config.sft.data:
-            kept = {*pool(self.config.self_play, step), *([step] if wanted else [])}
+            kept = {*opponent_versions(self.config.self_play, step), *([step] if wanted else [])}
             await self.publisher.publish(
                 step, self._read_weights, keep=lambda: self.evaluations.open_versions | kept
             )

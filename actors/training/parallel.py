@@ -40,8 +40,8 @@ from ...broker.weights.payloads import TensorBytes
 from ...broker.weights.shared_memory import UnfinishedFile
 from ...schemas.config.sections import LearnerConfig, resolve_dtype
 from ...schemas.wire.errors import ConfigError
+from ..policy.devices import TRAINED_WEIGHTS, use_onednn
 from ..policy.lora import policy_tensors
-from ..policy.onednn import TRAINED_WEIGHTS, use_onednn
 from ..policy.policies import prefix_of
 from ..weights.broadcast_group import (
     Store,

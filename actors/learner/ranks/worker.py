@@ -19,9 +19,8 @@ import torch
 
 from ....schemas.config.job import JobConfig
 from ....schemas.wire.errors import OutOfMemoryError, StorageError, TinkermqError
-from ...logging import configure_logging
 from ...policy.devices import own_device
-from ...runtime import EXIT_CRASHED, EXIT_DONE, EXIT_OUT_OF_MEMORY
+from ...runtime import EXIT_CRASHED, EXIT_DONE, EXIT_OUT_OF_MEMORY, configure_logging
 from ...training.numerics import settle_numerics
 from ...training.parallel import Meeting, Parallel, whole_tensors
 from ...training.policies import Policies, load_models
