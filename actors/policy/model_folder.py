@@ -14,7 +14,7 @@ from ...schemas.config.sections import LoraConfig
 from ...schemas.model_catalogue import find_model
 from ...schemas.wire.errors import ModelError, TinkermqError
 from ..storage.adapters import base_of, is_adapter
-from ..storage.digests import check_digests
+from ..storage.files import check_digests
 from .lora import add_adapter, beside, merge, untie
 
 if TYPE_CHECKING:

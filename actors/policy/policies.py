@@ -13,7 +13,7 @@ from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import LoraConfig, SelfPlayConfig
 from ...schemas.job import JobRecord
 from ..storage.adapters import is_adapter
-from ..storage.digests import check_digests
+from ..storage.files import check_digests
 from .lora import config_of
 
 MAIN = ""
