@@ -35,8 +35,7 @@ from ...schemas.wire.errors import TinkermqError
 from ..check_game import END, PREFIX, VARIABLE, cut
 from ..policy.model_folder import check_model_alike, check_model_is_here
 from .children import ActorStarter
-from .output import ErrorMemory, read_lines
-from .process import PIPE_DEADLINE_S, kill_group
+from .process import PIPE_DEADLINE_S, ErrorMemory, kill_group, read_lines
 from .sandbox import ENVIRONMENT
 
 ANSWER_S = 10.0

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
-from tinkermq.actors.generator.gpu_turns import LearnerTurns, with_share
+from tinkermq.actors.generator.generator import LearnerTurns, with_share
 from tinkermq.actors.learner import gpu_turns
 from tinkermq.actors.learner.gpu_turns import GpuTurns, gpu_use_of, models_of
 from tinkermq.broker.client.connection import Broker
