@@ -389,7 +389,7 @@ class Generator:
 
 
 # -- a GPU that is shared with the learner ---------------------------------------------------------
-# The engines sleep when the learner asks for the GPU, see `actors/learner/gpu_turns.py`. While the
+# The engines sleep when the learner asks for the GPU, see `actors/learner/memory.py`. While the
 # learner is away they stay as they are.
 
 _ANSWER_S = 10.0

@@ -34,21 +34,18 @@ from ..training.checkpoint_copy import CheckpointCopy
 from ..training.parallel import torch_thread
 from ..training.policies import Policies
 from ..training.state import LearnerState
-from ..training.torch_trace import TorchTracer
 from .batching import BatchDecision, form_batch, oldest_trained
-from .control import LearnerControl
+from .control import LearnerControl, TorchTracer
 from .curriculum import keeps_of
 from .data_order import TaskOrder
 from .drops import Drops
 from .evaluations import Evaluations
 from .failures import Failures, Untrainable
-from .gpu_turns import GpuTurns, gpu_use_of
 from .intake import CheckedEntry, Intake, batch_digest
-from .memory import PassTokens
+from .memory import GpuTurns, PassTokens, gpu_use_of
 from .recorded_steps import RecordedSteps
-from .reporter import Reporter
+from .reporter import Reporter, learner_time_use
 from .saving import Publisher, Saver
-from .step_trace import learner_time_use
 from .tasks import Ledger, TaskIssuer
 
 T = TypeVar("T")

@@ -30,8 +30,7 @@ from ..policy.policies import learning_roles
 from ..runtime import JobContext
 from .agent_loop import AgentLoop, EpisodeFailed, EpisodePlan, NoTurn, blaming, until_played
 from .players import Players
-from .recording import EpisodeRecorder, TaskRecorder
-from .transcript import Transcript
+from .recording import EpisodeRecorder, TaskRecorder, Transcript
 
 # -- games with several roles ----------------------------------------------------------------------
 

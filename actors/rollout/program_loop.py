@@ -41,8 +41,7 @@ from .call_tree import (
     TreeRows,
     rows_of,
 )
-from .recording import EpisodeRecorder
-from .transcript import Transcript
+from .recording import EpisodeRecorder, Transcript
 
 # -- ended episodes --------------------------------------------------------------------------------
 

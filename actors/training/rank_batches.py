@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ...schemas.config.sections import LearnerConfig
-from ..policy.vision import ImageReader, SeenImages, probe_image
+from ..policy.vision import ImageReader, SeenImages, probe_image, unseen
 from .batch import TrainingBatch, select
 from .micro_batch import MicroBatch, TokenSequence, columns_of, share_sequences
 from .model import Scorer
-from .packed_images import unseen
 from .packing import pack
 from .parallel import Parallel
 from .varlen import flatten, with_runs
