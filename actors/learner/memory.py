@@ -4,7 +4,7 @@ How many tokens a pass has decides the last bits of a sum, so each step's number
 batch record: a step trained again, or replayed, has the same passes. The number in force is in
 checkpoints.
 
-Ranks that share a model cannot repeat a step in place (`training/out_of_memory.py`). Their learner
+Ranks that share a model cannot repeat a step in place (`training/rank_batches.py`). Their learner
 writes down the smaller passes, ends, and is started again: the step is recorded, and not trained.
 """
 
@@ -36,7 +36,7 @@ from ...schemas.task import BatchRecord
 from ...schemas.wire.errors import EngineError, OutOfMemoryError, StorageError, TinkermqError
 from ..policy.devices import own_card
 from ..runtime import JobContext
-from ..training.out_of_memory import smaller_pass
+from ..training.rank_batches import smaller_pass
 from ..training.state import LearnerState
 
 _FILE = "smaller_passes.json"

@@ -38,7 +38,7 @@ from ..policy.policies import policy_folder
 from .objective import EntropyBonus
 from .optimizer import optimizer_state, save_optimizer
 from .parallel import Parallel
-from .rank_commands import Order, Ranks
+from .ranks import Order, Ranks
 
 OPTIMIZER = "learner/optimizer"
 """A folder that several ranks wrote, or with `.pt` the file of one."""

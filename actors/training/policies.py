@@ -26,8 +26,7 @@ from .batch import assemble
 from .checkpoint_copy import SAVE, CheckpointCopy
 from .model import load_model
 from .parallel import Parallel, snapshot
-from .rank_commands import Order, Ranks
-from .shared_files import folder_here
+from .ranks import Order, Ranks, folder_here
 from .state import Numerics
 from .step import StepReport, Trainer
 
