@@ -40,14 +40,17 @@ from ..policy.devices import gpu_of
 from .broadcast_group import (
     FORM_S,
     MEET_S,
+    Group,
+    LocalMember,
+    Member,
     ProcessGroupFailed,
     Store,
+    meet_group,
     off_loop,
     open_store,
     own_address,
     server_of,
 )
-from .members import Group, LocalMember, Member, meet_group
 from .tensors import fingerprint
 
 # -- receiver --------------------------------------------------------------------------------------

@@ -494,7 +494,10 @@ async def start_vllm(
 
 
 class _Workers:
-    """Takes the places of a generator in a group of the learner's; see `weights.members.Member`."""
+    """Takes the places of a generator in a group of the learner's.
+
+    See `weights.broadcast_group.Member`.
+    """
 
     def __init__(self, model: VllmModel, gpus: list[str]) -> None:
         """`gpus` are the UUIDs of the workers' GPUs, empty for one on a CPU."""
