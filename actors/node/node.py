@@ -388,6 +388,8 @@ async def _ask(
         await asyncio.sleep(_PAUSE_S)
 
 
+# -- the node --------------------------------------------------------------------------------------
+
 RECORD_S = 2.0
 _STORES_S = 10.0
 _RECORD_PAUSE_S = 0.05
