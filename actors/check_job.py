@@ -15,11 +15,11 @@ from ..schemas.wire.errors import ModelError, TinkermqError
 from .policy.chat import make_chat, open_chat
 from .policy.model_folder import (
     check_model_folder,
+    check_saving,
     load_causal_lm,
     load_policy,
     stored_shapes,
 )
-from .policy.saving import check_saving
 from .storage.adapters import base_of, is_adapter
 
 ROWS_S = 60.0

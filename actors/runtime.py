@@ -9,17 +9,19 @@ mend), anything else is no end and the actor is started again if it is still wan
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import gc
 import hashlib
+import logging
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar, cast
 
 import structlog
 import uvloop
@@ -39,8 +41,6 @@ from ..schemas.job import JobRecord
 from ..schemas.metric import Event, Presence
 from ..schemas.wire.errors import NotFoundError, StateError, TinkermqError, root_cause
 from ..schemas.wire.subjects import BUCKET_JOBS, JobScope
-from .logging import configure_logging
-from .process_memory import read_process_memory
 from .storage.access import refuse_links_to_others
 from .storage.cache import bring_here
 
@@ -410,3 +410,116 @@ def _stop_on_signal(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     return stopping
+
+
+# -- what the memory of a process holds ------------------------------------------------------------
+# For `tinkermq profile --memory`. The kernel counts the pages; the actor adds which of its own
+# bytes they are. What is left is torch and the other libraries, activations, and memory that the
+# allocator keeps for what comes next.
+
+_STATUS = Path("/proc/self/status")
+_PAGES = Path("/proc/self/smaps_rollup")
+_FIELDS = {
+    "Rss": "resident",
+    "Private_Dirty": "private",
+    "Pss_Shmem": "shared_memory",
+    "Pss": "proportional",
+    "VmHWM": "peak",
+}
+
+
+def read_process_memory() -> dict[str, int]:
+    """Return bytes of this process as Linux counts them; nothing on other systems.
+
+    `resident` is all that is mapped and in memory, `private` what no other process has, and
+    `proportional` divides pages by the processes that have them; of this `shared_memory` are
+    those of files in memory. `peak` is the highest `resident` so far.
+    """
+    try:
+        pages, status = _PAGES.read_text(), _STATUS.read_text()
+    except OSError:
+        return {}
+    sizes = dict(_sizes(pages)) | dict(_sizes(status))
+    return {ours: sizes[name] for name, ours in _FIELDS.items() if name in sizes}
+
+
+def _sizes(text: str) -> Iterable[tuple[str, int]]:
+    for line in text.splitlines():
+        match line.split():
+            case [name, number, "kB"] if name.endswith(":"):
+                yield name[:-1], int(number) * 1024
+            case _:
+                continue
+
+
+def tensor_bytes(tensors: Iterable[Any]) -> int:
+    """Return the bytes of tensors in this machine's memory; storage that several share counts
+    once."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor is not None and tensor.device.type == "cpu":
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def return_free_memory() -> None:
+    """Give memory that is allocated no more back to the system, where the C library keeps it.
+
+    glibc keeps what lies between other allocations: the activations of a step, for the next one,
+    which finds them in other places. Elsewhere than with glibc this does nothing.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+# -- logs: JSON lines in services, coloured lines on a terminal ------------------------------------
+
+
+class _Patient:
+    """A stream whose file may be on a full disk: what cannot be written waits in its buffer."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        """Write, or keep for later."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        """Bring to the file what there is room for."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
+def configure_logging(**bound: Any) -> structlog.stdlib.BoundLogger:
+    """Configure structlog for this process and return a logger with `bound` on every line.
+
+    TINKERMQ_LOG_FORMAT=json writes one JSON object a line, TINKERMQ_LOG_LEVEL sets the least
+    level (default info). Logs go to standard error.
+    """
+    as_json = os.environ.get("TINKERMQ_LOG_FORMAT") == "json" or not sys.stderr.isatty()
+    level = logging.getLevelNamesMapping().get(
+        os.environ.get("TINKERMQ_LOG_LEVEL", "info").upper(), logging.INFO
+    )
+    renderer: Any = (
+        structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
+    )
+    processors: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    if as_json:
+        processors.append(structlog.processors.format_exc_info)
+    structlog.configure(
+        processors=[*processors, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Patient(sys.stderr))),
+        cache_logger_on_first_use=True,
+    )
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
+    structlog.contextvars.bind_contextvars(**bound)
+    return structlog.get_logger()

@@ -27,8 +27,7 @@ from rich.progress import Progress
 from ..schemas.wire.errors import TinkermqError
 from ..schemas.wire.images import images_of
 from .policy.chat import ChatTokenizer
-from .policy.model_folder import load_causal_lm, load_tokenizer
-from .policy.saving import save_model
+from .policy.model_folder import load_causal_lm, load_tokenizer, save_model
 from .policy.tiny_models import save_tiny_model, save_tiny_vision_model
 from .policy.vision import load_image_reader
 from .recipes import RECIPES, Recipe, find_recipe, is_made, mark_made, module_of

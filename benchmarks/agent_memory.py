@@ -27,7 +27,7 @@ from tinkermq.actors.policy.template_facts import TemplateFacts, facts_of
 from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.actors.rollout.agent_loop import EpisodeSampling
 from tinkermq.actors.rollout.call_answers import CallAnswers
-from tinkermq.actors.rollout.call_log import CallLog
+from tinkermq.actors.rollout.exact_calls import CallLog
 from tinkermq.broker.metering import TimeUse
 from tinkermq.envs.model_apis.request import history_of
 from tinkermq.schemas.agent import CallMessage, CallPart, CallRequest

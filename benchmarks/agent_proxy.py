@@ -45,7 +45,7 @@ from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.model_folder import load_tokenizer
 from tinkermq.actors.rollout.agent_loop import EpisodeSampling
 from tinkermq.actors.rollout.call_answers import CallAnswers
-from tinkermq.actors.rollout.call_log import CallLog
+from tinkermq.actors.rollout.exact_calls import CallLog
 from tinkermq.actors.rollout.program_loop import ProgramLoop
 from tinkermq.actors.runtime import settle_memory
 from tinkermq.broker.client.connection import connect

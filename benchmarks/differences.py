@@ -27,8 +27,7 @@ import torch
 import uvloop
 from tinkermq.actors.policy.tiny_models import make_model
 from tinkermq.actors.training.parallel import snapshot
-from tinkermq.actors.weights.broadcast_receiver import BroadcastReceiver
-from tinkermq.actors.weights.broadcast_sender import Sender
+from tinkermq.actors.weights.broadcast import BroadcastReceiver, Sender
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.streams import create_job_streams

@@ -24,8 +24,8 @@ import torch
 from tinkermq.actors.engine.engine import Engine, KvOnSwap, Sampling
 from tinkermq.actors.engine.transformers.decoder import FedTokens, load_decoder
 from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
+from tinkermq.actors.policy.devices import DECODED_WEIGHTS, can_use_onednn, multiply
 from tinkermq.actors.policy.model_folder import load_causal_lm
-from tinkermq.actors.policy.onednn import DECODED_WEIGHTS, can_use_onednn, multiply
 from tinkermq.actors.policy.tiny_models import make_model, make_tokenizer
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer

@@ -9,7 +9,7 @@ machines and messages (heartbeats, leases) is a few times faster than usual.
 import sys
 
 from tinkermq.actors.runtime import ActorContext, run_service_actor, service_parser
-from tinkermq.actors.scheduler.jobs.archive import RetentionLimits
+from tinkermq.actors.scheduler.jobs.view import RetentionLimits
 from tinkermq.actors.scheduler.lease import Timing
 from tinkermq.actors.scheduler.scheduler import run
 

@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tinkermq.actors.policy.devices import own_device
-from tinkermq.actors.policy.onednn import can_use_onednn, multiply
+from tinkermq.actors.policy.devices import can_use_onednn, multiply, own_device
 from tinkermq.actors.training.batch import assemble
 from tinkermq.actors.training.model import load_model
 from tinkermq.actors.training.parallel import Parallel

@@ -21,7 +21,7 @@ from tinkermq.actors.engine.engine import Sampling
 from tinkermq.actors.policy.experts import RouterRecorder
 from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.actors.rollout.players import start_engine
-from tinkermq.actors.rollout.transcript import Transcript
+from tinkermq.actors.rollout.recording import Transcript
 from tinkermq.actors.training.batch import assemble
 from tinkermq.actors.training.micro_batch import TokenSequence
 from tinkermq.actors.training.model import Scorer, load_model

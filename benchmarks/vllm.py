@@ -26,7 +26,7 @@ from tinkermq.actors.policy.model_folder import load_causal_lm
 from tinkermq.actors.policy.policies import MAIN
 from tinkermq.actors.rollout.players import start_engine
 from tinkermq.actors.training.parallel import snapshot
-from tinkermq.actors.weights.broadcast_sender import Sender
+from tinkermq.actors.weights.broadcast import Sender
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.streams import create_job_streams

@@ -44,8 +44,7 @@ from tinkermq.actors.engine.weight_updates import WeightFollower
 from tinkermq.actors.policy.model_folder import load_causal_lm
 from tinkermq.actors.policy.policies import MAIN
 from tinkermq.actors.training.parallel import snapshot
-from tinkermq.actors.weights.broadcast_receiver import BroadcastReceiver
-from tinkermq.actors.weights.broadcast_sender import Sender
+from tinkermq.actors.weights.broadcast import BroadcastReceiver, Sender
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.objects import digest_of

@@ -83,7 +83,7 @@ def test_the_table_of_stores_names_the_streams_that_are_made() -> None:
 
 
 def test_the_table_of_subjects_has_every_request_to_the_scheduler() -> None:
-    tree = ast.parse((ROOT / "actors" / "scheduler" / "requests.py").read_text())
+    tree = ast.parse((ROOT / "actors" / "scheduler" / "scheduler.py").read_text())
     served = {
         (node.elts[0].value, ast.unparse(node.elts[1]))
         for node in ast.walk(tree)

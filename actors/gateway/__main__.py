@@ -3,8 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from ..logging import configure_logging
-from ..runtime import EXIT_FAILED, run_process, service_parser
+from ..runtime import EXIT_FAILED, configure_logging, run_process, service_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from ..runtime import JobContext, run_job_actor
 async def _main(context: JobContext) -> None:
     if context.record.kind == "sft":
         from ..rollout.demonstrations import run_demonstrations
-        from .gpu_turns import LearnerTurns, with_share
+        from .generator import LearnerTurns, with_share
 
         if context.record.is_colocated:  # they overlap: there is one turn
             turn = await context.unless_stopping(LearnerTurns(context).begin(), None)

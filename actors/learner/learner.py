@@ -26,28 +26,25 @@ from ...schemas.config.rules import why_no_rows
 from ...schemas.rollout import Group
 from ...schemas.task import BatchRecord, Dropped
 from ...schemas.wire.errors import BrokerError, DeadlineError
-from ..rollout.self_play import pool
+from ..policy.policies import opponent_versions
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
 from ..training.checkpoint import CheckpointStore
 from ..training.checkpoint_copy import CheckpointCopy
 from ..training.parallel import torch_thread
 from ..training.policies import Policies
 from ..training.state import LearnerState
-from ..training.torch_trace import TorchTracer
 from .batching import BatchDecision, form_batch, oldest_trained
-from .control import LearnerControl
+from .control import LearnerControl, TorchTracer
 from .curriculum import keeps_of
 from .data_order import TaskOrder
 from .drops import Drops
 from .evaluations import Evaluations
 from .failures import Failures, Untrainable
-from .gpu_turns import GpuTurns, gpu_use_of
 from .intake import CheckedEntry, Intake, batch_digest
-from .memory import PassTokens
+from .memory import GpuTurns, PassTokens, gpu_use_of
 from .recorded_steps import RecordedSteps
-from .reporter import Reporter
+from .reporter import Reporter, learner_time_use
 from .saving import Publisher, Saver
-from .step_trace import learner_time_use
 from .tasks import Ledger, TaskIssuer
 
 T = TypeVar("T")
@@ -437,7 +434,7 @@ class Learner:
         step = self.state.step
         wanted = step == 0 or self._saver.is_due or self.evaluations.is_due(step, self.total_steps)
         if wanted or not self.config.sft.data:
-            kept = {*pool(self.config.self_play, step), *([step] if wanted else [])}
+            kept = {*opponent_versions(self.config.self_play, step), *([step] if wanted else [])}
             await self.publisher.publish(
                 step, self._read_weights, keep=lambda: self.evaluations.open_versions | kept
             )

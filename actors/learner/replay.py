@@ -44,7 +44,7 @@ from ..training.numerics import settle_numerics
 from ..training.parallel import check_num_threads, torch_thread
 from ..training.policies import Policies, load_models
 from ..training.state import Numerics
-from .ranks.child_ranks import ChildRanks
+from .ranks.processes import ChildRanks
 from .start import starting_point
 
 T = TypeVar("T")

@@ -31,14 +31,14 @@ from ..training.custom import custom_function
 from ..training.numerics import settle_numerics
 from ..training.parallel import once_in_torch
 from ..training.policies import Policies, load_models, vocab_size
-from ..training.rank_commands import Ranks
+from ..training.ranks import Ranks
 from ..training.state import LearnerState
 from .curriculum import Curriculum, CurriculumConfig, CustomCurriculum
 from .data_order import DataOrder, TaskOrder, total_steps
 from .failures import deserted
 from .learner import Learner
 from .memory import PassTokens, smaller_passes_after, with_chosen_settings
-from .ranks.placed_ranks import PlacedRanks
+from .ranks.processes import PlacedRanks
 from .reporter import Reporter, last_reported_step
 from .saving import open_mirror
 

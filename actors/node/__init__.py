@@ -1,5 +1,5 @@
 """The node: announces its slots, starts and watches the actors of jobs, captures their logs.
 
-`process` keeps one actor alive, `output` takes what it writes, `command` says how it is started,
-`backoff` when again; `node` answers the scheduler.
+`node` answers the scheduler; `process` keeps one actor alive and takes what it writes, `children`
+and `sandbox` say how it is started, `fork_server` forks it.
 """

@@ -11,7 +11,7 @@ the one it was trained on.
 
 The end of a turn is what the template writes there. Where it writes none (GLM's), the mark of the
 next role ends the turn, and the tokenizer's end of text the last one. The special tokens of a
-prompt are those that the template writes (`special_text`). A template that asks for the time is
+prompt are those that the template writes (`token_text`). A template that asks for the time is
 told one and the same at every rendering; `at` returns the same templating at another time.
 """
 
@@ -42,8 +42,7 @@ from .model_folder import (
     sees_images,
     vocabulary_digest,
 )
-from .special_text import SpecialText, special_tokens
-from .token_text import TokenBytes
+from .token_text import SpecialText, TokenBytes, special_tokens
 from .vision import check_seen, with_room
 
 if TYPE_CHECKING:

@@ -5,13 +5,15 @@ version: a tensor of a role's policy is named `role/tensor`. A job starts from t
 configuration, or from a checkpoint that holds all of them.
 """
 
+import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from ...schemas.config.job import JobConfig
-from ...schemas.config.sections import LoraConfig
+from ...schemas.config.sections import LoraConfig, SelfPlayConfig
 from ...schemas.job import JobRecord
 from ..storage.adapters import is_adapter
-from ..storage.digests import check_digests
+from ..storage.files import check_digests
 from .lora import config_of
 
 MAIN = ""
@@ -60,3 +62,28 @@ def config_of_folder(config: JobConfig, folder: str) -> JobConfig:
     """Return the configuration with a folder as its model; an adapter is put beside its base."""
     lora = config_of(folder) if is_adapter(folder) else LoraConfig()
     return config.with_model(folder).model_copy(update={"lora": lora})
+
+
+# -- opponents in self-play (pure) -----------------------------------------------------------------
+# The learner keeps the versions of the pool published; the generators draw from them. Both know the
+# pool from the policy's version alone, without messages.
+
+
+def opponent_versions(config: SelfPlayConfig, version: int) -> list[int]:
+    """Return the earlier versions that are opponents at `version`, ascending; none without a share.
+
+    Before the first step the initial version is its own opponent.
+    """
+    if config.past_share == 0:
+        return []
+    newest = max(version - 1, 0) // config.pool_every
+    first = max(0, newest - config.pool_size + 1)
+    return [number * config.pool_every for number in range(first, newest + 1)]
+
+
+def learning_roles(config: SelfPlayConfig, roles: Sequence[str], seed: int) -> list[str]:
+    """Return the roles that learn in the task of a seed: all, or one against an earlier version."""
+    rng = random.Random(f"seats {seed}")  # noqa: S311 - who sits where, not a secret
+    if rng.random() < config.past_share:
+        return [rng.choice(roles)]
+    return list(roles)

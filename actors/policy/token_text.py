@@ -1,4 +1,4 @@
-"""The bytes that tokens stand for, and the text of tokens that arrive one by one.
+"""The bytes that tokens stand for, the text of tokens that arrive one by one, and special text.
 
 A tokenizer writes bytes in one of two ways: each as a character of an alphabet of 256 (GPT-2's,
 byte-level BPE), or as a piece of its own, `<0xE2>`, beside pieces of text (SentencePiece's byte
@@ -10,13 +10,17 @@ is released as soon as neither can change it any more.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from threading import Lock
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from ...schemas.wire.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -183,3 +187,246 @@ class TextStream:
             ),
             default=0,
         )
+
+
+# -- text of messages that looks like special tokens -----------------------------------------------
+# A rendered conversation is one text, in which `<|im_end|>` of a user looks like the template's
+# own. So it is hidden before the template sees it, behind a code that nobody can guess, and comes
+# back as what it is: text. A rendering that holds codes is tokenised by a copy of the tokenizer in
+# which the marks have other names, which the template's own are given. One pass makes all tokens,
+# so that they are those of the ordinary rendering but for what was hidden. Without such text
+# nothing is done.
+
+_FIRST_PRIVATE = 0xF0000
+"""Of the characters for private use, of which the codes are made."""
+_NEAR_CHARS = 4096
+"""Where the last mark of a text is looked for first."""
+_Rename: TypeAlias = Callable[["re.Match[str]"], str]
+
+
+class SpecialText:
+    """The special tokens of a tokenizer, as texts that messages may hold."""
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        frame: Collection[str] = (),
+        controls: Collection[str] = (),
+    ) -> None:
+        """Guard the tokens that `tokenizer` calls special, and those of the template's `frame`.
+
+        Of an assistant's own words only `controls` are guarded: what else it says is its mark.
+        """
+        self._tokenizer = tokenizer
+        names = special_tokens(tokenizer)
+        names |= {name: _id_of(tokenizer, name) for name in frame if name not in names}
+        self._ids = names
+        nonce = "".join(chr(_FIRST_PRIVATE + secrets.randbelow(0xFF00)) for _ in range(4))
+        self._begin = nonce + chr(_FIRST_PRIVATE + 0xFF01)
+        places = {name: chr(_FIRST_PRIVATE + place) for place, name in enumerate(names)}
+        self._nothing = self._begin + chr(_FIRST_PRIVATE + 0xFF02)
+        self._codes = {name: self._begin + place for name, place in places.items()}
+        self._names = {code: name for name, code in self._codes.items()}
+        self._new_names = {name: nonce + place for name, place in places.items()}
+        self._coded = re.compile(f"{self._begin}(.)", re.DOTALL)
+        self._all = _Guarded(names)
+        self._controls = _Guarded([name for name in names if name in controls])
+        self._renamed: tuple[Any, dict[int, int]] | None = None
+        self._renaming = Lock()
+
+    def hide(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages in which no text looks like a mark of the template.
+
+        Raises DataError for one that is too deep.
+        """
+        with _at_depth("a message"):
+            return [self._message(message) for message in messages]
+
+    def hide_tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return descriptions of tools in which no text looks like a mark; raises DataError."""
+        with _at_depth("the description of a tool"):
+            return [self._hidden(dict(tool), self._all) for tool in tools]
+
+    def plain(self, text: str) -> str:
+        """Return a text with what was hidden in it."""
+        if self._begin not in text:
+            return text
+        return self._coded.sub(lambda match: self._names.get(match[0], ""), text)
+
+    def find(self, text: str) -> list[str]:
+        """Return the marks that a rendered text holds, in their order, without what was hidden."""
+        return self._all.find(text)
+
+    def last(self, text: str) -> int:
+        """Return where the last mark of a rendered text begins, or 0."""
+        return self._all.last(text)
+
+    def starts(self, text: str) -> bool:
+        """Whether a rendered text begins with a mark."""
+        return self._all.starts(text)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a rendered text; what was hidden is text there.
+
+        Raises ModelError for a tokenizer that makes a special token of it all the same.
+        """
+        plain = self.plain(text)
+        if plain is text or self.find(plain) == self.find(text):
+            return self._tokenizer.encode(plain, add_special_tokens=False)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+        ids = self._as_text(text)
+        unknown = cast("int | None", self._tokenizer.unk_token_id)  # which any text may be
+        known = {token for token in self._ids.values() if token != unknown}
+        wanted = [token for token in map(self._ids.__getitem__, self.find(text)) if token in known]
+        if [token for token in ids if token in known] != wanted:
+            coded = {match[0] for match in self._coded.finditer(text)}
+            held = sorted(self._names[code] for code in coded if code in self._names)[:3]
+            raise ModelError(
+                f"the tokenizer makes special tokens of {', '.join(held)} in the text of a message",
+                hint="leave them out of the messages, or use a tokenizer with a tokenizer.json",
+            )
+        return ids
+
+    def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        if message.get("role") != "assistant":
+            return self._hidden(dict(message), self._all)
+        return {
+            key: self._hidden(value, self._all if key == "tool_calls" else self._controls)
+            for key, value in message.items()
+        }
+
+    def _hidden(self, value: Any, guarded: "_Guarded") -> Any:
+        if isinstance(value, str):
+            return guarded.hide(value, lambda match: self._codes[match[0]], self._nothing)
+        if isinstance(value, Mapping):
+            return {
+                self._hidden(key, guarded): self._hidden(item, guarded)
+                for key, item in cast("Mapping[Any, Any]", value).items()
+            }
+        if isinstance(value, list | tuple):
+            return [self._hidden(item, guarded) for item in cast("Sequence[Any]", value)]
+        return value
+
+    def _as_text(self, text: str) -> list[int]:
+        if not self._tokenizer.is_fast:
+            return self._piece_by_piece(text)
+        with self._renaming:
+            tokenizer, ids = self._renamed = self._renamed or self._rename()
+        renamed = self._all.sub(lambda match: self._new_names[match[0]], text)
+        made = cast(
+            "list[int]", tokenizer.encode(self.plain(renamed), add_special_tokens=False).ids
+        )
+        return [ids.get(token, token) for token in made]
+
+    def _rename(self) -> tuple[Any, dict[int, int]]:
+        """Return a copy of the tokenizer whose marks have other names, and the ids of those."""
+        from tokenizers import Tokenizer
+
+        backend = cast("Any", self._tokenizer).backend_tokenizer
+        state: dict[str, Any] = json.loads(backend.to_str())
+        for key in ("post_processor", "truncation", "padding"):
+            state[key] = None
+        added: list[dict[str, Any]] = state["added_tokens"]
+        old = [str(token["content"]) for token in added]
+        for token in added:
+            token["content"] = self._new_names.get(token["content"], token["content"])
+        _rename_in(state["model"], self._new_names)
+        copy: Any = Tokenizer.from_str(json.dumps(state))
+        pairs = ((copy.token_to_id(self._new_names.get(name, name)), name) for name in old)
+        return copy, {new: int(backend.token_to_id(name)) for new, name in pairs}
+
+    def _piece_by_piece(self, text: str) -> list[int]:
+        """Encode what stands between marks by itself, for tokenizers that are written in Python."""
+        ids: list[int] = []
+        for piece in self._all.split(text):
+            if piece in self._ids:
+                ids.append(self._ids[piece])
+            elif piece := self.plain(piece):
+                encode = cast("Callable[..., list[int]]", self._tokenizer.encode)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+                ids += encode(piece, add_special_tokens=False, split_special_tokens=True)
+        return ids
+
+
+class _Guarded:
+    """Texts that are to be found in others, the longest that fits first."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        longest_first = sorted(names, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._heads = {name[:cut] for name in names for cut in range(1, len(name))}
+        self._tails = {name[cut:] for name in names for cut in range(1, len(name))}
+        self._most = max(map(len, names), default=0)
+
+    def hide(self, text: str, code: _Rename, nothing: str) -> str:
+        """Return a text with codes; `nothing` stands where a mark may begin or end beside it."""
+        if not text:
+            return text
+        cuts = range(1, min(self._most, len(text) + 1))
+        begins = any(text[:cut] in self._tails for cut in cuts)
+        ends = any(text[-cut:] in self._heads for cut in cuts)
+        hidden = self._pattern.sub(code, text)
+        return f"{nothing * begins}{hidden}{nothing * ends}" if begins or ends else hidden
+
+    def find(self, text: str) -> list[str]:
+        return self._pattern.findall(text)
+
+    def last(self, text: str) -> int:
+        near = max(0, len(text) - _NEAR_CHARS)
+        for start in (near, 0) if near else (0,):
+            starts = [match.start() for match in self._pattern.finditer(text, start)]
+            if starts and (not start or starts[-1] - start > self._most):  # no half of a longer one
+                return starts[-1]
+        return 0
+
+    def starts(self, text: str) -> bool:
+        return self._pattern.match(text) is not None
+
+    def sub(self, rename: _Rename, text: str) -> str:
+        return self._pattern.sub(rename, text)
+
+    def split(self, text: str) -> list[str]:
+        return re.split(f"({self._pattern.pattern})", text)
+
+
+@contextmanager
+def _at_depth(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RecursionError as error:
+        raise DataError(
+            f"{what} holds lists or maps in each other, deeper than can be read",
+            hint="send what a chat template can show: texts, and the arguments of calls",
+        ) from error
+
+
+def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
+    """Return the tokens that a tokenizer calls special, and their ids."""
+    added = cast("dict[int, Any]", cast("Any", tokenizer).added_tokens_decoder)
+    special = {str(token.content): int(number) for number, token in added.items() if token.special}
+    named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=False)
+    return {**{str(name): int(number) for name, number in named}, **special}
+
+
+def _id_of(tokenizer: "PreTrainedTokenizerBase", name: str) -> int:
+    return int(cast("int", tokenizer.convert_tokens_to_ids(name)))
+
+
+def _rename_in(model: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Give entries of a model's vocabulary other names, which texts do not spell."""
+    vocabulary: Any = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        entries = cast("dict[str, int]", vocabulary).items()
+        model["vocab"] = {names.get(name, name): number for name, number in entries}
+    elif isinstance(vocabulary, list):  # a Unigram's, with scores
+        pieces = cast("list[tuple[str, float]]", vocabulary)
+        model["vocab"] = [[names.get(name, name), score] for name, score in pieces]
+    if isinstance(unknown := model.get("unk_token"), str):
+        model["unk_token"] = names.get(unknown, unknown)
+    if merges := cast("list[Any]", model.get("merges") or []):
+        pairs = [
+            tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in merges
+        ]
+        model["merges"] = [
+            pair
+            for pair, (left, right) in zip(merges, pairs, strict=True)
+            if not {left, right, left + right} & names.keys()
+        ]

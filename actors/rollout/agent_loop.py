@@ -39,8 +39,7 @@ from ...schemas.wire.errors import (
 from ...schemas.wire.trace import trace_of
 from ..engine.engine import Drawn, Engine, Generation, OnToken, Sampling, nothing
 from ..policy.chat import ChatMessage, ChatTokenizer
-from .recording import EpisodeRecorder, GameAt
-from .transcript import Transcript
+from .recording import EpisodeRecorder, GameAt, Transcript
 
 PromptForTeacher: TypeAlias = Callable[
     [Sequence[ChatMessage], Sequence[Mapping[str, Any]], int, Mapping[str, Any], float | None],

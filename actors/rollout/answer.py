@@ -14,8 +14,7 @@ from ..engine.engine import Drawn, Generation
 from ..policy.chat import ChatTokenizer
 from ..policy.template_facts import Tools, certain_text, read_text, reads_whole
 from ..policy.token_text import TextStream
-from .call_log import LoggedAnswer
-from .exact_calls import PreparedCall
+from .exact_calls import LoggedAnswer, PreparedCall
 
 _GATHER_S = 0.02
 """Tokens within this time are sent together: fewer messages, still faster than reading."""

@@ -41,9 +41,16 @@ from .answer import (
     begun_names,
     is_asked_again,
 )
-from .call_log import CallLog, LoggedAnswer, PastAnswers, choices_of_answers, restored
 from .call_tree import CallTree
-from .exact_calls import ExactCalls, PreparedCall
+from .exact_calls import (
+    CallLog,
+    ExactCalls,
+    LoggedAnswer,
+    PastAnswers,
+    PreparedCall,
+    choices_of_answers,
+    restored,
+)
 
 # -- limits and sampling ---------------------------------------------------------------------------
 

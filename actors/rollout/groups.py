@@ -26,12 +26,11 @@ from ...schemas.rollout import Group, Trajectory, with_cut_infos
 from ...schemas.task import Blame, DeadLetter, Task
 from ...schemas.wire.codec import INFO_CUT, packed_bytes
 from ...schemas.wire.errors import MessageError, TinkermqError, root_cause
+from ..policy.policies import learning_roles
 from ..runtime import JobContext
 from .agent_loop import AgentLoop, EpisodeFailed, EpisodePlan, NoTurn, blaming, until_played
 from .players import Players
-from .recording import EpisodeRecorder, TaskRecorder
-from .self_play import learning_roles
-from .transcript import Transcript
+from .recording import EpisodeRecorder, TaskRecorder, Transcript
 
 # -- games with several roles ----------------------------------------------------------------------
 

@@ -31,7 +31,6 @@ from ..policy.grammar import OutputGrammars
 from ..policy.template_facts import facts_of
 from .agent_loop import EpisodePlan, EpisodeSampling, blaming
 from .call_answers import CallAnswers
-from .call_log import CallLog
 from .call_tree import (
     CallRow,
     CallTree,
@@ -41,8 +40,8 @@ from .call_tree import (
     TreeRows,
     rows_of,
 )
-from .recording import EpisodeRecorder
-from .transcript import Transcript
+from .exact_calls import CallLog
+from .recording import EpisodeRecorder, Transcript
 
 # -- ended episodes --------------------------------------------------------------------------------
 

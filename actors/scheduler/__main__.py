@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...schemas.machines import machines_config
 from ..runtime import ActorContext, run_service_actor, service_parser
-from .jobs.archive import RetentionLimits
+from .jobs.view import RetentionLimits
 from .scheduler import run
 
 

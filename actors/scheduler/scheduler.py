@@ -5,24 +5,77 @@ state is in the job records and on the nodes, so the next one continues from the
 """
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import cast
 
 from ...broker.client.connection import Broker, drop_old_requests, request_connection
-from ...broker.client.rpc import Service
-from ...broker.jobs import JobStore
+from ...broker.client.rpc import Handler, RequestContext, Service
+from ...broker.jetstream.streams import bound_weights
+from ...broker.jobs import JobStore, is_final
 from ...broker.presence import INTERVAL_S
+from ...broker.user_records import Audit
+from ...schemas.job import (
+    ConfigureRequest,
+    JobList,
+    JobRecord,
+    JobReply,
+    JobRequest,
+    LabelRequest,
+    ListRequest,
+    OpenRequest,
+    PriorityRequest,
+    Removal,
+    ResumeRequest,
+    ScaleRequest,
+    SealingKey,
+    SecretsRequest,
+    StopRequest,
+    SubmitRequest,
+    TenantShare,
+    TenantShares,
+    TrainerUsage,
+)
 from ...schemas.machines import MachinesConfig
-from ...schemas.wire.errors import FencedError, TinkermqError
+from ...schemas.node import (
+    DamagedRecords,
+    GameCheckRequest,
+    NodeList,
+    NodeStatus,
+    some_names,
+)
+from ...schemas.tinker.checkpoints import TakeCheckpoint
+from ...schemas.tinker.operation import ModelInfo, TrainerOffers
+from ...schemas.user import Quota, QuotaReply
+from ...schemas.weights import WeightsBound, WeightsRoom
+from ...schemas.wire.errors import BrokerError, FencedError, QuotaError, StateError, TinkermqError
+from ...schemas.wire.message import Empty, Message
+from ...schemas.wire.subjects import DEFAULT_USER, acting, rpc
 from ..runtime import ActorContext, settle_memory
-from .jobs.archive import RetentionLimits
 from .jobs.removal import Remover
 from .jobs.secrets import SecretStore
-from .jobs.view import JobsView
+from .jobs.states import (
+    ACTIVE,
+    check_priority,
+    check_room,
+    reserved_bytes,
+    scaled,
+    slots_of,
+    stored_bytes,
+    with_usage,
+)
+from .jobs.view import DamageReport, JobsView, RetentionLimits
 from .lease import LeaderLease, Timing
+from .machines.keeper import MachineKeeper
 from .machines.sources import machine_keeper
 from .nodes import Nodes
 from .notifier import Notifier
-from .reconciler import Reconciler
-from .requests import SchedulerRequests
+from .reconciler import Reconciler, tell_learner
+from .submission.access import refuse_removal, refuse_removed
+from .submission.dry_run import DryRun, EnvChecks
+from .submission.origins import describe_changes, refuse_changes
+from .submission.submission import Submission
 
 DEFAULT_TIMING = Timing()
 DEFAULT_KEEPING = RetentionLimits()
@@ -100,7 +153,7 @@ async def _lead(
             settle_memory()
             telling = group.create_task(notifier.run(), name="notifications")
             numbers = group.create_task(_tell(context, reconciler, view), name="numbers")
-            answers = SchedulerRequests(broker, jobs, view, pool, reconciler, secrets, keeper)
+            answers = _SchedulerRequests(broker, jobs, view, pool, reconciler, secrets, keeper)
             await answers.open(service)
             growing = group.create_task(
                 keeper.run(reconciler, lambda: lease.is_fresh), name="machines"
@@ -131,3 +184,406 @@ async def _release(context: ActorContext, lease: LeaderLease) -> None:
         await lease.release()
     except TinkermqError as error:  # it runs out by itself
         context.log.warning("lease_not_released", error=error.message)
+
+
+# -- requests of clients ---------------------------------------------------------------------------
+
+_CHANGES = frozenset(
+    {"submit", "configure", "stop", "resume", "scale", "priority", "pause", "unpause", "secrets"}
+    | {"label", "archive", "unarchive", "delete"}
+)
+_MAX_ERROR_CHARS = 300
+"""Of why an actor ended, in the list of nodes; its job's events have the whole text."""
+
+
+class _SchedulerRequests:
+    """Answers clients; every change goes through the job records, so it survives the scheduler."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        jobs: JobStore,
+        view: JobsView,
+        pool: Nodes,
+        reconciler: Reconciler,
+        secrets: SecretStore,
+        keeper: MachineKeeper,
+    ) -> None:
+        """Answer from `view` and `pool`, change `jobs`; `reconciler` carries out.
+
+        `secrets` are not shown; `keeper` has a cluster's machines.
+        """
+        self._broker = broker
+        self._jobs = jobs
+        self._view = view
+        self._pool = pool
+        self._keeper = keeper
+        self._reconciler = reconciler
+        self._submission = Submission(broker, jobs, view, reconciler, secrets)
+        self._secrets = secrets
+        self._audit = Audit(broker)
+        self._damage = DamageReport(broker)
+
+    async def open(self, service: Service) -> None:
+        """Answer on the subjects of every user."""
+        service.share.bound = lambda user: self._view.quota(user).max_requests
+        trial = DryRun(self._broker, self._submission, self._reconciler)
+        endpoints: list[tuple[str, type[Message], Handler]] = [
+            ("submit", SubmitRequest, self.submit),
+            ("try", SubmitRequest, trial.answer),
+            ("check_game", GameCheckRequest, EnvChecks(self._broker, trial).answer),
+            ("configure", ConfigureRequest, self.configure),
+            ("get", JobRequest, self.get),
+            ("list", ListRequest, self.list_jobs),
+            ("stop", StopRequest, self.stop),
+            ("resume", ResumeRequest, self.resume),
+            ("scale", ScaleRequest, self.scale),
+            ("priority", PriorityRequest, self.priority),
+            ("label", LabelRequest, self.label),
+            ("pause", JobRequest, self.pause),
+            ("unpause", JobRequest, self.unpause),
+            ("nodes", Empty, self.nodes),
+            ("machines", Empty, self._keeper.answer),
+            ("quota", Empty, self.quota),
+            ("trainers", Empty, self.trainers),
+            ("take_checkpoint", TakeCheckpoint, self.take_checkpoint),
+            ("tinker-usage", TrainerUsage, self.tinker_usage),
+            ("weights-room", WeightsRoom, self.weights_room),
+            ("archive", JobRequest, partial(self._remove, removal="archive")),
+            ("unarchive", JobRequest, partial(self._remove, removal="unarchive")),
+            ("delete", JobRequest, partial(self._remove, removal="delete")),
+            ("damaged", Empty, self.damaged),
+            ("key", Empty, self.key),
+            ("secrets", SecretsRequest, self.secrets),
+        ]
+        for method, model, handler in endpoints:
+            noted = self._noted(method, handler) if method in _CHANGES else handler
+            own, of_admins = rpc("*", "scheduler", method), acting("*", "*", "scheduler", method)
+            await service.endpoint(method, own, model, noted, fair=True)
+            await service.endpoint(f"{method}-as-admin", of_admins, model, noted, fair=True)
+        subject = rpc("node", "secrets", "open")
+        await service.endpoint("open", subject, OpenRequest, self._secrets.open_for)
+
+    def _noted(self, method: str, handler: Handler) -> Handler:
+        """Return a handler that writes into the audit stream what is done to jobs of others."""
+
+        async def note(request: Message, context: RequestContext) -> JobReply:
+            record = (reply := cast("JobReply", await handler(request, context))).record
+            if context.caller != record.user and self._broker.user != DEFAULT_USER:
+                target = f"{record.user}/{record.name}"
+                await self._audit.write(context.caller, f"jobs.{method}", target=target)
+            return reply
+
+        return note
+
+    async def submit(self, request: SubmitRequest, context: RequestContext) -> JobReply:
+        """Make a job."""
+        return JobReply(record=await self._submission.submit(context.user, request))
+
+    async def configure(self, request: ConfigureRequest, context: RequestContext) -> JobReply:
+        """Complete the configuration of a job."""
+        return JobReply(record=await self._submission.configure(context.user, request))
+
+    async def get(self, request: JobRequest, context: RequestContext) -> JobReply:
+        """Return one job."""
+        record = await self._view.steered(context.user, request.job)
+        return JobReply(record=self._view.with_queue_place(record))
+
+    async def list_jobs(self, request: ListRequest, context: RequestContext) -> JobList:
+        """Return a page of the user's jobs, or an admin everybody's."""
+        everybody = request.widest and self._view.is_admin(context.user)
+        user = None if everybody else context.user
+        archive = self._view.archive
+        async with archive.turns.turn(context.caller):
+            wanted = [
+                record for record in self._view.records(user) if request.all or not is_final(record)
+            ]
+            jobs = self._view.with_archived(wanted, user) if request.archived else wanted
+            page, after = self._view.page(jobs, request.after)
+        reply = await archive.read(page, context.caller)
+        return JobList(records=[self._view.with_queue_place(item) for item in reply], after=after)
+
+    async def nodes(self, _: Empty, context: RequestContext) -> NodeList:
+        """Return the nodes that are there; of others' actors only admins see whose they are."""
+        nodes = [_short(node) for node in self._pool.list_statuses()]
+        if not self._view.is_admin(context.user):
+            nodes = [_shown(node, context.user) for node in nodes]
+        return NodeList(nodes=nodes, trouble=self._trouble())
+
+    def _trouble(self) -> str:
+        """Say what the scheduler waits for; empty if nothing keeps it from going on."""
+        if (trouble := self._broker.availability.trouble) is not None:
+            return trouble.text
+        if refusing := self._pool.refusing:
+            names = some_names(refusing)
+            return f"nodes that have heard of a later scheduler and refuse it: {names}"
+        return ""
+
+    async def quota(self, _: Empty, context: RequestContext) -> QuotaReply:
+        """Return what the user's jobs may hold, and do hold."""
+        quota = {name: getattr(self._view.quota(context.user), name) for name in Quota.model_fields}
+        return QuotaReply(**quota, held=self._view.held(context.user))
+
+    async def trainers(self, _: Empty) -> TrainerOffers:
+        """Return the base models that anybody may train on through the Tinker API."""
+        return TrainerOffers(offers=self._view.offers())
+
+    async def tinker_usage(self, usage: TrainerUsage, context: RequestContext) -> TenantShares:
+        """Note what the users of a Tinker service have used, and return their shares."""
+        record = await self._view.get(context.user, usage.job)
+        if with_usage(record, usage) is not record:
+            await self._jobs.update(record, lambda now: with_usage(now, usage))
+        return TenantShares(users={user: self._share(user) for user in usage.tokens})
+
+    async def weights_room(self, request: WeightsRoom, context: RequestContext) -> WeightsBound:
+        """Bound the versions of weights of a running job by what its model needs.
+
+        Raises QuotaError, BrokerError when the server has no room, StateError.
+        """
+        record = await self._view.get(context.user, request.job)
+        if record.state not in ACTIVE:
+            raise StateError(
+                f"job {record.job} is {record.state} and publishes no weights",
+                hint="resume it: `tinkermq resume`",
+            )
+        try:
+            return await self._bound_weights(record, request.wanted_bytes)
+        except (QuotaError, BrokerError):
+            return await self._bound_weights(record, request.least_bytes)
+
+    async def _bound_weights(self, record: JobRecord, num_bytes: int) -> WeightsBound:
+        """Set the bound, which counts among the bytes of streams that the user may have."""
+        stored = reserved_bytes(self._view.config(record)) + num_bytes
+        user, more = record.user, stored - stored_bytes(record)
+        quota, held = self._view.quota(user), self._view.held(user)
+        check_room(user, quota, held, max_stored_bytes=more)
+        await bound_weights(self._broker, record.scope, num_bytes)
+        update = {"stored_bytes": stored}
+        await self._jobs.update(record, lambda now: now.model_copy(update=update))
+        return WeightsBound(num_bytes=num_bytes)
+
+    def _share(self, user: str) -> TenantShare:
+        quota = self._view.quota(user)
+        left = None
+        if quota.max_tinker_tokens is not None:
+            left = max(quota.max_tinker_tokens - self._view.tinker_tokens(user), 0)
+        return TenantShare(weight=quota.weight, tokens_left=left)
+
+    async def take_checkpoint(self, request: TakeCheckpoint, context: RequestContext) -> ModelInfo:
+        """Copy a checkpoint of one's run to the service that trains on its base model."""
+        return await self._submission.origins.copy_checkpoint(context.user, request.path)
+
+    async def damaged(self, _: Empty, context: RequestContext) -> DamagedRecords:
+        """Return which records of the user cannot be read; of the whole pool for admins."""
+        everything = self._broker.user == DEFAULT_USER or self._view.is_admin(context.user)
+        return await self._damage.read("" if everything else context.user)
+
+    async def key(self, _: Empty) -> SealingKey:
+        """Return the key to which clients seal secrets."""
+        return self._secrets.key
+
+    async def secrets(self, request: SecretsRequest, context: RequestContext) -> JobReply:
+        """Keep secrets of a job until it has ended."""
+        record = await self._view.get(context.user, request.job)
+        refuse_removed(record)
+        names = await self._secrets.add_sealed(record.scope, request.sealed)
+
+        def name(current: JobRecord) -> JobRecord:
+            return current.model_copy(update={"secrets": names})
+
+        return JobReply(record=await self._jobs.update(record, name))
+
+    async def stop(self, request: StopRequest, context: RequestContext) -> JobReply:
+        """Stop a job: the learner drains with a checkpoint, or everything ends now.
+
+        A job that has ended stays as it is; a later `now` overrides an earlier drain.
+        """
+        record = await self._view.steered(context.user, request.job)
+        if is_final(record):
+            return JobReply(record=record)
+        how = "now" if request.now or record.stop == "now" else "drain"
+
+        def ask(current: JobRecord) -> JobRecord:
+            if is_final(current):
+                return current
+            return current.model_copy(
+                update={
+                    "stop": how,
+                    "stop_complete": request.complete or current.stop_complete,
+                    "stopped_by": current.stopped_by or context.who,
+                }
+            )
+
+        return JobReply(record=await self._jobs.update(record, ask))
+
+    async def resume(self, request: ResumeRequest, context: RequestContext) -> JobReply:
+        """Queue a job that has ended again; one that is paused goes on; others are left alone.
+
+        Only one that has ended takes other values of its configuration.
+        """
+        async with self._alone(request, context):
+            record = await self._view.steered(context.user, request.job)
+            if not is_final(record):
+                refuse_changes(record, request.config)
+                paused = record.state == "PAUSED"
+                job = JobRequest(job=request.job)
+                return await self.unpause(job, context) if paused else JobReply(record=record)
+            again = await self._submission.resumed(record, request.config)
+            why = describe_changes(request.config)
+            record = await self._jobs.transition(record, "QUEUED", why, context.who, **again)
+        return JobReply(record=record)
+
+    @contextlib.asynccontextmanager
+    async def _alone(
+        self, request: ResumeRequest | ScaleRequest | LabelRequest, context: RequestContext
+    ) -> AsyncIterator[None]:
+        """Hold what one request about the jobs of an owner at a time holds."""
+        record = await self._view.steered(context.user, request.job)
+        async with self._view.lock(record.user):
+            yield
+
+    async def scale(self, request: ScaleRequest, context: RequestContext) -> JobReply:
+        """Change how many generators or environment hosts a job has; it need not be running."""
+        async with self._alone(request, context):
+            return JobReply(record=await self._scale(request, context))
+
+    async def _scale(self, request: ScaleRequest, context: RequestContext) -> JobRecord:
+        record = await self._view.steered(context.user, request.job)
+        if is_final(record) or not record.configured:
+            raise StateError(
+                f"job {record.name} is {record.state} and has no actors to scale",
+                hint="scale a job that is queued or running",
+            )
+        if request.role == "server" and request.count < 1:
+            raise StateError(
+                f"job {record.name} needs a server", hint=f"end it: `tinkermq stop {record.name}`"
+            )
+        config = self._view.config(record)
+        slots = 0 if request.role == "environment" else config.generator_slots
+        wanted = scaled(record.actors, request.role, request.count, slots)
+        if request.role == "generator" and record.is_colocated and wanted != record.actors:
+            raise StateError(
+                f"the generator of job {record.name} shares the learner's GPU, on which there is "
+                "room for one",
+                hint="set placement=separate and resume the run on several GPUs",
+            )
+        if len(wanted) > len(record.actors):
+            self._reconciler.refuse_impossible(wanted)
+            added, held = wanted[len(record.actors) :], self._view.held(record.user)
+            for more, has in ((wanted, {}), (added, held)):  # by itself, and beside the others
+                check_room(
+                    record.user,
+                    self._view.quota(record.user),
+                    has,
+                    max_slots=slots_of(more),
+                    max_actors=len(more),
+                )
+            grown = record.model_copy(update={"actors": wanted})
+            self._submission.check_growth(record, grown)
+
+        def resize(current: JobRecord) -> JobRecord:
+            actors = scaled(current.actors, request.role, request.count, slots)
+            return current.model_copy(update={"actors": actors})
+
+        return await self._jobs.update(record, resize)
+
+    async def priority(self, request: PriorityRequest, context: RequestContext) -> JobReply:
+        """Change the priority of a job; it matters while the job, or a part of it, waits."""
+        record = await self._view.steered(context.user, request.job)
+        if is_final(record):
+            raise StateError(
+                f"job {record.name} is {record.state}, its priority decides nothing any more",
+                hint="see what waits: `tinkermq ps`",
+            )
+        check_priority(context.user, request.priority, self._view.quota(context.user))
+
+        def change(current: JobRecord) -> JobRecord:
+            return current.model_copy(update={"priority": request.priority})
+
+        return JobReply(record=await self._jobs.update(record, change))
+
+    async def label(self, request: LabelRequest, context: RequestContext) -> JobReply:
+        """Change what a job is found by; nothing of what it does hangs on that."""
+        async with self._alone(request, context):
+            record = await self._view.steered(context.user, request.job)
+            refuse_removed(record)
+            reported = request.model_dump(include={"tags", "group", "notes"}, exclude_none=True)
+            labels = (
+                {**reported, "group": request.group or None} if "group" in reported else reported
+            )
+
+            def change(current: JobRecord) -> JobRecord:
+                return current.model_copy(update={"config": {**current.config, **labels}})
+
+            self._submission.check_growth(record, change(record))
+            return JobReply(record=await self._jobs.update(record, change))
+
+    async def _remove(
+        self, request: JobRequest, context: RequestContext, *, removal: Removal
+    ) -> JobReply:
+        """Write into the record what shall be done; the reconciler does it."""
+        # not while the job, or one that depends on it, is being started
+        async with self._submission.lock(context.user):
+            record = await self._view.steered(context.user, request.job)
+            if record.removal == removal or (removal == "archive" and record.archived is not None):
+                return JobReply(record=record)
+            refuse_removal(record, removal, self._view.records())
+            if self._view.find(record.user, record.job) is None:  # archived
+                record = await self._jobs.take_back(record, removal)
+                self._reconciler.hurry()
+                return JobReply(record=record)
+
+            def mark(current: JobRecord) -> JobRecord:
+                refuse_removal(current, removal, [])
+                return current.model_copy(update={"removal": removal})
+
+            record = await self._jobs.update(record, mark)
+        self._reconciler.hurry()
+        return JobReply(record=record)
+
+    async def pause(self, request: JobRequest, context: RequestContext) -> JobReply:
+        """Let the learner stand still; its actors stay where they are."""
+        record = await self._view.steered(context.user, request.job)
+        if record.state == "PAUSED":
+            return JobReply(record=record)
+        if record.state != "RUNNING":
+            raise StateError(
+                f"job {record.name} is {record.state}, only a RUNNING job can be paused",
+                hint="see its state: `tinkermq ps`",
+            )
+        await tell_learner(self._broker, record, "pause")
+        who = context.who
+        return JobReply(record=await self._jobs.transition(record, "PAUSED", "paused", who))
+
+    async def unpause(self, request: JobRequest, context: RequestContext) -> JobReply:
+        """Let a paused job go on."""
+        record = await self._view.steered(context.user, request.job)
+        if record.state == "RUNNING":
+            return JobReply(record=record)
+        if record.state != "PAUSED":
+            raise StateError(
+                f"job {record.name} is {record.state}, not PAUSED",
+                hint="an ended job goes on with `tinkermq resume`",
+            )
+        who = context.who
+        record = await self._jobs.transition(record, "RUNNING", "goes on after a pause", who)
+        await tell_learner(self._broker, record, "resume")
+        return JobReply(record=record)
+
+
+def _short(node: NodeStatus) -> NodeStatus:
+    """Return a node with the beginnings of its actors' errors: those of all travel together."""
+    actors = [
+        actor.model_copy(update={"error": actor.error[:_MAX_ERROR_CHARS]}) if actor.error else actor
+        for actor in node.actors
+    ]
+    return node.model_copy(update={"actors": actors})
+
+
+def _shown(node: NodeStatus, user: str) -> NodeStatus:
+    """Return a node without the names of other users, their jobs and their errors."""
+    nobody = {"user": "", "job": "", "name": "", "error": "", "pid": None}
+    actors = [
+        actor if actor.user == user else actor.model_copy(update=nobody) for actor in node.actors
+    ]
+    return node.model_copy(update={"actors": actors})

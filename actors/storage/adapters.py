@@ -12,7 +12,7 @@ from typing import Any, cast
 from ...schemas.config.sections import ADAPTER_CONFIG
 from ...schemas.wire.errors import ModelError
 from .cache import base_here, url_of
-from .digests import TABLE, write_digests
+from .files import TABLE, write_digests
 
 _BASE = "base_model_name_or_path"
 

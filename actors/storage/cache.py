@@ -26,9 +26,8 @@ from ...schemas.config.sections import is_url
 from ...schemas.job import JobRecord
 from ...schemas.model_catalogue import cache_folder, find_model
 from ...schemas.wire.errors import ModelError, StorageError
-from .digests import is_state
-from .stores import StoredObject, Stores, UrlStore
-from .trees import fetch_tree
+from .files import is_state
+from .stores import StoredObject, Stores, UrlStore, fetch_tree
 
 BYTES_VARIABLE = "TINKERMQ_CACHE_BYTES"
 """Of the environment of nodes: how much it may hold."""

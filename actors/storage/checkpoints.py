@@ -30,10 +30,9 @@ from ...schemas.wire.errors import NotFoundError, StorageError, TinkermqError
 from ...schemas.wire.subjects import JobScope
 from ..runtime import JobContext
 from .adapters import name_bases_by_url
-from .digests import TABLE, is_state
+from .files import TABLE, is_state
 from .run_folders import checkpoint_name
-from .stores import Store, StoredObject, Stores, UrlStore
-from .trees import fetch_tree, upload_tree
+from .stores import Store, StoredObject, Stores, UrlStore, fetch_tree, upload_tree
 
 _NAME = re.compile(r"step_([0-9]{6,})-[0-9a-f]{16}")
 _OWNER = ".job"

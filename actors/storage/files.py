@@ -1,12 +1,130 @@
-"""Folders that must be whole on the disk before they get their names."""
+"""The files of checkpoints: their digests, so that a damaged one is noticed and named; flushing.
+
+`SHA256SUMS` stands in the folder, in the form of `sha256sum`: `sha256sum -c SHA256SUMS` checks it,
+too. Its first line is the digest of the others, so that a damaged table is noticed itself. A copy
+may leave the learner's state out (`learner/`); what is there must be whole.
+"""
 
 import errno
+import hashlib
 import os
+import re
 import shutil
-from pathlib import Path
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
 
 from ...broker.disk import FREE_SPACE, remedy
 from ...schemas.wire.errors import StorageError
+
+TABLE = "SHA256SUMS"
+_LEFT_OUT = "learner"
+_CHUNK_BYTES = 4 * 2**20
+_THREADS = 4
+_SELF = "# sha256 of the lines below: "
+_LINE = re.compile(r"([0-9a-f]{64})  (.+)")
+_verified: dict[Path, tuple[int, int]] = {}
+
+
+def write_digests(folder: Path) -> None:
+    """Write the table of a folder's files into it."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != TABLE]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        digests = list(threads.map(digest_of, paths))
+    lines = [
+        f"{digest}  {path.relative_to(folder).as_posix()}"
+        for digest, path in zip(digests, paths, strict=True)
+    ]
+    body = "".join(f"{line}\n" for line in lines)
+    (folder / TABLE).write_text(f"{_self_of(body)}\n{body}")
+
+
+def check_digests(folder: Path, *, required: bool = False) -> None:
+    """Compare a folder's files with its table; without one nothing is known, and nothing said.
+
+    What was whole is not read again by this process. Raises StorageError that names the file.
+    """
+    table = folder / TABLE
+    if not table.is_file():
+        if required:
+            raise _damaged(folder, TABLE, "is missing")
+        return
+    seen = table.stat()
+    stamp = (seen.st_mtime_ns, seen.st_ino)
+    if _verified.get(folder) == stamp:
+        return
+    wanted = dict(_wanted(folder))
+    with ThreadPoolExecutor(_THREADS) as threads:
+        digests = list(threads.map(_digest_there, [folder / name for name in wanted]))
+    for (name, digest), there in zip(wanted.items(), digests, strict=True):
+        if there is None:
+            raise _damaged(folder, name, "is missing or cannot be read")
+        if there != digest:
+            size = (folder / name).stat().st_size
+            raise _damaged(folder, name, f"is not as it was written ({size:,} bytes)")
+    _verified[folder] = stamp
+
+
+def read_table(folder: Path) -> dict[str, str]:
+    """Return the digest of each file that the table of a folder names.
+
+    Raises StorageError for a table that is not as it was written.
+    """
+    try:
+        first, _, body = (folder / TABLE).read_bytes().decode().partition("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _damaged(folder, TABLE, f"cannot be read ({error})") from error
+    lines = [_LINE.fullmatch(line) for line in body.splitlines()]
+    if first != _self_of(body) or None in lines:
+        raise _damaged(folder, TABLE, "is not as it was written")
+    return {line[2]: line[1] for line in lines if line is not None}
+
+
+def _wanted(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield name and digest of each file that has to be there."""
+    for name, digest in read_table(folder).items():
+        if not _is_left_out(folder, Path(name)):
+            yield name, digest
+
+
+def _self_of(body: str) -> str:
+    return f"{_SELF}{hashlib.sha256(body.encode()).hexdigest()}"
+
+
+def is_state(name: str) -> bool:
+    """Whether a file of a checkpoint is of its learner's state, which copies may be without."""
+    return _LEFT_OUT in PurePosixPath(name).parts[:-1]
+
+
+def _is_left_out(folder: Path, name: Path) -> bool:
+    parents = [parent for parent in name.parents if parent.name == _LEFT_OUT]
+    return any(not (folder / parent).exists() for parent in parents)
+
+
+def _digest_there(path: Path) -> str | None:
+    try:
+        return digest_of(path)
+    except OSError:
+        return None
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _damaged(folder: Path, name: str, how: str) -> StorageError:
+    return StorageError(
+        f"checkpoint {folder} is damaged: {name} {how}",
+        hint="take another checkpoint of the run (`RUN@STEP`), or restore the file",
+    )
+
+
+# -- folders that are whole on the disk before they get their names --------------------------------
 
 
 def flush(folder: Path) -> None:

@@ -31,9 +31,8 @@ from ..runtime import service_parser
 from ..storage.tinker_checkpoints import TINKER_FOLDER, CheckpointFolders
 from .adapter_cache import AdapterStates, SavedState
 from .apply import OperationApplier
-from .archive import ArchivedOperation, digest_of, place_of, read_archived
 from .models import TrainedModel
-from .operations import RunningOperation
+from .operations import ArchivedOperation, RunningOperation, digest_of, place_of, read_archived
 from .service import base_info, open_trainer
 from .training.folders import read_adapter
 from .training.trainer import AdapterTrainer

@@ -38,10 +38,9 @@ from ..training.numerics import settle_numerics
 from ..training.parallel import once_in_torch
 from .adapter_cache import AdapterStates
 from .apply import OperationApplier
-from .archive import OperationArchive
 from .fair_share import ShareFollower
 from .models import Models, TrainedModel
-from .operations import Adapters
+from .operations import Adapters, OperationArchive
 from .training.trainer import AdapterTrainer
 from .user_records import UserRecords
 from .worker import GAP_S, Worker

@@ -19,9 +19,8 @@ from ..runtime import JobContext
 from ..training.parallel import torch_thread
 from .adapter_cache import AdapterCache, AdapterStates
 from .apply import OperationApplier, as_failure
-from .archive import OperationArchive
 from .models import Models, TrainedModel
-from .operations import Adapters, Piece, RunningOperation
+from .operations import Adapters, OperationArchive, Piece, RunningOperation
 
 # -- pieces: one, or a loss with those of other models ---------------------------------------------
 

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from ...schemas.wire.errors import ConfigError
 from .batch import BatchCalls
-from .registry import choose
-from .sequences import by_sequence, is_last_of_sequence, lengths_by_sequence, reward_to_go
+from .sequences import by_sequence, choose, is_last_of_sequence, lengths_by_sequence, reward_to_go
 
 
 @dataclass(frozen=True)

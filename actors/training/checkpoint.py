@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from ...schemas.wire.errors import NotFoundError, StorageError, TinkermqError
+from ..policy.model_folder import check_reread, save_model, save_plain_weights, unsavable
 from ..policy.policies import policy_folder
-from ..policy.saving import check_reread, save_model, save_plain_weights, unsavable
-from ..storage.digests import check_digests, write_digests
-from ..storage.files import flush, flush_entries, storage_error
+from ..storage.files import check_digests, flush, flush_entries, storage_error, write_digests
 from ..storage.run_folders import checkpoint_name
 from .state import LearnerState
 

@@ -33,12 +33,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ..policy.lora import policy_tensors
+from ..policy.model_folder import save_model
 from ..policy.policies import policy_folder
-from ..policy.saving import save_model
 from .objective import EntropyBonus
 from .optimizer import optimizer_state, save_optimizer
 from .parallel import Parallel
-from .rank_commands import Order, Ranks
+from .ranks import Order, Ranks
 
 OPTIMIZER = "learner/optimizer"
 """A folder that several ranks wrote, or with `.pt` the file of one."""

@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .registry import choose
-from .sequences import lengths_by_sequence, mean_by_sequence, sum_by_sequence
+from .sequences import choose, lengths_by_sequence, mean_by_sequence, sum_by_sequence
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios beyond it are clamped before they are exponentiated."""

@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...schemas.wire.errors import ConfigError
-from ..policy.vision import SeenImages
-from .packed_images import PackedImages, RowImages
+from ..policy.vision import PackedImages, RowImages, SeenImages
 
 
 @dataclass(frozen=True)

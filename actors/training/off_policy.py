@@ -28,8 +28,7 @@ from ...schemas.config.algorithm import CorrectionMask
 from ...schemas.wire.errors import ConfigError
 from .batch import TrainingBatch
 from .losses import MAX_LOG_RATIO, log_ratio
-from .registry import choose
-from .sequences import mean_by_sequence, sum_by_sequence
+from .sequences import choose, mean_by_sequence, sum_by_sequence
 
 
 @dataclass(frozen=True)

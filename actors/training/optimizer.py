@@ -42,7 +42,7 @@ from ...schemas.config.sections import LearnerConfig, resolve_dtype
 from ...schemas.wire.errors import ConfigError, StorageError
 from ..weights.tensors import DTYPES
 from .parallel import Parallel, divided
-from .shared_files import folder_of_all
+from .ranks import folder_of_all
 
 # -- Muon ------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..policy.onednn import TRAINED_WEIGHTS, can_use_onednn, multiply
+from ..policy.devices import TRAINED_WEIGHTS, can_use_onednn, multiply
 
 _PART_OF_VOCABULARY = 4096
 

@@ -15,7 +15,7 @@ trained depends on them, so they take no column. The prediction of a token may t
 another segment than its neighbours (a response's first token is predicted at the prompt's last
 column): `source_col_N` names the column for each token.
 
-Sequences with images are packed like others (`packed_images.py`).
+Sequences with images are packed like others (`policy/vision.py`).
 
 Shape letters: S sequences, N generated tokens, B rows, T columns.
 """
@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..policy.vision import SeenImages
+from ..policy.vision import SeenImages, pack_images
 from .micro_batch import (
     IntArray,
     MicroBatch,
@@ -46,7 +46,6 @@ from .micro_batch import (
     make_tree_units,
     ranges,
 )
-from .packed_images import pack_images
 
 _LEAST_SAVING = 0.05
 """Share of the computation that trees must save, as they have more segments, and shorter ones."""

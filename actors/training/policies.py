@@ -21,13 +21,12 @@ from ...schemas.wire.errors import ConfigError, OutOfMemoryError
 from ..policy.devices import own_device
 from ..policy.lora import policy_tensors
 from ..policy.policies import MAIN, policy_config, policy_folder, policy_names
-from ..process_memory import return_free_memory, tensor_bytes
+from ..runtime import return_free_memory, tensor_bytes
 from .batch import assemble
 from .checkpoint_copy import SAVE, CheckpointCopy
 from .model import load_model
 from .parallel import Parallel, snapshot
-from .rank_commands import Order, Ranks
-from .shared_files import folder_here
+from .ranks import Order, Ranks, folder_here
 from .state import Numerics
 from .step import StepReport, Trainer
 

@@ -1,11 +1,17 @@
-"""Sums and counts over sequences of flat tokens.
+"""What advantages, losses and corrections share: sums over sequences, and choice by name.
 
 Shapes: N generated tokens, S sequences. The tokens of a sequence are contiguous and in order;
 `seq_N` says which sequence each token belongs to.
 """
 
+import difflib
+from collections.abc import Mapping
+from typing import TypeVar
+
 import torch
 from torch import Tensor
+
+from ...schemas.wire.errors import ConfigError
 
 
 def sum_by_sequence(values_N: Tensor, seq_N: Tensor, num_seqs: int) -> Tensor:
@@ -66,3 +72,19 @@ def reward_to_go(rewards_SP: Tensor, gamma: float | Tensor) -> Tensor:
         decay_SP[:, near:] = 0.0
         ahead *= 2
     return returns_SP
+
+
+# -- choice by name --------------------------------------------------------------------------------
+
+_Choice = TypeVar("_Choice")
+
+
+def choose(table: Mapping[str, _Choice], key: str, name: str) -> _Choice:
+    """Give the entry called `name`; the error names the configuration key and the closest name."""
+    if name in table:
+        return table[name]
+    close = difflib.get_close_matches(name, table, n=1)
+    raise ConfigError(
+        f"{key}={name} does not exist",
+        hint=f"did you mean {close[0]}?" if close else f"choose one of {', '.join(table)}",
+    )

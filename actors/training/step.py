@@ -49,9 +49,8 @@ from .numerics import numerics_of
 from .objective import EntropyBonus, Objective, StepInputs
 from .off_policy import batch_mismatch
 from .optimizer import load_optimizer, make_optimizer, rate_of
-from .out_of_memory import MemoryGuard
 from .parallel import Inside, Parallel, whole, whole_tensors
-from .rank_batches import OF_THE_UPDATES, RankPacker, StepSums
+from .rank_batches import OF_THE_UPDATES, MemoryGuard, RankPacker, StepSums
 from .reference import Reference
 from .state import Numerics
 

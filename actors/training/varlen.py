@@ -32,8 +32,8 @@ from torch.nn.attention import activate_flash_attention_impl, current_flash_atte
 from torch.nn.attention.varlen import varlen_attn
 
 from ...schemas.wire.errors import ConfigError
+from ..policy.vision import PackedImages
 from .micro_batch import MicroBatch, Runs
-from .packed_images import PackedImages
 
 AttentionKey = Literal["auto", "sdpa", "varlen", "flash_attention_2"]
 """Values of `model.attn_implementation`."""

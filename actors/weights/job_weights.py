@@ -14,8 +14,7 @@ from ...schemas.wire.subjects import JobScope
 from ..policy.devices import own_device
 from ..policy.policies import MAIN, prefix_of
 from ..runtime import JobContext
-from .broadcast_receiver import BroadcastReceiver
-from .broadcast_sender import Sender
+from .broadcast import BroadcastReceiver, Sender
 from .tensors import DTYPES, TensorSource
 
 

@@ -27,7 +27,7 @@ from tinkermq.actors.rollout.groups import GroupRunner
 from tinkermq.actors.rollout.players import Players
 from tinkermq.actors.rollout.recording import EpisodeRecorder, TaskRecorder
 from tinkermq.actors.training.policies import Policies, load_models
-from tinkermq.actors.training.rank_commands import Ranks
+from tinkermq.actors.training.ranks import Ranks
 from tinkermq.envs.data import HostData
 from tinkermq.envs.evaluation import task_seed
 from tinkermq.envs.game import StepResult

@@ -4,7 +4,7 @@ from typing import cast
 
 import pytest
 import torch
-from tinkermq.actors.policy.onednn import TRAINED_WEIGHTS, can_use_onednn, multiply, use_onednn
+from tinkermq.actors.policy.devices import TRAINED_WEIGHTS, can_use_onednn, multiply, use_onednn
 from tinkermq.actors.training.output_layer import OutputLayer, score_tokens
 from torch import Tensor, nn
 

@@ -5,7 +5,7 @@ import sys
 
 FRAGMENTED = """
 import torch
-from tinkermq.actors.process_memory import read_process_memory, return_free_memory
+from tinkermq.actors.runtime import read_process_memory, return_free_memory
 
 torch.full((8 << 20,), 1.0)  # glibc raises its bound for mappings of their own with this one's end
 freed, kept = [], []

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
-from tinkermq.actors.node.output import LogFile
+from tinkermq.actors.node.process import LogFile
 from tinkermq.actors.storage.files import storage_error
 from tinkermq.actors.storage.run_folders import checkpoint_folders
 from tinkermq.broker import run_folder

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from tinkermq.actors.node.preflight import check_files_now
+from tinkermq.actors.node.node import check_files_now
 from tinkermq.actors.scheduler.jobs.states import actors_for, wanted_actor
 from tinkermq.actors.storage.access import leads
 from tinkermq.clients.validation import check_files_exist, resolve_paths

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tinkermq.actors.learner.ranks.child_ranks import ChildRanks
+from tinkermq.actors.learner.ranks.processes import ChildRanks
 from tinkermq.actors.policy.policies import MAIN
 from tinkermq.actors.training.policies import Policies, load_models
 from tinkermq.schemas.config.job import JobConfig

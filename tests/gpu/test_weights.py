@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tinkermq.actors.policy.devices import own_device
-from tinkermq.actors.weights.broadcast_receiver import BroadcastReceiver
-from tinkermq.actors.weights.broadcast_sender import Sender
+from tinkermq.actors.weights.broadcast import BroadcastReceiver, Sender
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.weights.payloads import TensorBytes

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tinkermq.actors.learner.ranks.child_ranks import ChildRanks
+from tinkermq.actors.learner.ranks.processes import ChildRanks
 from tinkermq.actors.policy.model_folder import load_tokenizer
 from tinkermq.actors.policy.policies import MAIN
 from tinkermq.actors.training.batch import assemble

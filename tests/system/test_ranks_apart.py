@@ -11,7 +11,7 @@ import torch
 from tinkermq.actors.policy.lora import policy_tensors
 from tinkermq.actors.policy.policies import MAIN
 from tinkermq.actors.training.policies import Policies, load_models
-from tinkermq.actors.training.rank_commands import Ranks
+from tinkermq.actors.training.ranks import Ranks
 from tinkermq.envs.games.geo3k import make_data
 from tinkermq.schemas.config.load_config import parse_config
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinkermq.actors.scheduler.machines.slurm import SlurmSource
+from tinkermq.actors.scheduler.machines.sources import SlurmSource
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.machines import MachinesConfig
 from tinkermq.schemas.wire.errors import PlacementError

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.scheduler.machines.slurm import SlurmSource
 from tinkermq.actors.scheduler.machines.source import MachineNames
+from tinkermq.actors.scheduler.machines.sources import SlurmSource
 from tinkermq.schemas.machines import MachinesConfig
 from tinkermq.schemas.wire.errors import PlacementError
 

@@ -24,10 +24,9 @@ from ....schemas.config.sections import LoraConfig
 from ....schemas.plan.model_shape import count_positions, refuse_long_sequences
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import ModelError
-from ...policy.devices import exact_products
+from ...policy.devices import DECODED_WEIGHTS, exact_products, use_onednn
 from ...policy.experts import RouterRecorder
 from ...policy.model_folder import load_model_config, load_policy
-from ...policy.onednn import DECODED_WEIGHTS, use_onednn
 from ...policy.vision import (
     ImageReader,
     SeenImages,

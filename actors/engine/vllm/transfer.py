@@ -36,8 +36,15 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from ...weights.broadcast_group import ProcessGroupFailed, Store, own_address, reach_store
-from ...weights.members import INSTEAD, Group, meet_group
+from ...weights.broadcast_group import (
+    INSTEAD,
+    Group,
+    ProcessGroupFailed,
+    Store,
+    meet_group,
+    own_address,
+    reach_store,
+)
 from ...weights.tensors import PART_BYTES, Assembler, Fingerprint
 
 BACKEND = "tinkermq"

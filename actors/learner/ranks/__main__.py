@@ -7,7 +7,7 @@ from ...runtime import JobContext, run_job_actor
 
 
 async def _main(context: JobContext) -> int | None:
-    from .placed_ranks import run_rank
+    from .processes import run_rank
 
     return await run_rank(context)
 

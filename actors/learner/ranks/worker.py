@@ -19,14 +19,12 @@ import torch
 
 from ....schemas.config.job import JobConfig
 from ....schemas.wire.errors import OutOfMemoryError, StorageError, TinkermqError
-from ...logging import configure_logging
 from ...policy.devices import own_device
-from ...runtime import EXIT_CRASHED, EXIT_DONE, EXIT_OUT_OF_MEMORY
+from ...runtime import EXIT_CRASHED, EXIT_DONE, EXIT_OUT_OF_MEMORY, configure_logging
 from ...training.numerics import settle_numerics
 from ...training.parallel import Meeting, Parallel, whole_tensors
 from ...training.policies import Policies, load_models
-from ...training.rank_commands import Order
-from ...training.shared_files import folder_here
+from ...training.ranks import Order, folder_here
 
 _log = structlog.get_logger()
 

@@ -50,8 +50,7 @@ from ...storage.run_folders import (
     remove_weights,
 )
 from ..nodes import Nodes
-from .archive import RetentionLimits, beyond
-from .view import JobsView, key_of
+from .view import JobsView, RetentionLimits, beyond, key_of
 
 # Marks the oldest ended jobs for archiving, as a user's request does; `Remover` does the work.
 

@@ -1,5 +1,5 @@
 """Machines of a cluster, which come when the queue needs them and go when nothing does.
 
-`source` is the seam to a cluster; `slurm`, `ray`, `kubernetes` and `ssh` are behind it. `decision`
-says what to do, `keeper` does it.
+`source` is the interface to a cluster; `ray`, `kubernetes` and, for SSH and Slurm, `sources`
+implement it. `keeper` decides what to do, and does it.
 """

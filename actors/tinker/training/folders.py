@@ -27,8 +27,7 @@ from ....schemas.config.sections import ADAPTER_CONFIG
 from ....schemas.tinker.datum import LoraSpec
 from ....schemas.wire.errors import ConfigError, ModelError, NotFoundError
 from ...policy.lora import layer_settings, read_lora, uniform
-from ...storage.digests import check_digests, write_digests
-from ...storage.files import flush, flush_entries, storage_error
+from ...storage.files import check_digests, flush, flush_entries, storage_error, write_digests
 from .adapter import ALPHA, LayerKind, LayerShape, Moments, tensor_shapes
 
 _WEIGHTS = "adapter_model.safetensors"

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from tinkermq.actors.weights.broadcast_receiver import BroadcastReceiver
-from tinkermq.actors.weights.members import LocalMember
+from tinkermq.actors.weights.broadcast import BroadcastReceiver
+from tinkermq.actors.weights.broadcast_group import LocalMember
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.weights.payloads import TensorBytes
 from tinkermq.broker.weights.store import WeightStore

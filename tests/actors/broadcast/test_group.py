@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tinkermq.actors.weights import broadcast_group, members, shared_buffer
+from tinkermq.actors.weights import broadcast_group
+from tinkermq.actors.weights.broadcast import _apart, _Asker, _held_or_copied, route
 from tinkermq.actors.weights.broadcast_group import (
     ProcessGroup,
     ProcessGroupFailed,
+    SharedBufferGroup,
     open_store,
     reach_store,
 )
-from tinkermq.actors.weights.broadcast_sender import _apart, _Asker, _held_or_copied, route
-from tinkermq.actors.weights.shared_buffer import SharedBufferGroup
 from tinkermq.schemas.weights import JoinRound, Round
 from torch.multiprocessing import reductions
 
@@ -125,9 +125,9 @@ async def test_a_group_that_never_forms_has_a_deadline_and_names_the_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """NCCL itself would wait for ever."""
-    monkeypatch.setattr(members, "FORM_S", 0.2)
+    monkeypatch.setattr(broadcast_group, "FORM_S", 0.2)
     store = open_store(HOST)
-    member = members.LocalMember(CPU)
+    member = broadcast_group.LocalMember(CPU)
     await member.connect(HOST, store.port)
     place = Round(
         answer="place", group="one", rank=1, size=2, address=HOST, port=store.port, device="cpu"
@@ -153,7 +153,7 @@ async def test_a_shared_buffer_gives_all_receivers_the_same_bits_time_and_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(broadcast_group, "BUCKET_BYTES", SMALL)
-    monkeypatch.setattr(shared_buffer, "BUCKET_BYTES", SMALL)
+    monkeypatch.setattr(broadcast_group, "BUCKET_BYTES", SMALL)
     sender, *receivers = await asyncio.to_thread(_pair, 3)
     for size in (0, 1, SMALL, 5 * SMALL + 7):
         payload = torch.randint(0, 256, (size,), dtype=torch.uint8)
@@ -170,7 +170,7 @@ async def test_a_shared_buffer_gives_all_receivers_the_same_bits_time_and_again(
 async def test_a_receiver_that_has_left_a_shared_buffer_costs_the_learner_a_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shared_buffer, "BUCKET_S", 0.2)
+    monkeypatch.setattr(broadcast_group, "BUCKET_S", 0.2)
     sender, receiver = await asyncio.to_thread(_pair, 2)
     receiver.leave()
     with pytest.raises(ProcessGroupFailed, match=r"broke: a receiver took longer than 0\.2 s"):
@@ -183,7 +183,7 @@ async def test_a_receiver_that_has_left_a_shared_buffer_costs_the_learner_a_dead
 def test_a_shared_buffer_with_a_missing_member_does_not_form_and_leaves_no_file(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_buffer, "_MEMORY", str(tmp_path))
+    monkeypatch.setattr(broadcast_group, "_MEMORY", str(tmp_path))
     with pytest.raises(ProcessGroupFailed, match="1 of 2 members did not come"):
         SharedBufferGroup.meet(open_store(HOST), "one", rank, 2, torch.device("cpu"), 0.1)
     assert not list(tmp_path.iterdir())
@@ -200,7 +200,7 @@ def test_what_opens_a_buffer_on_a_gpu_is_what_torch_takes() -> None:
         "storage_cls",
         "dtype",
     ]
-    assert names[6:] == list(shared_buffer._REBUILT)
+    assert names[6:] == list(broadcast_group._REBUILT)
 
 
 @pytest.mark.parametrize(

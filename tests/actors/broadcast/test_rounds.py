@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from nats.aio.msg import Msg
+from tinkermq.actors.weights.broadcast import BroadcastReceiver, Sender
 from tinkermq.actors.weights.broadcast_group import ProcessGroupFailed, reach_store
-from tinkermq.actors.weights.broadcast_receiver import BroadcastReceiver
-from tinkermq.actors.weights.broadcast_sender import Sender
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.nats_server import NatsServer

@@ -13,7 +13,7 @@ from tinkermq.actors.policy.lora import policy_tensors
 from tinkermq.actors.policy.model_folder import load_causal_lm
 from tinkermq.actors.policy.vision import ImageReader, load_image_reader
 from tinkermq.actors.rollout.players import start_engine
-from tinkermq.actors.rollout.transcript import Transcript
+from tinkermq.actors.rollout.recording import Transcript
 from tinkermq.schemas.wire.errors import DataError
 from transformers import PreTrainedModel
 

@@ -325,7 +325,7 @@ def test_a_new_version_brings_back_all_that_the_second_level_discards(
 ) -> None:
     """Nothing of these models is neither a parameter that is loaded nor a buffer."""
     from tinkermq.actors.engine.vllm.transfer import MemoryTransferEngine
-    from tinkermq.actors.engine.vllm.workers import update_of_file
+    from tinkermq.actors.engine.vllm.vllm_engine import update_of_file
 
     vllm_of, loading = of_vllm("config"), of_vllm("model_executor.model_loader")
     fields = {**CONFIGS[name], **SMALL}

@@ -12,8 +12,7 @@ import torch
 from tinkermq.actors.engine.engine import Engine, KvOnSwap, Sampling
 from tinkermq.actors.engine.weight_updates import fetch_version
 from tinkermq.actors.policy.policies import MAIN
-from tinkermq.actors.weights.broadcast_receiver import BroadcastReceiver
-from tinkermq.actors.weights.broadcast_sender import Sender
+from tinkermq.actors.weights.broadcast import BroadcastReceiver, Sender
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams
@@ -213,7 +212,7 @@ async def test_damage_is_taken_again_while_vllm_stands_still_and_then_an_error(
 async def test_weights_that_come_in_part_are_taken_whole_by_the_next_round(
     learner: Learner, store: WeightStore, vllm: Any
 ) -> None:
-    from tinkermq.actors.engine.vllm.workers import update_of
+    from tinkermq.actors.engine.vllm.vllm_engine import update_of
 
     engines = {MAIN: vllm}
     await load_version(store, engines, await learner.publish(1), "keep")

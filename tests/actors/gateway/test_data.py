@@ -44,7 +44,7 @@ from tinkermq.actors.gateway.data.rollouts import (
 from tinkermq.actors.gateway.data.token_text import TokenTexts, token_texts
 from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.actors.storage.checkpoints import CheckpointMirror
-from tinkermq.actors.storage.digests import write_digests
+from tinkermq.actors.storage.files import write_digests
 from tinkermq.actors.storage.stores import Stores
 from tinkermq.actors.training import advantages as learner
 from tinkermq.broker.client.connection import Broker

@@ -14,8 +14,8 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from tinkermq.actors.policy.model_folder import save_model
 from tinkermq.actors.policy.policies import MAIN
-from tinkermq.actors.policy.saving import save_model
 from tinkermq.actors.training.checkpoint import load_state
 from tinkermq.actors.training.checkpoint_copy import HostCopies, ModelCopy, trained_weights
 from tinkermq.actors.training.model import load_model

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tinkermq.actors.learner.start import starting_point, unlike_records
 from tinkermq.actors.policy.model_folder import check_model_folder
-from tinkermq.actors.storage.digests import TABLE, check_digests
+from tinkermq.actors.storage.files import TABLE, check_digests
 from tinkermq.actors.training.checkpoint import CheckpointStore, load_state
 from tinkermq.actors.training.state import LearnerState
 from tinkermq.schemas.task import BatchRecord, Dropped

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
-from tinkermq.actors.generator.gpu_turns import LearnerTurns, with_share
-from tinkermq.actors.learner import gpu_turns
-from tinkermq.actors.learner.gpu_turns import GpuTurns, gpu_use_of, models_of
+from tinkermq.actors.generator.generator import LearnerTurns, with_share
+from tinkermq.actors.learner import memory
+from tinkermq.actors.learner.memory import GpuTurns, gpu_use_of, models_of
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import call
 from tinkermq.schemas.config.job import JobConfig
@@ -199,7 +199,7 @@ async def test_that_an_engine_slept_in_an_earlier_turn_does_not_count(
 async def test_a_learner_does_not_wait_for_ever_for_a_generator_that_keeps_the_gpu(
     broker: Broker, scope: JobScope, turns: GpuTurns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_turns, "_FREE_S", 0.2)
+    monkeypatch.setattr(memory, "_FREE_S", 0.2)
     with pytest.raises(EngineError, match="the generator has not freed the GPU within 0 s"):
         async with turns.training():
             raise AssertionError("it trains beside an engine that is awake")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tinkermq.actors.learner.ranks.child_ranks import ChildRanks
+from tinkermq.actors.learner.ranks.processes import ChildRanks
 from tinkermq.actors.policy.model_folder import load_causal_lm, load_tokenizer
 from tinkermq.actors.policy.policies import MAIN, prefix_of
 from tinkermq.actors.training.parallel import device_of

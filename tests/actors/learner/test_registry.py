@@ -1,7 +1,7 @@
 """Choosing by name."""
 
 import pytest
-from tinkermq.actors.training.registry import choose
+from tinkermq.actors.training.sequences import choose
 from tinkermq.schemas.wire.errors import ConfigError
 
 TABLE = {"ppo": 1, "gspo": 2}

@@ -17,7 +17,7 @@ from tinkermq.actors.policy.experts import (
     shape_of,
 )
 from tinkermq.actors.policy.model_folder import load_causal_lm, load_tokenizer
-from tinkermq.actors.rollout.transcript import Transcript
+from tinkermq.actors.rollout.recording import Transcript
 from tinkermq.actors.training.batch import assemble
 from tinkermq.actors.training.micro_batch import TokenSequence, columns_of
 from tinkermq.actors.training.model import Scorer, load_model

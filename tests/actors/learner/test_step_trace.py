@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tinkermq.actors.learner.batching import Candidate
 from tinkermq.actors.learner.intake import CheckedEntry
-from tinkermq.actors.learner.step_trace import MAX_GROUPS, StepTracer
+from tinkermq.actors.learner.reporter import MAX_GROUPS, StepTracer
 from tinkermq.schemas.metric import Presence
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.wire.trace import StepTrace, new_trace

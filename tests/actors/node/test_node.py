@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from tinkermq.actors.node.children import ActorStarter, programs
 from tinkermq.actors.node.machine import check_slots, default_name, default_slots, lock_name
-from tinkermq.actors.node.node import Node
-from tinkermq.actors.node.preflight import (
+from tinkermq.actors.node.node import (
     MAX_CONFIG_BYTES,
     EnvCheckRunner,
     ModelChecks,
+    Node,
     check_files,
     check_files_now,
 )

@@ -14,20 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tinkermq.actors.node.children import ActorStarter, programs
-from tinkermq.actors.node.output import (
+from tinkermq.actors.node.process import (
     MAX_LINE_BYTES,
     MAX_REASON_CHARS,
     MAX_WAITING_LINES,
+    SILENCE_VARIABLE,
     TAIL_LINES,
     ActorOutput,
+    ActorProcess,
+    Backoff,
     ErrorMemory,
     LineSplitter,
     LogFile,
-)
-from tinkermq.actors.node.process import (
-    SILENCE_VARIABLE,
-    ActorProcess,
-    Backoff,
     ReadBeat,
     no_beat,
     silence_bound,

@@ -11,13 +11,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tinkermq.actors.policy.lora import policy_tensors
 from tinkermq.actors.policy.model_folder import (
+    check_saving,
     load_causal_lm,
     load_model_config,
     load_policy,
     load_stop_token_ids,
     load_tokenizer,
+    save_model,
+    save_plain_weights,
 )
-from tinkermq.actors.policy.saving import check_saving, save_model, save_plain_weights
 from tinkermq.actors.training.checkpoint import keep_weights, save_form, try_saving
 from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import ModelError, StorageError

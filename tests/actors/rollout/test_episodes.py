@@ -17,11 +17,11 @@ from tinkermq.actors.engine.transformers.transformers_engine import Transformers
 from tinkermq.actors.learner.group_metrics import group_numbers
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.model_folder import load_causal_lm, load_tokenizer
+from tinkermq.actors.policy.policies import learning_roles, opponent_versions
 from tinkermq.actors.policy.tiny_models import CHAT_TEMPLATE, save_tiny_model
 from tinkermq.actors.rollout.agent_loop import AgentLoop, EpisodePlan, EpisodeSampling
 from tinkermq.actors.rollout.groups import GroupFailed, GroupRunner
 from tinkermq.actors.rollout.players import Players, load_base, start_engine
-from tinkermq.actors.rollout.self_play import learning_roles, pool
 from tinkermq.actors.training.batch import assemble
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.partial_rollouts import Fenced
@@ -567,18 +567,18 @@ def test_the_pool_holds_the_newest_kept_versions_before_the_present_one(
     version: int, expected: list[int]
 ) -> None:
     config = SelfPlayConfig(past_share=0.5, pool_every=10, pool_size=3)
-    assert pool(config, version) == expected
+    assert opponent_versions(config, version) == expected
 
 
 def test_without_a_share_nothing_is_kept() -> None:
-    assert pool(SelfPlayConfig(), 100) == []
+    assert opponent_versions(SelfPlayConfig(), 100) == []
 
 
 def test_a_version_stays_in_the_pool_until_newer_ones_push_it_out() -> None:
     config = SelfPlayConfig(past_share=1.0, pool_every=4, pool_size=2)
     for version in range(1, 40):
-        gone = set(pool(config, version)) - set(pool(config, version + 1))
-        assert gone <= {min(pool(config, version))}
+        gone = set(opponent_versions(config, version)) - set(opponent_versions(config, version + 1))
+        assert gone <= {min(opponent_versions(config, version))}
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])

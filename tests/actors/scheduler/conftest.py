@@ -19,7 +19,7 @@ from tinkermq.actors.node.children import programs
 from tinkermq.actors.node.node import Node
 from tinkermq.actors.runtime import ActorContext
 from tinkermq.actors.scheduler import scheduler
-from tinkermq.actors.scheduler.jobs.archive import RetentionLimits
+from tinkermq.actors.scheduler.jobs.view import RetentionLimits
 from tinkermq.actors.scheduler.lease import Timing
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service, call

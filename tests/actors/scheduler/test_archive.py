@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.scheduler.jobs.archive import RetentionLimits
+from tinkermq.actors.scheduler.jobs.view import RetentionLimits
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import stream_info
 from tinkermq.clients.pool import Pool

@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.scheduler.jobs.archive import RetentionLimits, beyond
+from tinkermq.actors.scheduler.jobs.view import RetentionLimits, beyond
 
 ENDED = {"ann": {"a1": 1.0, "a2": 2.0, "a3": 3.0}, "bob": {"b1": 0.5}, "cyd": {}}
 

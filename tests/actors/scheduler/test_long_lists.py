@@ -3,8 +3,13 @@
 import asyncio
 from itertools import chain
 
-from tinkermq.actors.scheduler.jobs.archive import ArchivedJob, ArchivedJobs
-from tinkermq.actors.scheduler.jobs.view import PAGE_ARCHIVED, PAGE_RECORDS, JobsView
+from tinkermq.actors.scheduler.jobs.view import (
+    PAGE_ARCHIVED,
+    PAGE_RECORDS,
+    ArchivedJob,
+    ArchivedJobs,
+    JobsView,
+)
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.kv import Bucket, Entry
 from tinkermq.broker.jetstream.streams import create_shared

@@ -14,7 +14,7 @@ from tinkermq.actors.learner.start import starting_point
 from tinkermq.actors.scheduler.jobs.states import slots_of
 from tinkermq.actors.storage.cache import fetch_model, with_checkpoints_here
 from tinkermq.actors.storage.checkpoints import CheckpointMirror, free_copies, free_stored
-from tinkermq.actors.storage.digests import write_digests
+from tinkermq.actors.storage.files import write_digests
 from tinkermq.actors.storage.stores import BrokerStore, Stores
 from tinkermq.actors.storage.tinker_checkpoints import (
     TINKER_FOLDER,

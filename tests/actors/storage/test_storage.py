@@ -19,9 +19,8 @@ from tinkermq.actors.storage.checkpoints import (
     name_bases_by_url,
     own_folder,
 )
-from tinkermq.actors.storage.digests import check_digests, write_digests
-from tinkermq.actors.storage.stores import BrokerStore, UrlStore
-from tinkermq.actors.storage.trees import fetch_tree, upload_tree
+from tinkermq.actors.storage.files import check_digests, write_digests
+from tinkermq.actors.storage.stores import BrokerStore, UrlStore, fetch_tree, upload_tree
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams
 from tinkermq.schemas.config.job import JobConfig, LimitsConfig

@@ -12,9 +12,9 @@ import torch
 from pyrage import decrypt, x25519  # pyright: ignore[reportMissingModuleSource]
 from safetensors.torch import load_file
 from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders, StoredCheckpoint
-from tinkermq.actors.tinker.archive import OperationArchive, place_of, read_archived
 from tinkermq.actors.tinker.checkpoints import Exports
 from tinkermq.actors.tinker.models import TrainedModel
+from tinkermq.actors.tinker.operations import OperationArchive, place_of, read_archived
 from tinkermq.actors.tinker.replay import IDENTICAL, main, replay_session
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
 from tinkermq.actors.tinker.user_records import UserRecords

@@ -9,7 +9,7 @@ from tinkermq.actors.engine.engine import Engine
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.rollout.agent_loop import EpisodeSampling
 from tinkermq.actors.rollout.call_answers import CallAnswers
-from tinkermq.actors.rollout.call_log import CallLog, TaskCalls
+from tinkermq.actors.rollout.exact_calls import CallLog, TaskCalls
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.metering import TimeUse
 from tinkermq.schemas.agent import CallMessage, CallPart, CallRequest

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tinkermq.actors.rollout.call_answers import CallAnswers
-from tinkermq.actors.rollout.call_log import CallLog
 from tinkermq.actors.rollout.call_tree import CallRow, rows_of, trained_calls
+from tinkermq.actors.rollout.exact_calls import CallLog
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.partial_rollouts import Fenced
 from tinkermq.envs.agents.proxy.calls import GatheredAnswer

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from tinkermq.actors.scheduler.machines.keeper import FIRST_PAUSE_S, RequestBackoff, spent
-from tinkermq.actors.scheduler.machines.slurm import sbatch_arguments
 from tinkermq.actors.scheduler.machines.source import Machine, MachineNames
+from tinkermq.actors.scheduler.machines.sources import sbatch_arguments
 from tinkermq.schemas.machines import MachinesConfig, machines_config
 from tinkermq.schemas.wire.errors import ConfigError
 from tinkermq.schemas.wire.field_docs import field_docs

@@ -1,15 +1,19 @@
-"""The learner's side: holds the versions that are published, and hands them out in rounds.
+"""Weights from memory to memory: the learner sends versions in rounds to the receivers that ask.
 
-The newest two versions lie in memory, a third while it is published. Older ones that somebody
-needs, and all that must outlive this process, are files in the run folder; the rest a restarted
-learner publishes anew, as it trains from its checkpoint on. Between the rounds nothing runs; within
-one a thread sends, and whoever asks meanwhile has the next.
+A receiver asks the learner for a place in a round, joins the group, and receives. It is any process
+that opens the weights of a job: generators, evaluators, inference servers. It stays in its group
+until the learner names another.
+
+The learner holds the versions that are published. The newest two lie in memory, a third while it is
+published. Older ones that somebody needs, and all that must outlive this process, are files in the
+run folder; the rest a restarted learner publishes anew, as it trains from its checkpoint on.
+Between the rounds nothing runs; within one a thread sends, and whoever asks meanwhile has the next.
 """
 
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,25 +25,167 @@ import torch
 from torch import Tensor
 
 from ...broker.client.connection import Broker
-from ...broker.client.rpc import Service
-from ...broker.weights.payloads import read_file, remove_file, write_file
-from ...schemas.weights import JoinRound, Round, TensorEntry
-from ...schemas.wire.errors import NotFoundError
+from ...broker.client.rpc import Service, call
+from ...broker.weights.payloads import (
+    TRANSFER_DEADLINE_S,
+    Payload,
+    read_file,
+    remove_file,
+    write_file,
+)
+from ...schemas.weights import JoinRound, Manifest, Round, TensorEntry
+from ...schemas.wire.errors import BrokerError, DeadlineError, NotFoundError
 from ...schemas.wire.subjects import JobScope
 from ..policy.devices import gpu_of
 from .broadcast_group import (
     FORM_S,
     MEET_S,
+    Group,
+    LocalMember,
+    Member,
     ProcessGroupFailed,
     Store,
+    meet_group,
     off_loop,
     open_store,
     own_address,
     server_of,
 )
-from .broadcast_receiver import JOIN_S
-from .members import Group, meet_group
 from .tensors import fingerprint
+
+# -- receiver --------------------------------------------------------------------------------------
+
+_JOIN_S = 60.0
+"""How long a receiver waits for its place; a learner in the middle of a round lets it wait."""
+_TRIES = 4
+_PAUSE_S = 0.5
+_log = structlog.get_logger()
+
+
+class BroadcastReceiver:
+    """Receives payloads from the learner of a job, one at a time."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        scope: JobScope,
+        device: torch.device | None = None,
+        *,
+        member: Member | None = None,
+        patience_s: float = TRANSFER_DEADLINE_S,
+        meet_s: float = MEET_S,
+    ) -> None:
+        """Receive into the memory of `device`, by default the CPU, or by another `member`.
+
+        A learner that is away, or has not trained so far again, is waited for for `patience_s`.
+        """
+        self._broker = broker
+        self.scope = scope
+        """The job whose weights it receives."""
+        self._member: Member = member or LocalMember(device or torch.device("cpu"), meet_s)
+        self._patience_s = patience_s
+        self._name = uuid.uuid4().hex
+        self._receiving = asyncio.Lock()
+        self._port = 0
+
+    async def get(self, manifest: Manifest) -> Payload:
+        """Return the payload of a version: a memoryview, or on a GPU a tensor of uint8[N].
+
+        Raises NotFoundError when it was removed, DigestMismatch, DeadlineError when the learner
+        stays away, BrokerError when no round succeeds.
+        """
+        payload = await self.receive(manifest)
+        assert payload is not None  # this process is the member
+        return payload
+
+    async def receive(
+        self, manifest: Manifest, ready: Callable[[], Awaitable[None]] | None = None
+    ) -> Payload | None:
+        """Have the member receive a version; return what it returns.
+
+        `ready` is awaited each time that a group stands, before the first byte comes. Raises what
+        `get` raises.
+        """
+        async with self._receiving:
+            failure: BrokerError | None = None
+            for _ in range(_TRIES):
+                try:
+                    await self._member.join(await self._place(manifest))
+                    if ready is not None:
+                        await ready()
+                    return await self._member.receive(manifest)
+                except ProcessGroupFailed as error:
+                    _log.info("weights_round_failed", version=manifest.version, error=str(error))
+                    self._forget()
+                    failure = error
+        raise BrokerError(
+            f"version {manifest.version} did not come in {_TRIES} rounds: "
+            f"{failure.message if failure else ''}",
+            hint=failure.hint if failure else "",
+        ) from failure
+
+    async def _place(self, manifest: Manifest) -> Round:
+        """Ask for a place until the learner has one: it may be away, or not so far again."""
+        deadline = self._broker.clock() + self._patience_s
+        waits_for = "the learner"
+        while self._broker.clock() < deadline:
+            try:
+                place = await self._request_round(manifest)
+            except (NotFoundError, DeadlineError) as error:  # it was not the learner who said so
+                waits_for = error.message
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            if place.answer == "place":
+                return place
+            if place.answer == "removed":
+                raise NotFoundError(
+                    f"version {manifest.version} is not in the learner's memory any more",
+                    hint="take the newest version",
+                )
+            if place.answer == "connect":
+                self._forget()
+                await self._member.connect(place.address, place.port)
+                self._port = place.port
+            else:
+                waits_for = f"the learner to train version {manifest.version} again"
+                await asyncio.sleep(_PAUSE_S)
+        raise DeadlineError(
+            f"version {manifest.version} was waited for for {self._patience_s:g} s: {waits_for}",
+            hint="see whether the learner runs, and what it does: `tinkermq logs`",
+        )
+
+    async def _request_round(self, manifest: Manifest) -> Round:
+        request = JoinRound(
+            receiver=self._name,
+            version=manifest.version,
+            location=manifest.location,
+            num_bytes=manifest.num_bytes,
+            device=self._member.device,
+            num_ranks=self._member.num_ranks,
+            gpus=self._member.gpus,
+            port=self._port,
+            group=self._member.group,
+        )
+        return await call(
+            self._broker,
+            self.scope.weights_join,
+            request,
+            Round,
+            timeout_s=_JOIN_S,
+            waiting_for="the learner's next round of weights",
+            idempotent=True,
+        )
+
+    def close(self) -> None:
+        """Leave the group; the learner need not be told."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._member.leave()
+        self._port = 0
+
+
+# -- sender ----------------------------------------------------------------------------------------
 
 _IN_MEMORY = 2
 _WINDOW_S = 0.2
@@ -47,7 +193,6 @@ _WINDOW_S = 0.2
 _CONNECTED_S = 60.0
 _GROUPS_PER_STORE = 1000
 """A place to meet remembers all groups that met there, so it is given up after so many."""
-_log = structlog.get_logger()
 
 
 class _Held(NamedTuple):
@@ -203,7 +348,7 @@ class Sender:
             return self._answer("removed" if is_past else "later", self._store)
         device = route(self._gpu, request.gpus) if request.device == "cuda" else "cpu"
         loop = asyncio.get_running_loop()
-        asker = _Asker(request, loop.create_future(), loop.time() + JOIN_S)
+        asker = _Asker(request, loop.create_future(), loop.time() + _JOIN_S)
         wanted = _Wanted(request.location, request.num_bytes, device)
         askers = self._waiting.setdefault(wanted, {})
         if request.receiver in askers:  # it has given up that request

@@ -1,6 +1,6 @@
-"""The ranks of a learner on a pool: actors that the scheduler has placed, on this node and others.
+"""The ranks beside rank 0: child processes, or actors that the scheduler has placed on nodes.
 
-Orders go to them as requests. Groups do not travel with them: each rank reads the batch from the
+Orders go to actors as requests. Groups do not travel with them: each rank reads the batch from the
 rollout log. Whether they are all there is asked all the time, because a link that is cut shows
 nothing by itself, and a collective would wait for it.
 
@@ -12,15 +12,22 @@ hangs in a collective, is in the way.
 import asyncio
 import contextlib
 import os
+import subprocess
+import sys
 import threading
-from collections.abc import Coroutine, Iterator
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import structlog
 
 from ....broker.client.rpc import call
 from ....broker.rollouts import RolloutLog
+from ....broker.service_process import die_with
+from ....schemas.config.job import JobConfig
 from ....schemas.control import RankOrder, RankState, rank_name, rank_of
 from ....schemas.rollout import Group
 from ....schemas.wire.errors import (
@@ -29,15 +36,172 @@ from ....schemas.wire.errors import (
     EngineError,
     NobodyAnswersError,
     NotFoundError,
+    OutOfMemoryError,
     StateError,
     TinkermqError,
 )
 from ....schemas.wire.message import Empty, new_id
-from ...runtime import EXIT_CRASHED, JobContext
+from ...runtime import EXIT_CRASHED, EXIT_OUT_OF_MEMORY, JobContext
 from ...training.parallel import Meeting
-from ...training.rank_commands import Order, Ranks
+from ...training.ranks import Order, Ranks
 from ...weights.broadcast_group import own_address, server_of
-from .child_ranks import RankProcess, rank_out_of_memory
+
+# -- ranks that are child processes of rank 0: for a replay, and to check a machine ----------------
+# They are told each piece of work through a pipe. They die with rank 0; one that ends by itself
+# fails it.
+
+_CHILD_END_S = 5.0
+"""How long a rank may take to end after it was told to; it has nothing to write then."""
+_CHILD_SEEN_END_S = 5.0
+"""How long after a failure here the end of another rank may be seen to have caused it."""
+_CHILD_LOOK_S = 0.2
+_MOST_TOLD = 4096
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class _RankProcess:
+    """A process that is a rank; it ends with the pipe."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    orders: Connection
+    status_fd: int
+    """Descriptor of what it tells of its end."""
+
+    @classmethod
+    def start(cls, rank: int) -> "_RankProcess":
+        """Start one; on the main thread, whose end is its own."""
+        reading, writing = os.pipe()
+        status_fd, telling = os.pipe()
+        module = "tinkermq.actors.learner.ranks.worker"
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, str(rank), str(telling)],
+                stdin=reading,
+                pass_fds=[telling],
+                preexec_fn=die_with(os.getpid()),
+            )
+        finally:
+            os.close(reading)
+            os.close(telling)
+        return cls(rank, process, Connection(writing, readable=False), status_fd)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is no more."""
+        return self.process.poll() is not None
+
+    @property
+    def was_out_of_memory(self) -> bool:
+        """Whether it has ended because its GPU did not hold a step."""
+        return self.process.poll() == EXIT_OUT_OF_MEMORY
+
+    def why_ended(self) -> str:
+        """Say how it has ended; to be asked once."""
+        last = os.read(self.status_fd, _MOST_TOLD).decode(errors="replace")
+        return f"its process ended with code {self.process.returncode}" + (last and f": {last}")
+
+    def close(self, patience_s: float = _CHILD_END_S) -> None:
+        """Tell it to end, and see to it; blocks for `patience_s` at most."""
+        if not self.orders.closed:
+            self.orders.close()
+        try:
+            self.process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            _log.warning("rank_killed", rank=self.rank, after_s=patience_s)
+            self.process.kill()
+            self.process.wait()
+        os.close(self.status_fd)
+
+
+class ChildRanks(Ranks):
+    """The ranks of one machine, as child processes."""
+
+    def __init__(self, config: JobConfig, children: Sequence[_RankProcess]) -> None:
+        """Speak to processes that have been started."""
+        super().__init__(config)
+        self._children = children
+
+    @classmethod
+    def start(cls, config: JobConfig) -> "ChildRanks":
+        """Start what the configuration asks for; on the main thread, whose end is theirs."""
+        return cls(config, [_RankProcess.start(rank) for rank in range(1, config.learner.ranks)])
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by rank from 1."""
+        return [child.process.pid for child in self._children]
+
+    @contextlib.contextmanager
+    def doing(self, order: Order) -> Iterator[None]:
+        """Tell all ranks to do something while it is done here.
+
+        Raises EngineError if one of them has ended.
+        """
+        with self.explaining(order):
+            for child in self._children:
+                order.send(child.orders)
+            yield
+
+    @contextlib.contextmanager
+    def explaining(self, order: Order) -> Iterator[None]:
+        """Raise EngineError in place of another error of something all do, if a rank has ended."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            if self._children and (ended := self._wait_for_end()) is not None:
+                raise _ended(ended, order) from error
+            raise
+
+    async def watch(self) -> None:
+        """Raise EngineError as soon as a rank ends."""
+        while True:
+            if (ended := self._first_ended()) is not None:
+                raise _ended(ended, None)
+            await asyncio.sleep(_CHILD_LOOK_S)
+
+    def close(self) -> None:
+        """End all ranks."""
+        for child in self._children:
+            child.orders.close()
+        super().close()
+        for child in self._children:
+            child.close()
+
+    def _first_ended(self) -> _RankProcess | None:
+        return next((child for child in self._children if child.has_ended), None)
+
+    def _wait_for_end(self) -> _RankProcess | None:
+        """A broken connection is noticed before the end of the process that it led to."""
+        deadline = time.monotonic() + _CHILD_SEEN_END_S
+        while (ended := self._first_ended()) is None and time.monotonic() < deadline:
+            time.sleep(_CHILD_LOOK_S)
+        return ended
+
+
+def _ended(child: _RankProcess, order: Order | None) -> TinkermqError:
+    doing = "waiting" if order is None else order.do
+    text = f"rank {child.rank} of the learner (process {child.process.pid}) is gone at {doing!r}: "
+    if child.was_out_of_memory:
+        return _rank_out_of_memory(f"{text}{child.why_ended()}", order)
+    return EngineError(
+        f"{text}{child.why_ended()}",
+        hint="its own lines in the learner's log say why; a code of -9 without one is often a "
+        "machine out of memory",
+    )
+
+
+def _rank_out_of_memory(text: str, order: Order | None) -> OutOfMemoryError:
+    """Return the error of a rank whose GPU did not hold what it was ordered to do."""
+    error = OutOfMemoryError(text, hint="lower learner.microbatch_tokens")
+    if order is not None and order.do == "step":
+        error.step = order.fields["step"]
+        error.microbatch_tokens = order.fields["microbatch_tokens"]
+    return error
+
+
+# -- ranks that are actors -------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -50,7 +214,6 @@ _SEEN_END_S = 3.0
 """How long after a failure here the end of another rank may be seen to have caused it."""
 _END_S = 15.0
 """How long this process may take to tell of a rank that is gone; a collective may hold it up."""
-_log = structlog.get_logger()
 
 
 class PlacedRanks(Ranks):
@@ -193,7 +356,9 @@ class PlacedRanks(Ranks):
 
     def _ended(self, status: RankState) -> TinkermqError:
         error = _gone(status.error)
-        return rank_out_of_memory(error.message, self._order_now) if status.out_of_memory else error
+        return (
+            _rank_out_of_memory(error.message, self._order_now) if status.out_of_memory else error
+        )
 
     async def _seen_to_be_gone(self) -> TinkermqError | None:
         """A broken connection is noticed before the end of the process that it led to."""
@@ -241,7 +406,7 @@ class RankActor:
         self._last_request = context.broker.clock()
         self._error = ""
         self._out_of_memory = False
-        self._process: RankProcess | None = None
+        self._process: _RankProcess | None = None
         self._orders: asyncio.Queue[RankOrder] = asyncio.Queue()
         self._work: asyncio.Task[None] | None = None
 
@@ -278,7 +443,7 @@ class RankActor:
             self._learner, self._num_taken, self._error = order.learner, 0, ""
             self._out_of_memory = False
             self._orders = asyncio.Queue()
-            self._process = RankProcess.start(self._rank)
+            self._process = _RankProcess.start(self._rank)
             self._work = asyncio.create_task(self._do_all(self._process), name="orders of a rank")
         elif (order.learner, order.number) != (self._learner, self._num_taken):
             raise StateError(
@@ -312,7 +477,7 @@ class RankActor:
             draining=self._context.stopping.is_set(),
         )
 
-    async def _do_all(self, process: RankProcess) -> None:
+    async def _do_all(self, process: _RankProcess) -> None:
         """Pass orders on to the process, with what they need of the log."""
         try:
             while True:
