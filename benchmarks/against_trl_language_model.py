@@ -2,8 +2,8 @@
 
     python -m benchmarks.against_trl_language_model [--task sums|slow]
 
-SmolLM2-135M-Instruct learns the sums of `tinkermq quickstart --real` with that configuration: 16
-questions × 8 answers a step. Weights, questions in their order, learning rate, clipping and float32
+SmolLM2-135M-Instruct learns the sums of `tinkermq quickstart --real` with that configuration, but
+16 questions × 8 answers a step. Weights, questions in their order, learning rate, clipping and float32
 are the same on both sides, and both may use both cores. Ours is the whole stack as a user has it,
 with a staleness bound of 1: the generator needs less time than the learner.
 
@@ -45,6 +45,7 @@ STEPS = {"sums": (9, 4), "slow": (9, 3)}
 """Counted steps of ours, and steps of TRL."""
 QUICK_STEPS = (WARM + 1, WARM + 1)
 STALENESS = 1
+QUESTIONS = 16
 PASS_SAMPLES = 32
 SLOW_GAME = "benchmarks.slow_game:SlowSumsGame"
 
@@ -58,8 +59,7 @@ def sums_job(num_steps: int, *, quick: bool) -> dict[str, Any]:
     job["model"]["path"] = str(catalogue_folder(MODEL))
     job["env"] = {"game": "sums", "train_data": [str(train)], "num_val": 0}
     job["algorithm"]["clip_low"] = 0.2
-    batch_size = job["training"]["batch_size"]
-    job["training"] = {"num_steps": num_steps, "batch_size": batch_size, "max_staleness": STALENESS}
+    job["training"] = {"num_steps": num_steps, "batch_size": QUESTIONS, "max_staleness": STALENESS}
     del job["evaluation"]
     if quick:
         job["rollout"]["group_size"] = 4

@@ -90,7 +90,7 @@ class StepWork:
 
 
 SUMS = StepWork("sums", 4, 8, 45, 4, 16, 240)
-BATCH = StepWork("a batch of the quickstart", 16, 8, 45, 4, 16, 240)
+BATCH = StepWork("a whole batch", 16, 8, 45, 4, 16, 240)
 LONG = StepWork("long answers", 1, 2, 64, 192, 448, 512)
 QUICK = StepWork("quick", 1, 2, 8, 2, 4, 32)
 

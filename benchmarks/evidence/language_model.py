@@ -6,9 +6,9 @@
 Runs what has no line in results/language_model.jsonl yet, in so many processes, each of which takes
 the next run when it has ended one: SmolLM2-135M-Instruct with the lag forced to exactly 0, 1, 2 and
 4 versions (lagged.py), with `tis` and without a correction, and with LoRA at a lag of 2, with five
-seeds that all share. The task and its keys are examples/sums.yaml's, in float32; on GPUs products
-use TF32, as in the product's learner. LoRA has the rank of choices.py and ten times the rate of all
-weights. It may be stopped at any time and goes on with what is missing.
+seeds that all share. The task and its keys are examples/sums.yaml's, in float32, with 16 questions
+a step; on GPUs products use TF32, as in the product's learner. LoRA has the rank of choices.py and
+ten times the rate of all weights. It may be stopped at any time and goes on with what is missing.
 
 On one H200, twelve processes side by side under CUDA MPS take 29 to 36 seconds a run, with LoRA 53
 to 57, and up to 9.4 GB of its memory each. Sums may be added up there in any order, so that runs do
@@ -49,6 +49,7 @@ METHODS: dict[str, Overrides] = {
 IN_FLOAT32: Overrides = {
     "generator": {"dtype": "float32", "max_requests": 256},
     "learner": {"dtype": "float32"},
+    "training": {"batch_size": 16},
 }
 """Alike on CPUs and GPUs; all questions of validation are decoded at once."""
 GPU_ROWS = {"max_row_tokens": 1024, "microbatch_tokens": 1024}
