@@ -3,9 +3,9 @@
     python -m benchmarks.against_trl_language_model [--task sums|slow]
 
 SmolLM2-135M-Instruct learns the sums of `tinkermq quickstart --real` with that configuration, but
-16 questions × 8 answers a step. Weights, questions in their order, learning rate, clipping and float32
-are the same on both sides, and both may use both cores. Ours is the whole stack as a user has it,
-with a staleness bound of 1: the generator needs less time than the learner.
+16 questions × 8 answers a step. Weights, questions in their order, learning rate, clipping and
+float32 are the same on both sides, and both may use both cores. Ours is the whole stack as a user
+has it, with a staleness bound of 1: the generator needs less time than the learner.
 
 - `sums` begins with the model as it is: answers are long, and differ.
 - `slow` goes on with what ours has learnt there. Every judgement takes 100 ms with a heavy tail
