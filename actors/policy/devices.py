@@ -95,9 +95,12 @@ def use_onednn(model: nn.Module, min_weights: int) -> None:
 
 
 def can_use_onednn(*tensors: Tensor) -> bool:
-    """Return whether `multiply` takes these tensors."""
-    on_cpu = all(one.device.type == "cpu" and one.dtype == torch.float32 for one in tensors)
-    return on_cpu and torch.backends.mkldnn.is_available()
+    """Return whether `multiply` takes these tensors: none is empty or a single row."""
+    fit = all(
+        one.device.type == "cpu" and one.dtype == torch.float32 and one.dim() > 1 and one.numel()
+        for one in tensors
+    )
+    return fit and torch.backends.mkldnn.is_available()
 
 
 def multiply(left_AK: Tensor, right_BK: Tensor, bias_B: Tensor | None = None) -> Tensor:

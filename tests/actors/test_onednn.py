@@ -50,6 +50,17 @@ def test_layers_that_are_small_or_of_another_type_compute_as_before() -> None:
     assert not can_use_onednn(input)
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (8,)])
+def test_no_rows_and_a_single_one_compute_as_before(shape: tuple[int, ...]) -> None:
+    layer = nn.Linear(8, 4)
+    use_onednn(layer, min_weights=1)
+    input = torch.randn(shape, requires_grad=True)
+    output = layer(input)
+    output.sum().backward()
+    assert torch.equal(output, nn.functional.linear(input, layer.weight, layer.bias))
+    assert layer.weight.grad is not None
+
+
 def test_products_take_rows_of_any_strides() -> None:
     torch.manual_seed(0)
     left, right = torch.randn(9, 6)[:, 1:5], torch.randn(4, 11).t()
