@@ -80,6 +80,9 @@ TRAINED_WEIGHTS = 1 << 16
 """Of a linear layer with many rows; a smaller one is over sooner than oneDNN begins."""
 DECODED_WEIGHTS = 1 << 18
 """The same for one with few rows."""
+_CACHED_KERNELS = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
+"""torch and oneDNN keep 1,024 kernels each, one for each shape: rows of other lengths in each step
+would fill half a gigabyte. A pass has some twenty shapes, and a kernel is made in a millisecond."""
 
 
 def use_onednn(model: nn.Module, min_weights: int) -> None:
@@ -89,6 +92,8 @@ def use_onednn(model: nn.Module, min_weights: int) -> None:
     """
     if not torch.backends.mkldnn.is_available():
         return
+    for name, number in _CACHED_KERNELS.items():  # read when the first kernel is made
+        os.environ.setdefault(name, number)
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.weight.numel() >= min_weights:
             module.forward = partial(_compute_layer, module)
