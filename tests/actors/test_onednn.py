@@ -8,10 +8,6 @@ from tinkermq.actors.policy.devices import TRAINED_WEIGHTS, can_use_onednn, mult
 from tinkermq.actors.training.output_layer import OutputLayer, score_tokens
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN"
-)
-
 
 def _gradients(layer: nn.Module, input: Tensor) -> list[Tensor]:
     output = cast(Tensor, layer(input))

@@ -191,20 +191,23 @@ def test_weights_are_read_beside_the_passes_of_a_step_and_its_update_waits(
     trainer = run.policies.trainers[MAIN]
     weights = [one for one in trainer.model.parameters() if one.requires_grad]
     before = [one.detach().clone() for one in weights]
-    updates: list[bool] = []
+    go_on, updates = threading.Event(), list[bool]()
 
     def read() -> list[torch.Tensor]:
-        deadline = time.monotonic() + PATIENCE_S
-        while any(one.grad is None for one in weights):  # the passes go on meanwhile
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        time.sleep(0.05)  # in which an update that did not wait would come
+        assert go_on.wait(PATIENCE_S)
         return [one.detach().clone() for one in weights]
 
     reading = run.policies.read_beside_training(read)
     assert reading is not None
     trainer.optimizer.register_step_pre_hook(lambda *_: updates.append(reading.done()))
-    run.train()
+    with ThreadPoolExecutor(1) as thread:
+        training = thread.submit(run.train)
+        while not vars(reading)["_waiters"]:  # until the step waits
+            assert not training.done()
+            time.sleep(0.001)
+        assert all(one.grad is not None for one in weights)  # its passes are over
+        go_on.set()
+        training.result(PATIENCE_S)
     assert updates == [True]
     assert all(torch.equal(one, old) for one, old in zip(reading.result(), before, strict=True))
     assert not torch.equal(weights[0], before[0])
