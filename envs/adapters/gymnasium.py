@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import GameError
 from ..chat_messages import plain
@@ -140,10 +142,26 @@ class GymnasiumGame(AbstractGame):
         if isinstance(space, spaces.Text):
             return (text,) if space.contains(text) else None
         try:
-            action = space.from_jsonable([read_json(text)])[0]
-        except (ValueError, TypeError, KeyError, IndexError):
+            action = self._read(space, read_json(text))
+        except (ValueError, TypeError, LookupError, OverflowError):
             return None
         return (action,) if space.contains(action) else None
+
+    def _read(self, space: Any, value: Any) -> Any:
+        """Return what a JSON value means in a space; raises for one that means nothing there."""
+        spaces = self._gym.spaces
+        if isinstance(space, spaces.Dict | spaces.Tuple):
+            inner: Any = space.spaces  # which gymnasium reads from a list for each, not from one
+            if len(value) != len(inner):
+                raise ValueError
+            if isinstance(inner, Mapping):
+                return {name: self._read(one, value[name]) for name, one in inner.items()}
+            return tuple(self._read(one, value[number]) for number, one in enumerate(inner))
+        action = space.from_jsonable([value])[0]
+        is_whole = space.dtype is not None and np.issubdtype(space.dtype, np.integer)
+        if is_whole and not np.array_equal(action, value):  # 1.5 is no 1
+            raise ValueError
+        return action
 
     def _say_actions(self) -> str:
         if self._named:

@@ -1,5 +1,7 @@
 """Run games in processes of their own: a game that hangs is killed, one that crashes is survived.
 
+A process is killed with those that its games have started, such as a tool that hangs.
+
 `num_workers` processes hold many episodes each and play one call at a time. When a process is
 killed or dies, the episodes that lived in it fail with the reason, the others go on, and the next
 reset starts a new process in its place, for which it waits. What comes while a process is dying
@@ -22,6 +24,7 @@ from typing import Any, cast
 from ...schemas.wire import errors
 from ...schemas.wire.codec import MAX_MESSAGE_BYTES, too_large, unpack
 from ..game import ChatMessage, StepResult
+from ..sandbox.sandbox import descendants
 from .episodes import Call, GameFacts, Opening, TimeLimits
 from .worker import LENGTH
 
@@ -45,6 +48,8 @@ class _Process:
     """A worker process, its calls in the order in which it plays them, and its episodes."""
 
     child: asyncio.subprocess.Process
+    sock: socket.socket
+    """Its socket, which `writer` closes."""
     writer: asyncio.StreamWriter
     calls: dict[int, Call] = field(default_factory=dict[int, Call])
     late: list[Call] = field(default_factory=list[Call])
@@ -64,6 +69,25 @@ class _Process:
 
     def head(self) -> Call | None:
         return next(iter(self.calls.values()), None)
+
+    def kill(self) -> None:
+        """End it with all that it has started; harmless once it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self.child.send_signal(signal.SIGSTOP)  # it starts no more of them
+            started = set(descendants(self.child.pid)) - {self.child.pid}
+            self.child.kill()
+            for pid in started:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    async def hang_up(self) -> None:
+        """Let its socket end with it: what its games have forked may hold the other end for long.
+
+        What it has sent can still be read.
+        """
+        await self.child.wait()
+        with contextlib.suppress(OSError):  # it is closed already
+            self.sock.shutdown(socket.SHUT_RD)
 
 
 @dataclass
@@ -241,7 +265,7 @@ class ProcessRunner:
             )
             undone.pop_all()
         incoming, writer = await asyncio.open_connection(sock=ours)
-        process = _Process(child, writer)
+        process = _Process(child, ours, writer)
         process.reader = asyncio.create_task(self._read(process, incoming), name="env_worker")
         return process
 
@@ -264,6 +288,7 @@ class ProcessRunner:
 
     async def _read(self, process: _Process, incoming: asyncio.StreamReader) -> None:
         """Hand on the answers of a process until it ends, then say how it ended."""
+        hanging_up = asyncio.create_task(process.hang_up(), name="env_worker_end")
         try:
             while True:
                 head = await incoming.readexactly(LENGTH.size)
@@ -275,6 +300,8 @@ class ProcessRunner:
             pass  # the process has ended
         except (errors.MessageError, ValueError, TypeError) as error:
             self._end(process, process.head(), self._broke_protocol(str(error)))
+        finally:
+            hanging_up.cancel()
         process.is_closing = True
         process.writer.close()
         lingers = False
@@ -283,8 +310,7 @@ class ProcessRunner:
                 code = await process.child.wait()
         except TimeoutError:
             lingers = process.death is None
-            with contextlib.suppress(ProcessLookupError):
-                process.child.kill()
+            process.kill()
             code = await process.child.wait()
         self._end(process, process.head(), self._crashed(process.head(), code, lingers=lingers))
 
@@ -331,8 +357,7 @@ class ProcessRunner:
         if process.death is not None:
             return
         process.death = reason
-        with contextlib.suppress(ProcessLookupError):
-            process.child.kill()
+        process.kill()
         for call in (*process.calls.values(), *process.late):
             if not call.future.done():
                 call.future.set_exception(reason)

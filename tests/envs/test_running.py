@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import select
 import signal
 import threading
 from typing import Any
@@ -445,6 +446,39 @@ def test_a_process_that_closes_its_socket_is_ended_and_replaced():
             assert (await runner.step("b", "go")).reward == 1
         finally:
             await runner.stop()
+
+    _run(play())
+
+
+def test_a_process_that_dies_is_noticed_though_it_has_forked_another():
+    async def play():
+        runner = _runner("foreign_games:Forks")
+        await runner.start()
+        messages = await runner.reset(_opening("a"))
+        forked = int(messages[-1]["content"].split()[-1])
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                with pytest.raises(GameError, match="exit code 7"):
+                    await runner.step("a", "exit")
+                await runner.reset(_opening("b"))
+                assert (await runner.step("b", "go")).reward == 1
+                await runner.stop()
+        finally:
+            os.kill(forked, signal.SIGKILL)
+
+    _run(play())
+
+
+def test_a_process_is_killed_with_those_that_it_has_forked():
+    async def play():
+        runner = _runner("foreign_games:Forks")
+        await runner.start()
+        messages = await runner.reset(_opening("a"))
+        forked = os.pidfd_open(int(messages[-1]["content"].split()[-1]))
+        await runner.stop()
+        ended, _, _ = select.select([forked], [], [], PATIENCE_S)
+        os.close(forked)
+        assert ended
 
     _run(play())
 
