@@ -128,6 +128,13 @@ def test_prompt_and_answer_are_enough(tmp_path):
     assert (record.ground_truth, record.data_source) == (2, "")
 
 
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_columns_that_the_first_row_lacks_are_written(tmp_path, suffix):
+    more = {"prompt": "2+2=", "answer": "4", "extra_info": {"level": 2}}
+    data = Dataset([write_rows(tmp_path / f"a{suffix}", [LEAST, more])])
+    assert [data.record(n).extra_info for n in range(2)] == [{}, {"level": 2}]
+
+
 def test_blank_lines_and_a_missing_last_newline_do_no_harm(tmp_path):
     path = tmp_path / "loose.jsonl"
     line = json.dumps({"prompt": "a", "answer": "b"})
