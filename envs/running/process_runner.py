@@ -29,7 +29,7 @@ from .episodes import Call, GameFacts, Opening, TimeLimits
 from .worker import LENGTH
 
 START_TIMEOUT_S = 60.0
-"""A worker process that has not answered by then is killed."""
+"""A worker process that has not answered by then, or within the time of a reset, is killed."""
 MAX_ANSWER_BYTES = 4 * MAX_MESSAGE_BYTES
 """Of what a process may answer, which has looked itself at what its games return."""
 _RESET_TRIES = 3
@@ -275,7 +275,9 @@ class ProcessRunner:
         number = next(self._numbers)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         body = pickle.dumps((number, verb, arguments))
-        limit_s = START_TIMEOUT_S if verb == "start" else self._limits.of(verb)
+        limit_s = self._limits.of(verb)
+        if verb == "start":  # imports the game, too
+            limit_s = max(START_TIMEOUT_S, limit_s)
         call = Call(verb, episode, limit_s, future, started=time.monotonic())
         if process.lives:
             process.calls[number] = call

@@ -24,7 +24,7 @@ from tinkermq.envs.data import HostData
 from tinkermq.envs.games.bandit import BanditGame
 from tinkermq.envs.host import EnvironmentHost
 from tinkermq.envs.registry import load_game
-from tinkermq.envs.running.episodes import Opening, TimedOut, TimeLimits
+from tinkermq.envs.running.episodes import LOOK_S, Opening, TimedOut, TimeLimits
 from tinkermq.envs.running.global_random import GlobalRandom
 from tinkermq.envs.running.local import LocalGame
 from tinkermq.envs.running.process_runner import ProcessRunner
@@ -479,6 +479,22 @@ def test_a_process_is_killed_with_those_that_it_has_forked():
         ended, _, _ = select.select([forked], [], [], PATIENCE_S)
         os.close(forked)
         assert ended
+
+    _run(play())
+
+
+def test_a_game_may_take_the_time_of_a_reset_to_start(monkeypatch):
+    async def play():
+        monkeypatch.setattr("tinkermq.envs.running.process_runner.START_TIMEOUT_S", 0.0)
+        runner = _runner()  # a reset has 60 s
+        starting = asyncio.create_task(runner.start())
+        try:
+            while not starting.done():
+                runner.end_overdue()
+                await asyncio.sleep(LOOK_S)
+            assert (await starting).name == "counting"
+        finally:
+            await runner.stop()
 
     _run(play())
 
