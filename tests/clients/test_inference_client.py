@@ -327,7 +327,7 @@ async def test_a_game_may_take_as_long_to_be_made_as_a_reset_may(url: str) -> No
     with slow:
         slow.setup(url)
     hasty = GameEnvironment(SlowToMake, {"env": {"reset_timeout_s": 0.5}})
-    with pytest.raises(GameError, match="SlowToMake hung in __init__ for 0.5 s"):
+    with pytest.raises(GameError, match=r"SlowToMake hung in __init__ for 0\.5 s"):
         hasty.setup(url)
 
 
