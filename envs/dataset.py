@@ -707,8 +707,7 @@ class _JsonLines(_StoredRows):
 
 
 class _Parquet(_StoredRows):
-    """The rows of a parquet file, unpacked to a temporary file that exists as long as it is open.
-    """
+    """The rows of a parquet file, unpacked to a temporary file that exists as long as it is open."""
 
     def __init__(self, path: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="tinkermq-data-") as folder:
