@@ -364,7 +364,8 @@ def unpack_parquet(path: Path, rows: Path, ends: Path) -> None:
         _unpack(path, rows, ends)
         return
     done = subprocess.run(
-        [sys.executable, "-m", __name__, str(path), str(rows), str(ends)],
+        # -P: a file of the working folder, as queue.py, hides no module of Python's
+        [sys.executable, "-P", "-m", __name__, str(path), str(rows), str(ends)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=False,
@@ -426,7 +427,10 @@ def _decoded(batch: "RecordBatch", first: int) -> list[dict[str, Any]]:
     try:
         rows = batch.to_pylist()
     except (ValueError, OverflowError):
-        columns = [_values(batch.column(n), name, first) for n, name in enumerate(names)]
+        columns = [
+            _values(cast("Array[Any]", batch.column(n)), name, first)
+            for n, name in enumerate(names)
+        ]
         rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
     for name in MESSAGE_COLUMNS.intersection(names):
         kind = cast("Any", batch.column(name)).type
@@ -707,7 +711,7 @@ class _JsonLines(_StoredRows):
 
 
 class _Parquet(_StoredRows):
-    """The rows of a parquet file, unpacked to a temporary file that exists as long as it is open."""
+    """The rows of a parquet file, unpacked to a temporary file that lives while it is open."""
 
     def __init__(self, path: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="tinkermq-data-") as folder:

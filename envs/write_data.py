@@ -59,5 +59,6 @@ def _write_parquet(file: Path, rows: list[Mapping[str, Any]]) -> None:
     import pyarrow.parquet
 
     names = dict.fromkeys(name for row in rows for name in row)  # from_pylist: the first row's
-    table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    table = pyarrow.Table.from_pydict(columns)
     pyarrow.parquet.write_table(table, file)  # pyright: ignore[reportUnknownMemberType] - stubs

@@ -9,7 +9,7 @@ space. What is no action of the environment is told to the policy and not played
 import re
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 
@@ -155,7 +155,8 @@ class GymnasiumGame(AbstractGame):
             if len(value) != len(inner):
                 raise ValueError
             if isinstance(inner, Mapping):
-                return {name: self._read(one, value[name]) for name, one in inner.items()}
+                named = cast("Mapping[str, Any]", inner)
+                return {name: self._read(one, value[name]) for name, one in named.items()}
             return tuple(self._read(one, value[number]) for number, one in enumerate(inner))
         action = space.from_jsonable([value])[0]
         is_whole = space.dtype is not None and np.issubdtype(space.dtype, np.integer)

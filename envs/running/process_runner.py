@@ -255,6 +255,7 @@ class ProcessRunner:
             undone.enter_context(ours)
             child = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",  # a file of the working folder, as queue.py, hides no module of Python's
                 "-m",
                 f"{__package__}.worker",
                 str(theirs.fileno()),

@@ -73,6 +73,16 @@ def test_a_process_without_pyarrow_unpacks_alike_and_stays_without(tmp_path, mon
         assert here.read_bytes() == there.read_bytes()
 
 
+def test_a_process_unpacks_in_a_folder_with_a_file_named_as_a_module_of_python(
+    tmp_path, monkeypatch
+):
+    path = write_rows(tmp_path / "a.parquet", rows(1))
+    (tmp_path / "select.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "pyarrow")
+    assert Dataset([path]).record(0).ground_truth == "0"
+
+
 def test_the_process_that_unpacks_hands_its_error_on(tmp_path, monkeypatch):
     path = write_rows(tmp_path / "a.parquet", [{"question": "1+1"}])
     monkeypatch.delitem(sys.modules, "pyarrow")

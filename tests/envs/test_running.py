@@ -483,6 +483,22 @@ def test_a_process_is_killed_with_those_that_it_has_forked():
     _run(play())
 
 
+def test_a_process_starts_in_a_folder_with_a_file_named_as_a_module_of_python(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "select.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+
+    async def play():
+        runner = _runner()
+        try:
+            assert (await runner.start()).name == "counting"
+        finally:
+            await runner.stop()
+
+    _run(play())
+
+
 def test_a_game_may_take_the_time_of_a_reset_to_start(monkeypatch):
     async def play():
         monkeypatch.setattr("tinkermq.envs.running.process_runner.START_TIMEOUT_S", 0.0)

@@ -1,6 +1,7 @@
 """Two small Gymnasium environments: one that speaks, one that takes arrays."""
 
 import gymnasium
+import numpy as np
 from gymnasium import spaces
 
 
@@ -58,7 +59,7 @@ SPACES = {
     "pair": spaces.Tuple((spaces.Discrete(2), spaces.Dict(arrow=_ARROW))),
     "numbers": spaces.MultiDiscrete([3, 3]),
     "bits": spaces.MultiBinary(2),
-    "bytes": spaces.Box(0, 255, (2,), "uint8"),
+    "bytes": spaces.Box(0, 255, (2,), np.uint8),
     "number": spaces.Discrete(2),
     "arrow": _ARROW,
 }
