@@ -11,12 +11,13 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from ..schemas.config.job import EnvConfig
 from ..schemas.config.sections import check_judge_prompt
 from ..schemas.env import Split
+from ..schemas.wire.codec import pack
 from ..schemas.wire.errors import GameError, TinkermqError
 from ..schemas.wire.foreign import clean_text, shown
 from ..schemas.wire.images import plain_text
@@ -131,7 +132,7 @@ class _Checker:
         """A seed reproduces an episode."""
         for number in range(NUM_EPISODES):
             first, second = (transcribe(self.game, number, ["0", "1", "2"]) for _ in range(2))
-            if first != second:
+            if not _is_same(first, second):
                 raise GameError(
                     f"seed {number} gave two different episodes: {_difference(first, second)}",
                     hint="draw every random number from self.rng, and none in __init__",
@@ -403,12 +404,17 @@ def _describe_data(result: CheckResult, config: EnvConfig) -> CheckResult:
     return CheckResult(result.name, ok=True, detail=detail)
 
 
+def _is_same(first: PlayedEpisode | StepResult, second: PlayedEpisode | StepResult) -> bool:
+    """Whether both travel alike: arrays and NaN do not compare by themselves."""
+    return pack(asdict(first)) == pack(asdict(second))
+
+
 def _difference(first: PlayedEpisode, second: PlayedEpisode) -> str:
     if first.messages != second.messages:
         one, other = (plain_text(each.messages[-1]["content"]) for each in (first, second))
         return f"first prompts {one!r}, {other!r}"
     for turn, (one, other) in enumerate(zip(first.results, second.results, strict=False)):
-        if one != other:
+        if not _is_same(one, other):
             return f"turn {turn} answered {one}, {other}"
     return "one ended earlier"
 

@@ -1,8 +1,8 @@
 """Datasets on disk: parquet and JSONL, any row at once, without holding them in memory.
 
-A file is mapped into memory with an index of where its rows end, and rows are decoded one by one
+A file is kept open with an index of where its rows end, and rows are read and decoded one by one
 when asked for: a JSONL file as it is, a parquet file after it has been unpacked to a temporary
-one.
+one. Files are not mapped into memory: one that is cut would end the process that looks at it.
 """
 
 import bisect
@@ -10,11 +10,12 @@ import contextlib
 import itertools
 import json
 import math
-import mmap
+import os
 import random
 import subprocess
 import sys
 import tempfile
+import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,7 @@ from .game import ChatMessage
 from .task_folders import TaskFolders
 
 if TYPE_CHECKING:
-    from pyarrow import RecordBatch
+    from pyarrow import Array, RecordBatch
     from pyarrow.parquet import ParquetFile
 
 
@@ -363,7 +364,8 @@ def unpack_parquet(path: Path, rows: Path, ends: Path) -> None:
         _unpack(path, rows, ends)
         return
     done = subprocess.run(
-        [sys.executable, "-m", __name__, str(path), str(rows), str(ends)],
+        # -P: a file of the working folder, as queue.py, hides no module of Python's
+        [sys.executable, "-P", "-m", __name__, str(path), str(rows), str(ends)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=False,
@@ -420,26 +422,52 @@ def _write(packed: "ParquetFile", rows: Path, ends: Path) -> None:
 
 
 def _decoded(batch: "RecordBatch", first: int) -> list[dict[str, Any]]:
-    """Return the rows of a batch; DataError names the first that is not UTF-8, and its column."""
+    """Return the rows of a batch; DataError names the first that cannot be read, and its column."""
+    names = batch.schema.names
     try:
         rows = batch.to_pylist()
-        for name in MESSAGE_COLUMNS.intersection(batch.schema.names):
-            kind = cast("Any", batch.column(name)).type
-            for row in rows:
-                row[name] = _without_filled(row[name], kind)
-        return rows
-    except UnicodeDecodeError:
-        for number in range(len(batch)):
-            for column in batch.schema.names:
-                try:
-                    batch.column(column).slice(number, 1).to_pylist()
-                except UnicodeDecodeError as error:
-                    raise errors.DataError(
-                        f"column {column} of row {first + number} is text that is not UTF-8: "
-                        f"{error}",
-                        hint="write the file again with its text decoded as what it is",
-                    ) from error
-        raise
+    except (ValueError, OverflowError):
+        columns = [
+            _values(cast("Array[Any]", batch.column(n)), name, first)
+            for n, name in enumerate(names)
+        ]
+        rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    for name in MESSAGE_COLUMNS.intersection(names):
+        kind = cast("Any", batch.column(name)).type
+        for row in rows:
+            row[name] = _without_filled(row[name], kind)
+    return rows
+
+
+def _values(column: "Array[Any]", name: str, first: int) -> list[Any]:
+    """Return the values of a column; times as texts where Python has none that is so exact."""
+    from pyarrow import ArrowException, string, types
+
+    try:
+        return column.to_pylist()
+    except (ValueError, OverflowError) as error:
+        if types.is_temporal(column.type):
+            with contextlib.suppress(ArrowException):
+                return column.cast(string()).to_pylist()
+        raise _unreadable_column(column, name, first) from error
+
+
+def _unreadable_column(column: "Array[Any]", name: str, first: int) -> errors.DataError:
+    """Return the error that names the first value of a column that Python cannot have."""
+    for number in range(len(column)):
+        try:
+            column.slice(number, 1).to_pylist()
+        except UnicodeDecodeError as error:
+            return errors.DataError(
+                f"column {name} of row {first + number} is text that is not UTF-8: {error}",
+                hint="write the file again with its text decoded as what it is",
+            )
+        except (ValueError, OverflowError) as error:
+            return errors.DataError(
+                f"column {name} of row {first + number} cannot be read: {error}",
+                hint="write the file again with this column as text, or without it",
+            )
+    raise AssertionError(f"each value of {name} can be read, but not all of them")
 
 
 def _without_filled(value: Any, kind: Any) -> Any:
@@ -605,44 +633,45 @@ def _open_file(
     return file
 
 
-class _MappedRows:
-    """Rows that stand one after the other in a file mapped into memory."""
+class _StoredRows:
+    """Rows that stand one after the other in a file that is kept open."""
 
-    def __init__(self, path: Path, mapped: Path) -> None:
+    def __init__(self, path: Path, stored: Path) -> None:
         self._path = path
         self._ends = array("Q")
-        self._map: mmap.mmap | None = None
-        with mapped.open("rb") as file:
-            if mapped.stat().st_size:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._file = os.open(stored, os.O_RDONLY | os.O_CLOEXEC)
+        self._closed = weakref.finalize(self, os.close, self._file)
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def _bytes(self, number: int) -> bytes:
-        assert self._map is not None
-        return self._map[self._ends[number - 1] if number else 0 : self._ends[number]]
+        assert self._closed.alive
+        start, end = self._ends[number - 1] if number else 0, self._ends[number]
+        raw = os.pread(self._file, end - start, start)
+        if len(raw) < end - start:
+            raise errors.DataError(
+                f"row {number} of {self._path} is gone: the file was cut after it had been opened",
+                hint="begin the run again; write data of a run that goes on to a file of another "
+                "name",
+            )
+        return raw
 
     def close(self) -> None:
-        if self._map is not None:
-            self._map.close()
+        self._closed()
 
 
-class _JsonLines(_MappedRows):
+class _JsonLines(_StoredRows):
     """The lines of a JSONL file as it is; lines without text belong to the one that follows."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, path)
-        self._index_lines()
-
-    def _index_lines(self) -> None:
-        if self._map is None:
-            return
         end = 0
-        for line in iter(self._map.readline, b""):
-            end += len(line)
-            if not line.isspace():
-                self._ends.append(end)
+        with open(self._file, "rb", closefd=False) as lines:
+            for line in lines:
+                end += len(line)
+                if not line.isspace():
+                    self._ends.append(end)
 
     def row(self, number: int) -> Mapping[str, Any]:
         raw = self._bytes(number)
@@ -681,8 +710,8 @@ class _JsonLines(_MappedRows):
             ) from error
 
 
-class _Parquet(_MappedRows):
-    """The rows of a parquet file, unpacked to a temporary file that exists as long as its map."""
+class _Parquet(_StoredRows):
+    """The rows of a parquet file, unpacked to a temporary file that lives while it is open."""
 
     def __init__(self, path: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="tinkermq-data-") as folder:

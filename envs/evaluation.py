@@ -114,8 +114,17 @@ def evaluation_tasks(config: JobConfig, described: DescribeReply, version: int) 
 
 def is_success(reward: float, info: Mapping[str, Any], above: float) -> bool:
     """Whether an episode is solved: what the game says in `info["success"]`, else its return."""
-    success = info.get("success")
+    success = number_of(info.get("success"))
     return success if isinstance(success, bool) else reward > above
+
+
+def number_of(value: Any) -> bool | int | float | None:
+    """Return a value of `info` that is a number, None for any other.
+
+    A number of NumPy's, which travels as an array without dimensions, is one, too.
+    """
+    plain = value.item() if getattr(value, "shape", None) == () else value
+    return plain if isinstance(plain, bool | int | float) else None
 
 
 def kind_of(info: Mapping[str, Any], data_source: str) -> str:
@@ -142,8 +151,9 @@ def mean_info(infos: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """
     by_key: dict[str, list[float]] = {}
     for info in infos:
-        for key, value in info.items():
-            if not isinstance(value, bool | int | float) or len(key) > _MAX_NAME:
+        for key, told in info.items():
+            value = number_of(told)
+            if value is None or len(key) > _MAX_NAME:
                 continue
             if key in by_key or len(by_key) < _MAX_NAMES:
                 by_key.setdefault(key, []).append(float(value))

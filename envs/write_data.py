@@ -58,5 +58,7 @@ def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 def _write_parquet(file: Path, rows: list[Mapping[str, Any]]) -> None:
     import pyarrow.parquet
 
-    table = pyarrow.Table.from_pylist(rows)
+    names = dict.fromkeys(name for row in rows for name in row)  # from_pylist: the first row's
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    table = pyarrow.Table.from_pydict(columns)
     pyarrow.parquet.write_table(table, file)  # pyright: ignore[reportUnknownMemberType] - stubs

@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ...envs.evaluation import number_of
 from ...schemas.agent import CallPlaces
 from ...schemas.rollout import Group, Teaching, Trajectory, episodes_of, return_of
 from ...schemas.wire.errors import DataError
@@ -485,14 +486,17 @@ def components_of(rows: Sequence[Trajectory], names: Sequence[str]) -> list[floa
     Raises DataError for one that is no number.
     """
     info = rows[0].info
+    numbers: list[float] = []
     for name in names:
-        if not isinstance(info.get(name), int | float):
+        number = number_of(info.get(name))
+        if number is None:
             raise DataError(
                 f"algorithm.reward_components.{name}: the game told {info.get(name)!r:.40} under "
                 "this name in `info` at an episode's end",
                 hint=f"it must be a number; there are {', '.join(sorted(map(str, info)))[:200]}",
             )
-    return [float(info[name]) for name in names]
+        numbers.append(float(number))
+    return numbers
 
 
 def _components(groups: Sequence[Group], names: Sequence[str]) -> Tensor | None:

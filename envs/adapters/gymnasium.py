@@ -9,7 +9,9 @@ space. What is no action of the environment is told to the policy and not played
 import re
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
+
+import numpy as np
 
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import GameError
@@ -140,10 +142,27 @@ class GymnasiumGame(AbstractGame):
         if isinstance(space, spaces.Text):
             return (text,) if space.contains(text) else None
         try:
-            action = space.from_jsonable([read_json(text)])[0]
-        except (ValueError, TypeError, KeyError, IndexError):
+            action = self._read(space, read_json(text))
+        except (ValueError, TypeError, LookupError, OverflowError):
             return None
         return (action,) if space.contains(action) else None
+
+    def _read(self, space: Any, value: Any) -> Any:
+        """Return what a JSON value means in a space; raises for one that means nothing there."""
+        spaces = self._gym.spaces
+        if isinstance(space, spaces.Dict | spaces.Tuple):
+            inner: Any = space.spaces  # which gymnasium reads from a list for each, not from one
+            if len(value) != len(inner):
+                raise ValueError
+            if isinstance(inner, Mapping):
+                named = cast("Mapping[str, Any]", inner)
+                return {name: self._read(one, value[name]) for name, one in named.items()}
+            return tuple(self._read(one, value[number]) for number, one in enumerate(inner))
+        action = space.from_jsonable([value])[0]
+        is_whole = space.dtype is not None and np.issubdtype(space.dtype, np.integer)
+        if is_whole and not np.array_equal(action, value):  # 1.5 is no 1
+            raise ValueError
+        return action
 
     def _say_actions(self) -> str:
         if self._named:

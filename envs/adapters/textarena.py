@@ -83,7 +83,9 @@ class TextArenaGame(AbstractGame):
             rewards, infos = cast(
                 "tuple[dict[int, float] | None, dict[int, Any]]", self._env.close()
             )
-        reward = float((rewards or {}).get(self._seat, 0.0))
+        given: Any = (rewards or {}).get(self._seat, 0.0)
+        # of a refused move some games give the reason in place of the reward
+        reward = 0.0 if isinstance(given, str) else float(given)
         own = infos[self._seat]
         info = {
             "type": self._id,
@@ -159,7 +161,8 @@ class TextArenaGame(AbstractGame):
         texts = [
             _worded(state, sender, text)
             for number, (sender, text, kind) in enumerate(news)
-            if not (kind == kinds.PLAYER_ACTION and sender in (seat, self._package.GAME_ID))
+            if isinstance(kind, kinds)  # some games note moves with their words in its place
+            and not (kind == kinds.PLAYER_ACTION and sender in (seat, self._package.GAME_ID))
             and not (kind == kinds.GAME_BOARD and number != boards[-1])
         ]
         return "\n\n".join(texts)

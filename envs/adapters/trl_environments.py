@@ -473,7 +473,11 @@ def _tools_of_class(environment: type) -> list[dict[str, Any]]:
             hint="write `def reset(self, **kwargs) -> str | None`",
         )
     tools = [
-        tool_schema(method, f"{environment.__name__}.{name}")
+        tool_schema(
+            method,
+            f"{environment.__name__}.{name}",
+            has_self=not isinstance(inspect.getattr_static(environment, name), staticmethod),
+        )
         for name, method in methods.items()
         if name not in NO_TOOLS
     ]
@@ -503,11 +507,11 @@ _ARGUMENT = re.compile(r"\s*(\w+)(?:\s*\([^)]*\))?:\s*(.*)")
 _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*\Z", re.IGNORECASE)
 
 
-def tool_schema(method: FunctionType, name: str) -> dict[str, Any]:
+def tool_schema(method: FunctionType, name: str, *, has_self: bool = True) -> dict[str, Any]:
     """Return a method as a function schema, from its signature and its docstring in Google's style.
 
-    `name` is its name in errors. Raises GameError for a missing docstring, type, or description of
-    a parameter, and for a type that JSON cannot express.
+    `name` is its name in errors; a static method has no `self`. Raises GameError for a missing
+    docstring, type, or description of a parameter, and for a type that JSON cannot express.
     """
     doc = inspect.getdoc(method)
     if not doc:
@@ -520,7 +524,7 @@ def tool_schema(method: FunctionType, name: str) -> dict[str, Any]:
         raise _untold(name, f"has types that cannot be read: {error}", "import them") from error
     properties: dict[str, Any] = {}
     required: list[str] = []
-    for parameter in list(inspect.signature(method).parameters.values())[1:]:
+    for parameter in list(inspect.signature(method).parameters.values())[has_self:]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise _untold(name, f"takes any arguments (*{parameter.name})", "name each of them")
         if parameter.name not in hints:

@@ -276,7 +276,8 @@ class _Worker:
     def __init__(self, limits: list[str]) -> None:
         self.num_asked = 0
         self._process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.grading_worker", *limits],
+            # -P: a file of the working folder, as queue.py, hides no module of Python's
+            [sys.executable, "-P", "-m", f"{__package__}.grading_worker", *limits],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,5 +1,7 @@
 """Run games in processes of their own: a game that hangs is killed, one that crashes is survived.
 
+A process is killed with those that its games have started, such as a tool that hangs.
+
 `num_workers` processes hold many episodes each and play one call at a time. When a process is
 killed or dies, the episodes that lived in it fail with the reason, the others go on, and the next
 reset starts a new process in its place, for which it waits. What comes while a process is dying
@@ -22,11 +24,12 @@ from typing import Any, cast
 from ...schemas.wire import errors
 from ...schemas.wire.codec import MAX_MESSAGE_BYTES, too_large, unpack
 from ..game import ChatMessage, StepResult
+from ..sandbox.sandbox import descendants
 from .episodes import Call, GameFacts, Opening, TimeLimits
 from .worker import LENGTH
 
 START_TIMEOUT_S = 60.0
-"""A worker process that has not answered by then is killed."""
+"""A worker process that has not answered by then, or within the time of a reset, is killed."""
 MAX_ANSWER_BYTES = 4 * MAX_MESSAGE_BYTES
 """Of what a process may answer, which has looked itself at what its games return."""
 _RESET_TRIES = 3
@@ -45,6 +48,8 @@ class _Process:
     """A worker process, its calls in the order in which it plays them, and its episodes."""
 
     child: asyncio.subprocess.Process
+    sock: socket.socket
+    """Its socket, which `writer` closes."""
     writer: asyncio.StreamWriter
     calls: dict[int, Call] = field(default_factory=dict[int, Call])
     late: list[Call] = field(default_factory=list[Call])
@@ -64,6 +69,25 @@ class _Process:
 
     def head(self) -> Call | None:
         return next(iter(self.calls.values()), None)
+
+    def kill(self) -> None:
+        """End it with all that it has started; harmless once it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self.child.send_signal(signal.SIGSTOP)  # it starts no more of them
+            started = set(descendants(self.child.pid)) - {self.child.pid}
+            self.child.kill()
+            for pid in started:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    async def hang_up(self) -> None:
+        """Let its socket end with it: what its games have forked may hold the other end for long.
+
+        What it has sent can still be read.
+        """
+        await self.child.wait()
+        with contextlib.suppress(OSError):  # it is closed already
+            self.sock.shutdown(socket.SHUT_RD)
 
 
 @dataclass
@@ -231,6 +255,7 @@ class ProcessRunner:
             undone.enter_context(ours)
             child = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",  # a file of the working folder, as queue.py, hides no module of Python's
                 "-m",
                 f"{__package__}.worker",
                 str(theirs.fileno()),
@@ -241,7 +266,7 @@ class ProcessRunner:
             )
             undone.pop_all()
         incoming, writer = await asyncio.open_connection(sock=ours)
-        process = _Process(child, writer)
+        process = _Process(child, ours, writer)
         process.reader = asyncio.create_task(self._read(process, incoming), name="env_worker")
         return process
 
@@ -251,7 +276,9 @@ class ProcessRunner:
         number = next(self._numbers)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         body = pickle.dumps((number, verb, arguments))
-        limit_s = START_TIMEOUT_S if verb == "start" else self._limits.of(verb)
+        limit_s = self._limits.of(verb)
+        if verb == "start":  # imports the game, too
+            limit_s = max(START_TIMEOUT_S, limit_s)
         call = Call(verb, episode, limit_s, future, started=time.monotonic())
         if process.lives:
             process.calls[number] = call
@@ -264,6 +291,7 @@ class ProcessRunner:
 
     async def _read(self, process: _Process, incoming: asyncio.StreamReader) -> None:
         """Hand on the answers of a process until it ends, then say how it ended."""
+        hanging_up = asyncio.create_task(process.hang_up(), name="env_worker_end")
         try:
             while True:
                 head = await incoming.readexactly(LENGTH.size)
@@ -275,6 +303,8 @@ class ProcessRunner:
             pass  # the process has ended
         except (errors.MessageError, ValueError, TypeError) as error:
             self._end(process, process.head(), self._broke_protocol(str(error)))
+        finally:
+            hanging_up.cancel()
         process.is_closing = True
         process.writer.close()
         lingers = False
@@ -283,8 +313,7 @@ class ProcessRunner:
                 code = await process.child.wait()
         except TimeoutError:
             lingers = process.death is None
-            with contextlib.suppress(ProcessLookupError):
-                process.child.kill()
+            process.kill()
             code = await process.child.wait()
         self._end(process, process.head(), self._crashed(process.head(), code, lingers=lingers))
 
@@ -331,8 +360,7 @@ class ProcessRunner:
         if process.death is not None:
             return
         process.death = reason
-        with contextlib.suppress(ProcessLookupError):
-            process.child.kill()
+        process.kill()
         for call in (*process.calls.values(), *process.late):
             if not call.future.done():
                 call.future.set_exception(reason)

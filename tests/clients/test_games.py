@@ -145,6 +145,12 @@ def test_a_new_environment_of_openenv_is_whole(cli: Cli, tmp_path: Path) -> None
     assert (taken.code, "would hide another" in taken.err) == (2, True)
 
 
+def test_a_new_game_is_refused_the_name_of_an_installed_package(cli: Cli, tmp_path: Path) -> None:
+    refused = cli("env", "new", "numpy", "--into", str(tmp_path))
+    assert (refused.code, list(tmp_path.iterdir())) == (2, [])
+    assert "a package named numpy would hide another of this name" in refused.err
+
+
 OF_ROWS = ["data/train.jsonl", "data/val.jsonl", "pyproject.toml", "train.yaml"]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -310,6 +311,24 @@ async def test_cleanup_ends_the_host_and_its_thread(
 async def test_a_game_that_cannot_be_made_says_why_at_setup(url: str) -> None:
     with pytest.raises(GameError, match="no licence"):
         GameEnvironment(BrokenGame).setup(url)
+
+
+class SlowToMake(EchoGame):
+    """Loads something that takes over a minute."""
+
+    def __init__(self) -> None:
+        time.sleep(61)
+        super().__init__()
+
+
+@pytest.mark.long
+async def test_a_game_may_take_as_long_to_be_made_as_a_reset_may(url: str) -> None:
+    slow = GameEnvironment(SlowToMake, {"env": {"reset_timeout_s": 300}})
+    with slow:
+        slow.setup(url)
+    hasty = GameEnvironment(SlowToMake, {"env": {"reset_timeout_s": 0.5}})
+    with pytest.raises(GameError, match=r"SlowToMake hung in __init__ for 0\.5 s"):
+        hasty.setup(url)
 
 
 async def test_missing_data_is_named_at_setup(url: str) -> None:

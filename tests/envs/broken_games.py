@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tinkermq.envs import AbstractGame, StepResult
 
 
@@ -252,3 +253,19 @@ class TurnsGame(CountingGame):
     def get_initial_user_message(self) -> str:
         """Say something at the very beginning only."""
         return "begin" if self.role == "sun" else ""
+
+
+class TellsArrays(CountingGame):
+    """Tells arrays and numbers that are missing; with noise others each time."""
+
+    num_made = 0
+
+    def __init__(self, noise: float = 0.0) -> None:
+        super().__init__(trouble_at=0)
+        TellsArrays.num_made += 1
+        self.noise = noise * TellsArrays.num_made
+
+    def step(self, action: str) -> StepResult:
+        result = super().step(action)
+        result.info = {"board": np.arange(3) + self.noise, "gap": float("nan")}
+        return result

@@ -189,3 +189,15 @@ class Interrupts(Foreign):
     def step(self, action: str) -> StepResult:
         os.kill(os.getpid(), signal.SIGINT)
         return super().step(action)
+
+
+class Forks(Foreign):
+    """Forks a process that outlives its own, and says its number."""
+
+    def reset(self, trouble: str = "", **state: Any) -> str:
+        forked = os.fork()
+        if not forked:
+            signal.pause()
+            os._exit(0)
+        super().reset(trouble=trouble, **state)
+        return str(forked)

@@ -4,6 +4,7 @@ import base64
 import contextlib
 import datetime
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -72,6 +73,16 @@ def test_a_process_without_pyarrow_unpacks_alike_and_stays_without(tmp_path, mon
         assert here.read_bytes() == there.read_bytes()
 
 
+def test_a_process_unpacks_in_a_folder_with_a_file_named_as_a_module_of_python(
+    tmp_path, monkeypatch
+):
+    path = write_rows(tmp_path / "a.parquet", rows(1))
+    (tmp_path / "select.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "pyarrow")
+    assert Dataset([path]).record(0).ground_truth == "0"
+
+
 def test_the_process_that_unpacks_hands_its_error_on(tmp_path, monkeypatch):
     path = write_rows(tmp_path / "a.parquet", [{"question": "1+1"}])
     monkeypatch.delitem(sys.modules, "pyarrow")
@@ -92,11 +103,46 @@ def test_dates_in_a_row_become_texts(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("value", "kind", "text"),
+    [
+        (1_234_567_891, pa.timestamp("ns"), "1970-01-01 00:00:01.234567891"),
+        (1_234_567_891, pa.time64("ns"), "00:00:01.234567891"),
+        (253_402_300_800, pa.timestamp("s"), "10000-01-01 00:00:00.000"),
+    ],
+)
+def test_a_time_that_is_finer_or_later_than_those_of_python_becomes_a_text(
+    tmp_path, monkeypatch, value, kind, text
+):
+    monkeypatch.setitem(sys.modules, "pandas", None)  # with it pyarrow returns times of its kind
+    table = pa.table({**_columns(LEAST), "ground_truth": pa.array([value], kind)})
+    pq.write_table(table.drop_columns("answer"), tmp_path / "a.parquet")
+    assert Dataset([tmp_path / "a.parquet"]).record(0).ground_truth == text
+
+
+def test_a_column_that_cannot_be_read_is_named_with_its_row(tmp_path):
+    twice = pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
+    pq.write_table(pa.table({**_columns(LEAST), "extra": twice}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: column extra of row 0 cannot be read: "):
+        Dataset([tmp_path / "a.parquet"])
+
+
+def _columns(row):
+    return {name: [value] for name, value in row.items()}
+
+
 def test_prompt_and_answer_are_enough(tmp_path):
     path = write_rows(tmp_path / "qa.jsonl", [{"prompt": "1+1=", "answer": 2}])
     record = Dataset([path]).record(0)
     assert record.prompt == [{"role": "user", "content": "1+1="}]
     assert (record.ground_truth, record.data_source) == (2, "")
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_columns_that_the_first_row_lacks_are_written(tmp_path, suffix):
+    more = {"prompt": "2+2=", "answer": "4", "extra_info": {"level": 2}}
+    data = Dataset([write_rows(tmp_path / f"a{suffix}", [LEAST, more])])
+    assert [data.record(n).extra_info for n in range(2)] == [{}, {"level": 2}]
 
 
 def test_blank_lines_and_a_missing_last_newline_do_no_harm(tmp_path):
@@ -105,6 +151,15 @@ def test_blank_lines_and_a_missing_last_newline_do_no_harm(tmp_path):
     path.write_text(f"\n{line}\n\n{line}")
     data = Dataset([path])
     assert [data.record(n).ground_truth for n in range(len(data))] == ["b", "b"]
+
+
+def test_a_file_that_is_cut_while_it_is_in_use_costs_the_rows_that_are_gone(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", [{"prompt": "?" * 9000, "answer": n} for n in range(4)])
+    data = Dataset([path])
+    os.truncate(path, path.stat().st_size // 2)
+    assert data.record(1).ground_truth == 1
+    with pytest.raises(DataError, match=r"^row 3 of .*a\.jsonl is gone: the file was cut"):
+        data.record(3)
 
 
 def test_a_shuffle_depends_on_its_seed_alone_and_keeps_the_limit(tmp_path):

@@ -24,6 +24,7 @@ from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.env import DescribeReply
 from tinkermq.schemas.metric import EpisodeScore
 from tinkermq.schemas.task import Task
+from tinkermq.schemas.wire.codec import pack, unpack
 from tinkermq.schemas.wire.errors import ConfigError
 
 
@@ -39,6 +40,13 @@ def test_the_game_may_say_itself_what_a_success_is() -> None:
     assert is_success(0.0, {"success": True}, 0.5)
     assert not is_success(1.0, {"success": False}, 0.5)
     assert is_success(1.0, {"success": "no flag"}, 0.5)
+
+
+def test_numbers_of_numpy_count_as_they_travel() -> None:
+    numbers = {"success": np.bool_(False), "moves": np.int64(3), "score": np.float32(0.5)}
+    info = unpack(pack({**numbers, "board": np.zeros(3)}))
+    assert not is_success(1.0, info, 0.5)
+    assert mean_info([info, {"moves": 5}]) == {"success": 0.0, "moves": 4.0, "score": 0.5}
 
 
 def test_a_type_is_what_the_game_says_or_the_datas_source() -> None:

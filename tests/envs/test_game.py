@@ -346,6 +346,12 @@ def test_a_sound_game_has_no_failures(game):
     assert failures(game=f"broken_games:{game}") == {}
 
 
+def test_arrays_and_missing_numbers_in_info_are_compared():
+    assert failures(game="broken_games:TellsArrays") == {}
+    told = failures(game="broken_games:TellsArrays", kwargs={"noise": 1.0})
+    assert "gave two different episodes" in told["a seed reproduces an episode"].detail
+
+
 def test_missing_data_is_told_by_its_path(tmp_path):
     path = str(tmp_path / "train.parquet")
     result = failures(game="addition", train_data=[path])["the data can be read"]

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import select
 import signal
 import threading
 from typing import Any
@@ -23,7 +24,7 @@ from tinkermq.envs.data import HostData
 from tinkermq.envs.games.bandit import BanditGame
 from tinkermq.envs.host import EnvironmentHost
 from tinkermq.envs.registry import load_game
-from tinkermq.envs.running.episodes import Opening, TimedOut, TimeLimits
+from tinkermq.envs.running.episodes import LOOK_S, Opening, TimedOut, TimeLimits
 from tinkermq.envs.running.global_random import GlobalRandom
 from tinkermq.envs.running.local import LocalGame
 from tinkermq.envs.running.process_runner import ProcessRunner
@@ -443,6 +444,71 @@ def test_a_process_that_closes_its_socket_is_ended_and_replaced():
                 await runner.step("a", "deaf")
             await runner.reset(_opening("b"))
             assert (await runner.step("b", "go")).reward == 1
+        finally:
+            await runner.stop()
+
+    _run(play())
+
+
+def test_a_process_that_dies_is_noticed_though_it_has_forked_another():
+    async def play():
+        runner = _runner("foreign_games:Forks")
+        await runner.start()
+        messages = await runner.reset(_opening("a"))
+        forked = int(messages[-1]["content"].split()[-1])
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                with pytest.raises(GameError, match="exit code 7"):
+                    await runner.step("a", "exit")
+                await runner.reset(_opening("b"))
+                assert (await runner.step("b", "go")).reward == 1
+                await runner.stop()
+        finally:
+            os.kill(forked, signal.SIGKILL)
+
+    _run(play())
+
+
+def test_a_process_is_killed_with_those_that_it_has_forked():
+    async def play():
+        runner = _runner("foreign_games:Forks")
+        await runner.start()
+        messages = await runner.reset(_opening("a"))
+        forked = os.pidfd_open(int(messages[-1]["content"].split()[-1]))
+        await runner.stop()
+        ended, _, _ = select.select([forked], [], [], PATIENCE_S)
+        os.close(forked)
+        assert ended
+
+    _run(play())
+
+
+def test_a_process_starts_in_a_folder_with_a_file_named_as_a_module_of_python(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "select.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+
+    async def play():
+        runner = _runner()
+        try:
+            assert (await runner.start()).name == "counting"
+        finally:
+            await runner.stop()
+
+    _run(play())
+
+
+def test_a_game_may_take_the_time_of_a_reset_to_start(monkeypatch):
+    async def play():
+        monkeypatch.setattr("tinkermq.envs.running.process_runner.START_TIMEOUT_S", 0.0)
+        runner = _runner()  # a reset has 60 s
+        starting = asyncio.create_task(runner.start())
+        try:
+            while not starting.done():
+                runner.end_overdue()
+                await asyncio.sleep(LOOK_S)
+            assert (await starting).name == "counting"
         finally:
             await runner.stop()
 

@@ -1,6 +1,7 @@
 """Gymnasium's environments, from the real package, are games like all others."""
 
 import pytest
+from text_environments import SPACES
 from tinkermq.envs.adapters.gymnasium import GymnasiumGame, name_colours
 from tinkermq.envs.check import check_game
 from tinkermq.envs.prompt import open_game
@@ -79,6 +80,36 @@ def test_spaces_of_text_and_of_arrays_are_written_as_text_and_as_json():
     assert "Actions are JSON in MultiDiscrete" in prompt
     assert game.step("[1, 2]").reward == 3.0
     assert game.step("[9, 9]").info["invalid"] is True
+
+
+@pytest.mark.parametrize(
+    ("space", "action"),
+    [
+        ("map", '{"key": 1, "arrow": [0.5, 0]}'),
+        ("pair", '[1, {"arrow": [0.5, 0]}]'),
+        ("numbers", "[2, 1]"),
+        ("bits", "[1, 0]"),
+        ("bytes", "[255, 0]"),
+        ("arrow", "[0.25, 1]"),
+    ],
+)
+def test_an_action_of_any_space_is_written_as_json(space, action):
+    game, _ = opened(env_id="text_environments:Take-v0", kwargs={"space": space})
+    assert game.step(action).info["invalid"] is False
+
+
+@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize(
+    "action",
+    [
+        *("99999999999999999999", "[99999999999999999999, 1]", "[1e400, 1]", "[300, -300]", "null"),
+        *('"x"', "1.5", "[1.5, 1]", "[[]]", "{}", '{"key": 1}', '{"key": 0.5, "arrow": [0, 0]}'),
+        *('{"key": 1, "arrow": [0, 0], "more": 1}', '[1, {"arrow": null}]', "[1, {}, 1]"),
+    ],
+)
+def test_what_is_no_action_of_a_space_is_told_whatever_it_is(space, action):
+    game, _ = opened(env_id="text_environments:Take-v0", kwargs={"space": space})
+    assert game.step(action).info["invalid"] is True
 
 
 def test_an_unknown_environment_is_refused_with_the_closest_known_one():

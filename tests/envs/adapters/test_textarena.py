@@ -55,6 +55,14 @@ def test_a_move_of_bad_form_is_told_and_a_second_one_ends_the_game():
     assert (ended.done, ended.info["invalid"], ended.info["success"]) == (True, True, False)
 
 
+@pytest.mark.parametrize("env_id", ["Countdown-v0", "ThreeCardMonte-v0"])
+def test_refused_moves_that_a_game_notes_in_a_form_of_its_own_end_it_without_a_reward(env_id):
+    game, _ = opened(env_id=env_id)
+    assert not game.step("nothing").done
+    ended = game.step("nothing")
+    assert (ended.done, ended.reward, ended.info["invalid"]) == (True, 0.0, True)
+
+
 def test_an_episode_draws_its_game_among_several():
     ids = ["GuessTheNumber-v0", "TowerOfHanoi-v0", "Mastermind-v0"]
     games = [opened(seed=seed, env_id=ids)[0].get_state()["env_id"] for seed in range(12)]

@@ -83,6 +83,12 @@ def test_a_counter_counts_and_its_reward_function_scores_it() -> None:
     assert last.info["reward_counted"] == 7.0
 
 
+def test_a_static_method_is_a_tool_with_all_its_parameters() -> None:
+    game, _ = opened("trl_classes:Static", ROW)
+    assert game.get_tools() == [get_json_schema(trl_classes.Static().add)]
+    assert step(game, call("add", a=2, b=3)).observation == "5"
+
+
 def test_a_word_game_appends_its_text_to_the_prompt_and_owns_its_reward() -> None:
     game, prompt = opened("trl_classes:WordEnv", ROW)
     text = "Play. Guess a word of 5 letters. It begins with s."

@@ -238,3 +238,20 @@ def raises(completions, **kwargs):
 
 def no_number(completions, **kwargs):
     return ["much"]
+
+
+class Static(NoTools):
+    """Has a tool that needs no instance."""
+
+    @staticmethod
+    def add(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """
+        return a + b
+
+    def get_reward(self):
+        return 1.0

@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,13 @@ def test_the_memory_of_a_worker_is_bounded_by_the_kernel_and_it_does_not_stay_fo
 def _workers():
     command = {pid: Path(f"/proc/{pid}/cmdline") for pid in descendants(os.getpid())}
     return {pid for pid, file in command.items() if b"grading_worker" in file.read_bytes()}
+
+
+def test_a_worker_starts_in_a_folder_with_a_file_named_as_a_module_of_python(tmp_path, monkeypatch):
+    (tmp_path / "select.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with closing(Grader(1)) as grader:
+        assert grader.grade("4", "4.0") == "right"
 
 
 def test_many_threads_share_the_workers(grader):
