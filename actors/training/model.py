@@ -112,7 +112,7 @@ def load_model(
 def _prepare(model: PreTrainedModel, learner: LearnerConfig, path: str) -> PreTrainedModel:
     """Return a model whose layers compute as the learner is configured; ModelError if they cannot.
 
-    It stays in evaluation mode, or without dropout in training mode where layers are recomputed.
+    It stays in evaluation mode, but for layers themselves where they are recomputed.
     """
     if learner.recomputes:
         _refuse_dropout(model, path)
@@ -121,8 +121,10 @@ def _prepare(model: PreTrainedModel, learner: LearnerConfig, path: str) -> PreTr
         )
         if learner.offloads:
             _set_checkpointing(model, _checkpoint_in_host_memory)
-        model.train()  # transformers recomputes activations in training mode only
-        set_dropout(model, on=False)
+        # transformers recomputes in training mode only; what is inside of layers stays as it
+        # generates, without the noise that some routers add in training.
+        for module in model.modules():
+            module.training = hasattr(module, "gradient_checkpointing")
     if learner.compile:
         compile_layers(model)
     return model

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
 from transformers.models.granite import GraniteConfig, GraniteForCausalLM
 from transformers.models.mistral import MistralConfig, MistralForCausalLM
+from transformers.models.phimoe import PhimoeConfig, PhimoeForCausalLM
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextForCausalLM
 
@@ -204,6 +205,18 @@ def test_dropout_is_refused_where_gradient_checkpointing_would_turn_it_on(tmp_pa
     assert not load_model(config, LearnerConfig()).training
     with pytest.raises(ModelError, match=r"attention_dropout=0\.1, which gradient checkpointing"):
         load_model(config, LearnerConfig(gradient_checkpointing=True))
+
+
+def test_layers_that_are_recomputed_compute_without_the_noise_of_training(tmp_path: Path) -> None:
+    small = {key: value for key, value in SMALL.items() if key != "head_dim"}
+    noisy = PhimoeConfig(**small, num_local_experts=4, sliding_window=4096, input_jitter_noise=0.3)
+    _random(PhimoeForCausalLM(noisy)).save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path))
+    found: list[torch.Tensor] = []
+    for recomputes in (False, True):
+        model = load_model(config, LearnerConfig(gradient_checkpointing=recomputes))
+        found.append(_scored(Scorer(model, temperature=1.0))[0])
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_master_weights_are_float32_whatever_the_folder_holds(tmp_path: Path) -> None:
