@@ -240,6 +240,8 @@ class Scorer:
         self._chunk_bytes = chunk_bytes or logits_chunk_bytes(self.device.type == "cuda")
         with torch.no_grad(), exact_products():
             self.full_logits = not self.inside.compute(self._head_is_all)
+            if self._window is not None and not self.inside.compute(self._has_window):
+                self._window = None
             self._check_packing()
 
     @property
@@ -390,6 +392,22 @@ class Scorer:
         finally:
             hook.remove()
         return bool(seen) and bool(torch.allclose(whole, self._head(seen[-1]), atol=1e-2))
+
+    def _has_window(self) -> bool:
+        """Whether the window in a model's configuration is one that its class knows of.
+
+        Llama's configuration may come with a window, and Llama attends to everything.
+        """
+        config = cast(Any, self._model).config.get_text_config()
+        ids = torch.arange(8, device=self.device).unsqueeze(0) % self.vocab_size
+        found: list[Tensor] = []
+        try:
+            for width in (2, ids.shape[1]):
+                config.sliding_window = width
+                found.append(self._model(input_ids=ids, use_cache=False).logits)
+        finally:
+            config.sliding_window = self._window
+        return not torch.equal(*found)
 
     def _check_packing(self) -> None:
         """Prove that sequences of one row do not see each other; refuse the model otherwise.

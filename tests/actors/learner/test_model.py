@@ -15,6 +15,7 @@ from tinkermq.schemas.wire.errors import ModelError
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
 from transformers.models.granite import GraniteConfig, GraniteForCausalLM
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from transformers.models.mistral import MistralConfig, MistralForCausalLM
 from transformers.models.phimoe import PhimoeConfig, PhimoeForCausalLM
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -86,6 +87,13 @@ def _qwen3_moe(_window: int) -> PreTrainedModel:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **experts, norm_topk_prob=True))
 
 
+def _llama(window: int) -> PreTrainedModel:
+    """Return a model whose configuration has a window that its class knows nothing of."""
+    config = LlamaConfig(**SMALL)
+    config.sliding_window = window
+    return LlamaForCausalLM(config)
+
+
 def _batch(seed: int = 0):
     rng = np.random.default_rng(seed)
     return assemble([random_group(rng, number, turns=3) for number in range(3)])
@@ -108,7 +116,7 @@ def _scored(scorer: Scorer, **options: Any) -> tuple[torch.Tensor, torch.Tensor]
 
 @pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize("window", [5, 4096])
-@pytest.mark.parametrize("make", [_gemma, _mistral, _qwen2, _granite, _qwen3_moe])
+@pytest.mark.parametrize("make", [_gemma, _mistral, _qwen2, _llama, _granite, _qwen3_moe])
 def test_every_kind_of_model_is_scored_as_it_stands(
     make: Any, window: int, share_prompts: bool
 ) -> None:
