@@ -26,7 +26,6 @@ from ...schemas.config.sections import LearnerConfig, LoraConfig
 from ...schemas.wire.errors import ModelError
 from ..policy.devices import exact_products
 from ..policy.experts import RouterReplay, routers_of
-from ..policy.lora import set_dropout
 from ..policy.model_folder import load_causal_lm, load_policy
 from ..policy.vision import embed
 from .micro_batch import MicroBatch, TokenSequence
