@@ -96,8 +96,9 @@ def use_onednn(model: nn.Module, min_weights: int) -> None:
     for name, number in _CACHED_KERNELS.items():  # read when the first kernel is made
         os.environ.setdefault(name, number)
     for module in model.modules():
-        is_plain = type(module) is nn.Linear and "forward" not in vars(module)
-        if is_plain and cast(nn.Linear, module).weight.numel() >= min_weights:
+        if type(module) is not nn.Linear or "forward" in vars(module):
+            continue
+        if module.weight.numel() >= min_weights:
             module.forward = partial(_compute_layer, module)
 
 

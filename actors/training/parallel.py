@@ -552,15 +552,33 @@ def whole_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield what changes from version to version, once for tied tensors, one gathered at a time.
 
-    With `dtype` floating-point tensors have that one. All ranks go through it together.
+    With `dtype` tensors are as they are published. All ranks go through it together.
     """
+    for name, tensor in _changing(model):
+        kept_dtype = tensor.dtype if dtype is None else _published_as(model, name, tensor, dtype)
+        yield name, whole(tensor.detach().to(kept_dtype))
+
+
+def _changing(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what changes from version to version, once for tied tensors."""
     seen: set[int] = set()
     for name, tensor in policy_tensors(model).items():
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        kept_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        yield name, whole(tensor.detach().to(kept_dtype))
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def _published_as(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a published tensor.
+
+    What the model's class holds in float32 whatever the rest is in, so in engines, too, stays in
+    it: 16 bits of the corrections that choose experts would choose others.
+    """
+    if not tensor.is_floating_point():
+        return tensor.dtype
+    in_float32: set[str] = getattr(model, "_keep_in_fp32_modules_strict", None) or set()
+    is_kept = any(f".{part}." in f".{name}." for part in in_float32)
+    return torch.float32 if is_kept else dtype
 
 
 def snapshot(
@@ -596,9 +614,8 @@ def snapshot_bytes(models: Mapping[str, nn.Module], dtype: torch.dtype) -> int:
     """Return the bytes of what changes from version to version, of all policies."""
     num_bytes = 0
     for model in models.values():
-        for tensor in {id(one): one for one in policy_tensors(model).values()}.values():
-            item = dtype if tensor.is_floating_point() else tensor.dtype
-            num_bytes += tensor.numel() * item.itemsize
+        for name, tensor in _changing(model):
+            num_bytes += tensor.numel() * _published_as(model, name, tensor, dtype).itemsize
     return num_bytes
 
 

@@ -340,8 +340,8 @@ def _rotary_kinds(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     if not isinstance(scaling, Mapping):
         return
     values = cast("Mapping[str, Any]", scaling)
-    nested = [each for each in values.values() if isinstance(each, Mapping)]
-    yield from cast("list[Mapping[str, Any]]", nested) if _type(values) is None else [values]
+    kinds = [values] if _type(values) is not None else values.values()
+    yield from (cast("Mapping[str, Any]", kind) for kind in kinds if isinstance(kind, Mapping))
 
 
 def _type(kind: Mapping[str, Any]) -> Any:
