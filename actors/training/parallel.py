@@ -53,7 +53,7 @@ from ..weights.broadcast_group import (
     reach_store,
 )
 from ..weights.tensors import DTYPES
-from .numerics import cast_weights_on_use, store_frozen
+from .numerics import cast_weights_on_use, is_in_float32, modules_in_float32, store_frozen
 from .varlen import AttentionKey, choose_attention, set_attention
 
 # -- attention over sequences whose columns are divided over processes -----------------------------
@@ -395,8 +395,9 @@ class Parallel:
                 hint="set model.attn_implementation=sdpa, or auto",
             )
         set_attention(model, chosen, device)
+        exact = [*in_float32, *modules_in_float32(model)]
         if not moves_frozen:
-            store_frozen(model, dtype, in_float32)
+            store_frozen(model, dtype, exact)
         if self._device is not None and not self.sharded:
             model.to(self._device)
         if not config.compile:  # which makes kernels of its own
@@ -404,7 +405,7 @@ class Parallel:
         inside = Inside(model, device, dtype)
         if self._mesh is None:
             if dtype != torch.float32:
-                cast_weights_on_use(model, repeated_layers(model), dtype, in_float32)
+                cast_weights_on_use(model, repeated_layers(model), dtype, exact)
             return inside
         if self.sequence is not None:
             _divide_attention(model, self.sequence)
@@ -569,16 +570,10 @@ def _changing(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _published_as(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a published tensor.
-
-    What the model's class holds in float32 whatever the rest is in, so in engines, too, stays in
-    it: 16 bits of the corrections that choose experts would choose others.
-    """
+    """Return the dtype of a published tensor: that in which an engine holds it."""
     if not tensor.is_floating_point():
         return tensor.dtype
-    in_float32: set[str] = getattr(model, "_keep_in_fp32_modules_strict", None) or set()
-    is_kept = any(f".{part}." in f".{name}." for part in in_float32)
-    return torch.float32 if is_kept else dtype
+    return torch.float32 if is_in_float32(model, name) else dtype
 
 
 def snapshot(
