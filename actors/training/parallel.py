@@ -395,9 +395,9 @@ class Parallel:
                 hint="set model.attn_implementation=sdpa, or auto",
             )
         set_attention(model, chosen, device)
-        exact = [*in_float32, *modules_in_float32(model)]
+        in_float32_here = [*in_float32, *modules_in_float32(model)]
         if not moves_frozen:
-            store_frozen(model, dtype, exact)
+            store_frozen(model, dtype, in_float32_here)
         if self._device is not None and not self.sharded:
             model.to(self._device)
         if not config.compile:  # which makes kernels of its own
@@ -405,7 +405,7 @@ class Parallel:
         inside = Inside(model, device, dtype)
         if self._mesh is None:
             if dtype != torch.float32:
-                cast_weights_on_use(model, repeated_layers(model), dtype, exact)
+                cast_weights_on_use(model, repeated_layers(model), dtype, in_float32_here)
             return inside
         if self.sequence is not None:
             _divide_attention(model, self.sequence)
