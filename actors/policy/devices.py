@@ -88,14 +88,17 @@ would fill half a gigabyte. A pass has some twenty shapes, and a kernel is made 
 def use_onednn(model: nn.Module, min_weights: int) -> None:
     """Have linear layers of at least `min_weights` weights compute by oneDNN where they can.
 
-    They can wherever input and weights are float32 on a CPU, with gradients and without.
+    They can wherever input and weights are float32 on a CPU, with gradients and without. Classes
+    that compute something else than torch's own linear layer, as some routers do, stay as they are.
     """
     if not torch.backends.mkldnn.is_available():
         return
     for name, number in _CACHED_KERNELS.items():  # read when the first kernel is made
         os.environ.setdefault(name, number)
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module.weight.numel() >= min_weights:
+        if type(module) is not nn.Linear or "forward" in vars(module):
+            continue
+        if module.weight.numel() >= min_weights:
             module.forward = partial(_compute_layer, module)
 
 
@@ -129,7 +132,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(input, weight_OI)
-        return multiply(input, weight_OI, bias_O)
+        rows_NO = multiply(input.flatten(0, -2), weight_OI, bias_O)
+        # Models change outputs in place, which torch forbids where a function made a view.
+        unseen: Any = torch.ops.aten._unsafe_view
+        return unseen(rows_NO, [*input.shape[:-1], len(weight_OI)])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:

@@ -400,16 +400,26 @@ def _inject(model: "PreTrainedModel", config: LoraConfig) -> None:
 
 def _refuse_fused(model: "PreTrainedModel", config: LoraConfig) -> None:
     """Refuse adapters of tensors that are no layer's own: experts in one tensor, and routers."""
-    from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 
     modules = cast("Iterable[tuple[str, nn.Module]]", cast(Any, model).named_modules())
-    fused = [name for name, module in modules if isinstance(module, ParamWrapper)]
+    fused = [
+        name
+        for name, module in modules
+        if isinstance(module, ParamWrapper)
+        or (isinstance(module, LoraLayer) and _is_router(module.base_layer))
+    ]
     if fused:
         raise ModelError(
             f"lora.targets={config.targets} reaches {fused[0]}, which is no linear layer: adapters "
             "of experts and routers are not trained here",
             hint="name layers of the attention: lora.targets=[q_proj, k_proj, v_proj, o_proj]",
         )
+
+
+def _is_router(layer: "nn.Module") -> bool:
+    """Whether a linear layer is a router by its class: it answers more than a product."""
+    return type(layer).__name__.endswith("Router")
 
 
 def _matched(model: "nn.Module", folder: str | Path) -> "list[tuple[Tensor, Tensor]]":

@@ -64,8 +64,10 @@ class HostCopies:
     def wait_before_change(self, reading: "Future[Any]") -> None:
         """Let nothing change until `reading` is done, which computes with the tensors as they are.
 
-        It must not wait for the thread that trains.
+        It must not wait for the thread that trains. One that is done is let go of, with what it
+        read: steps may follow each other that change nothing.
         """
+        self._readings = [one for one in self._readings if not one.done()]
         self._readings.append(reading)
 
     def take_model(

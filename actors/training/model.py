@@ -26,7 +26,6 @@ from ...schemas.config.sections import LearnerConfig, LoraConfig
 from ...schemas.wire.errors import ModelError
 from ..policy.devices import exact_products
 from ..policy.experts import RouterReplay, routers_of
-from ..policy.lora import set_dropout
 from ..policy.model_folder import load_causal_lm, load_policy
 from ..policy.vision import embed
 from .micro_batch import MicroBatch, TokenSequence
@@ -112,7 +111,7 @@ def load_model(
 def _prepare(model: PreTrainedModel, learner: LearnerConfig, path: str) -> PreTrainedModel:
     """Return a model whose layers compute as the learner is configured; ModelError if they cannot.
 
-    It stays in evaluation mode, or without dropout in training mode where layers are recomputed.
+    It stays in evaluation mode, but for layers themselves where they are recomputed.
     """
     if learner.recomputes:
         _refuse_dropout(model, path)
@@ -121,8 +120,10 @@ def _prepare(model: PreTrainedModel, learner: LearnerConfig, path: str) -> PreTr
         )
         if learner.offloads:
             _set_checkpointing(model, _checkpoint_in_host_memory)
-        model.train()  # transformers recomputes activations in training mode only
-        set_dropout(model, on=False)
+        # transformers recomputes in training mode only; what is inside of layers stays as it
+        # generates, without the noise that some routers add in training.
+        for module in model.modules():
+            module.training = hasattr(module, "gradient_checkpointing")
     if learner.compile:
         compile_layers(model)
     return model
@@ -238,6 +239,8 @@ class Scorer:
         self._chunk_bytes = chunk_bytes or logits_chunk_bytes(self.device.type == "cuda")
         with torch.no_grad(), exact_products():
             self.full_logits = not self.inside.compute(self._head_is_all)
+            if self._window is not None and not self.inside.compute(self._has_window):
+                self._window = None
             self._check_packing()
 
     @property
@@ -388,6 +391,22 @@ class Scorer:
         finally:
             hook.remove()
         return bool(seen) and bool(torch.allclose(whole, self._head(seen[-1]), atol=1e-2))
+
+    def _has_window(self) -> bool:
+        """Whether the window in a model's configuration is one that its class knows of.
+
+        Llama's configuration may come with a window, and Llama attends to everything.
+        """
+        config = cast(Any, self._model).config.get_text_config()
+        ids = torch.arange(8, device=self.device).unsqueeze(0) % self.vocab_size
+        found: list[Tensor] = []
+        try:
+            for width in (2, ids.shape[1]):
+                config.sliding_window = width
+                found.append(self._model(input_ids=ids, use_cache=False).logits)
+        finally:
+            config.sliding_window = self._window
+        return not torch.equal(*found)
 
     def _check_packing(self) -> None:
         """Prove that sequences of one row do not see each other; refuse the model otherwise.

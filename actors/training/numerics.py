@@ -63,6 +63,21 @@ def numerics_of(
 # -- weights of another dtype ----------------------------------------------------------------------
 
 
+def is_in_float32(model: nn.Module, name: str) -> bool:
+    """Whether a model's class holds a tensor in float32 whatever the rest is in.
+
+    Engines do so, too: 16 bits of the corrections that choose experts would choose others.
+    """
+    kept: set[str] = getattr(model, "_keep_in_fp32_modules_strict", None) or set()
+    return any(f".{part}." in f".{name}." for part in kept)
+
+
+def modules_in_float32(model: nn.Module) -> list[nn.Module]:
+    """Return the modules with weights that the model's class holds in float32."""
+    names = [name for name, _ in model.named_parameters() if is_in_float32(model, name)]
+    return [model.get_submodule(owner) for owner in {name.rpartition(".")[0] for name in names}]
+
+
 def store_frozen(
     model: nn.Module, dtype: torch.dtype, in_float32: Sequence[nn.Module] = ()
 ) -> None:

@@ -53,7 +53,7 @@ from ..weights.broadcast_group import (
     reach_store,
 )
 from ..weights.tensors import DTYPES
-from .numerics import cast_weights_on_use, store_frozen
+from .numerics import cast_weights_on_use, is_in_float32, modules_in_float32, store_frozen
 from .varlen import AttentionKey, choose_attention, set_attention
 
 # -- attention over sequences whose columns are divided over processes -----------------------------
@@ -395,8 +395,9 @@ class Parallel:
                 hint="set model.attn_implementation=sdpa, or auto",
             )
         set_attention(model, chosen, device)
+        in_float32_here = [*in_float32, *modules_in_float32(model)]
         if not moves_frozen:
-            store_frozen(model, dtype, in_float32)
+            store_frozen(model, dtype, in_float32_here)
         if self._device is not None and not self.sharded:
             model.to(self._device)
         if not config.compile:  # which makes kernels of its own
@@ -404,7 +405,7 @@ class Parallel:
         inside = Inside(model, device, dtype)
         if self._mesh is None:
             if dtype != torch.float32:
-                cast_weights_on_use(model, repeated_layers(model), dtype, in_float32)
+                cast_weights_on_use(model, repeated_layers(model), dtype, in_float32_here)
             return inside
         if self.sequence is not None:
             _divide_attention(model, self.sequence)
@@ -552,15 +553,27 @@ def whole_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield what changes from version to version, once for tied tensors, one gathered at a time.
 
-    With `dtype` floating-point tensors have that one. All ranks go through it together.
+    With `dtype` tensors are as they are published. All ranks go through it together.
     """
+    for name, tensor in _changing(model):
+        kept_dtype = tensor.dtype if dtype is None else _published_as(model, name, tensor, dtype)
+        yield name, whole(tensor.detach().to(kept_dtype))
+
+
+def _changing(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what changes from version to version, once for tied tensors."""
     seen: set[int] = set()
     for name, tensor in policy_tensors(model).items():
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        kept_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        yield name, whole(tensor.detach().to(kept_dtype))
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def _published_as(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a published tensor: that in which an engine holds it."""
+    if not tensor.is_floating_point():
+        return tensor.dtype
+    return torch.float32 if is_in_float32(model, name) else dtype
 
 
 def snapshot(
@@ -596,9 +609,8 @@ def snapshot_bytes(models: Mapping[str, nn.Module], dtype: torch.dtype) -> int:
     """Return the bytes of what changes from version to version, of all policies."""
     num_bytes = 0
     for model in models.values():
-        for tensor in {id(one): one for one in policy_tensors(model).values()}.values():
-            item = dtype if tensor.is_floating_point() else tensor.dtype
-            num_bytes += tensor.numel() * item.itemsize
+        for name, tensor in _changing(model):
+            num_bytes += tensor.numel() * _published_as(model, name, tensor, dtype).itemsize
     return num_bytes
 
 

@@ -357,10 +357,10 @@ class Trainer:
             self._memory.run(accumulate)
         finally:
             set_dropout(self.model, on=False)
+        self._require_gradients()
         norm = whole(nn.utils.clip_grad_norm_(self._trained, self.config.learner.grad_clip))
         sums.norms.append(float(norm))
         if math.isfinite(sums.norms[-1]):
-            self._require_gradients()
             self._copies.before_change()
             self._memory.last(self.optimizer.step)
 
@@ -406,7 +406,11 @@ class Trainer:
                 weight.grad = torch.zeros_like(weight)
 
     def _require_gradients(self) -> None:
-        """A batch without any gradient still counts as a step: momentum and decay go on."""
+        """Give all that is trained a gradient, of zeros where a batch has none.
+
+        It still counts as a step: momentum and decay go on. And a norm adds up the same tensors in
+        the first step of a run, and in the first after a resume, as in all others.
+        """
         for parameter in self._trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

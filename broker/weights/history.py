@@ -197,8 +197,11 @@ class WeightHistory:
         """Newest first; its anchor is the last, which may be itself."""
 
     def keeps(self, tensors: Sequence[TensorEntry]) -> bool:
-        """Whether versions of this layout are held: those of 16 bits throughout."""
-        return self._enabled and all(ITEM_BYTES[entry.dtype] == 2 for entry in tensors)
+        """Whether versions of this layout are held: those of 16 bits, mostly."""
+        num_bytes = {2: 0, 4: 0}
+        for entry in tensors:
+            num_bytes[ITEM_BYTES[entry.dtype]] += entry.num_bytes
+        return self._enabled and num_bytes[2] >= num_bytes[4]
 
     def hold(self, whole: Whole, anchor: Whole | None = None) -> None:
         """Hold a version, unless a newer one is: receivers fetch others of the past, too."""

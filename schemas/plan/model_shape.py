@@ -8,7 +8,7 @@ up by its name among published ones.
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -23,8 +23,11 @@ _MAX_HEADER_BYTES = 64 << 20
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _VISION = re.compile(r"(?:^|\.)(?:visual|vision_tower|vision_model)\.")
 _EXPERTS = re.compile(r"\.experts\.")
-_SCALED_BY_FACTOR = ("yarn", "linear", "dynamic")
+_ORIGINAL = "original_max_position_embeddings"
+_SCALED_BY_FACTOR = ("yarn", "linear")
 """Kinds of rotary positions that may reach further than `max_position_embeddings`."""
+_MOVING = ("dynamic", "longrope", "su")
+"""Kinds that change beyond a length, and then for all sequences that are computed together."""
 
 
 @dataclass(frozen=True)
@@ -317,26 +320,48 @@ def find_max_positions(path: str) -> int:
 def count_positions(config: Mapping[str, Any]) -> int:
     """Return the longest sequence that a model has positions for; 0: its configuration says none.
 
-    Rotary positions that the configuration scales reach as far as their factor says.
+    Rotary positions that the configuration scales reach as far as their factor says. Those that
+    change beyond a length reach that far: a longer sequence would change those computed beside it,
+    and its own earlier tokens.
     """
     inner = config.get("text_config")
     text = cast("Mapping[str, Any]", inner) if isinstance(inner, Mapping) else config
     longest = text.get("max_position_embeddings")
     if not isinstance(longest, int) or isinstance(longest, bool):
         return 0
-    return max(longest, _scaled_positions(text, longest))
+    kinds = list(_rotary_kinds(text))
+    moving = [_unmoved_positions(kind, text, longest) for kind in kinds if _type(kind) in _MOVING]
+    return min(moving) if moving else max([longest, *(_scaled(kind, longest) for kind in kinds)])
 
 
-def _scaled_positions(text: Mapping[str, Any], longest: int) -> int:
-    """Return how far scaled positions reach; 0: these are not, or `longest` says it already."""
+def _rotary_kinds(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield how rotary positions are scaled: once, or for each kind of layer."""
     scaling = text.get("rope_parameters") or text.get("rope_scaling")
     if not isinstance(scaling, Mapping):
-        return 0
+        return
     values = cast("Mapping[str, Any]", scaling)
-    if values.get("rope_type", values.get("type")) not in _SCALED_BY_FACTOR:
+    kinds = [values] if _type(values) is not None else values.values()
+    yield from (cast("Mapping[str, Any]", kind) for kind in kinds if isinstance(kind, Mapping))
+
+
+def _type(kind: Mapping[str, Any]) -> Any:
+    return kind.get("rope_type", kind.get("type"))
+
+
+def _unmoved_positions(kind: Mapping[str, Any], text: Mapping[str, Any], longest: int) -> int:
+    """Return up to where positions are not changed; dynamic ones change beyond the longest."""
+    if _type(kind) == "dynamic":
+        return longest
+    original = kind.get(_ORIGINAL) or text.get(_ORIGINAL)
+    return min(longest, original) if isinstance(original, int) else longest
+
+
+def _scaled(kind: Mapping[str, Any], longest: int) -> int:
+    """Return how far scaled positions reach; 0: these are not, or `longest` says it already."""
+    if _type(kind) not in _SCALED_BY_FACTOR:
         return 0
-    factor = values.get("factor")
-    original = values.get("original_max_position_embeddings") or longest
+    factor = kind.get("factor")
+    original = kind.get(_ORIGINAL) or longest
     if not isinstance(factor, int | float) or not isinstance(original, int | float):
         return 0
     return int(factor * original)
@@ -349,7 +374,8 @@ def refuse_long_sequences(path: str, max_tokens: int, max_positions: int) -> Non
             f"sequences of up to {max_tokens} tokens are asked for, model {path} has positions "
             f"for {max_positions}",
             hint="lower rollout.max_prompt_tokens or rollout.max_response_tokens (and "
-            "generator.max_context where it is set), or take a model with more positions",
+            "generator.max_context where it is set), or take a model with more positions; those "
+            "that change beyond a length (rope_type dynamic, longrope) count up to there",
         )
 
 

@@ -46,6 +46,32 @@ def test_layers_that_are_small_or_of_another_type_compute_as_before() -> None:
     assert not can_use_onednn(input)
 
 
+class _Router(nn.Linear):
+    """A layer that answers more than a product, as some models' routers do."""
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return logits and the best of them."""
+        logits = super().forward(input)
+        return logits, logits.argmax(-1)
+
+
+def test_layers_of_another_class_compute_what_they_did() -> None:
+    router, input = _Router(8, 4), torch.randn(2, 8)
+    expected = router(input)
+    use_onednn(router, min_weights=1)
+    assert all(map(torch.equal, router(input), expected))
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (2, 3, 8)])
+def test_an_output_may_be_changed_in_place(shape: tuple[int, ...]) -> None:
+    layer, input = nn.Linear(8, 4), torch.randn(shape)
+    expected = _gradients(nn.Sequential(layer, nn.ReLU()), input)
+    use_onednn(layer, min_weights=1)
+    made = _gradients(nn.Sequential(layer, nn.ReLU(inplace=True)), input)
+    for one, other in zip(made, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (8,)])
 def test_no_rows_and_a_single_one_compute_as_before(shape: tuple[int, ...]) -> None:
     layer = nn.Linear(8, 4)

@@ -510,6 +510,8 @@ def test_a_pool_refuses_what_none_of_its_gpus_holds(models: Path) -> None:
 
 # -- positions -------------------------------------------------------------------------------------
 
+_ORIGINAL_8192 = {"original_max_position_embeddings": 8192}
+
 
 @pytest.mark.parametrize(
     ("config", "positions"),
@@ -540,6 +542,36 @@ def test_a_pool_refuses_what_none_of_its_gpus_holds(models: Path) -> None:
             131072,
         ),
         ({"max_position_embeddings": 1024, "rope_scaling": {"type": "linear", "factor": 2}}, 2048),
+        # these change beyond a length, for all sequences of a pass
+        ({"max_position_embeddings": 512, "rope_scaling": {"type": "dynamic", "factor": 4.0}}, 512),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "original_max_position_embeddings": 4096,
+                "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [4.0]},
+            },
+            4096,
+        ),
+        (
+            {
+                "max_position_embeddings": 65536,
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default"},
+                    "full_attention": {"rope_type": "longrope", **_ORIGINAL_8192},
+                },
+            },
+            8192,
+        ),
+        (
+            {
+                "max_position_embeddings": 8192,
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default"},
+                    "full_attention": {"rope_type": "yarn", "factor": 4, **_ORIGINAL_8192},
+                },
+            },
+            32768,
+        ),
         ({"max_position_embeddings": None}, 0),
         ({"max_position_embeddings": "many", "rope_scaling": 3}, 0),
         ({}, 0),

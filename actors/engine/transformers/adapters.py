@@ -10,7 +10,8 @@ that decodes and the one that is filled next, or that lies in the machine's shar
 exchanges pointers and costs microseconds whatever the model's size, and an update that is refused
 has touched nothing.
 
-Shape letters: B rows of a forward pass, N tokens of each, R ranks of all adapters in use together.
+Shape letters: B rows of a forward pass, N tokens of each, X of all, R ranks of all adapters in use
+together.
 """
 
 # torch and transformers leave some of their methods untyped.
@@ -203,12 +204,13 @@ class RowAdapters:
         return add
 
     def _added(self, layer: _Layer, x: Tensor, output: Tensor) -> Tensor:
-        low = nn.functional.linear(x, layer.a)
+        low_XR = nn.functional.linear(x, layer.a).flatten(0, -2)
         if self._place_B is not None:
             other_BR = self._place_B[:, None] != layer.owner_R
-            low.masked_fill_(other_BR if x.dim() == 2 else other_BR[:, None], 0)
-        rows = output.flatten(0, -2)
-        return torch.addmm(rows, low.flatten(0, -2), layer.b).view(output.shape)
+            # Row by row, in layers before which a model lays all tokens behind each other, too.
+            num_tokens = len(low_XR) // len(other_BR)
+            low_XR.masked_fill_(other_BR.repeat_interleave(num_tokens, 0), 0)
+        return torch.addmm(output.flatten(0, -2), low_XR, layer.b).view(output.shape)
 
     def _adapted_layers(self) -> dict[str, nn.Linear]:
         if has_adapter(self._model):

@@ -32,6 +32,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache
 
 from ....schemas.wire.array import IntVector
+from ....schemas.wire.errors import ModelError
 
 PREFIX_CACHE_BYTES = 1 << 30
 """For the caches of conversations between two turns."""
@@ -263,6 +264,8 @@ def _round_up(number: int, block: int) -> int:
 # -- attention -------------------------------------------------------------------------------------
 
 ATTENTION = "tinkermq_slots"
+_LEFT_OUT = {"softcap": "capped scores", "s_aux": "sinks"}
+"""What transformers' models hand to an attention beside what is computed here."""
 
 
 def slot_attention(
@@ -272,9 +275,20 @@ def slot_attention(
     value_BKTD: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend; return [B, N, H, D] and no attention weights."""
+    """Attend; return [B, N, H, D] and no attention weights.
+
+    Raises ModelError for a model whose scores are more than scaled products: short probes, of
+    small scores, may not show it.
+    """
+    for name, what in _LEFT_OUT.items():
+        if options.get(name) is not None:
+            raise ModelError(
+                "the model computes other logits over the slot cache than in a plain forward pass: "
+                f"its attention has {what}, which are left out there",
+                hint="use a model without, such as Qwen3 or Llama, or generator.engine=vllm",
+            )
     scale = query_BHND.shape[-1] ** -0.5 if scaling is None else scaling
     if query_BHND.shape[2] == 1:
         out_BHND = _attend_one(query_BHND, key_BKTD, value_BKTD, attention_mask, scale)

@@ -11,6 +11,7 @@ from tinkermq.actors.engine.transformers.transformers_engine import Transformers
 from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import ConfigError, ModelError, NotFoundError
 from transformers import PreTrainedModel
+from transformers.models.qwen2_moe import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from tests.support.models import adapted, plain_logprobs, until
 
@@ -76,6 +77,34 @@ async def test_requests_of_several_adapters_decode_together_as_each_alone(
             assert made.token_ids.tolist() == alone[name].token_ids.tolist()
             np.testing.assert_allclose(made.logprobs, alone[name].logprobs, atol=1e-5)
     assert len({tuple(one.token_ids) for one in alone.values()}) == len(names)
+    await engine.close()
+
+
+async def test_adapters_stay_apart_where_a_model_lays_all_tokens_behind_each_other(
+    tmp_path: Path,
+) -> None:
+    """A mixture of experts does so, whose shared expert is a layer as any other."""
+    config = Qwen2MoeConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts=4,
+    )
+    Qwen2MoeForCausalLM(config).save_pretrained(tmp_path)
+    models = {name: adapted(tmp_path, LoraConfig(rank=4), seed) for seed, name in enumerate("ab")}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+    engine = await started(tmp_path, {name: tmp_path / name for name in models})
+    asked = [(name, number) for number in range(2) for name in models]
+    together = await asyncio.gather(*(say(engine, *one) for one in asked))
+    for (name, number), made in zip(asked, together, strict=True):
+        plain = plain_logprobs(models[name], PROMPT[number:], made.token_ids)
+        np.testing.assert_allclose(made.logprobs, plain, atol=1e-5)
     await engine.close()
 
 

@@ -255,6 +255,12 @@ def test_a_model_whose_attention_is_more_than_causal_is_refused(
     assert "computes other logits over the slot cache" in refused(tmp_path, dtype=dtype)
 
 
+def test_a_cap_that_short_texts_do_not_show_is_refused(tmp_path: Path) -> None:
+    config = Gemma2Config(**SMALL, layer_types=["full_attention"] * 2, attn_logit_softcapping=50.0)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    assert "its attention has capped scores" in refused(tmp_path)
+
+
 def test_a_sound_model_that_16_bits_round_far_is_not_refused(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, kind="qwen2", width=64, layers=12, heads=4, kv_heads=2, seed=1)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")

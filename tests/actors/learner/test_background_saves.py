@@ -4,8 +4,9 @@ import os
 import random
 import threading
 import time
+import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -182,6 +183,17 @@ def test_writing_a_model_leaves_the_weights_to_be_written_again(
         assert weights == before
     first, second = (load_file(tmp_path / one / "model.safetensors") for one in ("first", "second"))
     assert first.keys() == second.keys()
+
+
+def test_what_was_read_is_let_go_of_though_no_update_comes() -> None:
+    copies, read = HostCopies(), list[weakref.ref[Future[None]]]()
+    for _ in range(5):
+        reading = Future[None]()
+        reading.set_result(None)
+        copies.wait_before_change(reading)
+        read.append(weakref.ref(reading))
+        del reading
+    assert [one() is None for one in read] == [True] * 4 + [False]
 
 
 def test_weights_are_read_beside_the_passes_of_a_step_and_its_update_waits(

@@ -14,6 +14,7 @@ from tinkermq.actors.training.step import Trainer
 from tinkermq.broker.feed import best_of
 from tinkermq.schemas.wire.errors import NotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.ernie4_5_moe import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
 
 from tests.support import disks
 from tests.support.models import make_tiny_model
@@ -51,6 +52,37 @@ def test_training_goes_on_bit_for_bit_from_a_checkpoint(folder: Path, tmp_path: 
     for trainer in (first, again):
         train(trainer, range(4, 7))
     assert _bits(again) == _bits(first)
+
+
+def test_weights_that_get_no_gradient_change_no_bit_of_a_run_that_goes_on(
+    folder: Path, tmp_path: Path
+) -> None:
+    config = Ernie4_5_MoeConfig(
+        vocab_size=264,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        moe_num_experts=4,
+        moe_k=2,
+    )
+    torch.manual_seed(0)
+    Ernie4_5_MoeForCausalLM(config).save_pretrained(tmp_path / "model")
+    load_tokenizer(str(folder)).save_pretrained(tmp_path / "model")
+    first = make_trainer(tmp_path / "model")
+    for step in range(1, 3):
+        train(first, range(step, step + 1))
+        saved = save(make_store(tmp_path / "run"), first, folder, step)
+        again = make_trainer(tmp_path / "model", saved)
+        for trainer in (first, again):
+            train(trainer, range(9, 10))
+        assert _bits(again) == _bits(first)
+    unused = "model.layers.1.mlp.gate.moe_statics.e_score_correction_bias"
+    gradient = first.model.get_parameter(unused).grad
+    assert gradient is not None
+    assert not gradient.any()
 
 
 def test_a_checkpoint_is_a_model_folder(folder: Path, tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from tinkermq.schemas.wire.errors import ModelError
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
 from transformers.models.granite import GraniteConfig, GraniteForCausalLM
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from transformers.models.mistral import MistralConfig, MistralForCausalLM
+from transformers.models.phimoe import PhimoeConfig, PhimoeForCausalLM
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextForCausalLM
 
@@ -85,6 +87,13 @@ def _qwen3_moe(_window: int) -> PreTrainedModel:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **experts, norm_topk_prob=True))
 
 
+def _llama(window: int) -> PreTrainedModel:
+    """Return a model whose configuration has a window that its class knows nothing of."""
+    config = LlamaConfig(**SMALL)
+    config.sliding_window = window
+    return LlamaForCausalLM(config)
+
+
 def _batch(seed: int = 0):
     rng = np.random.default_rng(seed)
     return assemble([random_group(rng, number, turns=3) for number in range(3)])
@@ -107,7 +116,7 @@ def _scored(scorer: Scorer, **options: Any) -> tuple[torch.Tensor, torch.Tensor]
 
 @pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize("window", [5, 4096])
-@pytest.mark.parametrize("make", [_gemma, _mistral, _qwen2, _granite, _qwen3_moe])
+@pytest.mark.parametrize("make", [_gemma, _mistral, _qwen2, _llama, _granite, _qwen3_moe])
 def test_every_kind_of_model_is_scored_as_it_stands(
     make: Any, window: int, share_prompts: bool
 ) -> None:
@@ -204,6 +213,18 @@ def test_dropout_is_refused_where_gradient_checkpointing_would_turn_it_on(tmp_pa
     assert not load_model(config, LearnerConfig()).training
     with pytest.raises(ModelError, match=r"attention_dropout=0\.1, which gradient checkpointing"):
         load_model(config, LearnerConfig(gradient_checkpointing=True))
+
+
+def test_layers_that_are_recomputed_compute_without_the_noise_of_training(tmp_path: Path) -> None:
+    small = {key: value for key, value in SMALL.items() if key != "head_dim"}
+    noisy = PhimoeConfig(**small, num_local_experts=4, sliding_window=4096, input_jitter_noise=0.3)
+    _random(PhimoeForCausalLM(noisy)).save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path))
+    found: list[torch.Tensor] = []
+    for recomputes in (False, True):
+        model = load_model(config, LearnerConfig(gradient_checkpointing=recomputes))
+        found.append(_scored(Scorer(model, temperature=1.0))[0])
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_master_weights_are_float32_whatever_the_folder_holds(tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.ernie4_5_moe import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tests.actors.learner.test_model import _batch, _mistral, _qwen2, _qwen3_moe, _random
+from tests.actors.learner.test_model import SMALL, _batch, _mistral, _qwen2, _qwen3_moe, _random
 from tests.actors.learner.test_ranks import HARD, config_of, trained
 from tests.support.models import make_tiny_model
 
@@ -145,6 +146,20 @@ def test_one_rank_computes_to_the_bit_what_a_model_of_16_bits_does(make: Any) ->
         torch.testing.assert_close(
             weight.grad, other.grad.float(), atol=0.02 * scale, rtol=0.02, msg=name
         )
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_a_model_holds_in_float32_computes_in_it(frozen: bool) -> None:
+    config = Ernie4_5_MoeConfig(**SMALL, moe_intermediate_size=16, moe_num_experts=4, moe_k=2)
+    model = _random(Ernie4_5_MoeForCausalLM(config)).requires_grad_(not frozen)
+    router: Any = model.get_submodule("model.layers.1.mlp.gate")
+    seen: set[torch.dtype] = set()
+    held = router.moe_statics.e_score_correction_bias
+    router.register_forward_hook(
+        lambda *_: seen.update(one.dtype for one in (router.weight, *router.parameters()))
+    )
+    _logprobs(_half(model))
+    assert seen == {torch.float32} == {held.dtype}
 
 
 def test_master_weights_are_back_after_an_error(folder: Path) -> None:

@@ -37,6 +37,7 @@ from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import ModelError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.models.phimoe import PhimoeConfig, PhimoeForCausalLM
 
 from tests.support.groups import random_group
 from tests.support.models import bytes_of, make_tiny_model, plain_logprobs
@@ -260,3 +261,20 @@ def test_a_merged_adapter_of_a_tied_output_layer_leaves_the_embeddings_as_they_a
         }
         merged.save_pretrained(tmp_path / "again")
         AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "again")
+
+
+def test_a_router_that_is_a_linear_layer_gets_no_adapter(tmp_path: Path) -> None:
+    config = PhimoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    PhimoeForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"reaches model\.layers\.0\.mlp\.router"):
+        load_policy(str(tmp_path), LoraConfig(rank=4), dtype=torch.float32)
+    attention = LoraConfig(rank=4, targets=["q_proj", "v_proj"])
+    load_policy(str(tmp_path), attention, dtype=torch.float32)

@@ -12,6 +12,8 @@ from tinkermq.broker.client.connection import connect
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.jetstream.streams import WEIGHTS_BYTES, create_shared, stream_info
 from tinkermq.broker.nats_server import NatsServer
+from tinkermq.broker.weights.history import WeightHistory
+from tinkermq.broker.weights.payloads import layout
 from tinkermq.broker.weights.store import room_for
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.job import JobRecord
@@ -19,6 +21,7 @@ from tinkermq.schemas.weights import WeightsBound, WeightsRoom
 from tinkermq.schemas.wire.errors import BrokerError, StateError, StorageError
 from tinkermq.schemas.wire.subjects import rpc
 from torch import nn
+from transformers.models.glm4_moe import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from tests.actors.scheduler.conftest import Stack
 from tests.support.contexts import job_context
@@ -128,3 +131,26 @@ def test_tied_tensors_count_once_and_lie_in_one_buffer() -> None:
     for name, one in (("0.weight", first.weight), ("role/bias", other.bias)):
         raw = one.detach().bfloat16().flatten().view(torch.uint8).numpy().tobytes()
         assert bytes(views[name]) == raw
+
+
+def test_what_a_model_holds_in_float32_is_published_in_it() -> None:
+    config = Glm4MoeConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+    )
+    models: dict[str, nn.Module] = {MAIN: Glm4MoeForCausalLM(config)}
+    tensors = snapshot(models, torch.bfloat16)
+    wide = [name for name, one in tensors.items() if one.dtype == "float32"]
+    assert wide == ["model.layers.1.mlp.gate.e_score_correction_bias"]
+    num_bytes = sum(len(cast("memoryview", one.data)) for one in tensors.values())
+    assert num_bytes == snapshot_bytes(models, torch.bfloat16)
+    history = WeightHistory(enabled=True, full_snapshot_every=4)
+    assert history.keeps(layout(tensors))
+    assert not history.keeps(layout(snapshot(models, torch.float32)))
