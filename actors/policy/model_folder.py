@@ -474,10 +474,21 @@ def load_generation_config(path: str) -> "GenerationConfig | None":
 def load_stop_token_ids(path: str) -> tuple[int, ...]:
     """Return the tokens that end a generation, as the model's generation_config.json says.
 
-    Raises ModelError for a file that cannot be read.
+    Without that file its config.json says it, as transformers and vLLM read it. Raises ModelError
+    for a file that cannot be read.
     """
-    config = load_generation_config(path)
-    return () if config is None else stops_of(config)
+    settings = load_generation_config(path)
+    return _stops_of_config(path) if settings is None else stops_of(settings)
+
+
+def _stops_of_config(path: str) -> tuple[int, ...]:
+    from transformers import PreTrainedConfig
+
+    folder = base_of(path) if is_adapter(path) else path
+    fields = cast("dict[str, Any]", cast("Any", PreTrainedConfig).get_config_dict(folder)[0])
+    of_text = cast("dict[str, Any]", fields.get("text_config") or {})
+    ids: int | list[int] | None = fields.get("eos_token_id", of_text.get("eos_token_id"))
+    return () if ids is None else tuple(ids) if isinstance(ids, list) else (ids,)
 
 
 def stops_of(settings: "GenerationConfig") -> tuple[int, ...]:

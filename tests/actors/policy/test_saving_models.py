@@ -116,8 +116,14 @@ def test_settings_that_transformers_writes_are_written_as_it_does(
     check_saving(str(folder))
 
 
-def test_a_model_without_settings_is_saved(folder: Path, tmp_path: Path) -> None:
+def test_a_model_without_settings_is_saved_and_ends_as_its_configuration_says(
+    folder: Path, tmp_path: Path
+) -> None:
     (folder / "generation_config.json").unlink()
+    file = folder / "config.json"
+    for ends, found in (([1, 5], (1, 5)), (5, (5,)), (None, ())):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": ends}))
+        assert load_stop_token_ids(str(folder)) == found
     save_model(load(folder), tmp_path / "ours")
     assert (tmp_path / "ours" / "model.safetensors").is_file()
     check_saving(str(folder))
