@@ -1,5 +1,6 @@
 """OpenAI's Responses."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -109,8 +110,13 @@ def read_response(body: Any) -> ModelRequest:
 
 
 def _echo(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of its request that a response repeats."""
+    """Return the fields of its request that a response repeats, which have to be JSON again."""
     echoed = {name: body[name] for name in _ECHOED if body.get(name) is not None}
+    for name, value in echoed.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError as error:
+            raise RequestError(f"{name} holds a number that is not finite", param=name) from error
     for name in ("reasoning", "text"):  # objects whose other fields have their defaults
         if isinstance(echoed.get(name), dict):
             echoed[name] = {**_ECHOED[name], **echoed[name]}
