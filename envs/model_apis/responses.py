@@ -29,6 +29,8 @@ from .request import (
     ModelRequest,
     RequestError,
     custom_call,
+    custom_input,
+    custom_names,
     output_format,
     read_content,
     read_format,
@@ -93,7 +95,7 @@ def read_response(body: Any) -> ModelRequest:
         max_tokens=fields.count("max_output_tokens"),
         stream=fields.flag("stream"),
         previous=fields.text("previous_response_id"),
-        custom_tools=_custom_tools(fields),
+        custom_tools=custom_names(fields, nested=False),
         echo=_echo(body),
         model=fields.text("model"),
         return_token_ids=fields.flag("return_token_ids"),
@@ -123,12 +125,6 @@ def _echo(body: Mapping[str, Any]) -> dict[str, Any]:
     if echoed.get("service_tier") == "auto":
         echoed["service_tier"] = "default"
     return {**_ECHOED, **echoed}
-
-
-def _custom_tools(fields: Fields) -> frozenset[str]:
-    """Return the names of the tools that take any text."""
-    tools = fields.objects("tools")
-    return frozenset(tool.text("name") for tool in tools if tool.text("type") == "custom")
 
 
 def _add(messages: list[CanonicalMessage], item: Fields, left_out: list[str]) -> None:
@@ -329,10 +325,7 @@ class ResponseAnswer:
 
     def _call(self, call: CanonicalCall) -> Iterator[str]:
         is_custom = call.name in self._custom
-        text = (
-            str(call.value.get("input", "")) if is_custom and isinstance(call.value, dict) else ""
-        )
-        field, sent = ("input", text) if is_custom else ("arguments", call.arguments)
+        field, sent = ("input", custom_input(call)) if is_custom else ("arguments", call.arguments)
         item = {
             "id": f"fc_{self._head.id}_{len(self._output)}",
             "type": "custom_tool_call" if is_custom else "function_call",
