@@ -374,7 +374,7 @@ async def test_a_custom_tool_is_called_with_its_text(
     told = response.output[0]
     assert told.type == "custom_tool_call"
     assert told.input == "*** begin"
-    (called,) = answer.message.tool_calls or ()
+    (called,) = answer.message.tool_calls or []
     assert called.type == "custom"
     assert (called.custom.name, called.custom.input) == ("patch", "*** begin")
     echoed = script.asked[-1].messages[1].calls
