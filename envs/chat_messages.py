@@ -103,7 +103,11 @@ def read_conversation(value: Any, origin: Origin) -> Messages:
             raise origin.error("", value, "", hint)
         return [_Message(fields, number, origin).read() for number, fields in enumerate(messages)]
     except RecursionError as error:
-        raise origin.error("", "…", ", and nests too deep", "flatten it") from error
+        raise _too_deep(origin) from error
+
+
+def _too_deep(origin: Origin) -> UnreadableMessageError:
+    return origin.error("", "…", ", and nests too deep", "flatten it")
 
 
 def are_messages(value: Any) -> bool:
@@ -121,6 +125,13 @@ def read_tools(value: Any, origin: Origin) -> list[dict[str, Any]]:
 
     Nothing, null and an empty text are no tools. Raises UnreadableMessageError for anything else.
     """
+    try:
+        return _tools(value, origin)
+    except RecursionError as error:
+        raise _too_deep(origin) from error
+
+
+def _tools(value: Any, origin: Origin) -> list[dict[str, Any]]:
     given = plain(value)
     if _is_absent(given) or (isinstance(given, str) and not given.strip()):
         return []

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .limits import MAX_PROGRAM_BYTES, Counters, max_body_bytes
+from .limits import MAX_PROGRAM_BYTES, TAKEN, Counters, max_body_bytes
 from .programs import is_of_program
 from .sessions import COOKIE
 
@@ -136,6 +136,7 @@ class _Body:
         self.ended = content_length == "0" and "transfer-encoding" not in headers
         """Whether all of it has come."""
         self._receive = receive
+        self._scope = scope
         self._largest = largest
         self._seen = 0
 
@@ -158,6 +159,8 @@ class _Body:
         message = await self._receive()
         self._seen += len(message.get("body", b""))
         self.ended = message["type"] != "http.request" or not message.get("more_body", False)
+        if self.ended and TAKEN in self._scope:
+            self._scope[TAKEN].settle(self._seen)
         return message
 
 

@@ -86,6 +86,22 @@ def max_body_bytes(path: str) -> int:
     return MAX_CONFIG_BYTES if path in _CONFIGS else MAX_FORM_BYTES
 
 
+TAKEN = "tinkermq.taken"
+"""Key in a request's scope: its `Taken`, which learns how large the body was."""
+
+
+class Taken:
+    """What one request takes of its user's share."""
+
+    def __init__(self, body_bytes: int) -> None:
+        """Take so many bytes: as many as the body has, or may have where it does not say so."""
+        self.body_bytes = body_bytes
+
+    def settle(self, body_bytes: int) -> None:
+        """Take no more than the body had, now that all of it has come."""
+        self.body_bytes = min(self.body_bytes, body_bytes)
+
+
 class Share:
     """The running requests of one user."""
 
@@ -93,32 +109,36 @@ class Share:
         self, max_running: int = MAX_RUNNING, max_held_bytes: int = MAX_HELD_BYTES
     ) -> None:
         """Bound the number of requests by `max_running`, the bytes of their bodies, too."""
-        self.num_running = 0
-        self._held_bytes = 0
+        self._running: set[Taken] = set()
         self._max_running = max_running
         self._max_held_bytes = max_held_bytes
         self._threads = asyncio.Semaphore(MAX_THREADS)
 
+    @property
+    def num_running(self) -> int:
+        """How many requests run."""
+        return len(self._running)
+
     @contextlib.contextmanager
-    def taken(self, body_bytes: int = 0) -> Iterator[None]:
+    def taken(self, body_bytes: int = 0) -> Iterator[Taken]:
         """Count a request while the block runs; raises BusyError where it is one too many."""
         if self.num_running >= self._max_running:
             raise BusyError(
                 f"{self.num_running} requests of yours are running, as many as one user may have",
                 hint="send the next one when an answer has come",
             )
-        if body_bytes and self._held_bytes + body_bytes > self._max_held_bytes:
+        held_bytes = sum(taken.body_bytes for taken in self._running)
+        if body_bytes and held_bytes + body_bytes > self._max_held_bytes:
             raise BusyError(
-                f"the bodies of your requests have {self._held_bytes:,} bytes already",
+                f"the bodies of your requests have {held_bytes:,} bytes already",
                 hint=f"have at most {self._max_held_bytes:,} at a time",
             )
-        self.num_running += 1
-        self._held_bytes += body_bytes
+        taken = Taken(body_bytes)
+        self._running.add(taken)
         try:
-            yield
+            yield taken
         finally:
-            self.num_running -= 1
-            self._held_bytes -= body_bytes
+            self._running.remove(taken)
 
     async def in_thread(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Do what takes its time in a thread, for each user few at a time."""

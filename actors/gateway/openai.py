@@ -34,7 +34,7 @@ from starlette.routing import Route
 from ...broker.client.connection import Broker
 from ...broker.client.parts import ask_parts
 from ...broker.jobs import JobStore
-from ...broker.presence import presences
+from ...broker.presence import list_presences
 from ...envs.model_apis import answers
 from ...envs.model_apis.canonical import Piece, ReplyReader, TextPiece, call_name
 from ...envs.model_apis.chat import (
@@ -54,16 +54,23 @@ from ...schemas.infer import (
     Delta,
     InferPart,
 )
-from ...schemas.job import JobRecord
+from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.tinker.names import is_path
 from ...schemas.wire.codec import read_json
-from ...schemas.wire.errors import ConfigError, MessageError, NotFoundError, TinkermqError
+from ...schemas.wire.errors import (
+    ConfigError,
+    MessageError,
+    NobodyAnswersError,
+    NotFoundError,
+    TinkermqError,
+)
 from .limits import MAX_INFERENCE_BYTES
 from .tinker.trainers import Trainers
 
 # -- finding the model of a request ----------------------------------------------------------------
 
 _FRESH_S = 2.0
+_NOT_SERVED = FINAL_STATES | {"PAUSED"}
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,8 @@ class Serving:
 
     record: JobRecord
     version: int | None
+    is_ready: bool = True
+    """Whether one of its servers is heard of, and has its model."""
     adapter: str = ""
     """Which of its further adapters, as `run@step`; empty: what it serves first."""
 
@@ -126,25 +135,39 @@ class ServingJobs:
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, list[Serving]]] = {}
 
-    async def list(self, broker: Broker) -> list[Serving]:
-        """Return the jobs of the connection's user that answer now, newest first."""
+    async def _all(self, broker: Broker) -> list[Serving]:
+        """Return the jobs that answer, and those whose servers are away, newest first."""
         read, serving = self._known.get(broker.user, (0.0, []))
         if not read or time.monotonic() - read > _FRESH_S:
             serving = await _read(broker)
             self._known[broker.user] = (time.monotonic(), serving)
         return serving
 
+    async def list(self, broker: Broker) -> list[Serving]:
+        """Return the jobs of the connection's user that answer now, newest first."""
+        return [serving for serving in await self._all(broker) if serving.is_ready]
+
     async def find(self, broker: Broker, name: str) -> Serving:
         """Return the job that a model's name means.
 
-        Raises NotFoundError that names the models there are.
+        Raises NotFoundError that names the models there are, NobodyAnswersError for one whose
+        servers are starting, or away.
         """
+        called: list[Serving] = []
         for fresh in (False, True):
             if fresh:
                 self._known.pop(broker.user, None)
-            for serving in await self.list(broker):
-                if serving.is_called(name):
+            called = [serving for serving in await self._all(broker) if serving.is_called(name)]
+            for serving in called:
+                if serving.is_ready:
                     return serving
+        if called:
+            record = called[0].record
+            raise NobodyAnswersError(
+                f"no server of job {record.name} answers for model {name!r} now: the job is "
+                f"{record.state}",
+                hint=f"ask again when its servers have started; see `tinkermq logs {record.name}`",
+            )
         there = ", ".join(serving.model for serving in await self.list(broker))
         raise NotFoundError(
             f"no model {name!r} is served to user {broker.user!r}",
@@ -156,22 +179,23 @@ async def _read(broker: Broker) -> list[Serving]:
     records = [
         record
         for record in await JobStore(broker).list_jobs(broker.user)
-        if record.kind == "infer" and record.state == "RUNNING"
+        if record.kind == "infer" and record.state not in _NOT_SERVED
     ]
     results = await asyncio.gather(*(_serving(broker, record) for record in records))
     return [
         replace(serving, adapter=adapter)
         for serving in results
-        if serving is not None
         for adapter in ("", *serving.record.adapters)
     ]
 
 
-async def _serving(broker: Broker, record: JobRecord) -> Serving | None:
-    entry = await presences(broker).find(f"{record.scope.key}.server-0")
-    if entry is None or entry.value.state != "working":
-        return None
-    return Serving(record, entry.value.version)
+async def _serving(broker: Broker, record: JobRecord) -> Serving:
+    """Return a job as its servers are: it answers as long as one of them does."""
+    actors = [entry.value for entry in await list_presences(broker, record.scope.key)]
+    working = [actor for actor in actors if actor.role == "server" and actor.state == "working"]
+    versions = [actor.version for actor in working if actor.version is not None]
+    is_ready = record.state == "RUNNING" and bool(working)
+    return Serving(record, max(versions, default=None), is_ready=is_ready)
 
 
 class ServedModel(Protocol):
@@ -311,7 +335,7 @@ class Answering:
         if not asked.stream:
             value = await unless_gone(request, _whole(parts, reading))
             return JSONResponse(value)
-        first = await _first_of(parts)
+        first = await unless_gone(request, _first_of(parts))
         return StreamingResponse(
             _stream(first, parts, reading),
             media_type="text/event-stream",

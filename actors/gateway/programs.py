@@ -24,7 +24,7 @@ from ...envs.agents.proxy.remote_episode import RemoteEpisode
 from ...envs.agents.proxy.routes import api_of, presented_keys, split_path
 from ...envs.http_server import give_connection_to
 from ...schemas.wire.errors import BusyError, LogInRefusedError, TinkermqError
-from .limits import Share, content_length
+from .limits import TAKEN, Share, content_length
 
 MAX_EPISODES = 1024
 MAX_OF_USER = 512
@@ -205,7 +205,8 @@ class ProgramRequests:
         try:
             episode = await self._episodes.of_key(_key_of(scope))
             give_connection_to(f"{episode.user}'s programs", scope)
-            with self._episodes.share(episode.user).taken(_body_bytes(exchange)):
+            with self._episodes.share(episode.user).taken(_body_bytes(exchange)) as taken:
+                scope[TAKEN] = taken
                 await episode(scope, receive, send)
         except ClientGone:
             return

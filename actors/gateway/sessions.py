@@ -25,7 +25,7 @@ from ...schemas.job import JobRecord
 from ...schemas.wire import errors
 from ...schemas.wire.foreign import ends_this_task
 from ...schemas.wire.subjects import DEFAULT_USER
-from .limits import MAX_CONNECTIONS, MAX_RUNNING, Share
+from .limits import MAX_CONNECTIONS, MAX_RUNNING, Share, Taken
 
 COOKIE = "tinkermq_session"
 SESSION_S = 12 * 3600.0
@@ -60,14 +60,14 @@ class Visitor:
     """When the jobs were last listed, and what came: a list that many pages show is asked once."""
 
     @contextlib.contextmanager
-    def held(self, body_bytes: int = 0) -> Iterator[None]:
+    def held(self, body_bytes: int = 0) -> Iterator[Taken]:
         """Keep the connection open while the block runs, however long that is.
 
         Raises BusyError where the user has as many requests or bytes as one may have.
         """
-        with self.share.taken(body_bytes):
+        with self.share.taken(body_bytes) as taken:
             try:
-                yield
+                yield taken
             finally:
                 self.used = time.monotonic()
 

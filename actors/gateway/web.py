@@ -19,7 +19,7 @@ from ...schemas.wire.errors import BrokerError, DeadlineError, MessageError, Tin
 from .data.jobs import Figures
 from .data.metrics import Histories
 from .guard import HELD
-from .limits import Counters, content_length, max_body_bytes
+from .limits import TAKEN, Counters, content_length, max_body_bytes
 from .operations import Scheduler
 from .programs import ProgramEpisodes
 from .sessions import COOKIE, LogInError, Sessions, Visitor
@@ -63,7 +63,8 @@ async def visitor_of(request: Request) -> Visitor:
     """
     visitor = await _let_in(request)
     take_connection(request, visitor)
-    request.scope[HELD].enter_context(visitor.held(_body_bytes(request)))
+    held = visitor.held(_body_bytes(request))
+    request.scope[TAKEN] = request.scope[HELD].enter_context(held)
     return visitor
 
 

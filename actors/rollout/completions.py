@@ -41,7 +41,7 @@ from ..policy.token_text import TextStream
 # -- log-probs of prompts --------------------------------------------------------------------------
 
 _PIECE_VALUES = 1 << 17
-"""Log-probs and ids of one message: one megabyte at most."""
+"""Log-probs, texts and ids of one message: a few megabytes at most."""
 
 Score = Callable[[int, Sequence[int]], Awaitable[PromptScores]]
 TellScores = Callable[[list[PromptScore]], Awaitable[None]]
@@ -318,9 +318,12 @@ class Answers:
                 ) from None
             except BaseExceptionGroup as group:
                 raise root_cause(group) from group
+            *told, last = _messages_of(_deltas(choices))
+            for deltas in told:
+                await tell(InferPart(model=self._model_name(), deltas=deltas, **head.next_fields()))
         return InferPart(
             model=self._model_name(),
-            deltas=_deltas(choices),
+            deltas=last,
             **head.next_fields(),
             completion_tokens=sum(choice.num_tokens for choice in choices),
         )
@@ -444,6 +447,13 @@ class Answers:
 
     @contextlib.contextmanager
     def _room(self, num_choices: int) -> Iterator[None]:
+        if num_choices > self._max_open:
+            raise ConfigError(
+                f"{num_choices} answers were asked for by one request, and this server generates "
+                f"or queues {self._max_open} at most",
+                hint="ask for fewer prompts or choices in one request, or serve with more "
+                "generator.max_requests",
+            )
         if self._num_open + num_choices > self._max_open:
             raise BusyError(
                 f"this server generates or queues {self._num_open} answers, at most "
@@ -471,3 +481,44 @@ def _draws(request: Request) -> bool:
 
 def _deltas(choices: Sequence[Choice]) -> list[Delta]:
     return [delta for choice in choices if (delta := choice.delta()) is not None]
+
+
+def _messages_of(deltas: Sequence[Delta]) -> list[list[Delta]]:
+    """Divide what is told into messages: many choices, or log-probs of many tokens, fill several.
+
+    There is always one, which may be empty.
+    """
+    messages: list[list[Delta]] = [[]]
+    room = _PIECE_VALUES
+    for delta in deltas:
+        width = 1 + 3 * len(delta.tokens[:1]) + 3 * max(map(len, delta.top_logprobs), default=0)
+        for piece in cut(delta, max(1, _PIECE_VALUES // width)):
+            num_values = len(piece.text) + width * len(piece.token_ids)
+            if messages[-1] and num_values > room:
+                messages.append([])
+                room = _PIECE_VALUES
+            messages[-1].append(piece)
+            room -= num_values
+    return messages
+
+
+_OF_TOKENS = (
+    "token_ids",
+    "tokens",
+    "token_bytes",
+    "logprobs",
+    "top_tokens",
+    "top_logprobs",
+    "top_bytes",
+)
+"""Columns of a delta: each has a value for each token, or is empty."""
+
+
+def cut(delta: Delta, num_tokens: int) -> Iterator[Delta]:
+    """Yield a delta in pieces of so many tokens: the first has the text, the last the end."""
+    starts = range(0, len(delta.token_ids), num_tokens) or range(1)
+    for start in starts:
+        columns = {name: getattr(delta, name)[start : start + num_tokens] for name in _OF_TOKENS}
+        text = {} if start == 0 else {"text": ""}
+        end = {} if start == starts[-1] else {"finish": None, "stop": ""}
+        yield delta.model_copy(update={**columns, **text, **end})

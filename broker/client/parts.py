@@ -387,6 +387,8 @@ class _Sender(Generic[P]):
     async def send(self, part: P) -> None:
         async with self._order:
             payload = part.to_bytes(index=self._index)
+            # one that is too large is not sent, and the error in its place has its number
+            self._broker.check_size(len(payload), what="a part of an answer")
             self._index += 1
             await self._broker.publish(self._inbox, payload)
 

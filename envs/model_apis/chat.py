@@ -3,7 +3,7 @@
 import codecs
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from ...schemas.infer import PromptScore
@@ -23,6 +23,8 @@ from .request import (
     ModelRequest,
     RequestError,
     ToolChoice,
+    custom_input,
+    custom_names,
     output_format,
     read_format,
     read_openai_tools,
@@ -69,6 +71,7 @@ def read_chat(body: Any) -> ModelRequest:
         stop=fields.texts("stop"),
         stream=fields.flag("stream"),
         include_usage=include_usage,
+        custom_tools=custom_names(fields, nested=True),
         return_token_ids=fields.flag("return_token_ids"),
         model=fields.text("model"),
         sampling=read_sampling(fields, _SAMPLING),
@@ -222,8 +225,9 @@ def _is_token(value: Any) -> bool:
 class _Choice:
     """One choice as it has come so far."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, custom_tools: Collection[str] = ()) -> None:
         self.number = number
+        self._custom_tools = custom_tools
         self.text = ""
         self.reasoning: str | None = None
         self.calls: list[CanonicalCall] = []
@@ -241,7 +245,7 @@ class _Choice:
         if isinstance(piece, ReasoningPiece):
             self.reasoning = (self.reasoning or "") + piece.text
             return {"reasoning_content": piece.text}
-        call = {"index": len(self.calls), **_worded_call(piece)}
+        call = {"index": len(self.calls), **_called_function(piece)}
         self.calls.append(piece)
         return {"tool_calls": [call]}
 
@@ -264,11 +268,18 @@ class _Choice:
             message["reasoning_content"] = self.reasoning
         if self.calls:
             message["content"] = self.text or None
-            message["tool_calls"] = [_worded_call(call) for call in self.calls]
+            message["tool_calls"] = [self._worded_call(call) for call in self.calls]
         return message
 
+    def _worded_call(self, call: CanonicalCall) -> dict[str, Any]:
+        if call.name not in self._custom_tools:
+            return _called_function(call)
+        custom = {"name": call.name, "input": custom_input(call)}
+        return {"id": call.id, "type": "custom", "custom": custom}
 
-def _worded_call(call: CanonicalCall) -> dict[str, Any]:
+
+def _called_function(call: CanonicalCall) -> dict[str, Any]:
+    """Return a call as one of a function, the only ones that chunks have."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
@@ -282,7 +293,9 @@ class ChatCompletionAnswer:
         """Tokens of the prompt, where they were asked for and are known."""
         self._head = head
         self._include_usage = request.include_usage
-        self._choices = [_Choice(number) for number in range(request.num_choices)]
+        self._choices = [
+            _Choice(number, request.custom_tools) for number in range(request.num_choices)
+        ]
 
     def start(self, usage: answers.Usage) -> Iterator[str]:
         """Yield the first chunks: whose turn it is."""

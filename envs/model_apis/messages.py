@@ -24,9 +24,28 @@ from .request import (
 _SAMPLING = ("temperature", "top_p", "top_k")
 
 
+class ThreadRefused(RequestError):
+    """A request whose history shall be kept here, or was, so that it is not sent again."""
+
+    details: Mapping[str, Any] = {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
+    """By which Anthropic's library knows to send the whole history."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "conversations are not kept here as threads",
+            param="thread",
+            hint="leave `thread` out, and send the whole conversation as messages",
+        )
+
+
 def read_messages(body: Any) -> ModelRequest:
     """Read the body of `POST /v1/messages`; RequestError names what cannot be served."""
     fields = Fields(body)
+    if fields.any("thread") is not None:
+        raise ThreadRefused
     messages: list[CanonicalMessage] = []
     if fields.any("system"):
         messages.append(CanonicalMessage("system", read_content(fields, "system")))
@@ -75,6 +94,7 @@ def _messages(message: Fields) -> Iterator[CanonicalMessage]:
         yield CanonicalMessage(role, read_content(message))
         return
     parts: list[str | Picture] = []
+    has_results = False
     for block in message.objects("content"):
         if block.text("type") != "tool_result":
             parts.append(_part(block))
@@ -82,8 +102,10 @@ def _messages(message: Fields) -> Iterator[CanonicalMessage]:
         if content := joined(parts):
             yield CanonicalMessage(role, content)
             parts = []
+        has_results = True
         yield CanonicalMessage("tool", _result(block), call_id=block.text("tool_use_id"))
-    if content := joined(parts):
+    content = joined(parts)
+    if content or not has_results:
         yield CanonicalMessage(role, content)
 
 
@@ -263,7 +285,8 @@ _KINDS = {
 def messages_error(error: TinkermqError, status: int) -> dict[str, Any]:
     """Return an error in the words of Messages."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": text_of(error)}}
+    details = {"details": dict(error.details)} if isinstance(error, ThreadRefused) else {}
+    return {"type": "error", "error": {"type": kind, "message": text_of(error), **details}}
 
 
 _PING = event({"type": "ping"}, "ping")

@@ -256,6 +256,20 @@ def custom_call(name: str, text: str, call_id: str) -> CanonicalCall:
     return CanonicalCall(name, json.dumps({"input": text}, ensure_ascii=False), call_id)
 
 
+def custom_input(call: CanonicalCall) -> str:
+    """Return the text of a call of a tool that takes any text."""
+    value = call.value
+    return str(value.get("input", "")) if isinstance(value, dict) else ""
+
+
+def custom_names(fields: Fields, *, nested: bool) -> frozenset[str]:
+    """Return the names of OpenAI's tools that take any text; `nested` as in `read_openai_tools`."""
+    tools = [tool for tool in fields.objects("tools") if tool.text("type") == "custom"]
+    if nested:
+        tools = [Fields(tool.any("custom"), tool.name("custom")) for tool in tools]
+    return frozenset(tool.text("name") for tool in tools)
+
+
 def read_sampling(fields: Fields, names: Sequence[str]) -> dict[str, Any]:
     """Read how tokens are to be drawn: fields as they are, but for numbers that ask for nothing."""
     values = {name: fields.any(name) for name in names}

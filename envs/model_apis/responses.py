@@ -1,5 +1,6 @@
 """OpenAI's Responses."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -28,6 +29,8 @@ from .request import (
     ModelRequest,
     RequestError,
     custom_call,
+    custom_input,
+    custom_names,
     output_format,
     read_content,
     read_format,
@@ -92,7 +95,7 @@ def read_response(body: Any) -> ModelRequest:
         max_tokens=fields.count("max_output_tokens"),
         stream=fields.flag("stream"),
         previous=fields.text("previous_response_id"),
-        custom_tools=_custom_tools(fields),
+        custom_tools=custom_names(fields, nested=False),
         echo=_echo(body),
         model=fields.text("model"),
         return_token_ids=fields.flag("return_token_ids"),
@@ -109,20 +112,19 @@ def read_response(body: Any) -> ModelRequest:
 
 
 def _echo(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of its request that a response repeats."""
+    """Return the fields of its request that a response repeats, which have to be JSON again."""
     echoed = {name: body[name] for name in _ECHOED if body.get(name) is not None}
+    for name, value in echoed.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError as error:
+            raise RequestError(f"{name} holds a number that is not finite", param=name) from error
     for name in ("reasoning", "text"):  # objects whose other fields have their defaults
         if isinstance(echoed.get(name), dict):
             echoed[name] = {**_ECHOED[name], **echoed[name]}
     if echoed.get("service_tier") == "auto":
         echoed["service_tier"] = "default"
     return {**_ECHOED, **echoed}
-
-
-def _custom_tools(fields: Fields) -> frozenset[str]:
-    """Return the names of the tools that take any text."""
-    tools = fields.objects("tools")
-    return frozenset(tool.text("name") for tool in tools if tool.text("type") == "custom")
 
 
 def _add(messages: list[CanonicalMessage], item: Fields, left_out: list[str]) -> None:
@@ -323,10 +325,7 @@ class ResponseAnswer:
 
     def _call(self, call: CanonicalCall) -> Iterator[str]:
         is_custom = call.name in self._custom
-        text = (
-            str(call.value.get("input", "")) if is_custom and isinstance(call.value, dict) else ""
-        )
-        field, sent = ("input", text) if is_custom else ("arguments", call.arguments)
+        field, sent = ("input", custom_input(call)) if is_custom else ("arguments", call.arguments)
         item = {
             "id": f"fc_{self._head.id}_{len(self._output)}",
             "type": "custom_tool_call" if is_custom else "function_call",

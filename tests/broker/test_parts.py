@@ -142,6 +142,21 @@ async def test_whatever_a_handler_raises_ends_its_answer_alone(
     assert (await last_part(asking(broker, scope, name="two"))).model == "done"
 
 
+async def test_a_part_that_no_message_holds_is_told_as_such(
+    broker: Broker, scope: JobScope
+) -> None:
+    async def answer(request: PlayRequest, tell: Tell[InferPart]) -> InferPart:
+        await tell(InferPart(model="first"))
+        return InferPart(model="x" * broker.max_payload_bytes)
+
+    async with await Service.start(broker, name="large", description="tells much") as service:
+        subject = scope.infer("play")
+        parts = PartsService(broker, service)
+        await parts.endpoint("large", subject, PlayRequest, InferPart, answer)
+        with pytest.raises(MessageError, match="a part of an answer has"):
+            await last_part(asking(broker, scope))
+
+
 async def test_a_caller_who_goes_away_ends_the_work(
     broker: Broker, scope: JobScope, counter: Counter
 ) -> None:

@@ -294,6 +294,9 @@ def test_what_nests_too_deep_is_refused() -> None:
         deep = [deep]
     with pytest.raises(DataError, match="nests too deep"):
         read_conversation([spelled(name="f", arguments={"a": deep})], Origin(where="row 0"))
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": deep}}}
+    with pytest.raises(DataError, match="tools is '…', and nests too deep"):
+        read_tools([tool], Origin("tools", is_request=True))
 
 
 @pytest.mark.parametrize(

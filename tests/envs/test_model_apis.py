@@ -235,7 +235,14 @@ def test_each_event_and_answer_of_responses_has_the_shape_of_openais_own_types(t
         ),
         ("responses", {"input": []}, "input", "input is empty"),
         ("responses", {"input": [{"role": "bard", "content": ""}]}, "input[0].role", "'bard'"),
+        ("responses", {"input": "x", "metadata": {"a": 1e999}}, "metadata", "not finite"),
         ("messages", {"messages": [{"role": "tool"}]}, "messages[0].role", "'tool'"),
+        (
+            "messages",
+            {"messages": [{"role": "user"}], "thread": {"type": "create"}},
+            "thread",
+            "not kept here",
+        ),
         (
             "messages",
             {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
@@ -265,6 +272,17 @@ def test_what_cannot_be_served_is_named(name: str, body: Any, param: str, messag
     assert raised.value.param == param
     assert message in raised.value.message
     assert message in json.dumps(messages_error(raised.value, 400))
+
+
+@pytest.mark.parametrize("content", ["", None, [], [{"type": "text", "text": ""}]])
+def test_a_message_that_says_nothing_is_one_in_each_api(content: Any) -> None:
+    user = {"role": "user", "content": content}
+    for name, body in (
+        ("chat", {"messages": [user]}),
+        ("responses", {"input": [user]}),
+        ("messages", {"messages": [user]}),
+    ):
+        assert APIS[name][0].read(body).messages == (CanonicalMessage("user"),), name
 
 
 def test_a_conversation_is_the_same_in_all_apis() -> None:

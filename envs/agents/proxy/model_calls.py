@@ -200,7 +200,7 @@ class ModelCalls:
             model_request = replace(model_request, return_token_ids=True)
         is_marked = _is_retry(exchange)
         if named := exchange.headers.get("idempotency-key", ""):
-            digest = blake2b(named.encode(errors="replace"), person=b"named").digest()
+            digest = blake2b(digest + named.encode(errors="replace"), person=b"named").digest()
             is_marked = is_marked or opened.is_known(digest)
         call = opened.calls.join(digest, is_marked=is_marked)
         if call is None:

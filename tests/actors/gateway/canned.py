@@ -75,26 +75,20 @@ async def canned(broker: Broker, scope: JobScope) -> AsyncIterator[Canned]:
 
 @contextlib.asynccontextmanager
 async def canned_server(
-    broker: Broker, scope: JobScope, model: str = "my-run@4", answering: Any = None
+    broker: Broker,
+    scope: JobScope,
+    model: str = "my-run@4",
+    answering: Any = None,
+    *,
+    actor: str = "server-0",
 ) -> AsyncIterator[Canned]:
     """Serve a model as a job of this scope, from this process; `answering` answers in its place."""
-    record = JobRecord(
-        job=scope.job,
-        name=f"serves-{scope.job}",
-        user=scope.user,
-        kind="infer",
-        state="RUNNING",
-        config={},
-        fork_of=model,
-        serves=model,
-        adapters={"other-run@2": "/pool/adapters/other-run@2"},
-        created=time.time(),
-    )
+    record = serving_record(scope, model)
     await JobStore(broker).create(record, "test")
     presence = Presence(
-        actor="server-0", role="server", host="h", pid=1, state="working", version=4, time=0
+        actor=actor, role="server", host="h", pid=1, state="working", version=4, time=0
     )
-    beating = asyncio.create_task(_beat(broker, f"{scope.key}.server-0", presence))
+    beating = asyncio.create_task(_beat(broker, f"{scope.key}.{actor}", presence))
     server = Canned(model)
     async with await Service.start(broker, name="canned", description="canned") as service:
         parts = PartsService(broker, service)
@@ -109,6 +103,22 @@ async def canned_server(
         await listening.stop()
     beating.cancel()
     await JobStore(broker).transition(record, "COMPLETED", "the test is over", "test")
+
+
+def serving_record(scope: JobScope, model: str = "my-run@4") -> JobRecord:
+    """Return the record of a job that serves a model."""
+    return JobRecord(
+        job=scope.job,
+        name=f"serves-{scope.job}",
+        user=scope.user,
+        kind="infer",
+        state="RUNNING",
+        config={},
+        fork_of=model,
+        serves=model,
+        adapters={"other-run@2": "/pool/adapters/other-run@2"},
+        created=time.time(),
+    )
 
 
 async def _beat(broker: Broker, key: str, presence: Presence) -> None:

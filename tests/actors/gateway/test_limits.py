@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
+import httpx
 import pytest
 import pytest_asyncio
 import uvicorn
@@ -22,10 +25,14 @@ from tinkermq.actors.gateway.limits import (
     Share,
     gateway_connections,
 )
+from tinkermq.broker.client.connection import connect
 from tinkermq.broker.jetstream.streams import create_shared
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.envs.http_server import ConnectionBounds, Deadlines
 from tinkermq.schemas.wire.errors import BusyError
+from tinkermq.schemas.wire.subjects import JobScope
 
+from tests.actors.gateway.canned import canned_server
 from tests.support.gateway import Gateway, run_gateway
 from tests.support.processes import peak_mb
 from tests.support.secured import SecuredPool, secured
@@ -216,6 +223,38 @@ async def test_a_user_with_many_requests_is_told_to_wait_and_another_is_served(
     assert mine.json == {"user": "alice"}
 
 
+async def test_a_body_that_does_not_say_its_size_is_counted_by_it_once_it_has_come(
+    nats_server: NatsServer, tmp_path: Path
+) -> None:
+    number = 2 * MAX_HELD_BYTES // MAX_INFERENCE_BYTES
+    asked: Any = {"model": "chunked@4", "messages": [{"role": "user", "content": "hi"}]}
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield json.dumps(asked).encode()
+
+    async with contextlib.AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        broker = await enter(await connect(nats_server.url, name="test"))
+        await create_shared(broker)
+        canned = await enter(canned_server(broker, JobScope("local", "chunked"), asked["model"]))
+        gateway = await enter(run_gateway(nats_server.url, tmp_path))
+        http = await enter(httpx.AsyncClient(base_url=gateway.url, timeout=PATIENCE_S))
+        canned.hang = True
+        waiting: list[asyncio.Task[httpx.Response]] = []
+
+        def is_next_there() -> bool:
+            return len(canned.asked) == len(waiting) or waiting[-1].done()
+
+        for _ in range(number):
+            posting = http.post("/v1/chat/completions", content=pieces())
+            waiting.append(asyncio.create_task(posting))
+            await until(is_next_there, "the next one to be asked")
+            assert not waiting[-1].done(), waiting[-1].result().text
+        for one in waiting:
+            one.cancel()
+        await asyncio.wait(waiting)
+
+
 async def test_the_bytes_of_a_users_bodies_are_counted_while_they_are_held() -> None:
     share = Share()
     with contextlib.ExitStack() as stack:
@@ -225,8 +264,14 @@ async def test_the_bytes_of_a_users_bodies_are_counted_while_they_are_held() -> 
             pass
         with share.taken(0):
             pass
-    with share.taken(MAX_HELD_BYTES):
+    with share.taken(MAX_HELD_BYTES) as taken:
         assert share.num_running == 1
+        taken.settle(MAX_HELD_BYTES + 1)
+        with pytest.raises(BusyError), share.taken(1):
+            pass
+        taken.settle(1)
+        with share.taken(MAX_HELD_BYTES - 1):
+            pass
     assert share.num_running == 0
 
 

@@ -10,15 +10,17 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
-from anthropic import AsyncAnthropic
+from anthropic import AsyncAnthropic, beta_async_tool
 from openai import AsyncOpenAI
 from openai.types.responses import Response
 from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.jobs import JobStore
 from tinkermq.schemas.infer import ChatRequest
 from tinkermq.schemas.output_format import OutputFormat
 from tinkermq.schemas.wire.errors import BusyError, ConfigError
+from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.actors.gateway.canned import Canned
+from tests.actors.gateway.canned import Canned, canned_server, serving_record
 from tests.actors.gateway.http import openai_client, serving
 from tests.support.waiting import PATIENCE_S
 
@@ -183,6 +185,43 @@ async def test_a_caller_who_hangs_up_ends_the_work_for_it(
     await asyncio.wait_for(canned.cancelled.wait(), PATIENCE_S)
 
 
+async def test_a_caller_who_hangs_up_before_a_stream_begins_ends_the_work_for_it(
+    client: AsyncOpenAI, canned: Canned
+) -> None:
+    canned.words, canned.hang = [], True
+    asking = asyncio.create_task(
+        client.chat.completions.create(model="my-run@4", messages=ASKED, stream=True),
+        name="caller",
+    )
+    while not canned.asked:
+        await asyncio.sleep(0.01)
+    asking.cancel()
+    await asyncio.wait_for(canned.cancelled.wait(), PATIENCE_S)
+
+
+async def test_a_job_answers_as_long_as_any_of_its_servers_does(
+    broker: Broker, scope: JobScope
+) -> None:
+    async with canned_server(broker, scope, actor="server-1"), openai_client(broker) as client:
+        chat = await client.chat.completions.create(model="my-run@4", messages=ASKED)
+    assert chat.choices[0].message.content == "Hello"
+
+
+async def test_a_model_whose_servers_are_away_is_asked_again_and_not_unknown(
+    broker: Broker, scope: JobScope
+) -> None:
+    record = serving_record(scope)
+    await JobStore(broker).create(record, "test")
+    async with openai_client(broker) as client:
+        for model in ("my-run@4", record.name, "other-run@2"):
+            with pytest.raises(openai.InternalServerError, match="the job is RUNNING") as raised:
+                await client.chat.completions.create(model=model, messages=ASKED)
+            assert raised.value.status_code == 503
+            assert raised.value.response.headers["x-should-retry"] == "true"
+        assert not (await client.models.list()).data
+    await JobStore(broker).transition(record, "COMPLETED", "the test is over", "test")
+
+
 async def test_a_body_that_is_no_json_gets_the_envelope(broker: Broker) -> None:
     async with serving(broker) as url, httpx.AsyncClient() as http:
         answer = await http.post(f"{url}/chat/completions", content=b"{")
@@ -223,6 +262,11 @@ async def messages(broker: Broker, canned: Canned) -> AsyncIterator[AsyncAnthrop
         base = url.removesuffix("/v1")
         async with AsyncAnthropic(base_url=base, api_key="any", max_retries=0) as client:
             yield client
+
+
+def chats(canned: Canned) -> list[ChatRequest]:
+    """Return the chats that a server was asked."""
+    return [asked for asked in canned.asked if isinstance(asked, ChatRequest)]
 
 
 async def respond(client: AsyncOpenAI, *, stream: bool = False, **more: Any) -> Any:
@@ -507,6 +551,30 @@ async def test_what_a_message_cannot_do_is_refused_by_name(
         with pytest.raises(anthropic.BadRequestError, match=told):
             await message(messages, extra_body=more)
     assert not canned.asked
+
+
+async def test_a_tool_runner_that_keeps_threads_sends_the_whole_history(
+    messages: AsyncAnthropic, canned: Canned
+) -> None:
+    canned.words = WORDS
+
+    @beta_async_tool
+    async def add(a: int) -> str:
+        """Add.
+
+        Args:
+            a: A number.
+        """
+        canned.words = ["It is ", str(a)]
+        return str(a)
+
+    runner = messages.beta.messages.tool_runner(
+        model="my-run@4", max_tokens=9, tools=[add], messages=[{"role": "user", "content": "2?"}]
+    )
+    last = await runner.until_done()
+    assert [block.text for block in last.content if block.type == "text"] == ["It is 1"]
+    roles = [[message["role"] for message in asked.messages] for asked in chats(canned)]
+    assert roles == [["user"], ["user", "assistant", "tool"]]
 
 
 PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 1.0}

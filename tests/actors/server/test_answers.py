@@ -19,16 +19,16 @@ from tinkermq.actors.policy.lora import policy_tensors
 from tinkermq.actors.policy.model_folder import load_causal_lm, load_policy
 from tinkermq.actors.policy.policies import config_of_checkpoint
 from tinkermq.actors.policy.tiny_models import make_tokenizer
-from tinkermq.actors.rollout.completions import Answers
+from tinkermq.actors.rollout.completions import Answers, cut
 from tinkermq.actors.rollout.players import start_engine
 from tinkermq.actors.server.server import served_step, start_engines
 from tinkermq.envs.model_apis.answers import ModelApi
 from tinkermq.envs.model_apis.chat import CHAT, COMPLETIONS
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.sections import LoraConfig
-from tinkermq.schemas.infer import InferPart
+from tinkermq.schemas.infer import Delta, InferPart
 from tinkermq.schemas.job import JobRecord
-from tinkermq.schemas.wire.errors import ModelError
+from tinkermq.schemas.wire.errors import ConfigError, ModelError
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -47,6 +47,7 @@ class Saying:
         self.ids: list[int] = []
         self.prompts: list[list[int]] = []
         self.cancelled = False
+        self.top: tuple[tuple[int, float], ...] = ()
 
     async def generate(
         self,
@@ -65,7 +66,7 @@ class Saying:
         for token in self.ids:
             said.append(token)
             if on_token is not None:
-                on_token(Drawn(token, -0.25 * len(said), 1))
+                on_token(Drawn(token, -0.25 * len(said), 1, self.top))
                 await asyncio.sleep(0)
             if self.cancelled:
                 break
@@ -87,7 +88,9 @@ class Asked:
         is_chat = isinstance(tokenizer, ChatTokenizer)
         self.chat = tokenizer if is_chat else ChatTokenizer(tokenizer)
         self.engine: Any = Saying()
-        self.answers = Answers(self.engine, self.chat, lambda: "m", max_context=999, max_open=9)
+        self.answers = Answers(self.engine, self.chat, lambda: "m", max_context=99_999, max_open=9)
+        self.num_told = self.largest_part = 0
+        """Of the parts before the last ones."""
 
     async def ask(self, ids: list[int], api: ModelApi, **fields: Any) -> list[dict[str, Any]]:
         """Return the whole answer, or the events of a stream."""
@@ -97,6 +100,8 @@ class Asked:
         events: list[str] = []
 
         async def tell(part: InferPart) -> None:
+            self.num_told += 1
+            self.largest_part = max(self.largest_part, len(part.to_bytes()))
             events.extend([*(answer.start(part) if not events else ()), *answer.push(part)])
 
         ask: Any = self.answers.chat if api is CHAT else self.answers.complete
@@ -115,6 +120,46 @@ HELLO: Any = {"messages": [{"role": "user", "content": "hi"}]}
 @pytest.fixture(params=TOKENIZERS, ids=list(TOKENIZERS))
 def asked(request: pytest.FixtureRequest) -> Asked:
     return Asked(TOKENIZERS[request.param]())
+
+
+async def test_log_probs_of_a_long_answer_come_in_several_messages() -> None:
+    asked = Asked(make_tokenizer())
+    ids = asked.chat.encode("é. " * 300)
+    asked.engine.top = tuple((token, -1.0) for token in range(20))
+    (made,) = await asked.ask(ids, COMPLETIONS, prompt=["a", "b"], n=2, logprobs=20, stop="no")
+    assert asked.num_told > 1
+    assert asked.largest_part < 4 << 20
+    for choice in made["choices"]:
+        assert (choice["text"], choice["finish_reason"]) == ("é. " * 300, "stop")
+        assert len(choice["logprobs"]["tokens"]) == len(ids)
+        assert len(choice["logprobs"]["top_logprobs"]) == len(ids)
+
+
+def test_a_choice_is_cut_between_tokens() -> None:
+    numbers = list(range(5))
+    columns: Any = {"token_ids": numbers, "logprobs": [-1.0 * n for n in numbers]}
+    whole = Delta(choice=3, text="abcde", finish="length", stop="!", **columns)
+    pieces = list(cut(whole, 2))
+    assert [piece.token_ids for piece in pieces] == [[0, 1], [2, 3], [4]]
+    assert [piece.logprobs for piece in pieces] == [[0.0, -1.0], [-2.0, -3.0], [-4.0]]
+    assert [piece.text for piece in pieces] == ["abcde", "", ""]
+    assert [(piece.finish, piece.stop) for piece in pieces] == [
+        (None, ""),
+        (None, ""),
+        ("length", "!"),
+    ]
+    assert list(cut(Delta(choice=1, finish="stop"), 2)) == [Delta(choice=1, finish="stop")]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 5])
+async def test_more_answers_than_a_server_ever_holds_are_refused_for_good(
+    max_tokens: int,
+) -> None:
+    asked = Asked(make_tokenizer())
+    with pytest.raises(ConfigError, match="10 answers were asked for by one request"):
+        await asked.ask([5], COMPLETIONS, prompt=["a", "b"], n=5, max_tokens=max_tokens)
+    (made,) = await asked.ask([5], COMPLETIONS, prompt=["a", "b", "c"], n=3)
+    assert len(made["choices"]) == 9
 
 
 @pytest.mark.parametrize("logprobs", [False, True])

@@ -363,9 +363,24 @@ async def test_a_custom_tool_is_called_with_its_text(
     async with openai_client(proxy, episode) as client:
         tools: Any = [{"type": "custom", "name": "patch", "description": "patches"}]
         response = await client.responses.create(**response_body(tools=tools))
+        nested: Any = [{"type": "custom", "custom": {"name": "patch"}}]
+        asked = chat_body(tools=nested)
+        answer = (await client.chat.completions.create(**asked)).choices[0]
+        asked["messages"] += [
+            answer.message.model_dump(exclude_none=True),
+            {"role": "tool", "content": "ok"},
+        ]
+        await client.chat.completions.create(**asked)
     told = response.output[0]
     assert told.type == "custom_tool_call"
     assert told.input == "*** begin"
+    (called,) = answer.message.tool_calls or []
+    assert called.type == "custom"
+    assert (called.custom.name, called.custom.input) == ("patch", "*** begin")
+    echoed = script.asked[-1].messages[1].calls
+    assert [(name, json.loads(arguments)) for name, arguments, _ in echoed] == [
+        ("patch", {"input": "*** begin"})
+    ]
 
 
 async def test_programs_in_networks_of_their_own_call_through_a_socket(

@@ -626,6 +626,25 @@ async def test_equal_requests_are_samples_of_their_own_unless_they_say_otherwise
     assert [request.is_retry for request in script.asked] == [False, False, False, True]
 
 
+async def test_requests_of_one_key_that_differ_get_their_own_answers(
+    broker: Broker, scope: JobScope, proxy: ModelProxy, episode: ProgramEpisode, script: Script
+) -> None:
+    script.stops_at = 0
+    async with play(broker, scope, script, episode), http_client(proxy, episode) as http:
+        named = {"idempotency-key": "the same for a whole program"}
+        waiting = [
+            asyncio.create_task(
+                http.post("/v1/chat/completions", json=chat_body(text, **more), headers=named)
+            )
+            for text, more in (("a", {}), ("b", {}), ("b", {"n": 2}))
+        ]
+        await until(lambda: len(script.asked) == 3, "all to be asked")
+        script.go_on.set()
+        said = [(await each).json()["choices"] for each in waiting]
+    texts = [[choice["message"]["content"] for choice in choices] for choices in said]
+    assert texts == [["You said: a"], ["You said: b"], ["You said: b", "You said: b (1)"]]
+
+
 async def test_a_response_is_cancelled_by_its_id(
     broker: Broker, scope: JobScope, proxy: ModelProxy, episode: ProgramEpisode, script: Script
 ) -> None:
