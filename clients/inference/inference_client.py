@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...broker.calls import new_request_id
-from ...broker.presence import presences
+from ...broker.presence import list_presences
 from ...schemas.config.sections import ADAPTER_CONFIG, RolloutConfig
 from ...schemas.job import FINAL_STATES, LAST_STEP, JobRecord
 from ...schemas.model_catalogue import CATALOGUE, find_model
@@ -324,16 +324,16 @@ async def wait_until_served(pool: Pool, record: JobRecord, timeout_s: float) -> 
     Raises JobFailedError, or DeadlineError with the reason.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
-    actors = presences(pool.broker)
     while True:
         record = await pool.find(record.job)
         if record.state in FINAL_STATES:
             raise job_failure(record)
-        server = await actors.find(f"{record.scope.key}.server-0")
-        if record.state == "RUNNING" and server and server.value.state == "working":
+        actors = [entry.value for entry in await list_presences(pool.broker, record.scope.key)]
+        servers = [actor for actor in actors if actor.role == "server"]
+        if record.state == "RUNNING" and any(server.state == "working" for server in servers):
             return record
         if asyncio.get_running_loop().time() > deadline:
-            why = server.value.waits_for or server.value.state if server else record.reason
+            why = servers[0].waits_for or servers[0].state if servers else record.reason
             raise DeadlineError(
                 f"job {record.name} is {record.state} and does not serve after {timeout_s:g} s: "
                 f"{why}",
