@@ -59,6 +59,13 @@ def test_a_store_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         NatsServer(tmp_path / "file" / "nats").start()
 
 
+def test_a_store_folder_may_have_any_name(tmp_path: Path) -> None:
+    name = 'José "日本" \\u $HOME #' + os.fsdecode(b"\xff")
+    with NatsServer(tmp_path / name) as server:
+        assert server.running
+        assert (tmp_path / name / f"nats-server_{server.pid}.ports").exists()
+
+
 def test_a_server_that_ends_at_once_says_why(tmp_path: Path) -> None:
     with pytest.raises(BrokerError, match="unknown field") as raised:
         NatsServer(tmp_path, extra_config="no_such_key: 1").start()
