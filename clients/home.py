@@ -128,9 +128,17 @@ class Home:
 
 
 def default_folder() -> Path:
-    """Return `$TINKERMQ_HOME`, or `~/.local/share/tinkermq`."""
+    """Return `$TINKERMQ_HOME`, or `~/.local/share/tinkermq`; StorageError without a home."""
     given = os.environ.get(HOME_VARIABLE)
-    return Path(given) if given else Path.home() / ".local" / "share" / "tinkermq"
+    if given:
+        return Path(given)
+    try:
+        return Path.home() / ".local" / "share" / "tinkermq"
+    except RuntimeError as error:
+        raise StorageError(
+            f"there is no folder for tinkermq: this user has no home ({error})",
+            hint=f"set {HOME_VARIABLE} to a folder that you may write to",
+        ) from error
 
 
 def find_url(given: str | None = None) -> str:

@@ -15,7 +15,15 @@ from rich.text import Text
 from ...schemas.job import JobRecord
 from ...schemas.metric import Event, Metric
 from ..follow import SUCCESS, VALIDATED_SUCCESS, RunProgress, Update, sparkline
-from .output import duration, is_terminal, print_json_line, print_plain, print_text, stdout
+from .output import (
+    duration,
+    is_terminal,
+    print_commands,
+    print_json_line,
+    print_plain,
+    print_text,
+    stdout,
+)
 
 _STATE_STYLES = {
     "RUNNING": "green",
@@ -256,15 +264,10 @@ def print_submitted(record: JobRecord, *, commands: bool = True) -> None:
     name = record.name
     print_text(f"[bold green]submitted[/] [bold]{name}[/]  (job {record.job})")
     if commands:
-        _print_commands(name)
-
-
-def _print_commands(name: str) -> None:
-    commands = {
-        f"tinkermq watch {name}": "come back to this display",
-        f"tinkermq logs {name} -f": "what its actors write",
-        f"tinkermq stop {name}": "stop it, with a checkpoint",
-    }
-    width = max(map(len, commands))
-    for command, meaning in commands.items():
-        print_text(f"  {command:<{width}}   [dim]{meaning}[/]")
+        print_commands(
+            {
+                f"tinkermq watch {name}": "come back to this display",
+                f"tinkermq logs {name} -f": "what its actors write",
+                f"tinkermq stop {name}": "stop it, with a checkpoint",
+            }
+        )

@@ -6,7 +6,9 @@ under `nats sub --translate`, so it goes around the command parser, which takes 
 than the message takes to print.
 """
 
+import errno
 import gc
+import io
 import os
 import sys
 import warnings
@@ -16,7 +18,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import LazyLoader
 from types import ModuleType
 
-from ...schemas.wire.errors import TinkermqError
+from ...schemas.wire.errors import StorageError, TinkermqError
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -27,11 +29,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     warnings.formatwarning = _format_warning
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is printed as an escape
+        sys.stdout.reconfigure(errors="backslashreplace")
     return guarded(lambda: _dispatch(words), debug=debug)
 
 
 def guarded(command: Callable[[], int], *, debug: bool) -> int:
-    """Run `command` and return its exit code; print a TinkermqError with its hint."""
+    """Run `command` and return its exit code; print a TinkermqError with its hint.
+
+    An error of the system (no permission, no room) is printed as its reason and its file.
+    """
     try:
         code = command()
         sys.stdout.flush()
@@ -43,10 +50,29 @@ def guarded(command: Callable[[], int], *, debug: bool) -> int:
         return WRONG_USAGE if isinstance(error, ValueError) else FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader (head, less) has gone; the interpreter would complain about it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader (head, less) has gone
+        _discard_output()
         return DONE
+    except OSError as error:
+        if debug or error.errno is None:
+            raise
+        _print_error(_of_system(error))
+        if error.errno == errno.ENOSPC:
+            _discard_output()
+        return FAILED
+
+
+def _discard_output() -> None:
+    """Drop what is not written yet; the interpreter would fail to write it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _of_system(error: OSError) -> StorageError:
+    what = "a file or the output" if error.filename is None else os.fsdecode(error.filename)
+    return StorageError(
+        f"{what} cannot be used: {os.strerror(error.errno or 0)}",
+        hint="`--debug` shows what was done with it",
+    )
 
 
 def _dispatch(tokens: list[str]) -> int:

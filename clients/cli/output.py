@@ -35,7 +35,7 @@ def is_terminal() -> bool:
 
 
 def print_text(text: str) -> None:
-    """Print one line that may hold rich markup."""
+    """Print one line with rich markup; what may hold brackets is given as `literal`."""
     stdout().print(text)
 
 
@@ -53,8 +53,8 @@ def print_plain(text: str) -> None:
 
 
 def print_note(text: str) -> None:
-    """Print one line of progress or advice to standard error."""
-    stderr().print(text)
+    """Print one line of progress or advice to standard error, as it is: no markup."""
+    stderr().print(text, markup=False)
 
 
 def print_json(value: Any) -> None:
@@ -133,4 +133,4 @@ def print_commands(commands: Mapping[str, str]) -> None:
     """Print possible next commands, each with its meaning."""
     width = max(map(len, commands))
     for command, meaning in commands.items():
-        print_text(f"  {command:<{width}}   [dim]{meaning}[/]")
+        print_text(f"  {literal(command.ljust(width))}   [dim]{literal(meaning)}[/]")

@@ -20,7 +20,7 @@ from ...broker.service_process import die_with
 from ...schemas.machines import machines_config
 from ...schemas.wire.errors import ConfigError, DeadlineError, error_from_reply
 from ..home import HOME_VARIABLE, Home, StackState, default_folder
-from .output import duration, print_json, print_note, print_text
+from .output import duration, literal, print_json, print_note, print_plain, print_text
 
 if TYPE_CHECKING:
     from .supervisor import StackOptions
@@ -132,7 +132,7 @@ def down(*, store: Path | None = None, json: bool = False) -> int:
     if json:
         print_json({"stopped": state is not None, "home": str(home.folder)})
     else:
-        print_text("stopped" if state is not None else f"no stack is up in {home.folder}")
+        print_plain("stopped" if state is not None else f"no stack is up in {home.folder}")
     return 0
 
 
@@ -255,12 +255,12 @@ def _show(state: StackState, *, as_json: bool, foreground: bool = False) -> None
         print_json(state.model_dump())
         return
     age = time.time() - state.started
-    url = shown_url(state.url)
-    print_text(f"[bold green]up[/]  {url}  (since {duration(age)}, state and logs in {state.home})")
+    url, home = literal(shown_url(state.url)), literal(state.home)
+    print_text(f"[bold green]up[/]  {url}  (since {duration(age)}, state and logs in {home})")
     if state.gateway:
         print_text(f"  dashboard  [bold]{state.gateway}[/]")
     if Path(state.home) != default_folder().resolve():
-        print_text(f"  other commands find it with [bold]{HOME_VARIABLE}={state.home}[/]")
+        print_text(f"  other commands find it with [bold]{HOME_VARIABLE}={home}[/]")
     if "auth" in state.children and not os.environ.get(KEY_VARIABLE):
         print_text(f"  it requires a key: set {KEY_VARIABLE}")
     if foreground:

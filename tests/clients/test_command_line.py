@@ -19,6 +19,7 @@ from tinkermq.clients.cli.app import EXAMPLES, build_app
 from tinkermq.clients.cli.decode import render
 from tinkermq.clients.cli.dry_run import check_model, needed_slots
 from tinkermq.clients.cli.new_package import write_package
+from tinkermq.clients.cli.output import print_commands, print_note
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.load_config import all_keys, parse_config
 from tinkermq.schemas.metric import Metric
@@ -111,6 +112,41 @@ def test_an_error_is_printed_with_its_remedy_and_no_traceback(cli: Cli) -> None:
     assert outcome.out == ""
     assert "Traceback" not in outcome.err
     assert "error:" in outcome.err
+
+
+def test_what_the_system_refuses_is_named_without_a_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    outcome = tinkermq("up", env={"TINKERMQ_HOME": str(file / "home")})
+    assert outcome.code == 1
+    assert outcome.err.startswith(f"error: {file}/home")
+    assert "Traceback" not in outcome.err
+
+
+def test_a_full_disk_below_the_output_is_named_without_a_traceback() -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            command(["config", "schema"]), stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_output_shows_what_its_encoding_lacks_as_an_escape() -> None:
+    outcome = tinkermq("config", "schema", env={"PYTHONIOENCODING": "ascii"})
+    assert outcome.code == 0
+    assert "\\u2264" in outcome.out
+
+
+def test_notes_and_next_commands_keep_their_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    print_note("pip install 'tinkermq[gateway]'")
+    print_commands({"pip install '.[test]'": "its [own] tests"})
+    printed = capsys.readouterr()
+    assert "pip install 'tinkermq[gateway]'" in printed.err
+    assert "pip install '.[test]'   its [own] tests" in printed.out
 
 
 def test_debug_lets_the_error_through_with_its_traceback(cli: Cli) -> None:
