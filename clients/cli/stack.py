@@ -145,11 +145,25 @@ def _gateway_port(given: int | None, *, any_port: bool) -> int | None:
             )
         print_note("without dashboard: pip install 'tinkermq[gateway]'")
         return None
-    if given is not None or any_port:
-        return given or 0
+    if given:
+        return _free_port(given)
+    if given == 0 or any_port:
+        return 0
     with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", GATEWAY_PORT)):
         return GATEWAY_PORT
     return 0
+
+
+def _free_port(port: int) -> int:
+    """Return a port of this machine if it can be listened on; raises ConfigError."""
+    try:
+        with socket.create_server(("127.0.0.1", port)):
+            return port
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"the dashboard cannot listen on port {port}: {error}",
+            hint="choose another port, or 0 for a free one: --gateway-port N",
+        ) from error
 
 
 def _machines(on: str | None, slots: int | None) -> str | None:
@@ -202,7 +216,11 @@ def start_detached(options: "StackOptions", *, die_with_parent: bool = False) ->
             start_new_session=True,
             preexec_fn=die_with(os.getpid(), signal.SIGTERM) if die_with_parent else None,
         )
-    line = _first_line(process)
+    try:
+        line = _first_line(process)
+    except KeyboardInterrupt:
+        process.terminate()  # it stops what it has started
+        raise
     if not line:
         process.kill()
         process.wait()

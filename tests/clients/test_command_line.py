@@ -135,6 +135,22 @@ def test_a_full_disk_below_the_output_is_named_without_a_traceback() -> None:
     assert "Exception ignored" not in done.stderr
 
 
+def test_a_reader_that_has_gone_is_no_failure() -> None:
+    code = (
+        "from tinkermq.clients.cli.main import guarded; "
+        "from tinkermq.clients.cli.output import print_text; "
+        "raise SystemExit(guarded(lambda: [print_text('x' * 99) for _ in range(9999)] and 0, "
+        "debug=False))"
+    )
+    words = [sys.executable, "-c", code]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
 def test_output_shows_what_its_encoding_lacks_as_an_escape() -> None:
     outcome = tinkermq("config", "schema", env={"PYTHONIOENCODING": "ascii"})
     assert outcome.code == 0

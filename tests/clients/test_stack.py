@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 import urllib.request
@@ -25,6 +26,7 @@ from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.wire.errors import BrokerError, ConfigError, StateError
 from tinkermq.schemas.wire.subjects import BUCKET_JOBS
 
+from tests.clients.command import command
 from tests.clients.conftest import Cli
 from tests.support.configs import REPOSITORY
 from tests.support.processes import alive
@@ -152,6 +154,25 @@ def test_a_port_in_use_is_named_and_nothing_is_left_running(home: Home, cli: Cli
     assert "--nats-url" in outcome.err
     assert "Traceback" not in outcome.err
     assert not home.is_locked()
+
+
+def test_a_port_in_use_is_named_for_the_dashboard_too(home: Home, cli: Cli) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        outcome = cli("up", "--port", "0", "--gateway-port", str(port))
+    assert outcome.code == 2
+    assert f"the dashboard cannot listen on port {port}" in outcome.err
+    assert not home.is_locked()
+
+
+def test_an_interrupted_up_leaves_nothing_running(home: Home) -> None:
+    words = command(["up", "--port", "0", "--slots", "1", "--no-gateway"])
+    environment = {**os.environ, "TINKERMQ_HOME": str(home.folder)}
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE) as up:
+        until(lambda: home.folder.is_dir() and home.is_locked(), "the supervisor runs")
+        up.send_signal(signal.SIGINT)
+        assert up.wait(PATIENCE_S) == 130
+    until(lambda: not home.is_locked(), "the supervisor has ended")
 
 
 def test_a_server_that_runs_already_is_used_and_survives(
