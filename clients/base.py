@@ -265,14 +265,28 @@ class LoopThread:
         self._loop.close()
 
 
-@functools.cache
+class _Shared:
+    """The shared loop of this process, once it is used."""
+
+    loop: LoopThread | None = None
+    starting = threading.Lock()
+
+
 def shared_loop() -> LoopThread:
     """Return the loop that all synchronous clients of this process share."""
-    return LoopThread()
+    with _Shared.starting:
+        if _Shared.loop is None:
+            _Shared.loop = LoopThread()
+        return _Shared.loop
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows; the child of a fork has none of the threads
-    os.register_at_fork(after_in_child=shared_loop.cache_clear)
+def _forget_loop() -> None:
+    """Let the child of a fork start a loop of its own: it has none of its parent's threads."""
+    _Shared.loop, _Shared.starting = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_loop)
 
 
 # -- URLs ------------------------------------------------------------------------------------------
