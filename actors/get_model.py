@@ -21,6 +21,7 @@ from typing import Any, cast
 
 from ..schemas.model_catalogue import CATALOGUE, PackagedModel
 from ..schemas.wire.errors import ModelError, StorageError, TinkermqError
+from .storage.files import permit_as_folder
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 _PIP_S = 1800.0
@@ -262,6 +263,7 @@ def _write(part: Path, model: Any, tokenizer: Any) -> None:
     try:
         model.save_pretrained(str(part))
         tokenizer.save_pretrained(str(part))
+        permit_as_folder(part)
     except Exception as error:  # safetensors' own does not say that the disk is full
         shutil.rmtree(part, ignore_errors=True)
         require_room(part.parent, num_bytes)

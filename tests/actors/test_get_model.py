@@ -156,6 +156,8 @@ def test_a_gguf_file_becomes_a_folder_with_the_same_weights(
     assert loaded.config.tie_word_embeddings
     tokens = torch.arange(20).reshape(1, 20)
     torch.testing.assert_close(loaded(tokens).logits, model.eval()(tokens).logits)
+    modes = {path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    assert modes == {folder.stat().st_mode & 0o666}  # whoever may read the folder
     chat = open_chat(ModelConfig(path=str(folder)))
     prompt = chat.decode_all(chat.first_prompt([{"role": "user", "content": "Hi"}]))
     assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
