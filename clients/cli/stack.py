@@ -18,7 +18,7 @@ from ...broker.client.login import KEY_VARIABLE
 from ...broker.credentials import PoolSecrets
 from ...broker.service_process import die_with
 from ...schemas.machines import machines_config
-from ...schemas.wire.errors import ConfigError, DeadlineError, error_from_reply
+from ...schemas.wire.errors import ConfigError, DeadlineError, TinkermqError, error_from_reply
 from ..home import HOME_VARIABLE, Home, StackState, default_folder
 from .output import duration, literal, print_json, print_note, print_plain, print_text
 
@@ -221,11 +221,17 @@ def start_detached(options: "StackOptions", *, die_with_parent: bool = False) ->
     except KeyboardInterrupt:
         process.terminate()  # it stops what it has started
         raise
-    if not line:
+    if line is None:
         process.kill()
         process.wait()
         raise DeadlineError(
             f"the stack did not come up within {UP_DEADLINE_S:.0f} s", hint=f"see {log_path}"
+        )
+    if not line:
+        last = log_path.read_text(encoding="utf-8", errors="replace").rstrip().rpartition("\n")[2]
+        raise TinkermqError(
+            f"the supervisor of the stack ended with code {process.wait()}: {last}",
+            hint=f"see {log_path}",
         )
     message = cast("dict[str, Any]", json_module.loads(line))
     if "error" in message:
@@ -236,14 +242,15 @@ def start_detached(options: "StackOptions", *, die_with_parent: bool = False) ->
     return StackState.model_validate(message["state"])
 
 
-def _first_line(process: "subprocess.Popen[bytes]") -> bytes:
+def _first_line(process: "subprocess.Popen[bytes]") -> bytes | None:
+    """Return what a supervisor says, empty if it ended without a word; None: nothing in time."""
     assert process.stdout is not None
     with process.stdout as pipe:
         readable, _, _ = select.select([pipe], [], [], PATIENCE_S)
         if not readable:
             print_note("starting: a broker with a large store takes some minutes to read it")
             readable, _, _ = select.select([pipe], [], [], UP_DEADLINE_S - PATIENCE_S)
-        return pipe.readline() if readable else b""
+        return pipe.readline() if readable else None
 
 
 def stop_detached(home: Home, state: StackState) -> None:

@@ -165,6 +165,21 @@ def test_a_port_in_use_is_named_for_the_dashboard_too(home: Home, cli: Cli) -> N
     assert not home.is_locked()
 
 
+def test_a_supervisor_that_cannot_start_says_why(home: Home, tmp_path: Path) -> None:
+    (tmp_path / "token.py").write_text("")  # in place of Python's own, which all else needs
+    done = subprocess.run(
+        [Path(sys.executable).parent / "tinkermq", "up", "--port", "0"],
+        cwd=tmp_path,
+        env={**os.environ, "TINKERMQ_HOME": str(home.folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "the supervisor of the stack ended with code 1: ImportError" in done.stderr
+    assert f"{tmp_path}/token.py" in done.stderr
+
+
 def test_an_interrupted_up_leaves_nothing_running(home: Home) -> None:
     words = command(["up", "--port", "0", "--slots", "1", "--no-gateway"])
     environment = {**os.environ, "TINKERMQ_HOME": str(home.folder)}
