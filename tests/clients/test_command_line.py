@@ -7,10 +7,12 @@ import resource
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from tinkermq.broker.calls import SchedulerCalls
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.nats_server import NatsServer
@@ -18,11 +20,23 @@ from tinkermq.clients.base import parse_broker_url, parse_server_url
 from tinkermq.clients.cli.app import EXAMPLES, build_app
 from tinkermq.clients.cli.decode import render
 from tinkermq.clients.cli.dry_run import check_model, needed_slots
+from tinkermq.clients.cli.live import render as render_live
 from tinkermq.clients.cli.new_package import write_package
-from tinkermq.clients.cli.output import print_commands, print_note
+from tinkermq.clients.cli.output import (
+    harmless,
+    literal,
+    print_commands,
+    print_note,
+    print_plain,
+    print_table,
+    print_text,
+    stdout,
+)
+from tinkermq.clients.follow import RunProgress
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.load_config import all_keys, parse_config
-from tinkermq.schemas.metric import Metric
+from tinkermq.schemas.job import JobRecord
+from tinkermq.schemas.metric import Event, Metric
 from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.codec import pack
 from tinkermq.schemas.wire.errors import ConfigError, MessageError, ModelError, TinkermqError
@@ -155,6 +169,42 @@ def test_output_shows_what_its_encoding_lacks_as_an_escape() -> None:
     outcome = tinkermq("config", "schema", env={"PYTHONIOENCODING": "ascii"})
     assert outcome.code == 0
     assert "\\u2264" in outcome.out
+
+
+@pytest.fixture
+def new_console() -> Iterator[None]:
+    """The console knows whether it is a terminal from when it was made."""
+    stdout.cache_clear()
+    yield
+    stdout.cache_clear()
+
+
+@pytest.mark.usefixtures("new_console")
+def test_what_a_model_or_a_user_wrote_commands_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = "a\x1b]52;c;cm0gLXJm\x07b\x9b2J\x1b[2J\x1b[31mred\x1b[0m\tc\x08"
+    shown = "a\\x1b]52;c;cm0gLXJm\\x07b\\x9b2J\\x1b[2J\x1b[31mred\x1b[0m\tc\\x08"
+    assert harmless(hostile) == shown
+    print_plain(hostile)
+    print_note(hostile)
+    print_table(["text"], [[hostile]])
+    piped = capsys.readouterr()
+    assert piped.out == f"{hostile}\ntext\n{hostile}\n"
+    assert "\x1b]" not in piped.err
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    print_plain(hostile)
+    print_table(["text"], [[hostile]])
+    record = JobRecord(
+        job="j", name="n", user="u", state="FAILED", reason=hostile, config={}, created=0.0
+    )
+    event = Event(kind="log", source="learner", message=hostile, time=0.0)
+    Console().print(render_live(RunProgress(record), [event]))
+    print_text(literal(hostile))
+    on_terminal = capsys.readouterr().out
+    assert on_terminal.count("\\x1b]52;") == 5
+    assert not {"\x07", "\x08", "\x9b"} & set(on_terminal)
+    assert "\x1b]" not in on_terminal
 
 
 def test_notes_and_next_commands_keep_their_brackets(capsys: pytest.CaptureFixture[str]) -> None:
