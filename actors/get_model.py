@@ -1,14 +1,15 @@
 """Write a model as an ordinary folder: `python -m tinkermq.actors.get_model SOURCE FOLDER`.
 
 SOURCE is a name of the catalogue, a GGUF file, a folder, or a model of the hub (owner/name). The
-folder appears whole or not at all. Each phase prints a line; an error prints what to do and ends
-with 1.
+folder appears whole or not at all: SIGTERM removes what was begun. Each phase prints a line; an
+error prints what to do and ends with 1.
 """
 
 import argparse
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -294,6 +295,7 @@ def main() -> int:
     options.add_argument("--dtype", choices=DTYPES, default="float32")
     given = options.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         get(given.source, given.folder.absolute(), given.dtype)
     except TinkermqError as error:

@@ -137,14 +137,18 @@ def make_model(folder: Path, game: str) -> None:
 
 def run_module(module: str, *words: str) -> int:
     """Run a module of the actors in a process of its own, as it needs torch; return its code."""
-    return subprocess.run(
+    with subprocess.Popen(
         [sys.executable, "-m", module, *words],
-        check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         # Ctrl-C is for this process, which ends it; and so does the kernel if this one is killed.
         start_new_session=True,
-        preexec_fn=die_with(os.getpid()),
-    ).returncode
+        preexec_fn=die_with(os.getpid(), signal.SIGTERM),
+    ) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()  # it removes what it has begun
+            raise
 
 
 def prepare_data(folder: Path, game: str) -> None:

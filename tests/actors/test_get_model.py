@@ -1,7 +1,9 @@
 """`tinkermq model get`: packaged models, GGUF files and folders become ordinary model folders."""
 
+import asyncio
 import hashlib
 import shutil
+import signal
 import sys
 import zipfile
 from dataclasses import replace
@@ -23,8 +25,9 @@ from tinkermq.schemas.wire.errors import ModelError, StorageError
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.clients.command import tinkermq
+from tests.clients.command import command, tinkermq
 from tests.support.disks import fill, small_disk
+from tests.support.waiting import until
 
 WIDTH, HEADS, LAYERS = 64, 4, 2
 THETA = 10_000.0
@@ -243,6 +246,16 @@ def test_an_installed_package_is_used_and_one_of_another_version_refused(
     newer = PackagedModel(**{**vars(packaged), "version": "1.1"})
     with pytest.raises(ModelError, match=r"tiny-llm 1\.0 is installed.* 1\.1"):
         get_model.packaged_file(newer, tmp_path)
+
+
+async def test_an_interrupt_leaves_nothing_behind(gguf_file: Path, tmp_path: Path) -> None:
+    place = tmp_path / "models"
+    words = ["model", "get", str(gguf_file), "--output", str(place / "model")]
+    process = await asyncio.create_subprocess_exec(*command(words))
+    await until(lambda: any(place.glob(".model.*")), "the model is begun")
+    process.send_signal(signal.SIGINT)
+    assert await process.wait() == 130
+    assert list(place.iterdir()) == []
 
 
 def test_a_cut_gguf_file_is_named(gguf_file: Path, tmp_path: Path) -> None:
