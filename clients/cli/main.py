@@ -68,9 +68,10 @@ def _discard_output() -> None:
 
 
 def _of_system(error: OSError) -> StorageError:
-    what = "a file or the output" if error.filename is None else os.fsdecode(error.filename)
+    if error.filename is None:  # a socket, or the output
+        return StorageError(error.strerror or str(error), hint="`--debug` shows where")
     return StorageError(
-        f"{what} cannot be used: {os.strerror(error.errno or 0)}",
+        f"{os.fsdecode(error.filename)} cannot be used: {error.strerror}",
         hint="`--debug` shows what was done with it",
     )
 
