@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 from ..schemas.model_catalogue import CATALOGUE, PackagedModel
@@ -287,6 +288,10 @@ def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
+def _end(_number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + signal.SIGTERM)
+
+
 def main() -> int:
     """Parse the arguments and write the folder."""
     options = argparse.ArgumentParser(prog="python -m tinkermq.actors.get_model")
@@ -295,7 +300,7 @@ def main() -> int:
     options.add_argument("--dtype", choices=DTYPES, default="float32")
     given = options.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, _end)
     try:
         get(given.source, given.folder.absolute(), given.dtype)
     except TinkermqError as error:

@@ -8,7 +8,6 @@ than the message takes to print.
 
 import errno
 import gc
-import io
 import os
 import sys
 import warnings
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import LazyLoader
 from types import ModuleType
+from typing import Any
 
 from ...schemas.wire.errors import StorageError, TinkermqError
 
@@ -29,8 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     warnings.formatwarning = _format_warning
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is printed as an escape
-        sys.stdout.reconfigure(errors="backslashreplace")
+    reconfigure: Any = getattr(sys.stdout, "reconfigure", None)  # not in a notebook
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")  # what the encoding lacks
     return guarded(lambda: _dispatch(words), debug=debug)
 
 
