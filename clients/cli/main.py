@@ -72,7 +72,7 @@ def _of_system(error: OSError) -> StorageError:
     if error.filename is None:  # a socket, or the output
         return StorageError(error.strerror or str(error), hint="`--debug` shows where")
     return StorageError(
-        f"{os.fsdecode(error.filename)} cannot be used: {error.strerror}",
+        f"{error.filename} cannot be used: {error.strerror}",
         hint="`--debug` shows what was done with it",
     )
 

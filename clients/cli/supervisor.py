@@ -461,10 +461,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except errors.TinkermqError as error:
         return _fail(error)
     except OSError as error:
-        own = Home(options.home)
         return _fail(
             errors.StorageError(
-                f"the stack in {own.folder} cannot be started: {error}",
+                f"the stack in {options.home} failed: {error}",
                 hint="give a folder that you may write to, with room: --store DIR",
             )
         )
