@@ -165,6 +165,14 @@ def test_a_port_in_use_is_named_for_the_dashboard_too(home: Home, cli: Cli) -> N
     assert not home.is_locked()
 
 
+def test_a_store_that_cannot_be_written_is_named(home: Home, cli: Cli) -> None:
+    (home.store / "nats-server.conf").mkdir(parents=True)  # where a file is written
+    outcome = cli("up", "--port", "0", "--no-gateway")
+    assert outcome.code == 1
+    assert f"the stack in {home.folder} failed: " in outcome.err
+    assert "nats-server.conf" in outcome.err
+
+
 def test_a_supervisor_that_cannot_start_says_why(home: Home, tmp_path: Path) -> None:
     (tmp_path / "token.py").write_text("")  # in place of Python's own, which all else needs
     done = subprocess.run(
