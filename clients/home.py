@@ -130,10 +130,8 @@ class Home:
 def default_folder() -> Path:
     """Return `$TINKERMQ_HOME`, or `~/.local/share/tinkermq`; StorageError without a home."""
     given = os.environ.get(HOME_VARIABLE)
-    if given:
-        return Path(given)
     try:
-        return Path.home() / ".local" / "share" / "tinkermq"
+        return Path(given or "~/.local/share/tinkermq").expanduser()
     except RuntimeError as error:
         raise StorageError(
             f"there is no folder for tinkermq: this user has no home ({error})",

@@ -20,10 +20,10 @@ from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.clients.cli.quickstart import SUMS, write_config
 from tinkermq.clients.cli.sweep import NumberRange, list_points, parse_space
-from tinkermq.clients.home import Home, StackState, find_url
+from tinkermq.clients.home import Home, StackState, default_folder, find_url
 from tinkermq.schemas.config.load_config import load_config
 from tinkermq.schemas.job import JobRecord
-from tinkermq.schemas.wire.errors import BrokerError, ConfigError, StateError
+from tinkermq.schemas.wire.errors import BrokerError, ConfigError, StateError, StorageError
 from tinkermq.schemas.wire.subjects import BUCKET_JOBS
 
 from tests.clients.command import command
@@ -216,6 +216,17 @@ def test_a_server_without_jetstream_is_refused_with_the_remedy(
         outcome = cli("up", "--nats-url", server.url)
     assert outcome.code == 1
     assert "JetStream" in outcome.err
+
+
+def test_the_folder_of_a_stack_may_be_below_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.setenv("TINKERMQ_HOME", "~/pool")
+    assert default_folder() == Path("/home/ada/pool")
+    monkeypatch.delenv("TINKERMQ_HOME")
+    assert default_folder() == Path("/home/ada/.local/share/tinkermq")
+    monkeypatch.setenv("TINKERMQ_HOME", "~nobody-of-this-name/pool")  # as of a user without a home
+    with pytest.raises(StorageError, match="this user has no home"):
+        default_folder()
 
 
 def test_a_folder_has_one_supervisor(tmp_path: Path) -> None:
