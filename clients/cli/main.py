@@ -9,13 +9,15 @@ than the message takes to print.
 import errno
 import gc
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import LazyLoader
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from ...schemas.wire.errors import StorageError, TinkermqError
@@ -29,10 +31,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     warnings.formatwarning = _format_warning
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _interrupt)
     reconfigure: Any = getattr(sys.stdout, "reconfigure", None)  # not in a notebook
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")  # what the encoding lacks
     return guarded(lambda: _dispatch(words), debug=debug)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    """End as after Ctrl-C, so that what a command has started is stopped and removed."""
+    signal.raise_signal(signal.SIGINT)
 
 
 def guarded(command: Callable[[], int], *, debug: bool) -> int:

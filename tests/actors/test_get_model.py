@@ -248,12 +248,15 @@ def test_an_installed_package_is_used_and_one_of_another_version_refused(
         get_model.packaged_file(newer, tmp_path)
 
 
-async def test_an_interrupt_leaves_nothing_behind(gguf_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_an_interrupt_leaves_nothing_behind(
+    gguf_file: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     place = tmp_path / "models"
     words = ["model", "get", str(gguf_file), "--output", str(place / "model")]
     process = await asyncio.create_subprocess_exec(*command(words))
     await until(lambda: any(place.glob(".model.*")), "the model is begun")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     assert await process.wait() == 130
     assert list(place.iterdir()) == []
 
