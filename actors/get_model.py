@@ -1,14 +1,15 @@
 """Write a model as an ordinary folder: `python -m tinkermq.actors.get_model SOURCE FOLDER`.
 
 SOURCE is a name of the catalogue, a GGUF file, a folder, or a model of the hub (owner/name). The
-folder appears whole or not at all. Each phase prints a line; an error prints what to do and ends
-with 1.
+folder appears whole or not at all: SIGTERM removes what was begun. Each phase prints a line; an
+error prints what to do and ends with 1.
 """
 
 import argparse
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,10 +18,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 from ..schemas.model_catalogue import CATALOGUE, PackagedModel
 from ..schemas.wire.errors import ModelError, StorageError, TinkermqError
+from .storage.files import permit_as_folder
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 _PIP_S = 1800.0
@@ -262,6 +265,7 @@ def _write(part: Path, model: Any, tokenizer: Any) -> None:
     try:
         model.save_pretrained(str(part))
         tokenizer.save_pretrained(str(part))
+        permit_as_folder(part)
     except Exception as error:  # safetensors' own does not say that the disk is full
         shutil.rmtree(part, ignore_errors=True)
         require_room(part.parent, num_bytes)
@@ -284,6 +288,10 @@ def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
+def _end(_number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + signal.SIGTERM)
+
+
 def main() -> int:
     """Parse the arguments and write the folder."""
     options = argparse.ArgumentParser(prog="python -m tinkermq.actors.get_model")
@@ -292,6 +300,7 @@ def main() -> int:
     options.add_argument("--dtype", choices=DTYPES, default="float32")
     given = options.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    signal.signal(signal.SIGTERM, _end)
     try:
         get(given.source, given.folder.absolute(), given.dtype)
     except TinkermqError as error:

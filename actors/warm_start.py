@@ -31,6 +31,7 @@ from .policy.model_folder import load_causal_lm, load_tokenizer, save_model
 from .policy.tiny_models import save_tiny_model, save_tiny_vision_model
 from .policy.vision import load_image_reader
 from .recipes import RECIPES, Recipe, find_recipe, is_made, mark_made, module_of
+from .storage.files import permit_as_folder
 from .training.micro_batch import TokenSequence
 from .training.model import Scorer
 from .training.packing import pack
@@ -109,6 +110,7 @@ def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> fl
             optimizer.step()
             schedule.step()
     save_model(model, folder)
+    permit_as_folder(folder)
     return float(loss.detach())
 
 

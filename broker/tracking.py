@@ -706,8 +706,9 @@ class MlflowTracker(Tracker):
 
 
 def _mlflow_name(name: str) -> str:
-    """Return a metric's name in the characters that MLflow takes."""
-    return re.sub(r"[^A-Za-z0-9_\-. /]", "_", name)
+    """Return a metric's name as MLflow takes it: in its characters, as a path without detours."""
+    parts = re.sub(r"[^A-Za-z0-9_\-. /]", "_", name).split("/")
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)
 
 
 @contextlib.contextmanager

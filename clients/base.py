@@ -32,13 +32,19 @@ _CLEANUP_S = 10.0
 
 
 class PoolClient:
-    """An async client with a connection of its own, which is opened at its first use."""
+    """An async client with a connection of its own, which is opened at its first use.
+
+    A connection belongs to the event loop that opened it. In another one (a second `asyncio.run`,
+    the child of a fork) the client opens a new one and leaves the old one alone.
+    """
 
     def __init__(self, broker_url: str, api_key: str | None) -> None:
         """Name the broker; nothing is connected yet."""
         self._broker_url = broker_url
         self.api_key = api_key
         self._pool: Pool | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._opening = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         return self
@@ -48,14 +54,22 @@ class PoolClient:
 
     async def close(self) -> None:
         """Close the connection; jobs keep running."""
+        self._enter_loop()
         if self._pool is not None:
             await self._pool.broker.close()
             self._pool = None
 
     async def _connected(self) -> Pool:
-        if self._pool is None:
-            self._pool = Pool(await open_broker(self._broker_url, self.api_key))
-        return self._pool
+        self._enter_loop()
+        async with self._opening:
+            if self._pool is None:
+                self._pool = Pool(await open_broker(self._broker_url, self.api_key))
+            return self._pool
+
+    def _enter_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._opening, self._pool = loop, asyncio.Lock(), None
 
 
 async def open_broker(url: str, api_key: str | None) -> Broker:
@@ -251,10 +265,28 @@ class LoopThread:
         self._loop.close()
 
 
-@functools.cache
+class _Shared:
+    """The shared loop of this process, once it is used."""
+
+    loop: LoopThread | None = None
+    starting = threading.Lock()
+
+
 def shared_loop() -> LoopThread:
     """Return the loop that all synchronous clients of this process share."""
-    return LoopThread()
+    with _Shared.starting:
+        if _Shared.loop is None:
+            _Shared.loop = LoopThread()
+        return _Shared.loop
+
+
+def _forget_loop() -> None:
+    """Let the child of a fork start a loop of its own: it has none of its parent's threads."""
+    _Shared.loop, _Shared.starting = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_loop)
 
 
 # -- URLs ------------------------------------------------------------------------------------------

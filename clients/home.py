@@ -128,9 +128,15 @@ class Home:
 
 
 def default_folder() -> Path:
-    """Return `$TINKERMQ_HOME`, or `~/.local/share/tinkermq`."""
+    """Return `$TINKERMQ_HOME`, or `~/.local/share/tinkermq`; StorageError without a home."""
     given = os.environ.get(HOME_VARIABLE)
-    return Path(given) if given else Path.home() / ".local" / "share" / "tinkermq"
+    try:
+        return Path(given or "~/.local/share/tinkermq").expanduser()
+    except RuntimeError as error:
+        raise StorageError(
+            f"there is no folder for tinkermq: this user has no home ({error})",
+            hint=f"set {HOME_VARIABLE} to a folder that you may write to",
+        ) from error
 
 
 def find_url(given: str | None = None) -> str:

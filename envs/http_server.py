@@ -536,13 +536,14 @@ class HttpServer:
         self._watching: asyncio.Task[None] | None = None
 
     async def listen(self, host: str = "127.0.0.1", port: int = 0) -> int:
-        """Listen on an address; return its port. Raises StorageError for one in use."""
+        """Listen on an address; return its port. Raises StorageError if it cannot."""
         loop = asyncio.get_running_loop()
         try:
             server = await loop.create_server(self._connection, host, port, backlog=_BACKLOG)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise StorageError(
-                f"cannot listen on {host}:{port}: {error.strerror}",
+                f"cannot listen on {host}:{port}: {reason}",
                 hint="choose a free port",
             ) from error
         self._add(server)

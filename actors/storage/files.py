@@ -39,6 +39,15 @@ def write_digests(folder: Path) -> None:
     (folder / TABLE).write_text(f"{_self_of(body)}\n{body}")
 
 
+def permit_as_folder(folder: Path) -> None:
+    """Let those read a folder's weights who may read the folder, which the umask has decided.
+
+    safetensors leaves its files to their owner alone.
+    """
+    for file in folder.rglob("*.safetensors"):
+        file.chmod(file.parent.stat().st_mode & 0o666)
+
+
 def check_digests(folder: Path, *, required: bool = False) -> None:
     """Compare a folder's files with its table; without one nothing is known, and nothing said.
 

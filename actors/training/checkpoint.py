@@ -24,7 +24,14 @@ from transformers import GenerationConfig
 from ...schemas.wire.errors import NotFoundError, StorageError, TinkermqError
 from ..policy.model_folder import check_reread, save_model, save_plain_weights, unsavable
 from ..policy.policies import policy_folder
-from ..storage.files import check_digests, flush, flush_entries, storage_error, write_digests
+from ..storage.files import (
+    check_digests,
+    flush,
+    flush_entries,
+    permit_as_folder,
+    storage_error,
+    write_digests,
+)
 from ..storage.run_folders import checkpoint_name
 from .state import LearnerState
 
@@ -72,6 +79,7 @@ class CheckpointStore:
             write(temporary)
             state.has_digests = True
             (temporary / _STATE).write_text(state.model_dump_json(indent=1))
+            permit_as_folder(temporary)
             write_digests(temporary)
             flush(temporary)
             self._put_in_place(temporary, final)
@@ -278,6 +286,7 @@ def keep_weights(
         try:
             for policy, tensors in policies.items():
                 _keep(policy_folder(folder, policy), tensors)
+            permit_as_folder(folder)
             flush(folder)
         except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(folder, ignore_errors=True)

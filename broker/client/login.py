@@ -131,6 +131,7 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _of_key(key: str) -> Login:
+    key = key.strip()  # a file's line end, which secrets and editors add
     process = read_job_key(key)
     if process is not None:
         return Login(

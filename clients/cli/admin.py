@@ -32,7 +32,7 @@ from ...schemas.wire.message import Message
 from ...schemas.wire.subjects import user_name
 from ..home import Home
 from ..pool import Pool
-from .output import print_json, print_note, print_result, print_table, print_text
+from .output import print_json, print_note, print_plain, print_result, print_table, print_text
 from .session import COMMON, Common, with_pool
 
 R = TypeVar("R", bound=Message)
@@ -346,10 +346,10 @@ def init(
     if json:
         print_json({"user": admin, "api_key": key, "secrets": str(folder)})
         return 0
-    print_text(f"secrets are in {folder}, readable only by you")
+    print_plain(f"secrets are in {folder}, readable only by you")
     print_text(f"  the key of [bold]{admin}[/], shown this once:")
     print_text(f"  export {KEY_VARIABLE}={key}")
-    print_text(f"  to run your own nats-server, include {PoolSecrets(folder).accounts}")
+    print_plain(f"  to run your own nats-server, include {PoolSecrets(folder).accounts}")
     print_text("  [bold]tinkermq up[/]                start the pool, with authentication")
     print_text("  [bold]tinkermq user add NAME[/]     make a user")
     return 0
@@ -428,5 +428,5 @@ def _print_saved(saved: list[Saved], done: str, *, as_json: bool) -> int:
         sum(one.num_messages for one in saved),
         sum(one.num_bytes for one in saved),
     )
-    print_text(f"{len(saved)} streams, {num_messages:,} messages, {num_bytes:,} bytes {done}")
+    print_plain(f"{len(saved)} streams, {num_messages:,} messages, {num_bytes:,} bytes {done}")
     return 0

@@ -34,6 +34,7 @@ from .output import (
     print_json,
     print_json_line,
     print_note,
+    print_plain,
     print_table,
     print_text,
 )
@@ -195,16 +196,14 @@ def _print_scores_of_report(report: InferenceReport, output: Path | None) -> Non
         rows += [(f"{kind} {name}", text) for name, text in score_rows(scores)]
     print_table(("score", "value"), rows)
     if report.failed:
-        print_note(
-            f"{len(report.failed)} episodes failed; the first: {literal(_first_error(report))}"
-        )
+        print_note(f"{len(report.failed)} episodes failed; the first: {_first_error(report)}")
         print_note(
             "run the same command again to retry them"
             if output
             else "with --output FILE, results are kept"
         )
     if output is not None:
-        print_text(f"results  {output}")
+        print_plain(f"results  {output}")
 
 
 def _first_error(report: InferenceReport) -> str:
@@ -328,7 +327,7 @@ def _print_scores(done: Evaluated) -> None:
     for name in ("mean_reward", "accuracy"):
         low, high = summary[f"{name}_ci95"]
         print_text(f"{name} {summary[name]:.4f}  (95 % interval {low:.4f} to {high:.4f})")
-    print_text(f"  tinkermq eval --compare {done.what} OTHER    compare it with another version")
+    print_plain(f"  tinkermq eval --compare {done.what} OTHER    compare it with another version")
 
 
 def _compare(pair: tuple[str, str], settings: EvaluationSettings, common: Common) -> int:

@@ -39,6 +39,7 @@ from ..run_records import (
     read_steps,
 )
 from .output import (
+    literal,
     print_json,
     print_json_line,
     print_note,
@@ -209,7 +210,7 @@ def _print_rollouts(episode: LoggedEpisode) -> None:
     task = episode.group.task
     trained = f"step {episode.step}" if episode.step is not None else "not trained"
     trajectory = episode.trajectory
-    head = f"[bold]task {task.task}[/] {_name(episode)}  {trained}"
+    head = f"[bold]task {task.task}[/] {literal(_name(episode))}  {trained}"
     if trajectory is None:
         error = episode.group.error
         print_text(f"{head}  [red]given up[/]")
@@ -224,11 +225,11 @@ def _print_rollouts(episode: LoggedEpisode) -> None:
     print_text(
         f"{head}  reward [bold]{trajectory.reward:g}[/] (by turn: {by_turn})  version {versions}  "
         f"{trajectory.num_generated} tokens  ended by {trajectory.ended_by}"
-        f"{_cut_turns(trajectory)}  from {episode.group.source}"
+        f"{_cut_turns(trajectory)}  from {literal(episode.group.source)}"
     )
     for message in trajectory.messages:
         role = str(message.get("role", "?"))
-        print_text(f"  [{_ROLE_STYLES.get(role, 'white')}]{role}[/]")
+        print_text(f"  [{_ROLE_STYLES.get(role, 'white')}]{literal(role)}[/]")
         for line in plain_text(message.get("content", "")).splitlines() or [""]:
             print_plain(f"    {line}")
         for call in message.get("tool_calls", ()):

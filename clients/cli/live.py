@@ -7,7 +7,6 @@ from typing import Protocol
 
 from rich.console import Group
 from rich.live import Live
-from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -15,7 +14,17 @@ from rich.text import Text
 from ...schemas.job import JobRecord
 from ...schemas.metric import Event, Metric
 from ..follow import SUCCESS, VALIDATED_SUCCESS, RunProgress, Update, sparkline
-from .output import duration, is_terminal, print_json_line, print_plain, print_text, stdout
+from .output import (
+    duration,
+    harmless,
+    is_terminal,
+    literal,
+    print_commands,
+    print_json_line,
+    print_plain,
+    print_text,
+    stdout,
+)
 
 _STATE_STYLES = {
     "RUNNING": "green",
@@ -168,7 +177,7 @@ def render(progress: RunProgress, events: list[Event]) -> Group:
         lines.append(Text(progress.bottleneck, style="yellow"))
     lines += [Text.from_markup(_event_line(event)) for event in events]
     if record.reason and record.state != "RUNNING":
-        lines.append(Text(record.reason, style=style))
+        lines.append(Text(harmless(record.reason), style=style))
     return Group(*lines)
 
 
@@ -248,7 +257,7 @@ def _figures_line(progress: RunProgress) -> Text:
 
 def _event_line(event: Event) -> str:
     clock = time.strftime("%H:%M:%S", time.localtime(event.time))
-    return f"[dim]{clock} {escape(event.kind)} {escape(event.message)}[/]"
+    return f"[dim]{clock} {literal(event.kind)} {literal(event.message)}[/]"
 
 
 def print_submitted(record: JobRecord, *, commands: bool = True) -> None:
@@ -256,15 +265,10 @@ def print_submitted(record: JobRecord, *, commands: bool = True) -> None:
     name = record.name
     print_text(f"[bold green]submitted[/] [bold]{name}[/]  (job {record.job})")
     if commands:
-        _print_commands(name)
-
-
-def _print_commands(name: str) -> None:
-    commands = {
-        f"tinkermq watch {name}": "come back to this display",
-        f"tinkermq logs {name} -f": "what its actors write",
-        f"tinkermq stop {name}": "stop it, with a checkpoint",
-    }
-    width = max(map(len, commands))
-    for command, meaning in commands.items():
-        print_text(f"  {command:<{width}}   [dim]{meaning}[/]")
+        print_commands(
+            {
+                f"tinkermq watch {name}": "come back to this display",
+                f"tinkermq logs {name} -f": "what its actors write",
+                f"tinkermq stop {name}": "stop it, with a checkpoint",
+            }
+        )

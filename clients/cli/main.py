@@ -6,17 +6,21 @@ under `nats sub --translate`, so it goes around the command parser, which takes 
 than the message takes to print.
 """
 
+import errno
 import gc
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import LazyLoader
-from types import ModuleType
+from types import FrameType, ModuleType
+from typing import Any
 
-from ...schemas.wire.errors import TinkermqError
+from ...schemas.wire.errors import StorageError, TinkermqError
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -27,11 +31,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     warnings.formatwarning = _format_warning
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _interrupt)
+    reconfigure: Any = getattr(sys.stdout, "reconfigure", None)  # not in a notebook
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")  # what the encoding lacks
     return guarded(lambda: _dispatch(words), debug=debug)
 
 
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    """End as after Ctrl-C, so that what a command has started is stopped and removed."""
+    signal.raise_signal(signal.SIGINT)
+
+
 def guarded(command: Callable[[], int], *, debug: bool) -> int:
-    """Run `command` and return its exit code; print a TinkermqError with its hint."""
+    """Run `command` and return its exit code; print a TinkermqError with its hint.
+
+    An error of the system (no permission, no room) is printed as its reason and its file.
+    """
     try:
         code = command()
         sys.stdout.flush()
@@ -43,10 +60,30 @@ def guarded(command: Callable[[], int], *, debug: bool) -> int:
         return WRONG_USAGE if isinstance(error, ValueError) else FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader (head, less) has gone; the interpreter would complain about it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader (head, less) has gone
+        _discard_output()
         return DONE
+    except OSError as error:
+        if debug or error.errno is None:
+            raise
+        _print_error(_of_system(error))
+        if error.errno == errno.ENOSPC:
+            _discard_output()
+        return FAILED
+
+
+def _discard_output() -> None:
+    """Drop what is not written yet; the interpreter would fail to write it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _of_system(error: OSError) -> StorageError:
+    if error.filename is None:  # a socket, or the output
+        return StorageError(error.strerror or str(error), hint="`--debug` shows where")
+    return StorageError(
+        f"{error.filename} cannot be used: {error.strerror}",
+        hint="`--debug` shows what was done with it",
+    )
 
 
 def _dispatch(tokens: list[str]) -> int:

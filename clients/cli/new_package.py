@@ -3,6 +3,7 @@
 import importlib.util
 import keyword
 import re
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from string import Template
 from typing import Literal, TypeAlias
 
 from ...schemas.wire.errors import ConfigError
-from .output import literal, print_text
+from .output import literal, print_plain, print_text
 
 # `tinkermq agent new`: a folder with an agent program, its tasks, its reward and configuration.
 
@@ -56,9 +57,9 @@ def new_agent(name: str, /, *, kind: AgentKind = "openai", into: Path = Path()) 
         Parent folder of the new folder.
     """
     folder = write_agent(name, kind, into)
-    print_text(f"made {literal(str(folder))}")
+    print_plain(f"made {folder}")
     steps = {
-        f"cd {folder}": "the agent",
+        f"cd {shlex.quote(str(folder))}": "the agent",
         "tinkermq agent check agent.yaml": "run it against a scripted model",
         "tinkermq agent play agent.yaml": "be its model yourself",
         "make train": "let a tiny model learn to use the tool, in some minutes",
@@ -212,10 +213,10 @@ def new(name: str, /, *, kind: Kind = "dataset", into: Path = Path()) -> int:
 
 def _new_game(name: str, kind: GameKind, into: Path) -> int:
     folder = write_package(name, into, kind)
-    print_text(f"made {folder}")
+    print_plain(f"made {folder}")
     needs_data = {f"python -m {name.replace('-', '_')}.make_data": "make its pictures"}
     steps = {
-        f"cd {folder}": "the package",
+        f"cd {shlex.quote(str(folder))}": "the package",
         "pip install -e '.[test]'": "register the game",
         **(needs_data if kind == "vision" else {}),
         "pytest": "its own test",
@@ -260,10 +261,10 @@ _SERVE = {
 
 def _new_environment(name: str, kind: EnvironmentKind, into: Path) -> int:
     folder = write_environment(name, into, kind)
-    print_text(f"made {literal(str(folder))}")
+    print_plain(f"made {folder}")
     install = _SERVE if kind == "openenv" else {"pip install -e .": "install it"}
     steps = {
-        f"cd {folder}": "the environment",
+        f"cd {shlex.quote(str(folder))}": "the environment",
         **install,
         "tinkermq env check train.yaml": "see its tools, and that it plays",
         "tinkermq train train.yaml": "train a model on it",

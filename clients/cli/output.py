@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -11,6 +12,7 @@ if TYPE_CHECKING:  # a command that prints plain text starts without rich
     from rich.console import Console
 
 Row = Sequence[object]
+_CONTROLS = re.compile(r"\x1b\[[0-9;]*m|([\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f])")
 
 
 @cache
@@ -18,7 +20,14 @@ def stdout() -> "Console":
     """The console of the output; without colour when piped or under NO_COLOR."""
     from rich.console import Console
 
-    return Console(soft_wrap=not sys.stdout.isatty(), highlight=False, emoji=False)
+    console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False, emoji=False)
+    console.on_broken_pipe = _pass_on  # rich would end the process with 1
+    return console
+
+
+def _pass_on() -> None:
+    """Raise the error that is being handled again."""
+    raise
 
 
 @cache
@@ -35,7 +44,7 @@ def is_terminal() -> bool:
 
 
 def print_text(text: str) -> None:
-    """Print one line that may hold rich markup."""
+    """Print one line with rich markup; what may hold brackets is given as `literal`."""
     stdout().print(text)
 
 
@@ -43,18 +52,30 @@ def literal(text: str) -> str:
     """Return text so that rich prints its brackets instead of reading them as markup."""
     from rich.markup import escape
 
-    return escape(text)
+    return escape(harmless(text))
+
+
+def harmless(text: str) -> str:
+    """Return text whose control characters are written as escapes, but for those of colours.
+
+    Models, games and other users wrote some of it, and a terminal obeys what it is sent.
+    """
+    return _CONTROLS.sub(lambda found: found[0] if found[1] is None else _escape(found[1]), text)
+
+
+def _escape(character: str) -> str:
+    return f"\\x{ord(character):02x}"
 
 
 def print_plain(text: str) -> None:
-    """Print text as it is: no markup, no wrapping."""
-    sys.stdout.write(text + "\n")
+    """Print text without markup or wrapping: as it is in a pipe, `harmless` on a terminal."""
+    sys.stdout.write((harmless(text) if is_terminal() else text) + "\n")
     sys.stdout.flush()
 
 
 def print_note(text: str) -> None:
-    """Print one line of progress or advice to standard error."""
-    stderr().print(text)
+    """Print one line of progress or advice to standard error, as it is: no markup."""
+    stderr().print(harmless(text), markup=False)
 
 
 def print_json(value: Any) -> None:
@@ -98,14 +119,13 @@ def print_table(columns: Sequence[str], rows: Sequence[Row]) -> None:
     if not is_terminal():
         _print_aligned(columns, texts)
         return
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in columns:
         table.add_column(column)
     for row in texts:
-        table.add_row(*(escape(cell) for cell in row))
+        table.add_row(*(literal(cell) for cell in row))
     stdout().print(table)
 
 
@@ -133,4 +153,4 @@ def print_commands(commands: Mapping[str, str]) -> None:
     """Print possible next commands, each with its meaning."""
     width = max(map(len, commands))
     for command, meaning in commands.items():
-        print_text(f"  {command:<{width}}   [dim]{meaning}[/]")
+        print_text(f"  {literal(command.ljust(width))}   [dim]{literal(meaning)}[/]")

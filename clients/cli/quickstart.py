@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -136,14 +137,18 @@ def make_model(folder: Path, game: str) -> None:
 
 def run_module(module: str, *words: str) -> int:
     """Run a module of the actors in a process of its own, as it needs torch; return its code."""
-    return subprocess.run(
+    with subprocess.Popen(
         [sys.executable, "-m", module, *words],
-        check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         # Ctrl-C is for this process, which ends it; and so does the kernel if this one is killed.
         start_new_session=True,
-        preexec_fn=die_with(os.getpid()),
-    ).returncode
+        preexec_fn=die_with(os.getpid(), signal.SIGTERM),
+    ) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()  # it removes what it has begun
+            raise
 
 
 def prepare_data(folder: Path, game: str) -> None:
@@ -152,7 +157,7 @@ def prepare_data(folder: Path, game: str) -> None:
     train, val = place / "train.parquet", place / "val.parquet"
     if not (train.exists() and val.exists()):
         import_module(f"tinkermq.envs.games.{game}").make_data(place)
-    print_text(f"data       {train}, {val}")
+    print_plain(f"data       {train}, {val}")
 
 
 # After training: reward before and after, its curve, and what to try next.
@@ -208,7 +213,7 @@ def _print_answers(record: JobRecord, count: int) -> None:
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        print_note(f"the answers cannot be shown: {literal(last)}")
+        print_note(f"the answers cannot be shown: {last}")
         return
     rows = [tuple(map(str, json.loads(line))) for line in done.stdout.splitlines()]
     print_plain("")
@@ -230,12 +235,12 @@ def _points(values: Iterable[tuple[int, float]]) -> Points:
 
 
 def _print_next(config: Path) -> None:
-    tinkermq = _program()
+    tinkermq, written = shlex.quote(_program()), shlex.quote(str(config))
     print_commands(
         {
             f"{tinkermq} up": "a stack that stays",
-            f"{tinkermq} train {config} training.max_staleness=0": "the same, synchronously",
-            f"{tinkermq} env check {config}": "how a game is tested without a model",
+            f"{tinkermq} train {written} training.max_staleness=0": "the same, synchronously",
+            f"{tinkermq} env check {written}": "how a game is tested without a model",
             f"{tinkermq} env new my-game": "a game of your own",
         }
     )

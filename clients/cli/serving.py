@@ -23,7 +23,7 @@ from ..inference.inference_client import (
 from ..pool import Pool
 from ..validation import resolve_paths
 from .evaluation import PLAY_FLAGS, PlayFlags, find_served, play_in_pool, print_report
-from .output import print_commands, print_json, print_text
+from .output import literal, print_commands, print_json, print_plain, print_text
 from .session import COMMON, Common, with_pool
 
 
@@ -103,7 +103,7 @@ def serve(
 
 def _print_served(record: JobRecord, served: dict[str, Any]) -> None:
     follows = " (the newest version of a live run)" if record.follow else ""
-    print_text(f"model       {served['model']}{follows}")
+    print_plain(f"model       {served['model']}{follows}")
     if served["url"]:
         print_text(f"OpenAI URL  {served['url']}")
     else:
@@ -241,7 +241,7 @@ def up(
         return 0
     for record in records:
         base = record.config["tinker"]["base"]
-        print_text(f"[bold green]submitted[/] [bold]{record.name}[/]  for {base}")
+        print_text(f"[bold green]submitted[/] [bold]{record.name}[/]  for {literal(base)}")
     print_commands(
         {
             f"export TINKER_BASE_URL={base_url or 'http://GATEWAY/tinker'}": "for programs",

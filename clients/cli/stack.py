@@ -18,9 +18,9 @@ from ...broker.client.login import KEY_VARIABLE
 from ...broker.credentials import PoolSecrets
 from ...broker.service_process import die_with
 from ...schemas.machines import machines_config
-from ...schemas.wire.errors import ConfigError, DeadlineError, error_from_reply
+from ...schemas.wire.errors import ConfigError, DeadlineError, TinkermqError, error_from_reply
 from ..home import HOME_VARIABLE, Home, StackState, default_folder
-from .output import duration, print_json, print_note, print_text
+from .output import duration, literal, print_json, print_note, print_plain, print_text
 
 if TYPE_CHECKING:
     from .supervisor import StackOptions
@@ -132,7 +132,7 @@ def down(*, store: Path | None = None, json: bool = False) -> int:
     if json:
         print_json({"stopped": state is not None, "home": str(home.folder)})
     else:
-        print_text("stopped" if state is not None else f"no stack is up in {home.folder}")
+        print_plain("stopped" if state is not None else f"no stack is up in {home.folder}")
     return 0
 
 
@@ -145,11 +145,25 @@ def _gateway_port(given: int | None, *, any_port: bool) -> int | None:
             )
         print_note("without dashboard: pip install 'tinkermq[gateway]'")
         return None
-    if given is not None or any_port:
-        return given or 0
+    if given:
+        return _free_port(given)
+    if given == 0 or any_port:
+        return 0
     with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", GATEWAY_PORT)):
         return GATEWAY_PORT
     return 0
+
+
+def _free_port(port: int) -> int:
+    """Return a port of this machine if it can be listened on; raises ConfigError."""
+    try:
+        with socket.create_server(("127.0.0.1", port)):
+            return port
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"the dashboard cannot listen on port {port}: {error}",
+            hint="choose another port, or 0 for a free one: --gateway-port N",
+        ) from error
 
 
 def _machines(on: str | None, slots: int | None) -> str | None:
@@ -202,12 +216,22 @@ def start_detached(options: "StackOptions", *, die_with_parent: bool = False) ->
             start_new_session=True,
             preexec_fn=die_with(os.getpid(), signal.SIGTERM) if die_with_parent else None,
         )
-    line = _first_line(process)
-    if not line:
+    try:
+        line = _first_line(process)
+    except KeyboardInterrupt:
+        process.terminate()  # it stops what it has started
+        raise
+    if line is None:
         process.kill()
         process.wait()
         raise DeadlineError(
             f"the stack did not come up within {UP_DEADLINE_S:.0f} s", hint=f"see {log_path}"
+        )
+    if not line:
+        last = log_path.read_text(encoding="utf-8", errors="replace").rstrip().rpartition("\n")[2]
+        raise TinkermqError(
+            f"the supervisor of the stack ended with code {process.wait()}: {last}",
+            hint=f"see {log_path}",
         )
     message = cast("dict[str, Any]", json_module.loads(line))
     if "error" in message:
@@ -218,14 +242,15 @@ def start_detached(options: "StackOptions", *, die_with_parent: bool = False) ->
     return StackState.model_validate(message["state"])
 
 
-def _first_line(process: "subprocess.Popen[bytes]") -> bytes:
+def _first_line(process: "subprocess.Popen[bytes]") -> bytes | None:
+    """Return what a supervisor says, empty if it ended without a word; None: nothing in time."""
     assert process.stdout is not None
     with process.stdout as pipe:
         readable, _, _ = select.select([pipe], [], [], PATIENCE_S)
         if not readable:
             print_note("starting: a broker with a large store takes some minutes to read it")
             readable, _, _ = select.select([pipe], [], [], UP_DEADLINE_S - PATIENCE_S)
-        return pipe.readline() if readable else b""
+        return pipe.readline() if readable else None
 
 
 def stop_detached(home: Home, state: StackState) -> None:
@@ -255,12 +280,12 @@ def _show(state: StackState, *, as_json: bool, foreground: bool = False) -> None
         print_json(state.model_dump())
         return
     age = time.time() - state.started
-    url = shown_url(state.url)
-    print_text(f"[bold green]up[/]  {url}  (since {duration(age)}, state and logs in {state.home})")
+    url, home = literal(shown_url(state.url)), literal(state.home)
+    print_text(f"[bold green]up[/]  {url}  (since {duration(age)}, state and logs in {home})")
     if state.gateway:
         print_text(f"  dashboard  [bold]{state.gateway}[/]")
     if Path(state.home) != default_folder().resolve():
-        print_text(f"  other commands find it with [bold]{HOME_VARIABLE}={state.home}[/]")
+        print_text(f"  other commands find it with [bold]{HOME_VARIABLE}={home}[/]")
     if "auth" in state.children and not os.environ.get(KEY_VARIABLE):
         print_text(f"  it requires a key: set {KEY_VARIABLE}")
     if foreground:

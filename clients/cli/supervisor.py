@@ -459,10 +459,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         Supervisor(options).run(lambda state: _tell({"state": state.model_dump()}))
     except errors.TinkermqError as error:
-        _log(str(error))
-        _tell({"error": {"code": error.code, "message": error.message, "hint": error.hint}})
-        return 1
+        return _fail(error)
+    except OSError as error:
+        return _fail(
+            errors.StorageError(
+                f"the stack in {options.home} failed: {error}",
+                hint="give a folder that you may write to, with room: --store DIR",
+            )
+        )
     return 0
+
+
+def _fail(error: errors.TinkermqError) -> int:
+    _log(str(error))
+    _tell({"error": {"code": error.code, "message": error.message, "hint": error.hint}})
+    return 1
 
 
 def _parse(argv: Sequence[str] | None) -> StackOptions:

@@ -20,7 +20,7 @@ from ..home import find_url
 from ..pool import Pool, secrets_for, with_tracker_settings
 from ..validation import check_files_exist, full_checkpoint_name, resolve_paths
 from .live import open_display, print_submitted
-from .output import print_json_line, print_note, print_result, print_text
+from .output import print_json_line, print_note, print_plain, print_result, print_text
 from .session import COMMON, Common, with_pool
 
 FAILED, INTERRUPTED = 1, 130
@@ -203,7 +203,7 @@ def _print_end(progress: RunProgress) -> None:
         steps = sorted(progress.validation)
         first, last = (progress.validation[step] for step in (steps[0], steps[-1]))
         print_text(f"validation {first:.3f} at step {steps[0]}, {last:.3f} at step {steps[-1]}")
-    print_text(f"run folder  {record.run_dir}")
+    print_plain(f"run folder  {record.run_dir}")
     if record.state == "FAILED":
         print_text(f"  tinkermq logs {record.name}      what its actors wrote")
         print_text(f"  tinkermq resume {record.name}    go on from the last checkpoint")

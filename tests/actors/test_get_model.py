@@ -1,7 +1,9 @@
 """`tinkermq model get`: packaged models, GGUF files and folders become ordinary model folders."""
 
+import asyncio
 import hashlib
 import shutil
+import signal
 import sys
 import zipfile
 from dataclasses import replace
@@ -23,8 +25,9 @@ from tinkermq.schemas.wire.errors import ModelError, StorageError
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.clients.command import tinkermq
+from tests.clients.command import command, tinkermq
 from tests.support.disks import fill, small_disk
+from tests.support.waiting import until
 
 WIDTH, HEADS, LAYERS = 64, 4, 2
 THETA = 10_000.0
@@ -156,6 +159,8 @@ def test_a_gguf_file_becomes_a_folder_with_the_same_weights(
     assert loaded.config.tie_word_embeddings
     tokens = torch.arange(20).reshape(1, 20)
     torch.testing.assert_close(loaded(tokens).logits, model.eval()(tokens).logits)
+    modes = {path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    assert modes == {folder.stat().st_mode & 0o666}  # whoever may read the folder
     chat = open_chat(ModelConfig(path=str(folder)))
     prompt = chat.decode_all(chat.first_prompt([{"role": "user", "content": "Hi"}]))
     assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -241,6 +246,19 @@ def test_an_installed_package_is_used_and_one_of_another_version_refused(
     newer = PackagedModel(**{**vars(packaged), "version": "1.1"})
     with pytest.raises(ModelError, match=r"tiny-llm 1\.0 is installed.* 1\.1"):
         get_model.packaged_file(newer, tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_an_interrupt_leaves_nothing_behind(
+    gguf_file: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    place = tmp_path / "models"
+    words = ["model", "get", str(gguf_file), "--output", str(place / "model")]
+    process = await asyncio.create_subprocess_exec(*command(words))
+    await until(lambda: any(place.glob(".model.*")), "the model is begun")
+    process.send_signal(number)
+    assert await process.wait() == 130
+    assert list(place.iterdir()) == []
 
 
 def test_a_cut_gguf_file_is_named(gguf_file: Path, tmp_path: Path) -> None:

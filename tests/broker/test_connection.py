@@ -14,7 +14,7 @@ import pytest
 from tinkermq.broker.client.connection import Broker, connect, first_connection, give_up_at
 from tinkermq.broker.client.faults import ConnectionLost, NoResponders, shown_url
 from tinkermq.broker.client.keys import new_api_key
-from tinkermq.broker.client.login import CA_VARIABLE
+from tinkermq.broker.client.login import CA_VARIABLE, find_login
 from tinkermq.broker.jetstream.direct_get import get_all
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import create_job_streams, create_shared
@@ -53,6 +53,11 @@ def guarded_server(tmp_path: Path) -> Iterator[NatsServer]:
 
 def _as_ann(server: NatsServer, password: str = "pw") -> str:
     return server.url.replace("//", f"//ann:{password}@")
+
+
+def test_the_end_of_a_file_s_line_is_no_part_of_a_key() -> None:
+    key = new_api_key("ada")
+    assert find_login("local", f"{key}\r\n").options["password"] == key
 
 
 async def test_an_unreachable_server_is_named_within_the_deadline() -> None:

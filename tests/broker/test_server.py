@@ -59,6 +59,20 @@ def test_a_store_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         NatsServer(tmp_path / "file" / "nats").start()
 
 
+def test_a_store_folder_may_have_any_name(tmp_path: Path) -> None:
+    name = 'José "日本" \\u $HOME #' + os.fsdecode(b"\xff")
+    with NatsServer(tmp_path / name) as server:
+        assert server.running
+        assert (tmp_path / name / f"nats-server_{server.pid}.ports").exists()
+
+
+async def test_a_server_listens_on_an_address_of_ipv6(tmp_path: Path) -> None:
+    with NatsServer(tmp_path, host="::1") as server:
+        assert server.url == f"nats://[::1]:{server.port}"
+        async with await connect(server.url, name="test") as broker:
+            assert not broker.closed.is_set()
+
+
 def test_a_server_that_ends_at_once_says_why(tmp_path: Path) -> None:
     with pytest.raises(BrokerError, match="unknown field") as raised:
         NatsServer(tmp_path, extra_config="no_such_key: 1").start()

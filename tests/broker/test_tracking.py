@@ -172,6 +172,27 @@ def test_mlflow_goes_on_with_the_run_of_the_same_job(
     assert files == ["rollouts/step_000001.json", "rollouts/step_000002.json"]
 
 
+def test_mlflow_takes_what_a_game_names_like_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow.tracking")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/store")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    tracker = make("mlflow", tmp_path)
+    tracker.log({"a/": 1, "game/https://x/..": 2, "game/../../y": 3, "game/z/.": 4}, 1)
+    tracker.finish()
+    assert tracker.take_news() == []
+    client = mlflow.MlflowClient(tracking_uri=f"file://{tmp_path}/store")
+    experiment = client.get_experiment_by_name("tests")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.data.metrics == {
+        "a/_": 1,
+        "game/https_/_/x/_": 2,
+        "game/_/_/y": 3,
+        "game/z/_": 4,
+    }
+
+
 def test_trackio_goes_on_with_the_run_of_the_same_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,10 +7,12 @@ import resource
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from tinkermq.broker.calls import SchedulerCalls
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.nats_server import NatsServer
@@ -18,10 +20,23 @@ from tinkermq.clients.base import parse_broker_url, parse_server_url
 from tinkermq.clients.cli.app import EXAMPLES, build_app
 from tinkermq.clients.cli.decode import render
 from tinkermq.clients.cli.dry_run import check_model, needed_slots
+from tinkermq.clients.cli.live import render as render_live
 from tinkermq.clients.cli.new_package import write_package
+from tinkermq.clients.cli.output import (
+    harmless,
+    literal,
+    print_commands,
+    print_note,
+    print_plain,
+    print_table,
+    print_text,
+    stdout,
+)
+from tinkermq.clients.follow import RunProgress
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.load_config import all_keys, parse_config
-from tinkermq.schemas.metric import Metric
+from tinkermq.schemas.job import JobRecord
+from tinkermq.schemas.metric import Event, Metric
 from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.codec import pack
 from tinkermq.schemas.wire.errors import ConfigError, MessageError, ModelError, TinkermqError
@@ -111,6 +126,93 @@ def test_an_error_is_printed_with_its_remedy_and_no_traceback(cli: Cli) -> None:
     assert outcome.out == ""
     assert "Traceback" not in outcome.err
     assert "error:" in outcome.err
+
+
+def test_what_the_system_refuses_is_named_without_a_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    outcome = tinkermq("up", env={"TINKERMQ_HOME": str(file / "home")})
+    assert outcome.code == 1
+    assert outcome.err.startswith(f"error: {file}/home")
+    assert "Traceback" not in outcome.err
+
+
+def test_a_full_disk_below_the_output_is_named_without_a_traceback() -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            command(["config", "schema"]), stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_a_reader_that_has_gone_is_no_failure() -> None:
+    code = (
+        "from tinkermq.clients.cli.main import guarded; "
+        "from tinkermq.clients.cli.output import print_text; "
+        "raise SystemExit(guarded(lambda: [print_text('x' * 99) for _ in range(9999)] and 0, "
+        "debug=False))"
+    )
+    words = [sys.executable, "-c", code]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+def test_output_shows_what_its_encoding_lacks_as_an_escape() -> None:
+    outcome = tinkermq("config", "schema", env={"PYTHONIOENCODING": "ascii"})
+    assert outcome.code == 0
+    assert "\\u2264" in outcome.out
+
+
+@pytest.fixture
+def new_console() -> Iterator[None]:
+    """The console knows whether it is a terminal from when it was made."""
+    stdout.cache_clear()
+    yield
+    stdout.cache_clear()
+
+
+@pytest.mark.usefixtures("new_console")
+def test_what_a_model_or_a_user_wrote_commands_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = "a\x1b]52;c;cm0gLXJm\x07b\x9b2J\x1b[2J\x1b[31mred\x1b[0m\tc\x08"
+    shown = "a\\x1b]52;c;cm0gLXJm\\x07b\\x9b2J\\x1b[2J\x1b[31mred\x1b[0m\tc\\x08"
+    assert harmless(hostile) == shown
+    print_plain(hostile)
+    print_note(hostile)
+    print_table(["text"], [[hostile]])
+    piped = capsys.readouterr()
+    assert piped.out == f"{hostile}\ntext\n{hostile}\n"
+    assert "\x1b]" not in piped.err
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    print_plain(hostile)
+    print_table(["text"], [[hostile]])
+    record = JobRecord(
+        job="j", name="n", user="u", state="FAILED", reason=hostile, config={}, created=0.0
+    )
+    event = Event(kind="log", source="learner", message=hostile, time=0.0)
+    Console().print(render_live(RunProgress(record), [event]))
+    print_text(literal(hostile))
+    on_terminal = capsys.readouterr().out
+    assert on_terminal.count("\\x1b]52;") == 5
+    assert not {"\x07", "\x08", "\x9b"} & set(on_terminal)
+    assert "\x1b]" not in on_terminal
+
+
+def test_notes_and_next_commands_keep_their_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    print_note("pip install 'tinkermq[gateway]'")
+    print_commands({"pip install '.[test]'": "its [own] tests"})
+    printed = capsys.readouterr()
+    assert "pip install 'tinkermq[gateway]'" in printed.err
+    assert "pip install '.[test]'   its [own] tests" in printed.out
 
 
 def test_debug_lets_the_error_through_with_its_traceback(cli: Cli) -> None:

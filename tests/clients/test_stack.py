@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 import urllib.request
@@ -19,12 +20,13 @@ from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.clients.cli.quickstart import SUMS, write_config
 from tinkermq.clients.cli.sweep import NumberRange, list_points, parse_space
-from tinkermq.clients.home import Home, StackState, find_url
+from tinkermq.clients.home import Home, StackState, default_folder, find_url
 from tinkermq.schemas.config.load_config import load_config
 from tinkermq.schemas.job import JobRecord
-from tinkermq.schemas.wire.errors import BrokerError, ConfigError, StateError
+from tinkermq.schemas.wire.errors import BrokerError, ConfigError, StateError, StorageError
 from tinkermq.schemas.wire.subjects import BUCKET_JOBS
 
+from tests.clients.command import command
 from tests.clients.conftest import Cli
 from tests.support.configs import REPOSITORY
 from tests.support.processes import alive
@@ -154,6 +156,48 @@ def test_a_port_in_use_is_named_and_nothing_is_left_running(home: Home, cli: Cli
     assert not home.is_locked()
 
 
+def test_a_port_in_use_is_named_for_the_dashboard_too(home: Home, cli: Cli) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        outcome = cli("up", "--port", "0", "--gateway-port", str(port))
+    assert outcome.code == 2
+    assert f"the dashboard cannot listen on port {port}" in outcome.err
+    assert not home.is_locked()
+
+
+def test_a_store_that_cannot_be_written_is_named(home: Home, cli: Cli) -> None:
+    (home.store / "nats-server.conf").mkdir(parents=True)  # where a file is written
+    outcome = cli("up", "--port", "0", "--no-gateway")
+    assert outcome.code == 1
+    assert f"the stack in {home.folder} failed: " in outcome.err
+    assert "nats-server.conf" in outcome.err
+
+
+def test_a_supervisor_that_cannot_start_says_why(home: Home, tmp_path: Path) -> None:
+    (tmp_path / "token.py").write_text("")  # in place of Python's own, which all else needs
+    done = subprocess.run(
+        [Path(sys.executable).parent / "tinkermq", "up", "--port", "0"],
+        cwd=tmp_path,
+        env={**os.environ, "TINKERMQ_HOME": str(home.folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "the supervisor of the stack ended with code 1: ImportError" in done.stderr
+    assert f"{tmp_path}/token.py" in done.stderr
+
+
+def test_an_interrupted_up_leaves_nothing_running(home: Home) -> None:
+    words = command(["up", "--port", "0", "--slots", "1", "--no-gateway"])
+    environment = {**os.environ, "TINKERMQ_HOME": str(home.folder)}
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE) as up:
+        until(lambda: home.folder.is_dir() and home.is_locked(), "the supervisor runs")
+        up.send_signal(signal.SIGINT)
+        assert up.wait(PATIENCE_S) == 130
+    until(lambda: not home.is_locked(), "the supervisor has ended")
+
+
 def test_a_server_that_runs_already_is_used_and_survives(
     home: Home, cli: Cli, own_server: NatsServer
 ) -> None:
@@ -172,6 +216,17 @@ def test_a_server_without_jetstream_is_refused_with_the_remedy(
         outcome = cli("up", "--nats-url", server.url)
     assert outcome.code == 1
     assert "JetStream" in outcome.err
+
+
+def test_the_folder_of_a_stack_may_be_below_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.setenv("TINKERMQ_HOME", "~/pool")
+    assert default_folder() == Path("/home/ada/pool")
+    monkeypatch.delenv("TINKERMQ_HOME")
+    assert default_folder() == Path("/home/ada/.local/share/tinkermq")
+    monkeypatch.setenv("TINKERMQ_HOME", "~nobody-of-this-name/pool")  # as of a user without a home
+    with pytest.raises(StorageError, match="this user has no home"):
+        default_folder()
 
 
 def test_a_folder_has_one_supervisor(tmp_path: Path) -> None:

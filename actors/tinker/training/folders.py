@@ -27,7 +27,14 @@ from ....schemas.config.sections import ADAPTER_CONFIG
 from ....schemas.tinker.datum import LoraSpec
 from ....schemas.wire.errors import ConfigError, ModelError, NotFoundError
 from ...policy.lora import layer_settings, read_lora, uniform
-from ...storage.files import check_digests, flush, flush_entries, storage_error, write_digests
+from ...storage.files import (
+    check_digests,
+    flush,
+    flush_entries,
+    permit_as_folder,
+    storage_error,
+    write_digests,
+)
 from .adapter import ALPHA, LayerKind, LayerShape, Moments, tensor_shapes
 
 _WEIGHTS = "adapter_model.safetensors"
@@ -91,6 +98,7 @@ def write_adapter(
             named = {_FIRST + name: value for name, value in moments.first.items()}
             named |= {_SECOND + name: value for name, value in moments.second.items()}
             save_file(named, temporary / _OPTIMIZER)
+        permit_as_folder(temporary)
         if lasting:
             write_digests(temporary)
             flush(temporary)

@@ -97,6 +97,12 @@ def test_a_checkpoint_is_a_model_folder(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "latest").resolve() == saved
 
 
+def test_whoever_may_read_a_checkpoint_may_read_its_weights(folder: Path, tmp_path: Path) -> None:
+    saved = save(make_store(tmp_path), make_trainer(folder), folder, 1)
+    modes = {path.stat().st_mode & 0o777 for path in saved.rglob("*") if path.is_file()}
+    assert modes == {saved.stat().st_mode & 0o666}
+
+
 def test_the_state_comes_back_as_it_was(folder: Path, tmp_path: Path) -> None:
     state = LearnerState(
         step=5,

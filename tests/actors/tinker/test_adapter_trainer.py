@@ -667,6 +667,14 @@ def test_a_damaged_folder_is_named(small_trainer: AdapterTrainer, tmp_path: Path
         small_trainer.load("m", tmp_path / "kept", with_optimizer=True)
 
 
+def test_whoever_may_read_a_folder_may_read_its_weights(
+    small_trainer: AdapterTrainer, tmp_path: Path
+) -> None:
+    small_trainer.save("m", tmp_path / "kept", with_optimizer=True)
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "kept").iterdir()}
+    assert modes == {(tmp_path / "kept").stat().st_mode & 0o666}
+
+
 def test_a_folder_is_replaced_as_a_whole(small_trainer: AdapterTrainer, tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     small_trainer.save("m", folder, with_optimizer=True)
