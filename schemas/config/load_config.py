@@ -341,7 +341,20 @@ def parse_yaml(text: str, what: str, model: type[BaseModel] = JobConfig) -> dict
             hint="begin with `model:` and `env:`; examples/ has one for each game",
         )
     values = cast("dict[str, Any]", value)
+    _drop_empty_sections(values, model)
     return rename_keys(values, warn=True) if model is JobConfig else values
+
+
+def _drop_empty_sections(values: dict[str, Any], model: type[BaseModel]) -> None:
+    """Take out sections without a value, whose keys are commented out: they have their defaults."""
+    for key, field in model.model_fields.items():
+        if key not in values or not _is_section(field.annotation):
+            continue
+        if values[key] is None:
+            del values[key]
+        elif isinstance(values[key], dict):
+            inner = cast("type[BaseModel]", field.annotation)
+            _drop_empty_sections(cast("dict[str, Any]", values[key]), inner)
 
 
 def apply_override(

@@ -696,6 +696,13 @@ def test_a_file_may_come_from_any_editor(tmp_path: Path, content: bytes) -> None
     assert read_yaml(tmp_path / "job.yaml") == {"model": {"path": "m"}, "env": {"game": "bandit"}}
 
 
+def test_a_section_whose_keys_are_commented_out_has_its_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(f"{LEAST_YAML}training:\nlora: ~\nlearner:\n  # lr: 1\n")
+    assert load_config(file) == load_config(None, LEAST)
+    assert load_config(file, ["training.num_steps=7"]).training.num_steps == 7
+
+
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"# nothing\n", b"\xef\xbb\xbf", b"---\n", b"~"])
 def test_an_empty_file_says_nothing(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "job.yaml").write_bytes(content)
