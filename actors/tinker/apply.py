@@ -21,6 +21,7 @@ from ...schemas.tinker.operation import (
 )
 from ...schemas.tinker.sampling import SamplerName
 from ...schemas.wire import errors
+from ...schemas.wire.bounds import MAX_CHARS
 from .adapter_cache import AdapterStates
 from .checkpoints import metadata_of
 from .models import TrainedModel
@@ -232,8 +233,9 @@ class OperationApplier:
 
 
 def as_failure(error: errors.TinkermqError) -> OperationResult:
-    """Return the result of what an error has ended."""
-    message = f"{error.message} ({error.hint})" if error.hint else error.message
+    """Return the result of what an error has ended; of a message as long as a body, its begin."""
+    message = error.message[:MAX_CHARS]
+    message = f"{message} ({error.hint[:MAX_CHARS]})" if error.hint else message
     mistake = error.is_mistake or 400 <= error.status < 500
     return OperationResult(state="failed", error=message, category="user" if mistake else "server")
 

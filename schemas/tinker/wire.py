@@ -5,8 +5,9 @@ in a pool of their own: an SDK in the same process has its own of the same names
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, ClassVar, Final, Literal, Self, TypeVar
 
 import numpy as np
@@ -163,18 +164,22 @@ SampleResponse: Final = _CLASSES["SampleResponse"]
 FLOAT32: Final = 1
 _INT64, _INT32, _BFLOAT16 = 2, 3, 4
 _TYPES: Final[dict[int, Any]] = {FLOAT32: "<f4", _INT64: "<i8", _INT32: "<i4"}
-MAX_ELEMENTS: Final = 1 << 26
-"""Of one array: a sparse one could name any size in a few bytes."""
+MAX_ELEMENTS: Final = 1 << 24
+"""Of all arrays of a request: sparse ones name any size in a few bytes."""
 
 
-def read_tensor(tensor: Any, *, what: str) -> NDArray[Any]:
+def read_tensor(tensor: Any, *, what: str, most: int = MAX_ELEMENTS) -> NDArray[Any]:
     """Return a `Tensor` message as an array: integers as int64, all else as float32.
 
-    Raises DataError for bytes that do not fit the shape, and for a type that there is not.
+    Raises DataError for bytes that do not fit the shape, for more than `most` elements, and for a
+    type that there is not.
     """
     shape = tuple(int(size) for size in tensor.shape)
-    if any(size < 0 for size in shape) or math.prod(shape) > MAX_ELEMENTS:
-        raise DataError(f"{what} cannot have the shape {shape}", hint=f"up to {MAX_ELEMENTS:,}")
+    if any(size < 0 for size in shape) or math.prod(shape) > most:
+        raise DataError(
+            f"{what} cannot have the shape {shape}",
+            hint=f"all arrays of a request may have {MAX_ELEMENTS:,} elements together",
+        )
     which = tensor.WhichOneof("encoding")
     if which == "dense":
         flat = _values(tensor.dense, tensor.dtype, what)
@@ -432,7 +437,7 @@ def request_of(message: Any) -> ForwardBackward:
     return ForwardBackward(
         model=message.model_id,
         seq=message.seq_id,
-        data=[_datum(one, number) for number, one in enumerate(message.data)],
+        data=_data(message.data),
         loss_fn=message.loss_fn,
         config=newer or dict(message.loss_fn_config),
         forward_only=message.forward_only,
@@ -440,10 +445,12 @@ def request_of(message: Any) -> ForwardBackward:
 
 
 def write_result(result: LossResult) -> bytes:
-    """Return a result as clients read it."""
+    """Return a result as clients read it: a record for each run of datums of one width."""
     message = ForwardBackwardOutput(loss_fn_output_type=_RECORD)
-    record = message.loss_fn_outputs.add(type_tag=_RECORD, num_datums=len(result.logprobs))
-    write_batch(record.fields["logprobs"], result.logprobs)
+    for _, some in groupby(result.logprobs, key=lambda one: one.shape[1:]):
+        alike = list(some)
+        record = message.loss_fn_outputs.add(type_tag=_RECORD, num_datums=len(alike))
+        write_batch(record.fields["logprobs"], alike)
     for name, value in result.metrics.items():
         message.metrics[name] = value
     return message.SerializeToString(deterministic=True)
@@ -453,14 +460,23 @@ def _value(one: Any) -> float | str:
     return one.text if one.WhichOneof("value") == "text" else one.number
 
 
-def _datum(message: Any, number: int) -> Datum:
+def _data(messages: Iterable[Any]) -> list[Datum]:
+    data: list[Datum] = []
+    left = MAX_ELEMENTS
+    for number, message in enumerate(messages):
+        data.append(_datum(message, number, left))
+        left -= sum(array.size for array in data[-1].inputs.values())
+    return data
+
+
+def _datum(message: Any, number: int, most: int) -> Datum:
     what = f"datum {number}"
     tokens = [_tokens(chunk, what) for chunk in message.model_input]
-    inputs = {
-        name: read_tensor(one, what=f"{what}: {name}")
-        for name, one in message.loss_fn_inputs.items()
-        if name not in _IGNORED_INPUTS
-    }
+    inputs: dict[str, NDArray[Any]] = {}
+    for name, one in message.loss_fn_inputs.items():
+        if name not in _IGNORED_INPUTS:
+            inputs[name] = read_tensor(one, what=f"{what}: {name[:80]}", most=most)
+            most -= inputs[name].size
     joined = np.concatenate(tokens) if tokens else np.zeros(0, np.int32)
     return Datum(tokens=joined, inputs=inputs)
 

@@ -45,9 +45,14 @@ async def visitor_of_key(request: Request) -> Visitor:
 async def raw_body(request: Request) -> bytes:
     """Return a body; HTTPException 413 for one that is too large."""
     raw = await request.body()
+    check_size(raw)
+    return raw
+
+
+def check_size(raw: bytes) -> None:
+    """Raise HTTPException 413 for a body that is too large."""
     if len(raw) > MAX_BODY_BYTES:
         raise HTTPException(413, f"a request may have {MAX_BODY_BYTES:,} bytes: send fewer datums")
-    return raw
 
 
 async def json_body(request: Request) -> tuple[bytes, dict[str, Any]]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -111,8 +111,10 @@ class RestApi:
         """Note that a session is over; its first reason stays."""
         visitor = await visitor_of_key(request)
         _, body = await json_body(request)
-        reason: dict[str, Any] = body.get("reason") or {}
-        message = str(reason.get("type") or "")
+        reason = body.get("reason") or {}
+        if not isinstance(reason, dict):
+            raise errors.MessageError(f"reason={str(reason)[:80]!r} is no JSON object")
+        message = str(cast("dict[str, Any]", reason).get("type") or "")
         detail = str(body.get("detail") or "")
         event = TellSession(
             session=session_name(request.path_params["session"]),

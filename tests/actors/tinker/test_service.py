@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tinkermq.actors.scheduler.jobs.states import with_usage
@@ -13,6 +14,7 @@ from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders
 from tinkermq.actors.tinker import models
 from tinkermq.actors.tinker.models import Models
 from tinkermq.actors.tinker.sampling.engines import FairSlots, Snapshots
+from tinkermq.actors.tinker.training.inputs import MAX_TARGETS
 from tinkermq.actors.tinker.user_records import SnapshotEndpoints, mark_of
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
@@ -23,6 +25,7 @@ from tinkermq.broker.operations import OperationLog
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.config.sections import ADAPTER_FILES
 from tinkermq.schemas.job import JobRecord, TenantShare, TenantShares, TrainerUsage
+from tinkermq.schemas.tinker import wire
 from tinkermq.schemas.tinker.checkpoints import (
     ChangeCheckpoint,
     SessionState,
@@ -111,6 +114,40 @@ async def test_what_is_wrong_is_told_by_the_result_and_leaves_no_hole(trainer: T
         await trainer.train(8, 1)
         assert (await trainer.result(9)).state == "done"
         assert await trainer.weights(10, "behind") != before
+
+
+async def test_results_that_no_message_holds_are_not_computed_and_end_no_trainer(
+    trainer: Trainer,
+) -> None:
+    async with trainer.running():
+        await trainer.send("create_model", 0, create())
+        await trainer.send("forward_backward", 1, _wide(MAX_TARGETS // 8 + 1))
+        await trainer.send("optim_step", 2, step_body(2))
+        assert "have 2,000,008 target_tokens together" in (await trainer.result(1)).error
+        assert "since operation 1 failed" in (await trainer.result(2)).error
+        long = "\x80" * (3 << 20)  # as Python shows it, twice as many bytes
+        extra = json.dumps({**step_body(4), "more": long}, ensure_ascii=False).encode()
+        await trainer.send("forward_backward", 3, loss(3, long))
+        await trainer.send("optim_step", 4, extra)
+        for seq in (3, 4):
+            failed = await trainer.result(seq)
+            assert (failed.state, failed.category) == ("failed", "user")
+            assert len(failed.error) < 10_000
+        await trainer.train(5, 2)  # the first step fails for operation 3
+        assert (await trainer.result(8)).state == "done"
+
+
+def _wide(width: int) -> bytes:
+    """Return a request of eight positions with so many targets each, which are sparse."""
+    message = wire.ForwardBackwardRequest(model_id=MODEL, seq_id=1, loss_fn="cross_entropy")
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.arange(9, 17, dtype="<i4").tobytes()
+    for name, dtype in (("target_tokens", 2), ("weights", 1)):
+        tensor = datum.loss_fn_inputs[name]
+        tensor.dtype = dtype
+        tensor.shape.extend([8, width])
+        tensor.sparse_csr.crow_indices = np.zeros(9, "<i8").tobytes()
+    return message.SerializeToString()
 
 
 async def test_models_of_others_and_what_cannot_be_are_refused_before_the_log(
