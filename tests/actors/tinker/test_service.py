@@ -11,7 +11,7 @@ import pytest
 import torch
 from tinkermq.actors.scheduler.jobs.states import with_usage
 from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders
-from tinkermq.actors.tinker import models
+from tinkermq.actors.tinker import models, worker
 from tinkermq.actors.tinker.models import Models
 from tinkermq.actors.tinker.sampling.engines import FairSlots, Snapshots
 from tinkermq.actors.tinker.training.inputs import MAX_TARGETS
@@ -76,7 +76,7 @@ async def test_a_trainer_that_ends_anywhere_goes_on_to_the_same_bits(trainer: Tr
     async with trainer.running():
         await trainer.train(5, 1)
         await trainer.send("forward_backward", 7, loss(7))
-        await trainer.result(7)  # its gradients are in no state: they are computed again
+        await trainer.result(7)  # its gradients are in the state
     async with trainer.running(drains=False):
         await trainer.send("optim_step", 8, step_body(8))
     async with trainer.running(drains=False):
@@ -87,6 +87,46 @@ async def test_a_trainer_that_ends_anywhere_goes_on_to_the_same_bits(trainer: Tr
         assert (shown.shown.steps, len(curves["series"]["loss:sum"]["y"])) == (6, 6)
     kinds = {event.kind for event in await read_events(trainer.broker, SCOPE)}
     assert "replay_differs" not in kinds
+
+
+async def test_losses_that_no_step_follows_do_not_fill_the_log(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is all users' log: who only asks for losses, or went away, keeps nothing in it."""
+    monkeypatch.setattr(worker, "SAVE_OPERATIONS", 2)
+
+    async def logs(*numbers: int) -> bool:
+        return [one.seq for _, one in (await trainer.log.read_all())[0]] == list(numbers)
+
+    async def losses(*numbers: int) -> None:
+        for seq in numbers:
+            await trainer.send("forward_backward", seq, loss(seq))
+            assert (await trainer.result(seq)).state == "done"
+
+    async with trainer.running():
+        await trainer.send("create_model", 0, create())
+        await losses(1, 2, 3, 4, 5)
+        await trainer.send("optim_step", 6, step_body(6))
+        undisturbed = await trainer.weights(7)
+    trainer.begin_anew()
+    await trainer.log.forget("ada", END)
+    async with trainer.running(drains=False):
+        await trainer.send("create_model", 0, create())
+        await losses(1, 2, 3, 4)
+        await eventually(lambda: logs(4), "the log to be trimmed")
+    async with trainer.running(drains=False, idle_s=0.01):
+        await losses(5)
+        await eventually(logs, "the log of an idle model to be trimmed")
+    async with trainer.running():
+        await trainer.send("optim_step", 6, step_body(6))
+        assert await trainer.weights(7) == undisturbed
+        await losses(8)
+        await trainer.send("forward_backward", 9, loss(9, "none"))
+        assert (await trainer.result(9)).state == "failed"
+    assert await logs()
+    async with trainer.running():
+        await trainer.send("optim_step", 10, step_body(10))
+        assert "since operation 9 failed" in (await trainer.result(10)).error
 
 
 async def test_what_is_wrong_is_told_by_the_result_and_leaves_no_hole(trainer: Trainer) -> None:
