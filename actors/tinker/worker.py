@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+import structlog
+
 from ...broker.operations import OperationLog
 from ...schemas.tinker.names import OperationName
 from ...schemas.tinker.operation import Company, ModelOperation, OperationResult
@@ -125,6 +127,7 @@ _NO_ROOM_S = 0.05
 _FULL_S = 1.0
 _MOST_BESIDE = 32
 """Models looked at that may be computed beside another."""
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class Worker:
@@ -332,7 +335,25 @@ class Worker:
             idle_s = self._idle_s if model.is_pending else _IDLE_S
             if not model.waiting and now - model.used > idle_s:
                 await self._save(model)
+        await self._save_suspended(now)
         await self._in_thread(partial(self.cache.evict_idle, self._idle_s))
+
+    async def _save_suspended(self, now: float) -> None:
+        """Save a model that had to leave the memory and is not used: its log would stay for ever.
+
+        One at a time, as it comes into memory for it.
+        """
+        for model in self._models:
+            is_saved = model.info is None or model.applied == model.saved
+            is_used = bool(model.waiting) or now - model.used <= self._idle_s
+            if is_saved or is_used or self.cache.is_in_memory(model):
+                continue
+            try:
+                await self._in_thread(partial(self.cache.admit, model))
+                await self._save(model)
+            except (ModelError, StorageError) as error:
+                _log.warning("not_saved", model=model.key, reason=error.message)
+            return
 
     async def _end_gap(self, model: TrainedModel, now: float) -> None:
         """Let those behind a number that never comes go on, once they have waited long enough."""
