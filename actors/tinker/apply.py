@@ -4,6 +4,7 @@ It is done in pieces, between which those of other models may be done.
 """
 
 import json
+import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -196,7 +197,9 @@ class OperationApplier:
             raise
         model.is_pending = False
         model.history.stepped({**passed, **metrics})
-        return _json({"metrics": metrics})
+        # JSON has no NaN: a gradient's norm that is none is left out, `skipped:sum` says so.
+        told = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        return _json({"metrics": told})
 
     def _save(self, model: TrainedModel, operation: ModelOperation) -> bytes:
         body = wire.SaveWeightsBody.parse(operation.body)
@@ -241,4 +244,4 @@ def as_failure(error: errors.TinkermqError) -> OperationResult:
 
 
 def _json(value: Any) -> bytes:
-    return json.dumps(value).encode()
+    return json.dumps(value, allow_nan=False).encode()

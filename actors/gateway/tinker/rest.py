@@ -32,7 +32,7 @@ from ....schemas.tinker.names import CheckpointName, ModelName, session_name
 from ....schemas.tinker.operation import ModelCurves, SessionsShown, TrainerOffer
 from ....schemas.wire import errors
 from ..sessions import Visitor
-from ..web import gateway_of, number_in, visitor_of
+from ..web import Json, gateway_of, number_in, visitor_of
 from .requests import (
     json_body,
     metadata_in,
@@ -466,10 +466,10 @@ async def get_sessions(request: Request) -> Response:
         }
         for item in reply
     ]
-    return JSONResponse({"services": shown})
+    return Json({"services": shown})
 
 
 async def get_metrics(request: Request) -> Response:
     """Answer with the curves of a model."""
     reply = await curves_of(request, await visitor_of(request))
-    return JSONResponse({"complete": True, **reply.points})
+    return Json({"complete": True, **reply.points})

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import tarfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,9 +27,12 @@ from tinkermq.schemas.tinker.operation import (
     MAX_BODY_BYTES,
     AboutCheckpoint,
     AboutModel,
+    AboutSessions,
     ModelInfo,
     ModelOperation,
+    ModelShown,
     OperationTaken,
+    SessionsShown,
     TrainerOffer,
     TrainerOffers,
 )
@@ -261,6 +265,26 @@ async def test_what_is_refused_takes_its_number_so_that_later_operations_need_no
             answer = await client.post(f"{API}/forward_backward", content=body)
             assert answer.status_code == 413
     assert taken == [("load_weights", 7, b""), ("forward_backward", 8, b"")]
+
+
+async def test_metrics_that_are_no_number_are_null(
+    own_server: NatsServer, own_broker: Broker
+) -> None:
+    async def sessions(_: AboutSessions) -> SessionsShown:
+        about = ModelInfo(model="s1:train:0", base="b", folder="f", arch="qwen3", rank=4)
+        last = {"loss:sum": math.nan}
+        shown = ModelShown(info=about, steps=1, waiting=0, waiting_bytes=0, last=last)
+        return SessionsShown(base="b", models=[shown])
+
+    async with await Service.start(own_broker, name="pool", description="Trainer") as service:
+        await service.endpoint("trainers", rpc("*", "scheduler", "trainers"), Empty, _offers)
+        about = rpc("*", "tinker-j1", "sessions")
+        await service.endpoint("sessions", about, AboutSessions, sessions)
+        async with _client(Sessions(own_server.url, with_keys=False)) as client:
+            answer = await client.get("http://127.0.0.1:8780/api/v1/tinker")
+            assert answer.status_code == 200
+            (shown,) = answer.json()["services"][0]["models"]
+            assert shown["last"] == {"loss:sum": None}
 
 
 async def test_an_sdk_that_was_not_tested_is_told_so(api: Api) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -154,6 +155,23 @@ async def test_what_is_wrong_is_told_by_the_result_and_leaves_no_hole(trainer: T
         await trainer.train(8, 1)
         assert (await trainer.result(9)).state == "done"
         assert await trainer.weights(10, "behind") != before
+
+
+async def test_a_step_on_a_gradient_that_is_not_finite_is_told_as_json(trainer: Trainer) -> None:
+    message = wire.ForwardBackwardRequest.FromString(loss(1))
+    for datum in message.data:
+        datum.loss_fn_inputs["weights"].dense = np.full(12, 3e38, "<f4").tobytes()
+
+    def constant(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    async with trainer.running():
+        await trainer.send("create_model", 0, create())
+        await trainer.send("forward_backward", 1, message.SerializeToString())
+        await trainer.send("optim_step", 2, step_body(2))
+        told = json.loads((await trainer.result(2)).body, parse_constant=constant)
+        assert told == {"metrics": {"skipped:sum": 1.0}}
+        assert not math.isfinite((await trainer.curves()).shown.last["grad_norm:mean"])
 
 
 async def test_results_that_no_message_holds_are_not_computed_and_end_no_trainer(
