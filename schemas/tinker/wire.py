@@ -58,6 +58,7 @@ _MESSAGES: Final[dict[str, list[_Field]]] = {
         (6, "forward_only", "bool"),
         (7, "loss_fn_config_v2", "map LossConfigValue"),
     ],
+    "RequestName": [(1, "model_id", "string"), (2, "seq_id", "int32")],
     "BatchedTensor": [
         (1, "data", "bytes"),
         (2, "offsets", "bytes"),
@@ -155,6 +156,8 @@ def _add(message: descriptor_pb2.DescriptorProto, field: _Field) -> None:
 
 _CLASSES: Final = _made()
 ForwardBackwardRequest: Final = _CLASSES["ForwardBackwardRequest"]
+RequestName: Final = _CLASSES["RequestName"]
+"""A `ForwardBackwardRequest` of which the rest is not read: it is many times as large in memory."""
 ForwardBackwardOutput: Final = _CLASSES["ForwardBackwardOutput"]
 SampleResponse: Final = _CLASSES["SampleResponse"]
 
@@ -164,6 +167,7 @@ SampleResponse: Final = _CLASSES["SampleResponse"]
 FLOAT32: Final = 1
 _INT64, _INT32, _BFLOAT16 = 2, 3, 4
 _TYPES: Final[dict[int, Any]] = {FLOAT32: "<f4", _INT64: "<i8", _INT32: "<i4"}
+_MAX_DIMENSIONS: Final = 8
 MAX_ELEMENTS: Final = 1 << 24
 """Of all arrays of a request: sparse ones name any size in a few bytes."""
 
@@ -174,6 +178,8 @@ def read_tensor(tensor: Any, *, what: str, most: int = MAX_ELEMENTS) -> NDArray[
     Raises DataError for bytes that do not fit the shape, for more than `most` elements, and for a
     type that there is not.
     """
+    if len(tensor.shape) > _MAX_DIMENSIONS:
+        raise DataError(f"{what} has {len(tensor.shape):,} dimensions", hint="one or two are read")
     shape = tuple(int(size) for size in tensor.shape)
     if any(size < 0 for size in shape) or math.prod(shape) > most:
         raise DataError(
@@ -377,8 +383,11 @@ class SaveWeightsBody(TinkerBody):
 
 # `forward_backward` as it travels: a protobuf request, and its result.
 
-MAX_PLAIN_BYTES = 256 << 20
-"""Of a body once it is no longer compressed."""
+MAX_PLAIN_BYTES = 64 << 20
+"""Of a body once it is no longer compressed: room for as many targets as a call may have."""
+MAX_PARTS = 100_000
+"""Of a request: datums, and their chunks and inputs. An empty one has two bytes in a body, and
+many in memory."""
 _RECORD = "ArrayRecord"
 _IGNORED_INPUTS = frozenset({"mask"})
 
@@ -411,10 +420,10 @@ def plain_body(body: bytes, *, is_zstd: bool) -> bytes:
     return plain
 
 
-def parse_request(body: bytes) -> Any:
+def parse_request(body: bytes, form: Any = ForwardBackwardRequest) -> Any:
     """Return the protobuf message of a body; raises MessageError for what is none."""
     try:
-        return ForwardBackwardRequest.FromString(body)
+        return form.FromString(body)
     except DecodeError as error:
         raise MessageError(
             f"the body of {len(body):,} bytes is no ForwardBackwardRequest",
@@ -433,6 +442,7 @@ def read_request(body: bytes) -> ForwardBackward:
 
 def request_of(message: Any) -> ForwardBackward:
     """Return what a message asks for; raises DataError naming the datum and the input."""
+    _check_parts(message)
     newer = {name: _value(one) for name, one in message.loss_fn_config_v2.items()}
     return ForwardBackward(
         model=message.model_id,
@@ -458,6 +468,18 @@ def write_result(result: LossResult) -> bytes:
 
 def _value(one: Any) -> float | str:
     return one.text if one.WhichOneof("value") == "text" else one.number
+
+
+def _check_parts(message: Any) -> None:
+    """Raise DataError for more parts than a request can need."""
+    num = len(message.data) + len(message.loss_fn_config) + len(message.loss_fn_config_v2)
+    if num <= MAX_PARTS:
+        num += sum(len(one.model_input) + len(one.loss_fn_inputs) for one in message.data)
+    if num > MAX_PARTS:
+        raise DataError(
+            f"the request has {num:,} datums, chunks and inputs",
+            hint=f"send at most {MAX_PARTS:,}: fewer datums, and the tokens of each in one chunk",
+        )
 
 
 def _data(messages: Iterable[Any]) -> list[Datum]:

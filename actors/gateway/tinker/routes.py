@@ -247,8 +247,9 @@ class TinkerApi:
             raise errors.MessageError(
                 f"the body is encoded as {encoding!r}", hint="send zstd, or plain"
             )
+        may_be_large = encoding == "zstd" or len(raw) > requests.LARGE
         name = await requests.in_thread(
-            len(raw) > requests.LARGE, lambda: requests.name_of_protobuf(raw, encoding == "zstd")
+            may_be_large, lambda: requests.name_of_protobuf(raw, encoding == "zstd")
         )
         try:
             requests.check_size(raw)

@@ -182,6 +182,29 @@ def test_sparse_arrays_are_bounded_together() -> None:
         read(message)
 
 
+def test_empty_parts_of_a_request_are_bounded() -> None:
+    """Two bytes each, which compress to nothing and were gigabytes in memory."""
+    datums = request().SerializeToString() + b"\x1a\x00" * wire.MAX_PARTS
+    chunks = request()
+    chunks.data[0].MergeFromString(b"\x0a\x00" * wire.MAX_PARTS)
+    shape = request(weights=(np.ones(3, "<f4"), FLOAT32))
+    shape.data[0].loss_fn_inputs["weights"].shape.extend([1] * 1000)
+    for body, words in (
+        (datums, "the request has 100,001 datums"),
+        (chunks.SerializeToString(), "100,003 datums, chunks"),
+        (shape.SerializeToString(), "weights has 1,000 dimensions"),
+    ):
+        with pytest.raises(DataError, match=words):
+            read_request(body)
+
+
+def test_the_name_of_a_request_is_read_without_its_data() -> None:
+    message = request(weights=(np.ones(3, "<f4"), FLOAT32))
+    name = wire.parse_request(message.SerializeToString(), wire.RequestName)
+    assert (name.model_id, name.seq_id) == (message.model_id, message.seq_id)
+    assert {field.name for field, _ in name.ListFields()} <= {"model_id", "seq_id"}
+
+
 CREATE = {"session_id": "s", "model_seq_id": 0, "base_model": "b", "lora_config": {"rank": 4}}
 
 
