@@ -192,7 +192,7 @@ def test_empty_parts_of_a_request_are_bounded() -> None:
     for body, words in (
         (datums, "the request has 100,001 datums"),
         (chunks.SerializeToString(), "100,003 datums, chunks"),
-        (shape.SerializeToString(), "weights has 1,000 dimensions"),
+        (shape.SerializeToString(), "weights has 1,001 dimensions"),
     ):
         with pytest.raises(DataError, match=words):
             read_request(body)
