@@ -111,7 +111,7 @@ class RestApi:
         """Note that a session is over; its first reason stays."""
         visitor = await visitor_of_key(request)
         _, body = await json_body(request)
-        reason = body.get("reason") or {}
+        reason: Any = body.get("reason") or {}
         if not isinstance(reason, dict):
             raise errors.MessageError(f"reason={str(reason)[:80]!r} is no JSON object")
         message = str(cast("dict[str, Any]", reason).get("type") or "")
