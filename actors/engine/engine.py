@@ -403,6 +403,9 @@ class Meter:
 
 # -- checks of requests ----------------------------------------------------------------------------
 
+_END = 1 << 31
+"""Token ids are int32: an engine could not hold what is outside."""
+
 
 def check_sampling(sampling: Sampling) -> None:
     """Raise ConfigError for parameters that cannot be sampled with."""
@@ -410,7 +413,8 @@ def check_sampling(sampling: Sampling) -> None:
         sampling.max_new_tokens >= 1
         and 0 <= sampling.temperature < np.inf
         and 0 < sampling.top_p <= 1
-        and sampling.top_k >= 0
+        and 0 <= sampling.top_k < _END
+        and all(-_END <= token < _END for token in sampling.stop_token_ids)
         and abs(sampling.presence_penalty) <= MAX_PENALTY
         and abs(sampling.frequency_penalty) <= MAX_PENALTY
         and 0 < sampling.repetition_penalty <= MAX_REPETITION
@@ -422,7 +426,8 @@ def check_sampling(sampling: Sampling) -> None:
         f"{sampling} cannot be sampled",
         hint="max_new_tokens is at least 1, temperature and top_k are 0 or more, top_p is over 0 "
         f"and at most 1, penalties are at most {MAX_PENALTY:g} either side of 0, that of "
-        f"repetition is over 0 and at most {MAX_REPETITION:g}",
+        f"repetition is over 0 and at most {MAX_REPETITION:g}, top_k and stop tokens are below "
+        f"{_END}",
     )
 
 

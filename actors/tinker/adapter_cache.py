@@ -19,15 +19,15 @@ from ...schemas.tinker.datum import LoraSpec
 from ...schemas.tinker.names import CheckpointName, ModelName
 from ...schemas.tinker.operation import ModelInfo
 from ...schemas.wire.errors import MessageError, ModelError, NotFoundError, StorageError
+from ..storage.files import flush
 from ..storage.tinker_checkpoints import CheckpointFolders
 from .models import ModelHistory, Models, TrainedModel
 from .operations import Adapters
 
-# Saved states: adapter, optimiser, and the number of the last operation. A state is written
-# directly after an `optim_step`, without pending gradients, so that repeating later operations
-# leads to the same bits. It is there whole or not at all.
+# Saved states: adapter, optimiser, what is pending, and the number of the last operation, so that
+# repeating later operations leads to the same bits. A state is there whole or not at all.
 
-_META = "tinker.json"
+_META, _PENDING = "tinker.json", "pending.safetensors"
 _SUSPENDED = "suspended.safetensors"
 
 
@@ -42,6 +42,7 @@ class SavedState:
     folder: Path
     history: ModelHistory
     tokens: int = 0
+    is_pending: bool = False
 
 
 class AdapterStates:
@@ -70,7 +71,7 @@ class AdapterStates:
             return
         meta = {"user": model.user, "applied": model.applied, "info": model.info.to_map()}
         meta |= {"history": model.history.to_map(), "tokens": model.tokens}
-        self._write(adapters, model, folder, meta, with_optimizer=True)
+        self._write(adapters, model, folder, {**meta, "pending": model.is_pending})
         for old in place.iterdir():
             # what is newer was written by a trainer after this one
             if not old.name.isdigit() or int(old.name) < model.applied:
@@ -80,6 +81,8 @@ class AdapterStates:
         """Bring a model back to its newest state; raises ModelError for one that is damaged."""
         folder = self._place(model.user, model.name) / "state" / str(model.saved)
         adapters.load(model.key, folder, with_optimizer=True)
+        if _meta(folder).get("pending"):
+            adapters.load_pending(model.key, folder / _PENDING)
 
     def suspend(self, adapters: Adapters, model: TrainedModel) -> None:
         """Take a model out of memory, written down as it is now; raises StorageError."""
@@ -120,19 +123,16 @@ class AdapterStates:
         return self.folder / user / f"{name.session}.train.{name.number}"
 
     def _write(
-        self,
-        adapters: Adapters,
-        model: TrainedModel,
-        folder: Path,
-        meta: dict[str, Any],
-        *,
-        with_optimizer: bool,
+        self, adapters: Adapters, model: TrainedModel, folder: Path, meta: dict[str, Any]
     ) -> None:
         hidden = folder.with_name(f".{folder.name}")
         try:
             shutil.rmtree(hidden, ignore_errors=True)
             hidden.parent.mkdir(parents=True, exist_ok=True)
-            adapters.save(model.key, hidden, with_optimizer=with_optimizer)
+            adapters.save(model.key, hidden, with_optimizer=True)
+            if model.is_pending:
+                adapters.save_pending(model.key, hidden / _PENDING)
+                flush(hidden)
             (hidden / _META).write_text(json.dumps(meta), encoding="utf-8")
             hidden.rename(folder)
         except OSError as error:
@@ -157,7 +157,8 @@ def _read_state(folder: Path) -> SavedState:
         name, applied = ModelName.parse(info.model), int(meta["applied"])
         history = ModelHistory(meta.get("history"))
         tokens = int(meta.get("tokens", 0))
-        return SavedState(meta["user"], name, applied, info, folder, history, tokens)
+        is_pending = bool(meta.get("pending"))
+        return SavedState(meta["user"], name, applied, info, folder, history, tokens, is_pending)
     except (KeyError, TypeError, MessageError) as error:
         raise ModelError(f"{folder} is damaged: {error}", hint="restore it") from error
 

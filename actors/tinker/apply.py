@@ -4,6 +4,7 @@ It is done in pieces, between which those of other models may be done.
 """
 
 import json
+import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from ...schemas.tinker.operation import (
 )
 from ...schemas.tinker.sampling import SamplerName
 from ...schemas.wire import errors
+from ...schemas.wire.bounds import MAX_CHARS
 from .adapter_cache import AdapterStates
 from .checkpoints import metadata_of
 from .models import TrainedModel
@@ -195,7 +197,9 @@ class OperationApplier:
             raise
         model.is_pending = False
         model.history.stepped({**passed, **metrics})
-        return _json({"metrics": metrics})
+        # JSON has no NaN: a gradient's norm that is none is left out, `skipped:sum` says so.
+        told = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        return _json({"metrics": told})
 
     def _save(self, model: TrainedModel, operation: ModelOperation) -> bytes:
         body = wire.SaveWeightsBody.parse(operation.body)
@@ -232,11 +236,12 @@ class OperationApplier:
 
 
 def as_failure(error: errors.TinkermqError) -> OperationResult:
-    """Return the result of what an error has ended."""
-    message = f"{error.message} ({error.hint})" if error.hint else error.message
+    """Return the result of what an error has ended; of a message as long as a body, its begin."""
+    message = error.message[:MAX_CHARS]
+    message = f"{message} ({error.hint[:MAX_CHARS]})" if error.hint else message
     mistake = error.is_mistake or 400 <= error.status < 500
     return OperationResult(state="failed", error=message, category="user" if mistake else "server")
 
 
 def _json(value: Any) -> bytes:
-    return json.dumps(value).encode()
+    return json.dumps(value, allow_nan=False).encode()

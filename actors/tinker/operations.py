@@ -105,6 +105,14 @@ class Adapters(Protocol):
         """Make a model what it was when it was suspended, to the bit; raises ModelError."""
         ...
 
+    def save_pending(self, model_id: str, file: Path) -> None:
+        """Write what is pending for a model's next optim_step; raises StorageError."""
+        ...
+
+    def load_pending(self, model_id: str, file: Path) -> None:
+        """Take back what is pending, once the adapter is loaded; raises ModelError."""
+        ...
+
     def num_bytes_of(self, spec: LoraSpec) -> int:
         """Return the most bytes that such a model will hold; ConfigError for one not offered."""
         ...

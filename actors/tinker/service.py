@@ -173,6 +173,7 @@ class TrainerService:
             model = self.models.add(state.user, state.name)
             model.info, model.applied, model.saved = state.info, state.applied, state.applied
             model.history, model.tokens = state.history, state.tokens
+            model.is_pending = state.is_pending
         for user, operation in logged:
             model = self.models.enqueue(user, operation)
             model.logged = max(model.logged, operation.seq)

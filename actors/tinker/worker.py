@@ -1,7 +1,7 @@
 """Apply the operations of all models piece by piece, in the one thread that computes.
 
-A result is stored before it is returned. A model's state is written after an `optim_step`, and its
-log is trimmed there.
+A result is stored before it is returned. A model's state is written where much stands in its log,
+after an `optim_step` if one comes in time, and the log is trimmed there.
 """
 
 import asyncio
@@ -10,6 +10,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
+
+import structlog
 
 from ...broker.operations import OperationLog
 from ...schemas.tinker.names import OperationName
@@ -125,6 +127,7 @@ _NO_ROOM_S = 0.05
 _FULL_S = 1.0
 _MOST_BESIDE = 32
 """Models looked at that may be computed beside another."""
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class Worker:
@@ -195,7 +198,7 @@ class Worker:
                     await self._arrived.wait()
 
     async def save_all(self) -> None:
-        """Write the states of all models that are in memory and have nothing pending."""
+        """Write the states of all models that are in memory."""
         for model in self._models:
             await self._save(model)
 
@@ -260,7 +263,7 @@ class Worker:
             await self._save(model)  # what it has loaded may be deleted after the reply
         async with self._changed:
             self._changed.notify_all()
-        if operation.kind == "optim_step" and self._is_long(model):
+        if self._is_long(model):
             await self._save(model)
 
     async def _keep(
@@ -303,14 +306,16 @@ class Worker:
             await self._context.event("replay_differs", text, operation=str(name))
 
     def _is_long(self, model: TrainedModel) -> bool:
-        behind = model.applied - model.saved
-        return behind >= SAVE_OPERATIONS or model.tail_bytes >= SAVE_BYTES
+        behind, num_bytes = model.applied - model.saved, model.tail_bytes
+        if model.is_pending:  # without gradients a state is smaller: a step may come soon
+            behind, num_bytes = behind // 2, num_bytes // 2
+        return behind >= SAVE_OPERATIONS or num_bytes >= SAVE_BYTES
 
     async def _save(self, model: TrainedModel) -> None:
-        """Write a model's state, unless gradients are pending, and trim its log."""
+        """Write a model's state, and trim its log."""
         if model.running is not None or model.applied == model.saved:
             return  # the state in memory may be ahead of the sent results
-        if model.is_pending or not self.cache.is_in_memory(model):
+        if not self.cache.is_in_memory(model):
             return
         if self._models.find(model.user, model.name) is not model:
             return  # it is being forgotten
@@ -327,9 +332,28 @@ class Worker:
                 await self._end_gap(model, now)
             else:
                 self._gaps.pop(model.key, None)
-            if not model.waiting and now - model.used > _IDLE_S:
+            idle_s = self._idle_s if model.is_pending else _IDLE_S
+            if not model.waiting and now - model.used > idle_s:
                 await self._save(model)
+        await self._save_suspended(now)
         await self._in_thread(partial(self.cache.evict_idle, self._idle_s))
+
+    async def _save_suspended(self, now: float) -> None:
+        """Save a model that had to leave the memory and is not used: its log would stay for ever.
+
+        One at a time, as it comes into memory for it.
+        """
+        for model in self._models:
+            is_saved = model.info is None or model.applied == model.saved
+            is_used = bool(model.waiting) or now - model.used <= self._idle_s
+            if is_saved or is_used or self.cache.is_in_memory(model):
+                continue
+            try:
+                await self._in_thread(partial(self.cache.admit, model))
+                await self._save(model)
+            except (ModelError, StorageError) as error:
+                _log.warning("not_saved", model=model.key, reason=error.message)
+            return
 
     async def _end_gap(self, model: TrainedModel, now: float) -> None:
         """Let those behind a number that never comes go on, once they have waited long enough."""

@@ -5,8 +5,9 @@ in a pool of their own: an SDK in the same process has its own of the same names
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, ClassVar, Final, Literal, Self, TypeVar
 
 import numpy as np
@@ -57,6 +58,7 @@ _MESSAGES: Final[dict[str, list[_Field]]] = {
         (6, "forward_only", "bool"),
         (7, "loss_fn_config_v2", "map LossConfigValue"),
     ],
+    "RequestName": [(1, "model_id", "string"), (2, "seq_id", "int32")],
     "BatchedTensor": [
         (1, "data", "bytes"),
         (2, "offsets", "bytes"),
@@ -154,6 +156,8 @@ def _add(message: descriptor_pb2.DescriptorProto, field: _Field) -> None:
 
 _CLASSES: Final = _made()
 ForwardBackwardRequest: Final = _CLASSES["ForwardBackwardRequest"]
+RequestName: Final = _CLASSES["RequestName"]
+"""A `ForwardBackwardRequest` of which the rest is not read: it is many times as large in memory."""
 ForwardBackwardOutput: Final = _CLASSES["ForwardBackwardOutput"]
 SampleResponse: Final = _CLASSES["SampleResponse"]
 
@@ -163,18 +167,25 @@ SampleResponse: Final = _CLASSES["SampleResponse"]
 FLOAT32: Final = 1
 _INT64, _INT32, _BFLOAT16 = 2, 3, 4
 _TYPES: Final[dict[int, Any]] = {FLOAT32: "<f4", _INT64: "<i8", _INT32: "<i4"}
-MAX_ELEMENTS: Final = 1 << 26
-"""Of one array: a sparse one could name any size in a few bytes."""
+_MAX_DIMENSIONS: Final = 8
+MAX_ELEMENTS: Final = 1 << 24
+"""Of all arrays of a request: sparse ones name any size in a few bytes."""
 
 
-def read_tensor(tensor: Any, *, what: str) -> NDArray[Any]:
+def read_tensor(tensor: Any, *, what: str, most: int = MAX_ELEMENTS) -> NDArray[Any]:
     """Return a `Tensor` message as an array: integers as int64, all else as float32.
 
-    Raises DataError for bytes that do not fit the shape, and for a type that there is not.
+    Raises DataError for bytes that do not fit the shape, for more than `most` elements, and for a
+    type that there is not.
     """
+    if len(tensor.shape) > _MAX_DIMENSIONS:
+        raise DataError(f"{what} has {len(tensor.shape):,} dimensions", hint="one or two are read")
     shape = tuple(int(size) for size in tensor.shape)
-    if any(size < 0 for size in shape) or math.prod(shape) > MAX_ELEMENTS:
-        raise DataError(f"{what} cannot have the shape {shape}", hint=f"up to {MAX_ELEMENTS:,}")
+    if any(size < 0 for size in shape) or math.prod(shape) > most:
+        raise DataError(
+            f"{what} cannot have the shape {shape}",
+            hint=f"all arrays of a request may have {MAX_ELEMENTS:,} elements together",
+        )
     which = tensor.WhichOneof("encoding")
     if which == "dense":
         flat = _values(tensor.dense, tensor.dtype, what)
@@ -372,8 +383,11 @@ class SaveWeightsBody(TinkerBody):
 
 # `forward_backward` as it travels: a protobuf request, and its result.
 
-MAX_PLAIN_BYTES = 256 << 20
-"""Of a body once it is no longer compressed."""
+MAX_PLAIN_BYTES = 64 << 20
+"""Of a body once it is no longer compressed: room for as many targets as a call may have."""
+MAX_PARTS = 100_000
+"""Of a request: datums, and their chunks and inputs. An empty one has two bytes in a body, and
+many in memory."""
 _RECORD = "ArrayRecord"
 _IGNORED_INPUTS = frozenset({"mask"})
 
@@ -406,10 +420,10 @@ def plain_body(body: bytes, *, is_zstd: bool) -> bytes:
     return plain
 
 
-def parse_request(body: bytes) -> Any:
+def parse_request(body: bytes, form: Any = ForwardBackwardRequest) -> Any:
     """Return the protobuf message of a body; raises MessageError for what is none."""
     try:
-        return ForwardBackwardRequest.FromString(body)
+        return form.FromString(body)
     except DecodeError as error:
         raise MessageError(
             f"the body of {len(body):,} bytes is no ForwardBackwardRequest",
@@ -428,11 +442,12 @@ def read_request(body: bytes) -> ForwardBackward:
 
 def request_of(message: Any) -> ForwardBackward:
     """Return what a message asks for; raises DataError naming the datum and the input."""
+    _check_parts(message)
     newer = {name: _value(one) for name, one in message.loss_fn_config_v2.items()}
     return ForwardBackward(
         model=message.model_id,
         seq=message.seq_id,
-        data=[_datum(one, number) for number, one in enumerate(message.data)],
+        data=_data(message.data),
         loss_fn=message.loss_fn,
         config=newer or dict(message.loss_fn_config),
         forward_only=message.forward_only,
@@ -440,10 +455,12 @@ def request_of(message: Any) -> ForwardBackward:
 
 
 def write_result(result: LossResult) -> bytes:
-    """Return a result as clients read it."""
+    """Return a result as clients read it: a record for each run of datums of one width."""
     message = ForwardBackwardOutput(loss_fn_output_type=_RECORD)
-    record = message.loss_fn_outputs.add(type_tag=_RECORD, num_datums=len(result.logprobs))
-    write_batch(record.fields["logprobs"], result.logprobs)
+    for _, some in groupby(result.logprobs, key=lambda one: one.shape[1:]):
+        alike = list(some)
+        record = message.loss_fn_outputs.add(type_tag=_RECORD, num_datums=len(alike))
+        write_batch(record.fields["logprobs"], alike)
     for name, value in result.metrics.items():
         message.metrics[name] = value
     return message.SerializeToString(deterministic=True)
@@ -453,14 +470,35 @@ def _value(one: Any) -> float | str:
     return one.text if one.WhichOneof("value") == "text" else one.number
 
 
-def _datum(message: Any, number: int) -> Datum:
+def _check_parts(message: Any) -> None:
+    """Raise DataError for more parts than a request can need."""
+    num = len(message.data) + len(message.loss_fn_config) + len(message.loss_fn_config_v2)
+    if num <= MAX_PARTS:
+        num += sum(len(one.model_input) + len(one.loss_fn_inputs) for one in message.data)
+    if num > MAX_PARTS:
+        raise DataError(
+            f"the request has {num:,} datums, chunks and inputs",
+            hint=f"send at most {MAX_PARTS:,}: fewer datums, and the tokens of each in one chunk",
+        )
+
+
+def _data(messages: Iterable[Any]) -> list[Datum]:
+    data: list[Datum] = []
+    left = MAX_ELEMENTS
+    for number, message in enumerate(messages):
+        data.append(_datum(message, number, left))
+        left -= sum(array.size for array in data[-1].inputs.values())
+    return data
+
+
+def _datum(message: Any, number: int, most: int) -> Datum:
     what = f"datum {number}"
     tokens = [_tokens(chunk, what) for chunk in message.model_input]
-    inputs = {
-        name: read_tensor(one, what=f"{what}: {name}")
-        for name, one in message.loss_fn_inputs.items()
-        if name not in _IGNORED_INPUTS
-    }
+    inputs: dict[str, NDArray[Any]] = {}
+    for name, one in message.loss_fn_inputs.items():
+        if name not in _IGNORED_INPUTS:
+            inputs[name] = read_tensor(one, what=f"{what}: {name[:80]}", most=most)
+            most -= inputs[name].size
     joined = np.concatenate(tokens) if tokens else np.zeros(0, np.int32)
     return Datum(tokens=joined, inputs=inputs)
 

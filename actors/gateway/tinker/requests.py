@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from ....schemas.tinker.checkpoints import MAX_METADATA_BYTES
 from ....schemas.tinker.names import ModelName, OperationName
 from ....schemas.tinker.operation import MAX_BODY_BYTES, OperationResult
-from ....schemas.tinker.wire import parse_request, plain_body
+from ....schemas.tinker.wire import RequestName, parse_request, plain_body
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import MessageError
 from ..guard import HELD
@@ -45,9 +45,14 @@ async def visitor_of_key(request: Request) -> Visitor:
 async def raw_body(request: Request) -> bytes:
     """Return a body; HTTPException 413 for one that is too large."""
     raw = await request.body()
+    check_size(raw)
+    return raw
+
+
+def check_size(raw: bytes) -> None:
+    """Raise HTTPException 413 for a body that is too large."""
     if len(raw) > MAX_BODY_BYTES:
         raise HTTPException(413, f"a request may have {MAX_BODY_BYTES:,} bytes: send fewer datums")
-    return raw
 
 
 async def json_body(request: Request) -> tuple[bytes, dict[str, Any]]:
@@ -66,7 +71,7 @@ async def in_thread(is_large: bool, work: Callable[[], Any]) -> Any:
 
 def name_of_protobuf(raw: bytes, is_zstd: bool) -> OperationName:
     """Return which operation a protobuf body is."""
-    message = parse_request(plain_body(raw, is_zstd=is_zstd))
+    message = parse_request(plain_body(raw, is_zstd=is_zstd), RequestName)
     return OperationName(
         ModelName.parse(message.model_id), number_in_body(message.seq_id, "seq_id")
     )

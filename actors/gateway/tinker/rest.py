@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -32,7 +32,7 @@ from ....schemas.tinker.names import CheckpointName, ModelName, session_name
 from ....schemas.tinker.operation import ModelCurves, SessionsShown, TrainerOffer
 from ....schemas.wire import errors
 from ..sessions import Visitor
-from ..web import gateway_of, number_in, visitor_of
+from ..web import Json, gateway_of, number_in, visitor_of
 from .requests import (
     json_body,
     metadata_in,
@@ -111,8 +111,10 @@ class RestApi:
         """Note that a session is over; its first reason stays."""
         visitor = await visitor_of_key(request)
         _, body = await json_body(request)
-        reason: dict[str, Any] = body.get("reason") or {}
-        message = str(reason.get("type") or "")
+        reason: Any = body.get("reason") or {}
+        if not isinstance(reason, dict):
+            raise errors.MessageError(f"reason={str(reason)[:80]!r} is no JSON object")
+        message = str(cast("dict[str, Any]", reason).get("type") or "")
         detail = str(body.get("detail") or "")
         event = TellSession(
             session=session_name(request.path_params["session"]),
@@ -464,10 +466,10 @@ async def get_sessions(request: Request) -> Response:
         }
         for item in reply
     ]
-    return JSONResponse({"services": shown})
+    return Json({"services": shown})
 
 
 async def get_metrics(request: Request) -> Response:
     """Answer with the curves of a model."""
     reply = await curves_of(request, await visitor_of(request))
-    return JSONResponse({"complete": True, **reply.points})
+    return Json({"complete": True, **reply.points})

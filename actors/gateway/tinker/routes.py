@@ -106,6 +106,8 @@ class AboutApi:
 
 
 PREFIX = "/tinker/api/v1"
+_NOTHING = b""
+"""Body of an operation that is refused: it fails, and those behind its number need not wait."""
 _GONE = 410
 _PAUSE_S = 1.0
 """Wait before the reply that a trainer is away, after which clients ask again at once."""
@@ -177,9 +179,16 @@ class TinkerApi:
         """Make a model from a checkpoint, or load one into a model."""
         visitor = await requests.visitor_of_key(request)
         raw, body = await requests.json_body(request)
-        source = await self._trainers.source(visitor.broker, requests.text_in(body, "path"))
+        path = requests.text_in(body, "path")
         if body.get("model_id") is not None:
-            return await self._operate(visitor, "load_weights", requests.name_of_json(body), raw)
+            number = requests.name_of_json(body)
+            try:
+                await self._trainers.source(visitor.broker, path)
+            except errors.NotFoundError:
+                await self._operate(visitor, "load_weights", number, _NOTHING)
+                raise
+            return await self._operate(visitor, "load_weights", number, raw)
+        source = await self._trainers.source(visitor.broker, path)
         name = OperationName(requests.new_model(body), 0)
         job = await self._trainers.job_of_checkpoint(visitor.broker, source)
         return await self._submit(visitor, job, "load_weights", name, raw)
@@ -232,15 +241,21 @@ class TinkerApi:
             raise errors.MessageError(
                 "forward_backward is taken as protobuf", hint="upgrade the SDK: tinker>=0.25"
             )
-        raw = await requests.raw_body(request)
+        raw = await request.body()
         encoding = request.headers.get("content-encoding", "")
         if encoding not in ("", "identity", "zstd"):
             raise errors.MessageError(
                 f"the body is encoded as {encoding!r}", hint="send zstd, or plain"
             )
+        may_be_large = encoding == "zstd" or len(raw) > requests.LARGE
         name = await requests.in_thread(
-            len(raw) > requests.LARGE, lambda: requests.name_of_protobuf(raw, encoding == "zstd")
+            may_be_large, lambda: requests.name_of_protobuf(raw, encoding == "zstd")
         )
+        try:
+            requests.check_size(raw)
+        except HTTPException:
+            await self._operate(visitor, "forward_backward", name, _NOTHING)
+            raise
         return await self._operate(
             visitor, "forward_backward", name, raw, is_zstd=encoding == "zstd"
         )

@@ -11,7 +11,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import structlog
@@ -28,7 +28,7 @@ from ....schemas.tinker.operation import OperationResult
 from ....schemas.tinker.sampling import AwaitSample, SampleRequest, SamplerName, SampleTaken
 from ....schemas.tinker.wire import TinkerBody
 from ....schemas.wire import errors
-from ....schemas.wire.bounds import MAX_TOP_K
+from ....schemas.wire.bounds import MAX_CHARS, MAX_TOP_K
 from ....schemas.wire.subjects import rpc, user_of_rpc
 from ...engine.engine import Drawn, PromptScores, Sampling
 from ...policy.chat import ChatTokenizer, open_chat
@@ -43,6 +43,8 @@ from . import engines
 # -- `asample`: a JSON request and its protobuf result ---------------------------------------------
 
 MAX_SAMPLES = 1024
+MAX_STOPS, MAX_STOP_TOKENS = 256, 4096
+"""Texts, or tokens, that end the continuations of one request."""
 _STOP, _LENGTH = 0, 1
 _NOTHING = -99999.0
 """Log-prob of a place that holds nothing."""
@@ -85,7 +87,12 @@ class SamplingParamsBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
     max_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    stop: (
+        Annotated[str, Field(max_length=MAX_CHARS)]
+        | Annotated[list[Annotated[str, Field(max_length=MAX_CHARS)]], Field(max_length=MAX_STOPS)]
+        | Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)]
+        | None
+    ) = None
     temperature: float = Field(default=1.0, ge=0, le=100)
     top_k: int = Field(default=-1, ge=-1)
     top_p: float = Field(default=1.0, gt=0, le=1)

@@ -327,7 +327,7 @@ class Adapter:
         """Return all that it has in memory, gradients included, as `put_rows` takes it back."""
         rows = {"weights": self._weights.data}
         if self._weights.grad is not None:
-            rows["gradients"] = self._weights.grad
+            rows[_GRADIENTS] = self._weights.grad
         rows |= self._optimizer.state.get(self._weights, {})
         return rows
 
@@ -335,15 +335,19 @@ class Adapter:
         """Take back what `rows` returned: it is then as it was, to the bit."""
         self._weights.data.copy_(rows["weights"])
         self._optimizer.state.clear()
-        if "gradients" in rows:
-            self.begin_gradients()
-            cast(Tensor, self._weights.grad).copy_(rows["gradients"])
-        state = {name: row for name, row in rows.items() if name not in ("weights", "gradients")}
+        self.put_pending(rows)
+        state = {name: row for name, row in rows.items() if name not in ("weights", _GRADIENTS)}
         if state:
             device = self._weights.device
             self._optimizer.state[self._weights] = {
                 name: row.to(device, copy=True) for name, row in state.items()
             }
+
+    def put_pending(self, rows: Mapping[str, Tensor]) -> None:
+        """Take back the gradients of what `rows` returned, if there are some."""
+        if _GRADIENTS in rows:
+            self.begin_gradients()
+            cast(Tensor, self._weights.grad).copy_(rows[_GRADIENTS])
 
     def begin_gradients(self) -> None:
         """Make room for gradients, which then add up over backward passes."""
@@ -454,17 +458,23 @@ def _seed_of(text: str) -> int:
 
 
 # Suspended models: one file each, with pending gradients, for the process that wrote it, and not
-# synced to the disk. What survives a crash is the saved state and the operation log.
+# synced to the disk. What survives a crash is the saved state and the operation log. A state that
+# is saved before an optim_step has such a file, too, of the gradients alone.
 
-_SPEC, _WINDOW = "spec", "window"
+_SPEC, _WINDOW, _GRADIENTS = "spec", "window", "gradients"
 
 
-def write_suspended(file: Path, adapter: Adapter, window: PendingWindow) -> None:
-    """Write a model down; raises StorageError."""
+def write_suspended(
+    file: Path, adapter: Adapter, window: PendingWindow, *, only_pending: bool = False
+) -> None:
+    """Write a model down, or only what is pending; raises StorageError."""
     fields = {_SPEC: json.dumps(asdict(adapter.spec)), _WINDOW: json.dumps(window.to_map())}
+    rows = adapter.rows()
+    if only_pending:
+        rows = {name: row for name, row in rows.items() if name == _GRADIENTS}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: row.contiguous() for name, row in adapter.rows().items()}, file, fields)
+        save_file({name: row.contiguous() for name, row in rows.items()}, file, fields)
     except Exception as error:
         failure = storage_error(file, error, SafetensorError)
         file.unlink(missing_ok=True)

@@ -15,6 +15,8 @@ from ....schemas.tinker.datum import Datum
 from ....schemas.wire.errors import DataError
 from .losses import LossFunction
 
+MAX_TARGETS = 2_000_000
+"""Of one call: a log-prob of each is in its result, which is one message of the broker."""
 TARGETS = "target_tokens"
 WEIGHTS = "weights"
 IntArray = NDArray[np.int64]
@@ -72,8 +74,9 @@ class DataReader:
         read = [
             self._read_one(number, one, name, loss, backward) for number, one in enumerate(data)
         ]
-        inputs = {key: np.concatenate([item[key].ravel() for item in read]) for key in read[0]}
         shapes = [item[TARGETS].shape for item in read]
+        _check_num(shapes)
+        inputs = {key: np.concatenate([item[key].ravel() for item in read]) for key in read[0]}
         sizes = np.array([int(np.prod(shape)) for shape in shapes], dtype=np.int64)
         tokens = [np.asarray(item.tokens, dtype=np.int64) for item in data]
         self._check_ids("tokens", np.concatenate(tokens), [token.shape for token in tokens])
@@ -172,6 +175,19 @@ def _check_shapes(
             )
         if value.dtype.kind not in "biuf":
             raise DataError(f"{key} of datum {number} are {value.dtype}", hint="numbers are read")
+
+
+def _check_num(shapes: Sequence[Shape]) -> None:
+    """Refuse data whose result would be too large."""
+    num = sum(int(np.prod(shape)) for shape in shapes)
+    if num > MAX_TARGETS:
+        widest = max(shapes, key=len)
+        raise DataError(
+            f"{len(shapes)} datums have {num:,} {TARGETS} together, those of weight 0 included; "
+            f"the shape of one is {list(widest)}",
+            hint=f"send at most {MAX_TARGETS:,} in one call: fewer datums, or fewer targets for "
+            "each token",
+        )
 
 
 def _default(key: str, given: Mapping[str, NDArray[Any]]) -> FloatArray:

@@ -150,6 +150,15 @@ class AdapterTrainer:
         write_suspended(file, self._of(model_id), self._windows[model_id])
         self.evict(model_id)
 
+    def save_pending(self, model_id: str, file: Path) -> None:
+        """Write what is pending for a model's next optim_step; raises StorageError."""
+        write_suspended(file, self._of(model_id), self._windows[model_id], only_pending=True)
+
+    def load_pending(self, model_id: str, file: Path) -> None:
+        """Take back what is pending, once the adapter is loaded; raises ModelError."""
+        _, rows, self._windows[model_id] = read_suspended(file)
+        self._of(model_id).put_pending(rows)
+
     def resume(self, model_id: str, file: Path) -> None:
         """Make a model what it was when it was suspended, to the bit; raises ModelError."""
         spec, rows, window = read_suspended(file)

@@ -255,6 +255,9 @@ def _greedy(model: PreTrainedModel, asked: Sampling) -> list[int]:
         {"repetition_penalty": float("nan")},
         {"num_top": 21},
         {"num_top": -1},
+        {"top_k": 1 << 63},
+        {"stop_token_ids": (3, 1 << 63)},
+        {"stop_token_ids": (-1 << 63,)},
     ],
 )
 async def test_what_cannot_be_sampled_with_is_refused(engine: Engine, fields: Any) -> None:

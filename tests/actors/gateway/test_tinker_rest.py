@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import tarfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,10 +27,16 @@ from tinkermq.schemas.tinker.operation import (
     MAX_BODY_BYTES,
     AboutCheckpoint,
     AboutModel,
+    AboutSessions,
     ModelInfo,
+    ModelOperation,
+    ModelShown,
+    OperationTaken,
+    SessionsShown,
     TrainerOffer,
     TrainerOffers,
 )
+from tinkermq.schemas.tinker.wire import ForwardBackwardRequest
 from tinkermq.schemas.wire.errors import (
     CheckpointGoneError,
     NobodyAnswersError,
@@ -62,6 +69,7 @@ WRONG: list[tuple[str, str, Any, int, str]] = [
     ("POST", "create_session", {"user_metadata": {"a": "x" * 5000}}, 400, "4,096 bytes"),
     ("POST", "session_heartbeat", {}, 400, "session_id=None is no text"),
     ("POST", "session_heartbeat", {"session_id": "../x"}, 404, "there is no session '../x'"),
+    ("POST", "sessions/s1/finish", {"reason": "done"}, 400, "reason='done' is no JSON object"),
     ("GET", "sessions/s9", None, 404, "there is no session s9"),
     ("GET", "training_runs/s9:train:0", None, 404, "there is no training run s9:train:0"),
     ("GET", "training_runs?limit=many", None, 400, "limit='many' is no whole number"),
@@ -228,6 +236,55 @@ async def test_files_are_fetched_without_a_key(api: Api) -> None:
 async def test_a_wrong_request_is_refused_in_words(api: Api) -> None:
     for method, path, body, status, words in WRONG:
         await api.refused(status, words, method, path, body)
+
+
+async def test_what_is_refused_takes_its_number_so_that_later_operations_need_not_wait(
+    own_server: NatsServer, own_broker: Broker
+) -> None:
+    taken: list[tuple[str, int, bytes]] = []
+
+    async def submit(operation: ModelOperation, _: RequestContext) -> OperationTaken:
+        taken.append((operation.kind, operation.seq, operation.body))
+        return OperationTaken(request_id=str(operation.name))
+
+    async def info(request: AboutModel, _: RequestContext) -> ModelInfo:
+        return ModelInfo(model=request.model, base="org/base", folder="f", arch="qwen3", rank=4)
+
+    large = ForwardBackwardRequest(model_id="s1:train:0", seq_id=8, loss_fn="x" * MAX_BODY_BYTES)
+    load = {"model_id": "s1:train:0", "seq_id": 7, "path": "tinker://mistyped"}
+    async with await Service.start(own_broker, name="pool", description="Trainer") as service:
+        await service.endpoint("trainers", rpc("*", "scheduler", "trainers"), Empty, _offers)
+        await service.endpoint("submit", rpc("*", "tinker-j1", "submit"), ModelOperation, submit)
+        await service.endpoint("info", rpc("*", "tinker-j1", "info"), AboutModel, info)
+        async with _client(Sessions(own_server.url, with_keys=False)) as client:
+            answer = await client.post(f"{API}/load_weights", json=load)
+            assert answer.status_code == 404
+            assert "there is no checkpoint 'tinker://mistyped'" in answer.json()["detail"]
+            client.headers["content-type"] = "application/x-protobuf"
+            body = large.SerializeToString()
+            answer = await client.post(f"{API}/forward_backward", content=body)
+            assert answer.status_code == 413
+    assert taken == [("load_weights", 7, b""), ("forward_backward", 8, b"")]
+
+
+async def test_metrics_that_are_no_number_are_null(
+    own_server: NatsServer, own_broker: Broker
+) -> None:
+    async def sessions(_: AboutSessions) -> SessionsShown:
+        about = ModelInfo(model="s1:train:0", base="b", folder="f", arch="qwen3", rank=4)
+        last = {"loss:sum": math.nan}
+        shown = ModelShown(info=about, steps=1, waiting=0, waiting_bytes=0, last=last)
+        return SessionsShown(base="b", models=[shown])
+
+    async with await Service.start(own_broker, name="pool", description="Trainer") as service:
+        await service.endpoint("trainers", rpc("*", "scheduler", "trainers"), Empty, _offers)
+        about = rpc("*", "tinker-j1", "sessions")
+        await service.endpoint("sessions", about, AboutSessions, sessions)
+        async with _client(Sessions(own_server.url, with_keys=False)) as client:
+            answer = await client.get("http://127.0.0.1:8780/api/v1/tinker")
+            assert answer.status_code == 200
+            (shown,) = answer.json()["services"][0]["models"]
+            assert shown["last"] == {"loss:sum": None}
 
 
 async def test_an_sdk_that_was_not_tested_is_told_so(api: Api) -> None:

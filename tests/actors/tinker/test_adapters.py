@@ -40,6 +40,7 @@ from tests.support.tinker import (
     supervised,
 )
 from tests.support.tinker_service import SCOPE, Trainer, create, loss, step_body
+from tests.support.waiting import eventually
 
 torch.set_num_threads(1)
 SESSIONS = [f"s{number}" for number in range(4)]
@@ -132,6 +133,30 @@ async def test_sessions_on_room_for_fewer_adapters_end_as_those_with_room_for_al
             await trainer.send("optim_step", 6, {"model_id": name, "seq_id": 6}, model=name)
             assert (await trainer.result(6, model=name)).category == "user"
     assert "replay_differs" not in {event.kind for event in await read_events(own_broker, SCOPE)}
+
+
+async def test_what_left_the_memory_and_is_not_used_leaves_the_log_too(
+    own_server: NatsServer, own_broker: Broker, base: Path, tmp_path: Path
+) -> None:
+    await create_job_streams(own_broker, SCOPE, LimitsConfig(), operations=True)
+    trainer = Trainer(own_server.url, own_broker, base, tmp_path / "states")
+
+    async def logs_nothing() -> bool:
+        return await trainer.log.read_all() == ([], [])
+
+    async with trainer.running(adapters_in_memory=2, idle_s=1.0) as service:
+        saved = await run_sessions(trainer)
+        assert service.worker.cache.num_suspended > 0
+        await eventually(logs_nothing, "the log to be trimmed")
+    async with trainer.running():
+        for session in SESSIONS:
+            name = f"{session}:train:0"
+            body = {"model_id": name, "seq_id": 6, "path": "again"}
+            await trainer.send("save_weights", 6, body, model=name)
+            assert (await trainer.result(6, model=name)).state == "done"
+            again = CheckpointName(ModelName(session, 0), "weights", "again")
+            file = trainer.states.place_of("ada", again) / "adapter_model.safetensors"
+            assert file.read_bytes() == saved[session]
 
 
 # -- Which adapters there may be, what they hold, and what fails the step behind it ----------------

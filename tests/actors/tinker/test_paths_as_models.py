@@ -42,6 +42,7 @@ from tinkermq.schemas.tinker.operation import (
     TrainerOffers,
 )
 from tinkermq.schemas.tinker.sampling import AwaitSample, SampleRequest, SampleTaken
+from tinkermq.schemas.wire.errors import MessageError
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import rpc
 
@@ -356,3 +357,12 @@ async def test_samples_end_with_the_token_that_completes_a_stop_text(served: Ser
             assert one[2] == (1 if num is None else 0)
             ended += num is not None
         assert ended or wanted == ["never"]
+
+
+async def test_a_number_that_no_engine_holds_is_refused_and_ends_no_sampler(served: Served) -> None:
+    for seq, params in enumerate(({"top_k": 1 << 63}, {"stop": [1 << 63]}), 20):
+        with pytest.raises(AssertionError, match="cannot be sampled"):
+            await sampled(served, seq, **params)
+    with pytest.raises(MessageError, match="at most 4096 items"):
+        await sampled(served, 22, stop=list(range(5000)))
+    assert len(await sampled(served, 23)) == 4

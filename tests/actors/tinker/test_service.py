@@ -3,16 +3,19 @@
 import asyncio
 import contextlib
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tinkermq.actors.scheduler.jobs.states import with_usage
 from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders
-from tinkermq.actors.tinker import models
+from tinkermq.actors.tinker import models, worker
 from tinkermq.actors.tinker.models import Models
 from tinkermq.actors.tinker.sampling.engines import FairSlots, Snapshots
+from tinkermq.actors.tinker.training.inputs import MAX_TARGETS
 from tinkermq.actors.tinker.user_records import SnapshotEndpoints, mark_of
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
@@ -23,6 +26,7 @@ from tinkermq.broker.operations import OperationLog
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.config.sections import ADAPTER_FILES
 from tinkermq.schemas.job import JobRecord, TenantShare, TenantShares, TrainerUsage
+from tinkermq.schemas.tinker import wire
 from tinkermq.schemas.tinker.checkpoints import (
     ChangeCheckpoint,
     SessionState,
@@ -73,7 +77,7 @@ async def test_a_trainer_that_ends_anywhere_goes_on_to_the_same_bits(trainer: Tr
     async with trainer.running():
         await trainer.train(5, 1)
         await trainer.send("forward_backward", 7, loss(7))
-        await trainer.result(7)  # its gradients are in no state: they are computed again
+        await trainer.result(7)  # its gradients are in the state
     async with trainer.running(drains=False):
         await trainer.send("optim_step", 8, step_body(8))
     async with trainer.running(drains=False):
@@ -84,6 +88,46 @@ async def test_a_trainer_that_ends_anywhere_goes_on_to_the_same_bits(trainer: Tr
         assert (shown.shown.steps, len(curves["series"]["loss:sum"]["y"])) == (6, 6)
     kinds = {event.kind for event in await read_events(trainer.broker, SCOPE)}
     assert "replay_differs" not in kinds
+
+
+async def test_losses_that_no_step_follows_do_not_fill_the_log(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is all users' log: who only asks for losses, or went away, keeps nothing in it."""
+    monkeypatch.setattr(worker, "SAVE_OPERATIONS", 2)
+
+    async def logs(*numbers: int) -> bool:
+        return [one.seq for _, one in (await trainer.log.read_all())[0]] == list(numbers)
+
+    async def losses(*numbers: int) -> None:
+        for seq in numbers:
+            await trainer.send("forward_backward", seq, loss(seq))
+            assert (await trainer.result(seq)).state == "done"
+
+    async with trainer.running():
+        await trainer.send("create_model", 0, create())
+        await losses(1, 2, 3, 4, 5)
+        await trainer.send("optim_step", 6, step_body(6))
+        undisturbed = await trainer.weights(7)
+    trainer.begin_anew()
+    await trainer.log.forget("ada", END)
+    async with trainer.running(drains=False):
+        await trainer.send("create_model", 0, create())
+        await losses(1, 2, 3, 4)
+        await eventually(lambda: logs(4), "the log to be trimmed")
+    async with trainer.running(drains=False, idle_s=0.01):
+        await losses(5)
+        await eventually(logs, "the log of an idle model to be trimmed")
+    async with trainer.running():
+        await trainer.send("optim_step", 6, step_body(6))
+        assert await trainer.weights(7) == undisturbed
+        await losses(8)
+        await trainer.send("forward_backward", 9, loss(9, "none"))
+        assert (await trainer.result(9)).state == "failed"
+    assert await logs()
+    async with trainer.running():
+        await trainer.send("optim_step", 10, step_body(10))
+        assert "since operation 9 failed" in (await trainer.result(10)).error
 
 
 async def test_what_is_wrong_is_told_by_the_result_and_leaves_no_hole(trainer: Trainer) -> None:
@@ -111,6 +155,57 @@ async def test_what_is_wrong_is_told_by_the_result_and_leaves_no_hole(trainer: T
         await trainer.train(8, 1)
         assert (await trainer.result(9)).state == "done"
         assert await trainer.weights(10, "behind") != before
+
+
+async def test_a_step_on_a_gradient_that_is_not_finite_is_told_as_json(trainer: Trainer) -> None:
+    message = wire.ForwardBackwardRequest.FromString(loss(1))
+    for datum in message.data:
+        datum.loss_fn_inputs["weights"].dense = np.full(12, 3e38, "<f4").tobytes()
+
+    def constant(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    async with trainer.running():
+        await trainer.send("create_model", 0, create())
+        await trainer.send("forward_backward", 1, message.SerializeToString())
+        await trainer.send("optim_step", 2, step_body(2))
+        told = json.loads((await trainer.result(2)).body, parse_constant=constant)
+        assert told == {"metrics": {"skipped:sum": 1.0}}
+        assert not math.isfinite((await trainer.curves()).shown.last["grad_norm:mean"])
+
+
+async def test_results_that_no_message_holds_are_not_computed_and_end_no_trainer(
+    trainer: Trainer,
+) -> None:
+    async with trainer.running():
+        await trainer.send("create_model", 0, create())
+        await trainer.send("forward_backward", 1, _wide(MAX_TARGETS // 8 + 1))
+        await trainer.send("optim_step", 2, step_body(2))
+        assert "have 2,000,008 target_tokens together" in (await trainer.result(1)).error
+        assert "since operation 1 failed" in (await trainer.result(2)).error
+        long = "\x80" * (3 << 20)  # as Python shows it, twice as many bytes
+        extra = json.dumps({**step_body(4), "more": long}, ensure_ascii=False).encode()
+        await trainer.send("forward_backward", 3, loss(3, long))
+        await trainer.send("optim_step", 4, extra)
+        for seq in (3, 4):
+            failed = await trainer.result(seq)
+            assert (failed.state, failed.category) == ("failed", "user")
+            assert len(failed.error) < 10_000
+        await trainer.train(5, 2)  # the first step fails for operation 3
+        assert (await trainer.result(8)).state == "done"
+
+
+def _wide(width: int) -> bytes:
+    """Return a request of eight positions with so many targets each, which are sparse."""
+    message = wire.ForwardBackwardRequest(model_id=MODEL, seq_id=1, loss_fn="cross_entropy")
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.arange(9, 17, dtype="<i4").tobytes()
+    for name, dtype in (("target_tokens", 2), ("weights", 1)):
+        tensor = datum.loss_fn_inputs[name]
+        tensor.dtype = dtype
+        tensor.shape.extend([8, width])
+        tensor.sparse_csr.crow_indices = np.zeros(9, "<i8").tobytes()
+    return message.SerializeToString()
 
 
 async def test_models_of_others_and_what_cannot_be_are_refused_before_the_log(

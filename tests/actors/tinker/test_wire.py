@@ -1,6 +1,7 @@
 """Protobuf and JSON as clients send them, and what of it cannot be read."""
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,57 @@ def test_a_result_has_each_datums_log_probs_in_their_own_shape() -> None:
     assert np.frombuffer(logprobs.data, "<f4").tolist() == [1, 2, 3, 4, 5, 6]
     assert list(logprobs.trailing_shape) == [2]
     assert dict(message.metrics) == {"loss:sum": 2.5}
+
+
+def test_datums_of_different_widths_keep_their_shapes() -> None:
+    shapes = [(2,), (3,), (2, 3), (1, 5), (4,)]
+    made = [np.arange(np.prod(shape), dtype=np.float32).reshape(shape) for shape in shapes]
+    message = wire.ForwardBackwardOutput.FromString(write_result(LossResult(made, {})))
+    assert [record.num_datums for record in message.loss_fn_outputs] == [2, 1, 1, 1]
+    read: list[Any] = []
+    for record in message.loss_fn_outputs:
+        batch = record.fields["logprobs"]
+        ends = np.frombuffer(batch.offsets, "<i8") // 4
+        for first, last in pairwise(ends.tolist()):
+            values = np.frombuffer(batch.data, "<f4")[first:last]
+            read.append(values.reshape(-1, *batch.trailing_shape))
+    assert [one.tolist() for one in read] == [one.tolist() for one in made]
+
+
+def test_sparse_arrays_are_bounded_together() -> None:
+    """Each is a few bytes in a request and any size in memory."""
+    message = request()
+    for number in range(2):
+        datum = message.data[0] if not number else message.data.add()
+        tensor = datum.loss_fn_inputs["weights"]
+        tensor.dtype = FLOAT32
+        tensor.shape.extend([2, wire.MAX_ELEMENTS // 3])
+        tensor.sparse_csr.crow_indices = np.zeros(3, "<i8").tobytes()
+    with pytest.raises(DataError, match="datum 1: weights cannot have the shape"):
+        read(message)
+
+
+def test_empty_parts_of_a_request_are_bounded() -> None:
+    """Two bytes each, which compress to nothing and were gigabytes in memory."""
+    datums = request().SerializeToString() + b"\x1a\x00" * wire.MAX_PARTS
+    chunks = request()
+    chunks.data[0].MergeFromString(b"\x0a\x00" * wire.MAX_PARTS)
+    shape = request(weights=(np.ones(3, "<f4"), FLOAT32))
+    shape.data[0].loss_fn_inputs["weights"].shape.extend([1] * 1000)
+    for body, words in (
+        (datums, "the request has 100,001 datums"),
+        (chunks.SerializeToString(), "100,003 datums, chunks"),
+        (shape.SerializeToString(), "weights has 1,001 dimensions"),
+    ):
+        with pytest.raises(DataError, match=words):
+            read_request(body)
+
+
+def test_the_name_of_a_request_is_read_without_its_data() -> None:
+    message = request(weights=(np.ones(3, "<f4"), FLOAT32))
+    name = wire.parse_request(message.SerializeToString(), wire.RequestName)
+    assert (name.model_id, name.seq_id) == (message.model_id, message.seq_id)
+    assert {field.name for field, _ in name.ListFields()} <= {"model_id", "seq_id"}
 
 
 CREATE = {"session_id": "s", "model_seq_id": 0, "base_model": "b", "lora_config": {"rank": 4}}
