@@ -41,6 +41,8 @@ TAIL_LINES = 20
 MAX_REASON_CHARS = 1500
 """Of why an actor ended: the reasons of all actors of a node travel in one message."""
 _BATCH_LINES = 500
+_BATCH_BYTES = 256 * 1024
+"""Of one message with lines, which any server takes; a single line has less."""
 _FLUSH_S = 0.2
 _DRAIN_DEADLINE_S = 2.0
 
@@ -206,13 +208,21 @@ class ActorOutput:
     async def _flush(self) -> None:
         await self._write()
         while self._waiting or self._sending:
-            while self._waiting and len(self._sending) < _BATCH_LINES:
-                self._sending.append(self._waiting.popleft())
+            self._fill()
             try:
                 await self._send(self._batch())
             except TinkermqError:  # the broker is away: the same lines again next time
                 return
             self._sending = []
+
+    def _fill(self) -> None:
+        """Take as many lines as one message may hold; text may be longer than what it came from."""
+        num_bytes = sum(len(line.encode()) for line in self._sending)
+        while self._waiting and len(self._sending) < _BATCH_LINES:
+            num_bytes += len(self._waiting[0].encode())
+            if self._sending and num_bytes > _BATCH_BYTES:
+                return
+            self._sending.append(self._waiting.popleft())
 
     def _batch(self) -> LogLines:
         return LogLines(

@@ -329,8 +329,16 @@ class _SchedulerRequests:
         return TrainerOffers(offers=self._view.offers())
 
     async def tinker_usage(self, usage: TrainerUsage, context: RequestContext) -> TenantShares:
-        """Note what the users of a Tinker service have used, and return their shares."""
+        """Note what the users of a Tinker service have used, and return their shares.
+
+        Raises StateError for another job: what its owner told would use up the quotas of others.
+        """
         record = await self._view.get(context.user, usage.job)
+        if record.kind != "tinker":
+            raise StateError(
+                f"job {record.name} is of kind {record.kind} and has no usage to report",
+                hint="services for the Tinker API report what their users have used",
+            )
         if with_usage(record, usage) is not record:
             await self._jobs.update(record, lambda now: with_usage(now, usage))
         return TenantShares(users={user: self._share(user) for user in usage.tokens})

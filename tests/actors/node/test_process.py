@@ -32,7 +32,7 @@ from tinkermq.actors.node.process import (
 )
 from tinkermq.schemas.metric import LogLines, Presence
 from tinkermq.schemas.node import WantedActor
-from tinkermq.schemas.wire.errors import BrokerError, ConfigError, DeadlineError
+from tinkermq.schemas.wire.errors import BrokerError, ConfigError, DeadlineError, MessageError
 
 from tests.support.processes import alive
 from tests.support.waiting import PATIENCE_S, until
@@ -553,6 +553,27 @@ async def test_lines_wait_for_a_broker_that_is_away_and_the_oldest_go(tmp_path: 
     assert len(sent) == 1 + MAX_WAITING_LINES
     assert sent[-1] == str(MAX_WAITING_LINES)
     assert len((tmp_path / "a.log").read_text().splitlines()) == MAX_WAITING_LINES + 2
+
+
+@pytest.mark.parametrize("line", [b"\xff" * MAX_LINE_BYTES, b"x" * 4000])
+async def test_much_output_at_once_fits_the_messages_of_any_server(
+    tmp_path: Path, line: bytes
+) -> None:
+    """Bytes that are no UTF-8 become three each."""
+    sent: list[str] = []
+
+    async def send(lines: LogLines) -> None:
+        if len(lines.to_bytes()) > 1 << 20:  # nats-server's own bound
+            raise MessageError("too large")
+        sent.extend(lines.lines)
+
+    output = ActorOutput("a", 1, LogFile(tmp_path, "a.log"), send)
+    splitter = LineSplitter()
+    output.add(splitter.feed((line + b"\n") * 600))
+    output.add(["the end"])
+    await output.drain()
+    assert len(sent) == 601
+    assert sent[-1] == "the end"
 
 
 async def test_a_file_that_cannot_be_written_does_not_stop_the_lines(tmp_path: Path) -> None:
