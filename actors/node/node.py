@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from ...broker.client.connection import Broker
 from ...broker.client.login import KEY_VARIABLE, without_secrets
 from ...broker.client.rpc import Service, call
+from ...broker.disk import DiskThreads
 from ...broker.feed import publish_log
 from ...broker.jetstream.kv import Bucket
 from ...broker.jetstream.streams import stream_info
@@ -90,15 +91,25 @@ _PLAY_S = 60.0
 _INSPECT_S = 120.0
 """A model that takes longer to be looked into is left for the job to find out."""
 _MAX_CHECKS = 32
+_AT_ONCE = 8
+"""Files, or models, that are looked at; those on disks that hang are among them."""
 MAX_CONFIG_BYTES = 96 * 1024
 """Of what a process is given by its environment, which the kernel bounds."""
 
 
-async def check_files(question: LookQuestion) -> LookAnswer:
-    """Say what is there, as far as that is known in time."""
-    looking = asyncio.ensure_future(asyncio.to_thread(check_files_now, question))
-    await asyncio.wait({looking}, timeout=ANSWER_S)
-    return looking.result() if looking.done() else LookAnswer(known=False)
+class FileChecks:
+    """Answers questions after files, some at a time."""
+
+    def __init__(self) -> None:
+        """Have been asked nothing."""
+        self._threads = DiskThreads(_AT_ONCE, ANSWER_S)
+
+    async def answer(self, question: LookQuestion) -> LookAnswer:
+        """Say what is there, as far as that is known in time."""
+        try:
+            return await self._threads.look("", check_files_now, question)
+        except TimeoutError:
+            return LookAnswer(known=False)
 
 
 def check_files_now(question: LookQuestion) -> LookAnswer:
@@ -273,7 +284,6 @@ class _ModelInspection:
 # -- models ----------------------------------------------------------------------------------------
 
 """What takes longer, such as a hub that does not answer, is left for the job to find out."""
-_AT_ONCE = 8
 
 
 class ModelChecks:
@@ -281,27 +291,24 @@ class ModelChecks:
 
     def __init__(self) -> None:
         """Have been asked nothing."""
-        self._running: set[asyncio.Future[None]] = set()
+        self._threads = DiskThreads(_AT_ONCE, ANSWER_S)
+        self._num_running = 0
 
     async def answer(self, question: ModelQuestion) -> ModelAnswer:
         """Say whether a model can be had, as far as that is known in time."""
-        if len(self._running) >= _AT_ONCE:
+        if self._num_running >= _AT_ONCE:
             return ModelAnswer(known=False)
         check = check_model_alike if question.alike else check_model_is_here
-        looking = asyncio.ensure_future(asyncio.to_thread(check, question.model))
-        self._running.add(looking)
-        looking.add_done_callback(self._ended)
-        await asyncio.wait({looking}, timeout=ANSWER_S)
-        if not looking.done():
-            return ModelAnswer(known=False)
-        error = looking.exception()
-        if isinstance(error, TinkermqError):
+        self._num_running += 1
+        try:
+            await self._threads.look("", check, question.model)
+        except TinkermqError as error:
             return ModelAnswer(known=True, missing=error.message, hint=error.hint)
-        return ModelAnswer(known=error is None)
-
-    def _ended(self, looking: "asyncio.Future[None]") -> None:
-        self._running.discard(looking)
-        looking.exception()  # retrieved, also if it is no longer awaited
+        except Exception:  # noqa: BLE001  of whatever library: the job finds out
+            return ModelAnswer(known=False)
+        finally:
+            self._num_running -= 1
+        return ModelAnswer(known=True)
 
 
 # -- keys and secrets for one process --------------------------------------------------------------
@@ -552,7 +559,7 @@ class Node:
                 "model", node_subject(self.name, "model"), ModelQuestion, ModelChecks().answer
             )
             await service.endpoint(
-                "look", node_subject(self.name, "look"), LookQuestion, check_files
+                "look", node_subject(self.name, "look"), LookQuestion, FileChecks().answer
             )
             await service.endpoint(
                 "inspect",

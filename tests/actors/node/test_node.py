@@ -18,9 +18,9 @@ from tinkermq.actors.node.machine import check_slots, default_name, default_slot
 from tinkermq.actors.node.node import (
     MAX_CONFIG_BYTES,
     EnvCheckRunner,
+    FileChecks,
     ModelChecks,
     Node,
-    check_files,
     check_files_now,
 )
 from tinkermq.actors.policy.model_folder import check_model_is_here
@@ -354,7 +354,7 @@ async def test_files_that_are_missing_are_named(tmp_path: Path) -> None:
     there, gone = tmp_path / "rows.jsonl", tmp_path / "gone.jsonl"
     there.write_text("{}\n")
     question = LookQuestion(files=[str(there), str(gone), str(tmp_path)])
-    assert await check_files(question) == LookAnswer(missing=[str(gone), str(tmp_path)])
+    assert await FileChecks().answer(question) == LookAnswer(missing=[str(gone), str(tmp_path)])
 
 
 def test_a_game_is_found_by_its_name_or_its_package() -> None:
@@ -520,6 +520,24 @@ async def test_more_questions_than_a_node_looks_into_are_left_open(tmp_path: Pat
     answers = await asyncio.gather(*map(lookout.answer, asked))
     assert {one.known for one in answers} == {True, False}
     assert (await lookout.answer(asked[0])).known
+
+
+async def test_models_on_a_disk_that_hangs_take_no_thread_from_the_node(tmp_path: Path) -> None:
+    """A pipe without a writer stands for such a disk."""
+    (tmp_path / "config.json").write_text("{}")
+    os.mkfifo(tmp_path / "model.safetensors")
+    lookout = ModelChecks()
+    question = ModelQuestion(model=str(tmp_path))
+    asking = [asyncio.create_task(lookout.answer(question)) for _ in range(40)]
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not any(one.done() for one in asking):
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(sorted, [2, 1])  # as what starts an actor does
+    finally:
+        os.close(os.open(tmp_path / "model.safetensors", os.O_WRONLY))
+        answers = await asyncio.gather(*asking)
+    assert False in {one.known for one in answers}
 
 
 def test_an_adapter_is_here_if_its_base_is(tmp_path: Path) -> None:
