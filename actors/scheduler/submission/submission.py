@@ -293,7 +293,7 @@ class Submission:
         parse_config(request.config)
         record = await self._blank(user, "tried", request)
         plan = await self._planned(record)
-        folder = origins.run_dir_of(plan.config, self._folder_of(user))
+        folder = await self._look(user, origins.run_dir_of, plan.config, self._folder_of(user))
         roots = [str(root) for root in plan.roots]
         fields = {"actors": plan.actors, "run_dir": str(folder), "output_roots": roots}
         return record.model_copy(update=fields), plan.config
@@ -559,12 +559,12 @@ class Submission:
         config = in_default_folder(config, roots)
         if self._view.is_admin(record.user):
             return config, []
-        config = with_allowed_folders(config, roots)
+        config = await self._look(record.user, with_allowed_folders, config, roots)
         if self._has_users:
             refuse_code_of_others(config)
             refuse_own_algorithms(config, record.user)
             refuse_network(config, record.user)
-            refuse_unshown(config, record.user, roots)
+            await self._look(record.user, refuse_unshown, config, record.user, roots)
             refuse_endpoints(config, record.user)
             refuse_other_stores(config, record.user, operator_stores())
             others = self._view.run_folders_of_others(record.user)
