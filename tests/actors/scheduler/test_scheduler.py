@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tinkermq.broker.feed import publish_metric
 from tinkermq.broker.jetstream.streams import stream_info
 from tinkermq.broker.presence import presences
 from tinkermq.broker.user_records import UserStore, create_user_stores
@@ -18,7 +19,7 @@ from tinkermq.schemas.job import (
     TenantShares,
     TrainerUsage,
 )
-from tinkermq.schemas.metric import Presence
+from tinkermq.schemas.metric import Metric, Presence
 from tinkermq.schemas.user import UserRecord
 from tinkermq.schemas.wire.errors import ConfigError, QuotaError, StateError
 
@@ -85,6 +86,18 @@ async def test_the_learners_heartbeat_tells_the_version(stack: Stack) -> None:
     )
     await presences(stack.broker).put(f"local.{job.job}.learner", beat)
     await stack.until(job, lambda now: now.version == 7)
+
+
+async def test_the_step_is_that_of_the_metrics_whatever_a_learner_calls_its_numbers(
+    stack: Stack,
+) -> None:
+    job = await stack.running()
+    for number in (float("nan"), float("inf"), 1e300):
+        metric = Metric(step=3, values={"step": number}, time=1.0)
+        await publish_metric(stack.broker, job.scope, metric)
+    stack.do(job, "learner", "done")
+    ended = await stack.until(job, lambda now: now.state == "COMPLETED" and not now.untold)
+    assert ended.version == 3
 
 
 async def test_stop_drains_the_learner_and_cancels(stack: Stack) -> None:
