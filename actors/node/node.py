@@ -14,7 +14,6 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
@@ -66,6 +65,7 @@ from ...schemas.wire.subjects import node as node_subject
 from ..check_game import END, PREFIX, VARIABLE, cut
 from ..gpus import Gpus
 from ..policy.model_folder import check_model_alike, check_model_is_here
+from ..storage.access import without_tilde
 from ..storage.run_folders import remove_run_folder
 from .children import ActorStarter, Child, StartChild, StartFailed
 from .process import (
@@ -128,7 +128,7 @@ def _is_there(name: str) -> bool:
     source = TaskSource.parse(name)
     if source is not None:
         return holds_tasks(source)
-    path = Path(name).expanduser()
+    path = without_tilde(name)
     return is_dataset_name(path) and path.is_file()
 
 

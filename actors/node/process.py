@@ -481,8 +481,10 @@ class ActorProcess:
         reading, writing = os.pipe()
         try:
             process = await self._start_child(self.wanted, self._environment, writing)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  of one actor: it must not end the node of all
             os.close(reading)
+            if not isinstance(error, OSError):
+                _log.exception("actor_not_started", child=self.wanted.name)
             self._output.add([f"cannot start {self.wanted.name}: {error}"])
             if isinstance(error, StartRefused):
                 return EXIT_FAILED
