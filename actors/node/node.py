@@ -77,7 +77,7 @@ from .process import (
     read_lines,
     silence_bound,
 )
-from .sandbox import ENVIRONMENT
+from .sandbox import ENVIRONMENT, StartRefused
 
 # -- checks before a job is submitted: its files, its game and its model ---------------------------
 # Checking files runs no code of the game. A game is played by a process like an environment host's,
@@ -525,12 +525,20 @@ class Node:
             entry = await self._beats.get(f"{scope.key}.{wanted.name}")
             return None if entry is None else entry.value
 
+        start, gpus = self._start_child, None
+        if self._gpus and max(wanted.devices, default=0) < len(self._gpus):
+            gpus = self._gpus.uuids(wanted.devices)
+        elif self._gpus:  # the node was started again with fewer
+            start = _refuse_to_start(
+                f"slot {max(wanted.devices)} of node {self.name} was given to it, and the node has "
+                f"{len(self._gpus)} GPUs by now; resume the job: it is placed anew"
+            )
         actor = ActorProcess(
             wanted,
-            start=self._start_child,
+            start=start,
             nats_url=self._broker.url,
             send=send,
-            gpus=self._gpus.uuids(wanted.devices) if self._gpus else None,
+            gpus=gpus,
             stop_deadline_s=self._stop_deadline_s,
             changed=self._changed.set,
             last_beat=last_beat,
@@ -659,6 +667,13 @@ class Node:
             await self._records.delete(self.name)
         except TinkermqError as error:
             _log.warning("node_record_failed", error=str(error))
+
+
+def _refuse_to_start(why: str) -> StartChild:
+    async def refuse(*_: object) -> Child:
+        raise StartRefused(why)
+
+    return refuse
 
 
 def _key(wanted: WantedActor) -> ActorKey:

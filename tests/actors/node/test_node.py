@@ -13,6 +13,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from tinkermq.actors.gpus import Gpus, find_gpus
 from tinkermq.actors.node.children import ActorStarter, programs
 from tinkermq.actors.node.machine import check_slots, default_name, default_slots, lock_name
 from tinkermq.actors.node.node import (
@@ -54,6 +55,7 @@ from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import BUCKET_NODES, JobScope, node, token
 
 from tests.support.hollow_model import hollow_model
+from tests.support.nvml import Nvml
 from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
@@ -116,14 +118,21 @@ def all_run(status: NodeStatus) -> bool:
 async def client(broker: Broker, scope: JobScope, tmp_path: Path) -> AsyncIterator[Client]:
     """A running node `box` and the scheduler's side of it."""
     side = Client(broker, scope, tmp_path)
-    box = Node(broker, "box", 4, start=programs(side.command), stop_deadline_s=AFTER_PATIENCE_S)
+    async with running_node(side):
+        yield side
+
+
+@contextlib.asynccontextmanager
+async def running_node(side: Client, gpus: Gpus | None = None) -> AsyncIterator[None]:
+    broker, start = side.broker, programs(side.command)
+    box = Node(broker, "box", 4, gpus=gpus, start=start, stop_deadline_s=AFTER_PATIENCE_S)
     service = await Service.start(broker, name="tinkermq-node", description="a node")
     run = asyncio.create_task(box.run(service, side.stopping))
     bucket = Bucket(broker, BUCKET_NODES, NodeStatus)
     async with asyncio.timeout(PATIENCE_S):
         while await bucket.get("box") is None:
             await asyncio.sleep(0.01)
-    yield side
+    yield
     side.stopping.set()
     await asyncio.wait_for(run, PATIENCE_S)
     await service.stop(0)
@@ -140,6 +149,19 @@ async def test_missing_actors_are_started_and_asking_again_changes_nothing(
     assert {one.name: one.pid for one in again.actors} == {
         one.name: one.pid for one in first.actors
     }
+
+
+async def test_an_actor_on_a_gpu_that_the_node_has_no_more_fails_and_the_others_run(
+    broker: Broker, scope: JobScope, tmp_path: Path
+) -> None:
+    """A node whose GPU is lost is started again without it, before anybody misses it."""
+    side = Client(broker, scope, tmp_path)
+    async with running_node(side, find_gpus("0,1", Nvml)):
+        both = side.wanted("a", devices=[2], slots=1), side.wanted("b", devices=[1], slots=1)
+        status = await side.until(
+            *both, that=lambda now: states(now) == {"a": "failed", "b": "running"}
+        )
+    assert "slot 2 of node box was given to it, and the node has 2 GPUs" in status.actors[0].error
 
 
 async def test_actors_no_longer_wanted_are_stopped_and_forgotten(client: Client) -> None:
