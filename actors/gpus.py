@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from ..schemas.node import Gpu, GroupKind
 from ..schemas.wire.errors import ConfigError
 
 _NONE = frozenset({"", "-1", "none", "void", "nodevfiles"})
 """How Slurm and container runtimes say, in lower case, that a process has no GPU."""
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Gpus:
         self._nvml = nvml
         self._pci_devices = pci_devices
         self._devices = list(devices)
+        self._seen: dict[str, Gpu] = {}
+        self._lost: set[str] = set()
         groups, by = self._find_groups()
         self.groups = groups
         """Slots that are linked closely."""
@@ -66,8 +71,24 @@ class Gpus:
         return int(major), int(minor)
 
     def read(self) -> list[Gpu]:
-        """Return the GPUs with their use as of now."""
-        return [self._read(device) for device in self._devices]
+        """Return the GPUs with their use as of now.
+
+        One that the driver has lost since stays as it was last seen, and is logged: a node goes on
+        with the others.
+        """
+        return [self._last_seen(device) for device in self._devices]
+
+    def _last_seen(self, device: _Device) -> Gpu:
+        try:
+            self._seen[device.uuid] = self._read(device)
+            self._lost.discard(device.uuid)
+        except self._nvml.NVMLError as error:
+            if device.uuid not in self._seen:
+                raise
+            if device.uuid not in self._lost:
+                self._lost.add(device.uuid)
+                _log.error("gpu_lost", gpu=device.index, uuid=device.uuid, error=str(error))
+        return self._seen[device.uuid]
 
     def _read(self, device: _Device) -> Gpu:
         memory = self._nvml.nvmlDeviceGetMemoryInfo(device.handle)

@@ -1,11 +1,13 @@
-"""Writing to disks: wait while a disk is full, raise everything else."""
+"""Writing to disks: wait while a disk is full, raise everything else. Looking at those of users."""
 
 import asyncio
 import contextlib
+import contextvars
 import errno
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -115,6 +117,56 @@ async def with_room(
                 continue
             _log.info("disk_has_room", what=what)
             return written
+
+
+# Files that users name: their disk may hang, or what stands there may be a pipe.
+
+
+class DiskThreads:
+    """Looks at files that users name, each time in a thread of its own.
+
+    One that hangs takes no thread from others: neither from the loop's work, nor from other users,
+    nor from the end of the process.
+    """
+
+    def __init__(self, most: int, deadline_s: float) -> None:
+        """Have `most` threads for each of those who ask, and wait so long for each look."""
+        self._most = most
+        self._deadline_s = deadline_s
+        self._free: dict[str, asyncio.Semaphore] = {}
+
+    async def look(self, who: str, read: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+        """Return what `read` returns; raises what it raises, TimeoutError when that takes too long.
+
+        A look that is given up goes on, and keeps one of the threads for `who` until it ends.
+        """
+        free = self._free.setdefault(who, asyncio.Semaphore(self._most))
+        async with asyncio.timeout(self._deadline_s):
+            await free.acquire()
+            looking = _in_daemon(lambda: read(*given, **named))
+            looking.add_done_callback(lambda _: free.release())
+            return await asyncio.shield(looking)
+
+
+def _in_daemon(read: Callable[[], T]) -> "asyncio.Future[T]":
+    """Call `read` in a thread that the end of the process does not wait for."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        try:
+            result = context.run(read)
+        except Exception as error:  # noqa: BLE001  it is raised where it is waited for
+            settle, outcome = future.set_exception, error
+        else:
+            settle, outcome = future.set_result, result
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(cast("Callable[[Any], None]", settle), outcome)
+
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # it was retrieved
+    threading.Thread(target=work, name="look at a disk", daemon=True).start()
+    return future
 
 
 # Files to which lines are appended, each whole or not at all.

@@ -264,15 +264,18 @@ RECENT_ENTRIES = 40
 async def recent_values(broker: Broker, scope: JobScope) -> dict[str, float]:
     """Return the newest value of each metric among the last entries of a run's feed.
 
-    Raises NotFoundError when the run's streams are gone.
+    `step` is that of the newest one, whatever stands under this name among its values. Raises
+    NotFoundError when the run's streams are gone.
     """
     state = (await stream_info(broker, scope.stream_feed))["state"]
     first = max(int(state["first_seq"]), int(state["last_seq"]) - RECENT_ENTRIES, 1)
     messages, _ = await get_batch(broker, scope.stream_feed, first, scope.metric)
     values: dict[str, float] = {}
-    for metric in parse_all(messages, Metric):
+    metrics = parse_all(messages, Metric)
+    for metric in metrics:
         values.update(metric.values)
-        values["step"] = max(values.get("step", 0.0), float(metric.step))
+    if metrics:
+        values["step"] = float(max(metric.step for metric in metrics))
     return values
 
 

@@ -153,9 +153,10 @@ class LearnerControl:
             context.stop_asked = True
             context.stopping.set()
         elif request.verb in ("pause", "resume"):
-            self.paused = request.verb == "pause"
+            before, self.paused = self.paused, request.verb == "pause"
             context.set_state("paused" if self.paused else "working")
-            await context.event(f"training_{request.verb}d", request.reason)
+            if self.paused != before:  # it may be told twice
+                await context.event(f"training_{request.verb}d", request.reason)
         elif request.verb == "checkpoint":
             future: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
             self._checkpoints.append(future)

@@ -279,6 +279,7 @@ class Learner:
     async def _stay_paused(self) -> None:
         """Wait for somebody to resume the job, but look again now and then."""
         self.control.changed.clear()
+        self.context.set_state("paused")  # a step that was under way has ended since
         named = self.context.waiting("somebody to resume the job")
         with named, self._time_use.doing("paused"):
             await self._wait_or_look_again(self.control.changed)

@@ -293,6 +293,10 @@ class ForkServer:
             for asked in self._asked.values():
                 if not asked.done():
                     asked.set_exception(CannotFork(self._threads))
+        elif "error" in fields:
+            asked = self._asked.get(fields["number"])
+            if asked is not None and not asked.done():
+                asked.set_exception(OSError(f"no process could be made: {fields['error']}"))
         elif "exit_code" in fields:
             self._children.pop(fields["pid"]).ended.set_result(fields["exit_code"])
             if not self._children and not self._asked:

@@ -79,9 +79,17 @@ class _ForkServer:
                     return request
 
     def _fork(self, request: ForkRequest, output: int) -> bool:
-        """Fork; True in the child, whose output goes to `output`."""
+        """Fork; True in the child, whose output goes to `output`.
+
+        A machine without room for a process fails this start, and ends no other actor.
+        """
         server = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(output)
+            self._tell(number=request.number, error=str(error))
+            return False
         if pid:
             os.close(output)
             self._tell(number=request.number, pid=pid)
@@ -105,7 +113,7 @@ class _ForkServer:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 self._tell(pid=ended[0], exit_code=os.waitstatus_to_exitcode(ended[1]))
 
-    def _tell(self, **fields: int) -> None:
+    def _tell(self, **fields: int | str) -> None:
         self._channel.send(json.dumps(fields).encode())
 
 

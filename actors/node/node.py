@@ -14,7 +14,6 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
@@ -23,6 +22,7 @@ from pydantic import ValidationError
 from ...broker.client.connection import Broker
 from ...broker.client.login import KEY_VARIABLE, without_secrets
 from ...broker.client.rpc import Service, call
+from ...broker.disk import DiskThreads
 from ...broker.feed import publish_log
 from ...broker.jetstream.kv import Bucket
 from ...broker.jetstream.streams import stream_info
@@ -65,6 +65,7 @@ from ...schemas.wire.subjects import node as node_subject
 from ..check_game import END, PREFIX, VARIABLE, cut
 from ..gpus import Gpus
 from ..policy.model_folder import check_model_alike, check_model_is_here
+from ..storage.access import without_tilde
 from ..storage.run_folders import remove_run_folder
 from .children import ActorStarter, Child, StartChild, StartFailed
 from .process import (
@@ -76,7 +77,7 @@ from .process import (
     read_lines,
     silence_bound,
 )
-from .sandbox import ENVIRONMENT
+from .sandbox import ENVIRONMENT, StartRefused
 
 # -- checks before a job is submitted: its files, its game and its model ---------------------------
 # Checking files runs no code of the game. A game is played by a process like an environment host's,
@@ -90,15 +91,25 @@ _PLAY_S = 60.0
 _INSPECT_S = 120.0
 """A model that takes longer to be looked into is left for the job to find out."""
 _MAX_CHECKS = 32
+_AT_ONCE = 8
+"""Files, or models, that are looked at; those on disks that hang are among them."""
 MAX_CONFIG_BYTES = 96 * 1024
 """Of what a process is given by its environment, which the kernel bounds."""
 
 
-async def check_files(question: LookQuestion) -> LookAnswer:
-    """Say what is there, as far as that is known in time."""
-    looking = asyncio.ensure_future(asyncio.to_thread(check_files_now, question))
-    await asyncio.wait({looking}, timeout=ANSWER_S)
-    return looking.result() if looking.done() else LookAnswer(known=False)
+class FileChecks:
+    """Answers questions after files, some at a time."""
+
+    def __init__(self) -> None:
+        """Have been asked nothing."""
+        self._threads = DiskThreads(_AT_ONCE, ANSWER_S)
+
+    async def answer(self, question: LookQuestion) -> LookAnswer:
+        """Say what is there, as far as that is known in time."""
+        try:
+            return await self._threads.look("", check_files_now, question)
+        except TimeoutError:
+            return LookAnswer(known=False)
 
 
 def check_files_now(question: LookQuestion) -> LookAnswer:
@@ -117,7 +128,7 @@ def _is_there(name: str) -> bool:
     source = TaskSource.parse(name)
     if source is not None:
         return holds_tasks(source)
-    path = Path(name).expanduser()
+    path = without_tilde(name)
     return is_dataset_name(path) and path.is_file()
 
 
@@ -273,7 +284,6 @@ class _ModelInspection:
 # -- models ----------------------------------------------------------------------------------------
 
 """What takes longer, such as a hub that does not answer, is left for the job to find out."""
-_AT_ONCE = 8
 
 
 class ModelChecks:
@@ -281,27 +291,24 @@ class ModelChecks:
 
     def __init__(self) -> None:
         """Have been asked nothing."""
-        self._running: set[asyncio.Future[None]] = set()
+        self._threads = DiskThreads(_AT_ONCE, ANSWER_S)
+        self._num_running = 0
 
     async def answer(self, question: ModelQuestion) -> ModelAnswer:
         """Say whether a model can be had, as far as that is known in time."""
-        if len(self._running) >= _AT_ONCE:
+        if self._num_running >= _AT_ONCE:
             return ModelAnswer(known=False)
         check = check_model_alike if question.alike else check_model_is_here
-        looking = asyncio.ensure_future(asyncio.to_thread(check, question.model))
-        self._running.add(looking)
-        looking.add_done_callback(self._ended)
-        await asyncio.wait({looking}, timeout=ANSWER_S)
-        if not looking.done():
-            return ModelAnswer(known=False)
-        error = looking.exception()
-        if isinstance(error, TinkermqError):
+        self._num_running += 1
+        try:
+            await self._threads.look("", check, question.model)
+        except TinkermqError as error:
             return ModelAnswer(known=True, missing=error.message, hint=error.hint)
-        return ModelAnswer(known=error is None)
-
-    def _ended(self, looking: "asyncio.Future[None]") -> None:
-        self._running.discard(looking)
-        looking.exception()  # retrieved, also if it is no longer awaited
+        except Exception:  # noqa: BLE001  of whatever library: the job finds out
+            return ModelAnswer(known=False)
+        finally:
+            self._num_running -= 1
+        return ModelAnswer(known=True)
 
 
 # -- keys and secrets for one process --------------------------------------------------------------
@@ -518,12 +525,20 @@ class Node:
             entry = await self._beats.get(f"{scope.key}.{wanted.name}")
             return None if entry is None else entry.value
 
+        start, gpus = self._start_child, None
+        if self._gpus and max(wanted.devices, default=0) < len(self._gpus):
+            gpus = self._gpus.uuids(wanted.devices)
+        elif self._gpus:  # the node was started again with fewer
+            start = _refuse_to_start(
+                f"slot {max(wanted.devices)} of node {self.name} was given to it, and the node has "
+                f"{len(self._gpus)} GPUs by now; resume the job: it is placed anew"
+            )
         actor = ActorProcess(
             wanted,
-            start=self._start_child,
+            start=start,
             nats_url=self._broker.url,
             send=send,
-            gpus=self._gpus.uuids(wanted.devices) if self._gpus else None,
+            gpus=gpus,
             stop_deadline_s=self._stop_deadline_s,
             changed=self._changed.set,
             last_beat=last_beat,
@@ -552,7 +567,7 @@ class Node:
                 "model", node_subject(self.name, "model"), ModelQuestion, ModelChecks().answer
             )
             await service.endpoint(
-                "look", node_subject(self.name, "look"), LookQuestion, check_files
+                "look", node_subject(self.name, "look"), LookQuestion, FileChecks().answer
             )
             await service.endpoint(
                 "inspect",
@@ -652,6 +667,13 @@ class Node:
             await self._records.delete(self.name)
         except TinkermqError as error:
             _log.warning("node_record_failed", error=str(error))
+
+
+def _refuse_to_start(why: str) -> StartChild:
+    async def refuse(*_: object) -> Child:
+        raise StartRefused(why)
+
+    return refuse
 
 
 def _key(wanted: WantedActor) -> ActorKey:

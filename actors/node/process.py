@@ -41,6 +41,8 @@ TAIL_LINES = 20
 MAX_REASON_CHARS = 1500
 """Of why an actor ended: the reasons of all actors of a node travel in one message."""
 _BATCH_LINES = 500
+_BATCH_BYTES = 256 * 1024
+"""Of one message with lines, which any server takes; a single line has less."""
 _FLUSH_S = 0.2
 _DRAIN_DEADLINE_S = 2.0
 
@@ -206,13 +208,21 @@ class ActorOutput:
     async def _flush(self) -> None:
         await self._write()
         while self._waiting or self._sending:
-            while self._waiting and len(self._sending) < _BATCH_LINES:
-                self._sending.append(self._waiting.popleft())
+            self._fill()
             try:
                 await self._send(self._batch())
             except TinkermqError:  # the broker is away: the same lines again next time
                 return
             self._sending = []
+
+    def _fill(self) -> None:
+        """Take as many lines as one message may hold; text may be longer than what it came from."""
+        num_bytes = sum(len(line.encode()) for line in self._sending)
+        while self._waiting and len(self._sending) < _BATCH_LINES:
+            num_bytes += len(self._waiting[0].encode())
+            if self._sending and num_bytes > _BATCH_BYTES:
+                return
+            self._sending.append(self._waiting.popleft())
 
     def _batch(self) -> LogLines:
         return LogLines(
@@ -471,8 +481,10 @@ class ActorProcess:
         reading, writing = os.pipe()
         try:
             process = await self._start_child(self.wanted, self._environment, writing)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  of one actor: it must not end the node of all
             os.close(reading)
+            if not isinstance(error, OSError):
+                _log.exception("actor_not_started", child=self.wanted.name)
             self._output.add([f"cannot start {self.wanted.name}: {error}"])
             if isinstance(error, StartRefused):
                 return EXIT_FAILED

@@ -54,7 +54,7 @@ from ...envs.sandbox.self_test import prove
 from ...envs.sandbox.served import FOLDERS_VARIABLE, NETWORK, SOCKET, listen_at
 from ...schemas.node import WantedActor
 from ...schemas.wire.errors import SandboxError, StorageError, TinkermqError
-from ..storage.access import MODELS_VARIABLE, is_of_another, shown_from
+from ..storage.access import MODELS_VARIABLE, is_of_another, shown_from, without_tilde
 from .forwarding import URL_VARIABLE, Forwarder
 
 # Module, arguments and environment of an actor. Secrets never stand on a command line: the broker's
@@ -318,7 +318,7 @@ def check_programs(wanted: WantedActor) -> None:
     roots = [Path(root) for root in wanted.output_roots]
     named = [item.resolve() for item in (*_python(), *_named(FOLDERS_VARIABLE))]
     for folder in wanted.programs or []:
-        path = Path(folder).expanduser().resolve()
+        path = without_tilde(folder.replace("\0", "?")).resolve()
         is_own = any(path.is_relative_to(root.resolve()) for root in roots) and not is_of_another(
             path, wanted.user, roots
         )
@@ -337,7 +337,7 @@ def _data_files(wanted: WantedActor) -> dict[Path, Path]:
     a link, what lies in another user's run.
     """
     roots = [Path(root) for root in wanted.output_roots]
-    named = {Path(read).expanduser().absolute() for read in wanted.reads}
+    named = {without_tilde(read).absolute() for read in wanted.reads}
     places = {path: path.resolve() for path in named if is_dataset_name(path) and path.is_file()}
     for path, place in places.items():
         if place != path and (
@@ -412,7 +412,7 @@ def _read_by_learner(wanted: WantedActor, handles: _Handles) -> dict[Path, Path]
     since the job was accepted. Raises PathRefused.
     """
     roots = [Path(root) for root in wanted.output_roots]
-    named = {Path(item).expanduser().absolute() for item in wanted.own_code or []}
+    named = {without_tilde(item).absolute() for item in wanted.own_code or []}
     places: dict[Path, Path] = {}
     for path in sorted(item for item in named if item.exists()):
         place = path.resolve()

@@ -1,35 +1,51 @@
 """Notify users of the end of their jobs, and of a plateau, and record the jobs' changes of state.
 
 The scheduler sends them, so that it works while the laptop sleeps. apprise supports the services
-behind the URLs; it runs in a thread, and neither a URL nor an answer is logged.
+behind the URLs; it runs in a process for each notification, which ends in time whatever the service
+does, and neither a URL nor an answer is logged. Each user's are sent one after the other.
 """
 
 import asyncio
 import contextlib
-import logging
+import json
+import os
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
 from ...broker.client.connection import Broker
+from ...broker.client.login import without_secrets
 from ...broker.feed import recent_values
 from ...broker.jetstream.streams import settle_job_streams, stream_info
 from ...broker.jobs import JobStore, is_final
+from ...broker.service_process import die_with
 from ...schemas.job import NOTIFY_URL, JobRecord
 from ...schemas.wire.errors import NotFoundError, TinkermqError
+from ..notify import NO_APPRISE, TOLD
 from .jobs.secrets import SecretStore
 from .jobs.view import last_version
 
 _SEND_S = 30.0
+_AT_ONCE = 8
+"""Processes that send."""
 _LOOK_S = 2.0
 _MEASURES = ("val/mean_score", "training_step_reward")
 _TOLD = {"COMPLETED": "has finished", "FAILED": "has failed", "CANCELLED": "was stopped"}
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
-Send = Callable[[str, str, str], bool]
+
+class _Notification(NamedTuple):
+    """What is to be told of a job."""
+
+    record: JobRecord
+    text: str
+    revision: int
+    """Of the job's secrets, which are removed after its end unless others were handed over."""
 
 
 @dataclass
@@ -63,14 +79,15 @@ class Plateau:
 
 
 class Notifier:
-    """Sends notifications, one after the other."""
+    """Sends notifications; one user's do not wait for another's."""
 
-    def __init__(self, broker: Broker, secrets: SecretStore, send: Send | None = None) -> None:
-        """Tell by `send(url, title, text)`, by default with apprise."""
+    def __init__(self, broker: Broker, secrets: SecretStore) -> None:
+        """Have nothing to tell."""
         self._broker = broker
         self._secrets = secrets
-        self._send = send or send_by_apprise
         self._queue: asyncio.Queue[tuple[JobRecord, str]] = asyncio.Queue()
+        self._waiting: dict[str, deque[_Notification]] = {}
+        self._free = asyncio.Semaphore(_AT_ONCE)
         self._plateaus: dict[str, Plateau] = {}
         self._looked = float("-inf")
 
@@ -107,43 +124,72 @@ class Notifier:
                 self.ended(left)
             else:
                 await self._secrets.forget(left)
-        while True:
-            record, text = await self._queue.get()
-            try:
-                await self._tell(record, text)
-            except TinkermqError as error:
-                _log.warning("notification_failed", job=record.job, error=error.message)
+        async with asyncio.TaskGroup() as group:
+            while True:
+                record, text = await self._queue.get()
+                try:
+                    revision = await self._secrets.revision(record.scope)
+                except TinkermqError as error:
+                    _log.warning("notification_failed", job=record.job, error=error.message)
+                    continue
+                waiting = self._waiting.get(record.user)
+                if waiting is None:
+                    waiting = self._waiting[record.user] = deque()
+                    sending = self._tell_all(record.user, waiting)
+                    group.create_task(sending, name=f"notifications of {record.user}")
+                waiting.append(_Notification(record, text, revision))
 
-    async def _tell(self, record: JobRecord, text: str) -> None:
+    async def _tell_all(self, user: str, waiting: deque[_Notification]) -> None:
+        """Send what waits of one user."""
+        while waiting:
+            one = waiting.popleft()
+            async with self._free:
+                try:
+                    await self._tell(*one)
+                except TinkermqError as error:
+                    _log.warning("notification_failed", job=one.record.job, error=error.message)
+        del self._waiting[user]
+
+    async def _tell(self, record: JobRecord, text: str, revision: int) -> None:
         scope = record.scope
         url = (await self._secrets.values(scope)).get(NOTIFY_URL)
         if url is not None:
             title, body = f"{record.name} {text}", f"{record.name} ({record.state}): {text}"
             if record.reason:
                 body += f"\n{record.reason}"
-            done = False
-            try:
-                async with asyncio.timeout(_SEND_S):
-                    done = await asyncio.to_thread(self._send, url, title, body)
-            except TimeoutError:
-                pass
-            except Exception as error:  # noqa: BLE001  a service's library; its text may name the URL
-                _log.warning("notification_refused", job=record.job, kind=type(error).__name__)
-            _log.info("notification_sent" if done else "notification_lost", job=record.job)
+            is_told = await _send(url, title, body)
+            _log.info("notification_sent" if is_told else "notification_lost", job=record.job)
         if record.state in _TOLD:
-            await self._secrets.forget(scope)
+            await self._secrets.forget(scope, revision)
 
 
-def send_by_apprise(url: str, title: str, text: str) -> bool:
-    """Send one notification; False when the service does not take it, or apprise is missing."""
-    logging.getLogger("apprise").setLevel(logging.CRITICAL + 1)  # it names URLs
+async def _send(url: str, title: str, text: str) -> bool:
+    """Send one notification; False when the service does not take it in time."""
     try:
-        from apprise import Apprise
-    except ImportError:
-        _log.warning("apprise_missing", hint="pip install 'tinkermq[notify]' where schedulers run")
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tinkermq.actors.notify"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,  # a library's words may name the URL
+            env=without_secrets(os.environ),
+            start_new_session=True,
+            preexec_fn=die_with(os.getpid()),
+        )
+    except OSError as error:  # of a machine without room for a process
+        _log.warning("notification_not_started", error=str(error))
         return False
-    service: Any = Apprise()
-    return bool(service.add(url)) and bool(service.notify(title=title, body=text))
+    try:
+        async with asyncio.timeout(_SEND_S):
+            await process.communicate(json.dumps([url, title, text]).encode())
+    except TimeoutError:
+        return False
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode == NO_APPRISE:
+        _log.warning("apprise_missing", hint="pip install 'tinkermq[notify]' where schedulers run")
+    return process.returncode == TOLD
 
 
 # Events of state changes, which the jobs' records hold until they are published. Each job has a

@@ -66,8 +66,9 @@ from .placement import (
     with_nodes,
 )
 
-# Stop, pause and hand-over requests to learners. The job's record holds the request; here only the
-# process that has received it is remembered, so a restarted learner gets it again.
+# Stop, pause, resume and hand-over requests to learners. The job's record holds the request; here
+# only the process that has received it is remembered, so a restarted learner gets it again, and so
+# does one whose heartbeat contradicts the record: it heard a request late, or missed one.
 
 _CONTROL_TIMEOUT_S = 5.0
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -81,6 +82,19 @@ class LearnerCommands:
         self._broker = broker
         self._ordered: dict[str, tuple[str, int | None]] = {}
         self._telling: set[str] = set()
+        self._astray: set[str] = set()
+
+    def compare(self, record: JobRecord, *, is_paused: bool) -> None:
+        """Notice a learner that stands still while its job runs, or the reverse; it is told again.
+
+        `is_paused` is what its heartbeat says.
+        """
+        key, wanted = key_of(record), record.state == "PAUSED"
+        if record.state not in ("RUNNING", "PAUSED") or is_paused == wanted:
+            self._astray.discard(key)
+            return
+        self._astray.add(key)
+        self._ordered.pop(key, None)
 
     def send_pending(
         self,
@@ -89,8 +103,8 @@ class LearnerCommands:
         learner: ActorStatus | None,
         group: asyncio.TaskGroup,
     ) -> None:
-        """Order the learner to stop or pause, in a task of `group`, unless it was ordered."""
-        verb = _verb_for(record)
+        """Order the learner to stop, pause or go on, in a task of `group`, unless it was."""
+        verb = _verb_for(record, is_astray=key in self._astray)
         if verb is None:
             self._ordered.pop(key, None)
             return
@@ -119,9 +133,10 @@ class LearnerCommands:
     def forget(self, key: str) -> None:
         """Drop what is known of a job that has ended."""
         self._ordered.pop(key, None)
+        self._astray.discard(key)
 
     async def _tell(
-        self, key: str, record: JobRecord, verb: Literal["stop", "pause"], pid: int | None
+        self, key: str, record: JobRecord, verb: Literal["stop", "pause", "resume"], pid: int | None
     ) -> None:
         try:
             await tell_learner(self._broker, record, verb)
@@ -147,10 +162,12 @@ async def tell_learner(
     )
 
 
-def _verb_for(record: JobRecord) -> Literal["stop", "pause"] | None:
+def _verb_for(record: JobRecord, *, is_astray: bool) -> Literal["stop", "pause", "resume"] | None:
     if record.state in ACTIVE and record.stop == "drain":
         return "stop"
-    return "pause" if record.state == "PAUSED" else None
+    if record.state == "PAUSED":
+        return "pause"
+    return "resume" if is_astray and record.state == "RUNNING" else None
 
 
 WHO = "scheduler"
@@ -282,7 +299,11 @@ class Reconciler:
         self._events.publish(self._view.untold(), group)
         self._remover.start_removals(group)
         active = [item for item in self._view.live.values() if item.state in ACTIVE]
-        if await self._versions.refresh(active):
+        beats = await self._versions.refresh(active)
+        if beats is not None:
+            for record in active:
+                if (beat := beats.get(key_of(record))) is not None:
+                    self._messenger.compare(record, is_paused=beat.state == "paused")
             await self._notifier.check_jobs(active)
 
     def _rise_above_nodes(self) -> None:

@@ -223,6 +223,7 @@ class _SchedulerRequests:
         self._secrets = secrets
         self._audit = Audit(broker)
         self._damage = DamageReport(broker)
+        self._rooms: dict[str, asyncio.Lock] = {}
 
     async def open(self, service: Service) -> None:
         """Answer on the subjects of every user."""
@@ -329,8 +330,16 @@ class _SchedulerRequests:
         return TrainerOffers(offers=self._view.offers())
 
     async def tinker_usage(self, usage: TrainerUsage, context: RequestContext) -> TenantShares:
-        """Note what the users of a Tinker service have used, and return their shares."""
+        """Note what the users of a Tinker service have used, and return their shares.
+
+        Raises StateError for another job: what its owner told would use up the quotas of others.
+        """
         record = await self._view.get(context.user, usage.job)
+        if record.kind != "tinker":
+            raise StateError(
+                f"job {record.name} is of kind {record.kind} and has no usage to report",
+                hint="services for the Tinker API report what their users have used",
+            )
         if with_usage(record, usage) is not record:
             await self._jobs.update(record, lambda now: with_usage(now, usage))
         return TenantShares(users={user: self._share(user) for user in usage.tokens})
@@ -340,16 +349,17 @@ class _SchedulerRequests:
 
         Raises QuotaError, BrokerError when the server has no room, StateError.
         """
-        record = await self._view.get(context.user, request.job)
-        if record.state not in ACTIVE:
-            raise StateError(
-                f"job {record.job} is {record.state} and publishes no weights",
-                hint="resume it: `tinkermq resume`",
-            )
-        try:
-            return await self._bound_weights(record, request.wanted_bytes)
-        except (QuotaError, BrokerError):
-            return await self._bound_weights(record, request.least_bytes)
+        async with self._rooms.setdefault(context.user, asyncio.Lock()):  # each counts the others
+            record = await self._view.get(context.user, request.job)
+            if record.state not in ACTIVE:
+                raise StateError(
+                    f"job {record.job} is {record.state} and publishes no weights",
+                    hint="resume it: `tinkermq resume`",
+                )
+            try:
+                return await self._bound_weights(record, request.wanted_bytes)
+            except (QuotaError, BrokerError):
+                return await self._bound_weights(record, request.least_bytes)
 
     async def _bound_weights(self, record: JobRecord, num_bytes: int) -> WeightsBound:
         """Set the bound, which counts among the bytes of streams that the user may have."""
@@ -435,7 +445,9 @@ class _SchedulerRequests:
 
     @contextlib.asynccontextmanager
     async def _alone(
-        self, request: ResumeRequest | ScaleRequest | LabelRequest, context: RequestContext
+        self,
+        request: ResumeRequest | ScaleRequest | LabelRequest | JobRequest,
+        context: RequestContext,
     ) -> AsyncIterator[None]:
         """Hold what one request about the jobs of an owner at a time holds."""
         record = await self._view.steered(context.user, request.job)
@@ -523,7 +535,7 @@ class _SchedulerRequests:
     ) -> JobReply:
         """Write into the record what shall be done; the reconciler does it."""
         # not while the job, or one that depends on it, is being started
-        async with self._submission.lock(context.user):
+        async with self._alone(request, context):
             record = await self._view.steered(context.user, request.job)
             if record.removal == removal or (removal == "archive" and record.archived is not None):
                 return JobReply(record=record)

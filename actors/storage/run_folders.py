@@ -6,6 +6,7 @@ whether it is the one that was written. Archiving and removing may be done twice
 """
 
 import contextlib
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -115,13 +116,14 @@ def remove_weights(run_dir: str, folder: str | None, locations: Iterable[str]) -
     if run_dir:
         with contextlib.suppress(FileNotFoundError), Folder(run_dir) as run:
             run.remove(_WEIGHTS)
-    if not folder:
+    if not folder or "\0" in folder:
         return
-    place = Path(folder).expanduser().resolve()
+    place = Path(os.path.realpath(os.path.expanduser(folder)))  # noqa: PTH111  an odd ~name stays
     with contextlib.suppress(FileNotFoundError), Folder(place) as shared:
         for location in locations:
             path = Path(location)
-            if _PAYLOAD.fullmatch(path.name) and path.parent.resolve() == place:
+            is_named_so = "\0" not in location and _PAYLOAD.fullmatch(path.name)
+            if is_named_so and path.parent.resolve() == place:
                 shared.unlink(path.name)
 
 

@@ -12,8 +12,10 @@ import asyncio
 import contextlib
 import inspect
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import nats.errors
@@ -27,7 +29,7 @@ from ...schemas.wire import errors
 from ...schemas.wire.codec import too_large
 from ...schemas.wire.foreign import ends_this_task
 from ...schemas.wire.message import Message
-from ...schemas.wire.subjects import caller_of_rpc, user_of_rpc
+from ...schemas.wire.subjects import PREFIX, caller_of_rpc, user_of_rpc
 from ...schemas.wire.trace import TRACEPARENT
 from ..fair_queue import FairQueue, Rates
 from .availability import RETRY_PAUSE_S
@@ -47,9 +49,12 @@ Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
 
 MAX_RUNNING = 1024
+MAX_OF_USER = 512
+"""Requests of one user that run at once at a service of many users, such as those that wait."""
 INBOXES = "_INBOX"
 VERSION = "0.1.0"
 """Of the package; to read its metadata takes a tenth of an actor's start."""
+_OF_MANY_USERS = f"{PREFIX}.rpc.*."
 _DRAIN_S = 5.0
 _BUSY_S = 50.0
 
@@ -98,6 +103,7 @@ class Service:
         self._micro = micro
         self._running: set[asyncio.Task[None]] = set()
         self._free = asyncio.Semaphore(MAX_RUNNING)
+        self._of_users: Counter[str] = Counter()
         self.share = FairQueue()
         """Requests of users, at the endpoints where they take turns."""
 
@@ -137,6 +143,8 @@ class Service:
 
         Endpoints on the same subject and `queue` share its requests, also across processes. With
         `fair` the users that `rpc.<user>.…` names take turns, and a user with too many is refused.
+        Without it a user with `MAX_OF_USER` at such endpoints is refused; they take no places of
+        others.
         """
         share = self.share if fair else None
         endpoint = _Endpoint(self._broker, request_model, _with_context(handler), share)
@@ -148,8 +156,25 @@ class Service:
 
         if share is not None:
             await self._listen(name, subject, endpoint.take_turn, queue, known)
+        elif subject.startswith(_OF_MANY_USERS):
+            take = partial(self._take_of_user, endpoint, name)
+            await self._listen(name, subject, take, queue, known)
         else:
             await self.raw_endpoint(name, subject, endpoint.answer, queue, known=known)
+
+    async def _take_of_user(self, endpoint: "_Endpoint", name: str, request: Request) -> None:
+        user = caller_of_rpc(request.subject)
+        if self._of_users[user] >= MAX_OF_USER:
+            await endpoint.refuse_busy(request, user)
+            return
+        self._of_users[user] += 1
+
+        def ended(_: asyncio.Task[None]) -> None:
+            self._of_users[user] -= 1
+            if not self._of_users[user]:
+                del self._of_users[user]
+
+        self.run(endpoint.answer(request), name=f"{name} request").add_done_callback(ended)
 
     async def raw_endpoint(
         self,
@@ -238,17 +263,21 @@ class _Endpoint:
             await self._share.give_way()
         user, num_bytes = caller_of_rpc(request.subject), len(request.data)
         if num_bytes > self._request_model.max_bytes:  # which would wait in memory
-            error: errors.TinkermqError = too_large(num_bytes, self._request_model.max_bytes)
             self._share.num_refused += 1
-        elif self._share.submit(user, lambda: self.answer(request), num_bytes):
-            return
-        elif self._busy.take(user, time.monotonic()) is None:
-            return  # reported often enough: a flood is not answered by another
-        else:
+            await self._refuse(request, too_large(num_bytes, self._request_model.max_bytes))
+        elif not self._share.submit(user, lambda: self.answer(request), num_bytes):
+            await self.refuse_busy(request, user)
+
+    async def refuse_busy(self, request: Request, user: str) -> None:
+        """Refuse a user with too many requests; a flood is not answered by another."""
+        if self._busy.take(user, time.monotonic()) is not None:
             error = errors.BusyError(
                 f"user {user!r} has too many requests under way",
                 hint=f"send fewer at once; this one again in {errors.BusyError.retry_after_s:g} s",
             )
+            await self._refuse(request, error)
+
+    async def _refuse(self, request: Request, error: errors.TinkermqError) -> None:
         payload, headers = error_reply(error.code, error.message, error.hint)
         await self._count(0, headers)
         await self._send(request, payload, headers)

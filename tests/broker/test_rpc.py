@@ -14,13 +14,14 @@ from tinkermq.broker.calls import ask_users, repeated_call, write_checkpoint
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.faults import ConnectionLost
 from tinkermq.broker.client.parts import Inbox
-from tinkermq.broker.client.rpc import RequestContext, Service, call
+from tinkermq.broker.client.rpc import MAX_RUNNING, RequestContext, Service, call
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas import control, env, job
 from tinkermq.schemas.env import CloseRequest
 from tinkermq.schemas.user import UserReply
 from tinkermq.schemas.wire.errors import (
     BrokerError,
+    BusyError,
     DeadlineError,
     FencedError,
     GameError,
@@ -35,7 +36,7 @@ from tinkermq.schemas.wire.subjects import JobScope, rpc
 from tests.clients.conftest import new_record
 from tests.support.processes import halt
 from tests.support.strategies import hostile_payloads
-from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, eventually, until
 
 
 class Question(Message):
@@ -212,6 +213,48 @@ async def test_a_service_that_calls_itself_does_not_deadlock(
     request = Question(episode="e", turn=5, action="")
     reply = await call(broker, "test.down", request, Answer, timeout_s=5, waiting_for="the service")
     assert reply.observation == "bottom"
+
+
+async def test_requests_of_one_user_that_wait_take_no_place_of_others(
+    broker: Broker, service: Service
+) -> None:
+    released = asyncio.Event()
+
+    async def answer(_: Empty, context: RequestContext) -> Answer:
+        if context.user == "eve":
+            await released.wait()
+        return Answer(observation=context.user, reward=0.0, done=True)
+
+    await service.endpoint("wait", rpc("*", "waiting", "wait"), Empty, answer)
+    inbox, payload = broker.nc.new_inbox(), Empty().to_bytes()
+    for _ in range(MAX_RUNNING + 1):
+        await broker.nc.publish(rpc("eve", "waiting", "wait"), payload, reply=inbox)
+
+    async def ask(user: str, timeout_s: float) -> Answer:
+        subject = rpc(user, "waiting", "wait")
+        return await call(broker, subject, Empty(), Answer, timeout_s=timeout_s, waiting_for="it")
+
+    assert (await ask("ada", 10.0)).observation == "ada"
+
+    async def is_refused() -> bool:
+        try:
+            await ask("eve", 0.5)
+        except BusyError as error:
+            return "user 'eve' has too many requests under way" in error.message
+        except DeadlineError:  # refusals are bounded, too
+            return False
+        return False
+
+    await eventually(is_refused, "a refusal")
+    released.set()
+
+    async def is_free() -> bool:
+        try:
+            return (await ask("eve", 0.5)).observation == "eve"
+        except (BusyError, DeadlineError):
+            return False
+
+    await eventually(is_free, "the user's requests to have been answered")
 
 
 async def test_the_user_is_taken_from_the_subject(broker: Broker, service: Service) -> None:

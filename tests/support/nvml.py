@@ -20,6 +20,8 @@ class Nvml:
     def __init__(self, links: tuple[tuple[int, int], ...] = (), switched: bool = False) -> None:
         self.links = links
         self.switched = switched
+        self.lost: set[int] = set()
+        """GPUs that have fallen off the bus."""
 
     def nvmlDeviceGetCount(self) -> int:
         return 4
@@ -46,6 +48,8 @@ class Nvml:
         return b"NVIDIA H200"
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        if handle in self.lost:
+            raise NvmlError("GPU is lost")
         return SimpleNamespace(total=141 << 30, used=handle << 30)
 
     def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:

@@ -170,6 +170,9 @@ class Remover:
         except (TinkermqError, OSError, TimeoutError) as error:
             _log.warning("removal_waits", job=record.job, what=record.removal, error=str(error))
             self._not_before[key] = time.monotonic() + _PAUSE_S
+        except Exception:  # noqa: BLE001  what one job has left must not end the scheduler of all
+            _log.exception("removal_failed", job=record.job, what=record.removal)
+            self._not_before[key] = time.monotonic() + _AGAIN_S
         finally:
             self._busy.discard(key)
 

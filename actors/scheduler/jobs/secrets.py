@@ -25,7 +25,7 @@ from ....schemas.job import (
     SealingKey,
     SecretName,
 )
-from ....schemas.wire.errors import AuthError, MessageError
+from ....schemas.wire.errors import AuthError, ConflictError, MessageError
 from ....schemas.wire.subjects import BUCKET_SECRETS, JobScope
 from .states import ACTIVE, secrets_of
 from .view import JobsView
@@ -75,10 +75,19 @@ class SecretStore:
             _log.warning("secrets_unreadable", job=scope.job, error=error.message)
             return {}
 
-    async def forget(self, scope: JobScope) -> None:
-        """Remove what a job was given; harmless when there is nothing."""
-        if scope.key in await self._bucket.keys(scope.user):
-            await self._bucket.delete(scope.key)
+    async def revision(self, scope: JobScope) -> int:
+        """Return which handing over a job's secrets are of; 0 where there are none."""
+        entry = await self._bucket.find(scope.key)
+        return 0 if entry is None else entry.revision
+
+    async def forget(self, scope: JobScope, revision: int | None = None) -> None:
+        """Remove what a job was given; harmless when there is nothing.
+
+        With a `revision` it stays if its owner has handed over more since, for the next attempt.
+        """
+        if revision != 0 and scope.key in await self._bucket.keys(scope.user):
+            with contextlib.suppress(ConflictError):
+                await self._bucket.delete(scope.key, revision=revision)
 
     async def left_behind(self) -> list[JobRecord | JobScope]:
         """Return the jobs that have ended, or are gone, and whose secrets are still kept."""

@@ -606,15 +606,19 @@ class Versions:
         self._jobs = jobs
         self._read = float("-inf")
 
-    async def refresh(self, active: Sequence[JobRecord]) -> bool:
-        """Enter the reports of these jobs' learners, now and then; return whether it did."""
-        if time.monotonic() - self._read < _EVERY_S:
-            return False
-        self._read = time.monotonic()
-        await asyncio.gather(*map(self._look_at, active))
-        return True
+    async def refresh(self, active: Sequence[JobRecord]) -> dict[str, Presence] | None:
+        """Enter the versions that these jobs' learners report, now and then.
 
-    async def _look_at(self, record: JobRecord) -> None:
+        Returns their heartbeats by the keys of the jobs; None while it is not time to look.
+        """
+        if time.monotonic() - self._read < _EVERY_S:
+            return None
+        self._read = time.monotonic()
+        beats = await asyncio.gather(*map(self._look_at, active))
+        found = zip(active, beats, strict=True)
+        return {key_of(record): beat for record, beat in found if beat is not None}
+
+    async def _look_at(self, record: JobRecord) -> Presence | None:
         entry = await presences(self._broker).find(f"{key_of(record)}.learner")
         version = entry.value.version if entry else None
         if version is not None and version > record.version:
@@ -622,6 +626,7 @@ class Versions:
                 await self._jobs.update(
                     record, lambda now: now.model_copy(update={"version": version})
                 )
+        return None if entry is None else entry.value
 
 
 async def last_version(broker: Broker, record: JobRecord) -> int:

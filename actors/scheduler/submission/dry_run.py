@@ -44,7 +44,6 @@ from .access import check_game
 from .submission import (
     ANSWER_S,
     MOST_ASKED,
-    Reader,
     Submission,
     ask_for_model,
     ask_node,
@@ -107,12 +106,13 @@ class DryRun:
         if record.fork_of:
             text = f"it begins with {record.fork_of}: {record.fork_dir}"
             return [SubmissionFinding(what="model", ok=True, text=text, by=_SCHEDULER)]
-        return [await self._model(nodes, model, reader) for model in models_of(config)]
+        known = await self.submission.known_models(models_of(config), reader)
+        return [await self._model(nodes, model, may_know) for model, may_know in known.items()]
 
     async def _model(
-        self, nodes: Sequence[NodeStatus], model: str, reader: Reader
+        self, nodes: Sequence[NodeStatus], model: str, may_know: bool
     ) -> SubmissionFinding:
-        reply = await ask_for_model(self._broker, nodes, model, reader)
+        reply = await ask_for_model(self._broker, nodes, model, may_know=may_know)
         having = [item.node for item in reply if item.answer.known and not item.answer.missing]
         lacking = [item for item in reply if item.answer.missing]
         if having:
@@ -157,10 +157,10 @@ class DryRun:
         """Return the nodes that have the model of a job, all of which its owner may know."""
         reader = self.submission.reader(record.user, [Path(root) for root in record.output_roots])
         read = [*model_paths(config).values(), *config.sft.data]
-        if not all([await asyncio.to_thread(reader.may_know, item) for item in read]):
+        if not await self.submission.may_know_all(read, reader):
             return []
         nodes = self._reconciler.nodes()
-        reply = await ask_for_model(self._broker, nodes, config.model.path, reader)
+        reply = await ask_for_model(self._broker, nodes, config.model.path, may_know=True)
         return [item.node for item in reply if item.answer.known and not item.answer.missing]
 
     async def _seen(

@@ -33,6 +33,7 @@ from ....schemas.wire.errors import (
     StorageError,
 )
 from ...policy.lora import config_of
+from ...storage.access import without_tilde
 from ...storage.adapters import base_of, is_adapter
 from ...storage.checkpoints import is_put_away, keep_stored, store_of, stored_checkpoints
 from ...storage.run_folders import checkpoint_folders
@@ -58,7 +59,7 @@ def run_dir_of(config: JobConfig, owner: str = "") -> Path:
 
     With an `owner` it lies in a folder of theirs: names are unique for each user only.
     """
-    return Path(config.output_dir).expanduser().resolve() / owner / str(config.name)
+    return without_tilde(config.output_dir).resolve() / owner / str(config.name)
 
 
 def make_run_dir(config: JobConfig, owner: str = "") -> Path:

@@ -9,12 +9,13 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
 
 from ....broker.client.connection import Broker
 from ....broker.client.rpc import call
+from ....broker.disk import DiskThreads
 from ....broker.jobs import JobStore, is_final
 from ....schemas.config.agent import runs_programs
 from ....schemas.config.algorithm import is_checkpoint
@@ -38,6 +39,7 @@ from ....schemas.wire.errors import (
     MessageError,
     ModelError,
     StateError,
+    StorageError,
     TinkermqError,
 )
 from ....schemas.wire.message import Message, new_id
@@ -73,8 +75,14 @@ from .access import (
 # -- models: nodes are asked whether they can load them --------------------------------------------
 
 R = TypeVar("R", bound=Message)
+T = TypeVar("T")
+P = ParamSpec("P")
 
 ANSWER_S = 12.0
+_LOOK_S = 30.0
+"""For what the scheduler finds out itself about files: a disk may hang."""
+_LOOKS = 8
+"""At once, for one user."""
 MOST_ASKED = 8
 """Nodes that are asked; of a larger pool the others count for ones that can."""
 
@@ -103,30 +111,30 @@ class Reader(NamedTuple):
 
 
 async def refuse_missing_models(
-    broker: Broker, nodes: Sequence[NodeStatus], config: JobConfig, reader: Reader
+    broker: Broker, nodes: Sequence[NodeStatus], models: Mapping[str, bool]
 ) -> None:
     """Raise ModelError for a model that no node can have, in the words of the first one asked.
 
-    Nodes that do not know count for ones that can: the job finds out. So does a pool without nodes,
-    or with more than are asked.
+    `models` says of each whether the asking user may know what is there. Nodes that do not know
+    count for ones that can: the job finds out. So does a pool without nodes, or with more than are
+    asked.
     """
-    for model in models_of(config):
-        reply = await ask_for_model(broker, nodes, model, reader)
+    for model, may_know in models.items():
+        reply = await ask_for_model(broker, nodes, model, may_know=may_know)
         if reply and len(reply) == len(nodes) and all(item.answer.missing for item in reply):
             first = reply[0]
             raise ModelError(f"node {first.node}: {first.answer.missing}", hint=first.answer.hint)
 
 
 async def ask_for_model(
-    broker: Broker, nodes: Sequence[NodeStatus], model: str, reader: Reader
+    broker: Broker, nodes: Sequence[NodeStatus], model: str, *, may_know: bool
 ) -> list[ModelReport]:
     """Return what the nodes say of a model, those that were asked.
 
-    Of a path that the reader may not read they say the same whatever is there, unless a model.
+    Of a path that the user may not know they say the same whatever is there, unless a model.
     """
     names = [item.node for item in nodes[:MOST_ASKED]]
-    alike = not await asyncio.to_thread(reader.may_know, model)
-    question, unknown = ModelQuestion(model=model, alike=alike), ModelAnswer(known=False)
+    question, unknown = ModelQuestion(model=model, alike=not may_know), ModelAnswer(known=False)
     asking = (
         ask_node(broker, name, "model", question, unknown, timeout_s=ANSWER_S) for name in names
     )
@@ -244,6 +252,7 @@ class Submission:
         self._jobs = jobs
         self._view = view
         self._reconciler = reconciler
+        self._disks = DiskThreads(_LOOKS, _LOOK_S)
         self._names: set[tuple[str, str]] = set()
         self._making: dict[tuple[str, str], asyncio.Future[JobRecord]] = {}
 
@@ -284,7 +293,7 @@ class Submission:
         parse_config(request.config)
         record = await self._blank(user, "tried", request)
         plan = await self._planned(record)
-        folder = origins.run_dir_of(plan.config, self._folder_of(user))
+        folder = await self._look(user, origins.run_dir_of, plan.config, self._folder_of(user))
         roots = [str(root) for root in plan.roots]
         fields = {"actors": plan.actors, "run_dir": str(folder), "output_roots": roots}
         return record.model_copy(update=fields), plan.config
@@ -385,11 +394,12 @@ class Submission:
             raise plan.refusal
         await self.refuse_long_contexts(config, reader)
         if not record.fork_dir:
-            await refuse_missing_models(self._broker, self._reconciler.nodes(), config, reader)
+            known = await self.known_models(models_of(config), reader)
+            await refuse_missing_models(self._broker, self._reconciler.nodes(), known)
         wanted = {"actors": actors, "stored_bytes": states.reserved_bytes(config)}
         self.check_growth(before, record.model_copy(update=wanted))
-        run_dir = await asyncio.to_thread(
-            origins.make_run_dir, config, self._folder_of(record.user)
+        run_dir = await self._look(
+            record.user, origins.make_run_dir, config, self._folder_of(record.user)
         )
         judge = await self._judge(record.user, config.env.reward)
         fork_dir, adapters = await self._kept(record, run_dir)
@@ -508,17 +518,37 @@ class Submission:
         trains = kind in ("train", "sft")
         if not trains or self._reconciler.may_grow or any(not node.gpus for node in nodes):
             return None
-        read = [reader.may_know(model) for model in models_of(config)]
+        if not await self.may_know_all(models_of(config), reader):
+            return None
         gpus = [(gpu.model, gpu.memory_bytes) for node in nodes for gpu in node.gpus]
-        return await asyncio.to_thread(plan_for_pool, config, gpus) if all(read) else None
+        return await self._look(reader.user, plan_for_pool, config, gpus)
 
     async def refuse_long_contexts(self, config: JobConfig, reader: Reader) -> None:
         """Raise ModelError for sequences longer than a model of the job has positions for.
 
         Models that the scheduler does not know, or the reader may not, are left to the generators.
         """
-        if all([await asyncio.to_thread(reader.may_know, model) for model in models_of(config)]):
-            await asyncio.to_thread(refuse_long_contexts, config)
+        if await self.may_know_all(models_of(config), reader):
+            await self._look(reader.user, refuse_long_contexts, config)
+
+    async def known_models(self, models: Iterable[str], reader: Reader) -> dict[str, bool]:
+        """Return of each model whether the reader may know what is there. Raises StorageError."""
+        return {model: await self._look(reader.user, reader.may_know, model) for model in models}
+
+    async def may_know_all(self, models: Iterable[str], reader: Reader) -> bool:
+        """Whether the reader may know what is at all of these paths. Raises StorageError."""
+        return all((await self.known_models(models, reader)).values())
+
+    async def _look(self, user: str, read: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+        """Find something out about files, in a thread; StorageError when their disk hangs."""
+        try:
+            return await self._disks.look(user, read, *given, **named)
+        except TimeoutError as error:
+            raise StorageError(
+                f"the files that the job names, or its folder, were not found out about within "
+                f"{_LOOK_S:g} s",
+                hint="see whether their disks answer on the scheduler's machine (`ls`, `df`)",
+            ) from error
 
     async def _allowed(self, config: JobConfig, record: JobRecord) -> tuple[JobConfig, list[Path]]:
         """Return what the owner of a job may ask for, and where its processes may write.
@@ -529,18 +559,17 @@ class Submission:
         config = in_default_folder(config, roots)
         if self._view.is_admin(record.user):
             return config, []
-        config = with_allowed_folders(config, roots)
+        config = await self._look(record.user, with_allowed_folders, config, roots)
         if self._has_users:
             refuse_code_of_others(config)
             refuse_own_algorithms(config, record.user)
             refuse_network(config, record.user)
-            refuse_unshown(config, record.user, roots)
+            await self._look(record.user, refuse_unshown, config, record.user, roots)
             refuse_endpoints(config, record.user)
             refuse_other_stores(config, record.user, operator_stores())
             others = self._view.run_folders_of_others(record.user)
-            await asyncio.to_thread(
-                refuse_runs_of_others, config, others, named_by(origins.own_settings(record))
-            )
+            more = named_by(origins.own_settings(record))
+            await self._look(record.user, refuse_runs_of_others, config, others, more)
         return config, roots
 
     def check_growth(self, before: JobRecord | None, after: JobRecord) -> None:

@@ -141,3 +141,43 @@ async def test_arrow_starts_no_thread_in_the_server() -> None:
     )
     output, _ = await process.communicate()
     assert output.strip() == b"1"
+
+
+FORKS_ON_DEMAND = """
+import errno, os, pathlib, sys
+from tinkermq.actors.node import fork_server
+real = os.fork
+def fork():
+    if pathlib.Path("full").exists():
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return real()
+os.fork = fork
+fork_server._HEAVY = ()
+sys.exit(fork_server.main(sys.argv[1:]))
+"""
+"""A fork server on a machine that has no room for a process while a file is there."""
+
+
+async def test_a_machine_without_room_for_a_process_fails_that_start_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "server.py").write_text(FORKS_ON_DEMAND)
+    monkeypatch.chdir(tmp_path)
+    run = partial(asyncio.create_subprocess_exec, sys.executable, "server.py")
+    monkeypatch.setattr(
+        asyncio, "create_subprocess_exec", lambda *words, **options: run(words[-1], **options)
+    )
+    server = ForkServer()
+    try:
+        first = await Actor.start(server)
+        (tmp_path / "full").touch()
+        with pytest.raises(OSError, match=r"no process could be made: .*temporarily"):
+            await Actor.start(server)
+        assert alive(first.child.pid)
+        (tmp_path / "full").unlink()
+        second = await Actor.start(server)
+        for actor in (first, second):
+            os.kill(actor.child.pid, signal.SIGKILL)
+            assert await asyncio.wait_for(actor.child.wait(), PATIENCE_S) == -signal.SIGKILL
+    finally:
+        await server.close()

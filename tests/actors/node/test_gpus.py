@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from structlog.testing import capture_logs
 from tinkermq.actors.gpus import Gpus, find_gpus, unseen_gpu
 from tinkermq.actors.node.children import Child, spawn
 from tinkermq.actors.node.process import ActorProcess
@@ -44,6 +45,18 @@ def test_each_gpu_tells_its_model_memory_and_use() -> None:
     ]
     assert (told[0].memory_bytes, told[0].used_bytes) == (141 << 30, 1 << 30)
     assert [one.utilization for one in told] == [0.25, 0.0]
+
+
+def test_a_gpu_that_is_lost_stays_as_it_was_and_the_others_go_on() -> None:
+    nvml = Nvml()
+    gpus = gpus_of("all", nvml)
+    before = gpus.read()
+    nvml.lost = {2}
+    with capture_logs() as logs:
+        assert gpus.read() == gpus.read() == before
+    assert [(line["event"], line["gpu"]) for line in logs] == [("gpu_lost", 2)]
+    nvml.lost = set()
+    assert gpus.read() == before
 
 
 @pytest.mark.parametrize(

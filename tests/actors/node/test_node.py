@@ -13,14 +13,15 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from tinkermq.actors.gpus import Gpus, find_gpus
 from tinkermq.actors.node.children import ActorStarter, programs
 from tinkermq.actors.node.machine import check_slots, default_name, default_slots, lock_name
 from tinkermq.actors.node.node import (
     MAX_CONFIG_BYTES,
     EnvCheckRunner,
+    FileChecks,
     ModelChecks,
     Node,
-    check_files,
     check_files_now,
 )
 from tinkermq.actors.policy.model_folder import check_model_is_here
@@ -54,6 +55,7 @@ from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import BUCKET_NODES, JobScope, node, token
 
 from tests.support.hollow_model import hollow_model
+from tests.support.nvml import Nvml
 from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
@@ -116,14 +118,21 @@ def all_run(status: NodeStatus) -> bool:
 async def client(broker: Broker, scope: JobScope, tmp_path: Path) -> AsyncIterator[Client]:
     """A running node `box` and the scheduler's side of it."""
     side = Client(broker, scope, tmp_path)
-    box = Node(broker, "box", 4, start=programs(side.command), stop_deadline_s=AFTER_PATIENCE_S)
+    async with running_node(side):
+        yield side
+
+
+@contextlib.asynccontextmanager
+async def running_node(side: Client, gpus: Gpus | None = None) -> AsyncIterator[None]:
+    broker, start = side.broker, programs(side.command)
+    box = Node(broker, "box", 4, gpus=gpus, start=start, stop_deadline_s=AFTER_PATIENCE_S)
     service = await Service.start(broker, name="tinkermq-node", description="a node")
     run = asyncio.create_task(box.run(service, side.stopping))
     bucket = Bucket(broker, BUCKET_NODES, NodeStatus)
     async with asyncio.timeout(PATIENCE_S):
         while await bucket.get("box") is None:
             await asyncio.sleep(0.01)
-    yield side
+    yield
     side.stopping.set()
     await asyncio.wait_for(run, PATIENCE_S)
     await service.stop(0)
@@ -140,6 +149,19 @@ async def test_missing_actors_are_started_and_asking_again_changes_nothing(
     assert {one.name: one.pid for one in again.actors} == {
         one.name: one.pid for one in first.actors
     }
+
+
+async def test_an_actor_on_a_gpu_that_the_node_has_no_more_fails_and_the_others_run(
+    broker: Broker, scope: JobScope, tmp_path: Path
+) -> None:
+    """A node whose GPU is lost is started again without it, before anybody misses it."""
+    side = Client(broker, scope, tmp_path)
+    async with running_node(side, find_gpus("0,1", Nvml)):
+        both = side.wanted("a", devices=[2], slots=1), side.wanted("b", devices=[1], slots=1)
+        status = await side.until(
+            *both, that=lambda now: states(now) == {"a": "failed", "b": "running"}
+        )
+    assert "slot 2 of node box was given to it, and the node has 2 GPUs" in status.actors[0].error
 
 
 async def test_actors_no_longer_wanted_are_stopped_and_forgotten(client: Client) -> None:
@@ -354,7 +376,7 @@ async def test_files_that_are_missing_are_named(tmp_path: Path) -> None:
     there, gone = tmp_path / "rows.jsonl", tmp_path / "gone.jsonl"
     there.write_text("{}\n")
     question = LookQuestion(files=[str(there), str(gone), str(tmp_path)])
-    assert await check_files(question) == LookAnswer(missing=[str(gone), str(tmp_path)])
+    assert await FileChecks().answer(question) == LookAnswer(missing=[str(gone), str(tmp_path)])
 
 
 def test_a_game_is_found_by_its_name_or_its_package() -> None:
@@ -520,6 +542,24 @@ async def test_more_questions_than_a_node_looks_into_are_left_open(tmp_path: Pat
     answers = await asyncio.gather(*map(lookout.answer, asked))
     assert {one.known for one in answers} == {True, False}
     assert (await lookout.answer(asked[0])).known
+
+
+async def test_models_on_a_disk_that_hangs_take_no_thread_from_the_node(tmp_path: Path) -> None:
+    """A pipe without a writer stands for such a disk."""
+    (tmp_path / "config.json").write_text("{}")
+    os.mkfifo(tmp_path / "model.safetensors")
+    lookout = ModelChecks()
+    question = ModelQuestion(model=str(tmp_path))
+    asking = [asyncio.create_task(lookout.answer(question)) for _ in range(40)]
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not any(one.done() for one in asking):
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(sorted, [2, 1])  # as what starts an actor does
+    finally:
+        os.close(os.open(tmp_path / "model.safetensors", os.O_WRONLY))
+        answers = await asyncio.gather(*asking)
+    assert False in {one.known for one in answers}
 
 
 def test_an_adapter_is_here_if_its_base_is(tmp_path: Path) -> None:

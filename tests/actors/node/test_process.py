@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.node.children import ActorStarter, programs
+from tinkermq.actors.node.children import ActorStarter, Child, programs
 from tinkermq.actors.node.process import (
     MAX_LINE_BYTES,
     MAX_REASON_CHARS,
@@ -32,7 +32,7 @@ from tinkermq.actors.node.process import (
 )
 from tinkermq.schemas.metric import LogLines, Presence
 from tinkermq.schemas.node import WantedActor
-from tinkermq.schemas.wire.errors import BrokerError, ConfigError, DeadlineError
+from tinkermq.schemas.wire.errors import BrokerError, ConfigError, DeadlineError, MessageError
 
 from tests.support.processes import alive
 from tests.support.waiting import PATIENCE_S, until
@@ -387,7 +387,12 @@ async def test_a_program_that_cannot_be_started_fails_like_a_crash(tmp_path: Pat
     assert "/nonexistent/python" in actor.status.error
 
 
-@pytest.mark.parametrize("folder", ["/etc", "runs/bob/r2", "runs", "link", "elsewhere", "/"])
+ODD_NAMES = ["~nobody-of-this-name/a", "a\0b"]
+
+
+@pytest.mark.parametrize(
+    "folder", ["/etc", "runs/bob/r2", "runs", "link", "elsewhere", "/", *ODD_NAMES]
+)
 async def test_an_agent_folder_that_may_not_be_shown_is_tried_once(
     tmp_path: Path, folder: str
 ) -> None:
@@ -400,11 +405,25 @@ async def test_an_agent_folder_that_may_not_be_shown_is_tried_once(
             role="environment",
             user="ada",
             output_roots=[str(tmp_path / "runs")],
-            programs=[str(tmp_path / folder)],
+            programs=[folder if folder in ODD_NAMES else str(tmp_path / folder)],
             max_restarts=5,
         ),
         "agent programs of user 'ada' may not be shown",
     )
+
+
+async def test_a_start_that_goes_wrong_in_whatever_way_is_a_crash_of_that_actor(
+    tmp_path: Path,
+) -> None:
+    """The node of all others goes on."""
+
+    async def start(*_: object) -> Child:
+        raise RuntimeError("a name that nobody thought of")
+
+    actor = ActorProcess(wanted(tmp_path, max_restarts=1), start=start, nats_url="", send=Sink())
+    await asyncio.wait_for(actor.run(), PATIENCE_S)
+    assert (actor.status.state, actor.status.restarts) == ("failed", 1)
+    assert "a name that nobody thought of" in actor.status.error
 
 
 @pytest.mark.parametrize("role", ["learner", "generator", "environment", "evaluator"])
@@ -553,6 +572,27 @@ async def test_lines_wait_for_a_broker_that_is_away_and_the_oldest_go(tmp_path: 
     assert len(sent) == 1 + MAX_WAITING_LINES
     assert sent[-1] == str(MAX_WAITING_LINES)
     assert len((tmp_path / "a.log").read_text().splitlines()) == MAX_WAITING_LINES + 2
+
+
+@pytest.mark.parametrize("line", [b"\xff" * MAX_LINE_BYTES, b"x" * 4000])
+async def test_much_output_at_once_fits_the_messages_of_any_server(
+    tmp_path: Path, line: bytes
+) -> None:
+    """Bytes that are no UTF-8 become three each."""
+    sent: list[str] = []
+
+    async def send(lines: LogLines) -> None:
+        if len(lines.to_bytes()) > 1 << 20:  # nats-server's own bound
+            raise MessageError("too large")
+        sent.extend(lines.lines)
+
+    output = ActorOutput("a", 1, LogFile(tmp_path, "a.log"), send)
+    splitter = LineSplitter()
+    output.add(splitter.feed((line + b"\n") * 600))
+    output.add(["the end"])
+    await output.drain()
+    assert len(sent) == 601
+    assert sent[-1] == "the end"
 
 
 async def test_a_file_that_cannot_be_written_does_not_stop_the_lines(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tinkermq.actors.scheduler.jobs.removal import kept_streams
+from tinkermq.actors.storage.run_folders import remove_weights
 from tinkermq.actors.storage.stores import UrlStore
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import publish_metric, read_events
@@ -16,7 +17,13 @@ from tinkermq.broker.jetstream.streams import delete_stream, stream_info
 from tinkermq.broker.rollouts import BatchLog, RolloutLog
 from tinkermq.broker.snapshots import restore_streams, save_streams
 from tinkermq.clients.pool import Pool
-from tinkermq.schemas.job import JobRecord, JobRequest, RequestRecord, SealedSecrets
+from tinkermq.schemas.job import (
+    JobRecord,
+    JobRequest,
+    RequestRecord,
+    SealedSecrets,
+    StopRequest,
+)
 from tinkermq.schemas.metric import EvalRecord, Metric, Presence
 from tinkermq.schemas.rollout import Segment
 from tinkermq.schemas.task import BatchRecord
@@ -113,6 +120,28 @@ async def test_of_a_deleted_job_nothing_is_left_and_its_name_is_free_again(
     again = await stack.submit(name="mine")
     assert again.job != job.job
     await stack.until(again, "RUNNING")
+
+
+@pytest.mark.parametrize("folder", ["~nobody-of-this-name/weights", "a\0b", "missing"])
+async def test_a_job_whose_folder_of_weights_is_odd_is_deleted_as_any_other(
+    stack: Stack, folder: str
+) -> None:
+    await stack.scheduler()
+    job = await stack.submit(name="odd", weights={"transport": "file", "folder": folder})
+    await stack.ask("stop", StopRequest(job=job.job))
+    await stack.until(job, "CANCELLED")
+    await Pool(stack.broker).delete_run("odd")
+    assert await _traces(stack.broker, job) == set()
+
+
+def test_of_a_shared_folder_of_weights_the_named_payloads_alone_are_removed(tmp_path: Path) -> None:
+    for name in ("v1-a.safetensors", "v2-b.difference", "v3-c.safetensors", "model.safetensors"):
+        (tmp_path / name).touch()
+    named = ["v1-a.safetensors", "v2-b.difference", "model.safetensors", "\0/v3-c.safetensors"]
+    elsewhere = ["/a\0b/v1-a.safetensors", "/nowhere/v3-c.safetensors"]
+    remove_weights("", str(tmp_path), [*(f"{tmp_path}/{name}" for name in named), *elsewhere])
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["model.safetensors", "v3-c.safetensors"]
 
 
 async def test_a_job_that_runs_or_that_others_live_on_is_not_deleted(stack: Stack) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tinkermq.broker.feed import publish_metric
 from tinkermq.broker.jetstream.streams import stream_info
 from tinkermq.broker.presence import presences
 from tinkermq.broker.user_records import UserStore, create_user_stores
@@ -15,13 +16,18 @@ from tinkermq.schemas.job import (
     ResumeRequest,
     ScaleRequest,
     StopRequest,
+    TenantShares,
+    TrainerUsage,
 )
-from tinkermq.schemas.metric import Presence
+from tinkermq.schemas.metric import Metric, Presence
 from tinkermq.schemas.user import UserRecord
 from tinkermq.schemas.wire.errors import ConfigError, QuotaError, StateError
 
 from tests.actors.scheduler.conftest import Stack
 from tests.support.waiting import eventually, until
+
+STRAYING = [("RUNNING", "paused", "resume"), ("PAUSED", "working", "pause")]
+"""The state of a job, what its learner's heartbeat says, and what the learner is told."""
 
 
 async def test_a_job_runs_to_its_end_and_leaves_no_actor(stack: Stack) -> None:
@@ -80,6 +86,18 @@ async def test_the_learners_heartbeat_tells_the_version(stack: Stack) -> None:
     )
     await presences(stack.broker).put(f"local.{job.job}.learner", beat)
     await stack.until(job, lambda now: now.version == 7)
+
+
+async def test_the_step_is_that_of_the_metrics_whatever_a_learner_calls_its_numbers(
+    stack: Stack,
+) -> None:
+    job = await stack.running()
+    for number in (float("nan"), float("inf"), 1e300):
+        metric = Metric(step=3, values={"step": number}, time=1.0)
+        await publish_metric(stack.broker, job.scope, metric)
+    stack.do(job, "learner", "done")
+    ended = await stack.until(job, lambda now: now.state == "COMPLETED" and not now.untold)
+    assert ended.version == 3
 
 
 async def test_stop_drains_the_learner_and_cancels(stack: Stack) -> None:
@@ -145,6 +163,35 @@ async def test_a_paused_learner_that_restarts_is_paused_again(stack: Stack) -> N
     record = await stack.ask("unpause", JobRequest(job=job.job))
     assert record.state == "RUNNING"
     assert stack.told[-1] == "resume"
+
+
+@pytest.mark.parametrize(("state", "beats", "verb"), STRAYING)
+async def test_a_learner_whose_heartbeat_contradicts_the_record_is_told_again(
+    stack: Stack, state: str, beats: str, verb: str
+) -> None:
+    """It heard a pause after that was given up, or a scheduler died before it passed one on."""
+    job = await stack.running()
+    await stack.answer_as_learner(job)
+    if state == "PAUSED":
+        await stack.ask("pause", JobRequest(job=job.job))
+        await until(lambda: len(stack.told) == 2, "the request, and that of the loop")
+        stack.told.clear()
+    beat = Presence(actor="learner", role="learner", host="h", pid=1, state=beats, time=0.0)
+    await presences(stack.broker).put(f"local.{job.job}.learner", beat)
+    await until(lambda: bool(stack.told), "another request")
+    assert set(stack.told) == {verb}
+    assert (await stack.get(job)).state == state
+
+
+async def test_the_owner_of_a_job_that_trains_cannot_use_up_quotas_of_others(stack: Stack) -> None:
+    job = await stack.running()
+    usage = TrainerUsage(job=job.job, tokens={"ada": 10**9})
+    for told in (usage, usage.model_copy(update={"sampler": "sampler-0", "since": 1.0})):
+        with pytest.raises(StateError, match="is of kind train and has no usage to report"):
+            await stack.ask_for("tinker-usage", told, TenantShares)
+    record = await stack.get(job)
+    assert not record.tinker_tokens
+    assert not record.tinker_sampled
 
 
 async def test_resume_queues_an_ended_job_as_a_new_attempt(stack: Stack) -> None:

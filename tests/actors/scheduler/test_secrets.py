@@ -1,9 +1,11 @@
 """A secret reaches the one process that it is for, and stands nowhere else."""
 
+import contextlib
 import hashlib
 import http.server
 import itertools
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,9 +29,13 @@ from tinkermq.schemas.job import (
     OpenedSecrets,
     OpenRequest,
     SealedSecrets,
+    SealingKey,
+    SecretsRequest,
+    StopRequest,
 )
 from tinkermq.schemas.metric import Metric
 from tinkermq.schemas.wire.errors import AuthError
+from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import BUCKET_SECRETS, JobScope, rpc
 
 from tests.actors.scheduler.conftest import Stack
@@ -221,6 +227,79 @@ async def test_the_end_of_a_run_is_told_while_its_client_sleeps(
     assert len(letterbox.letters) == 1
     assert not files_with(SECRET, tmp_path)
     assert not found_in_processes(SECRET)
+
+
+class SlowServer:
+    """Answers one request byte by byte, without an end, until it is released."""
+
+    def __init__(self) -> None:
+        self.is_asked, self.is_over, self._released = (threading.Event() for _ in range(3))
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"json://127.0.0.1:{self._listening.getsockname()[1]}/{SECRET}"
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        self._released.set()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        with self._listening, self._listening.accept()[0] as connection:
+            connection.sendall(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+            self.is_asked.set()
+            with contextlib.suppress(OSError):
+                while not self._released.wait(0.05):
+                    connection.sendall(b"x")
+            self.is_over.set()
+
+
+@pytest.fixture
+def slow_server() -> Iterator[SlowServer]:
+    server = SlowServer()
+    yield server
+    server.release()
+
+
+async def sealed_for(stack: Stack, user: str, **values: str) -> bytes:
+    key = await stack.ask_for("key", Empty(), SealingKey)
+    return close_seal(key.public, JobSecrets.model_validate({"user": user, "values": values}))
+
+
+async def stopped_job(stack: Stack, user: str, url: str) -> JobRecord:
+    """Submit a job that tells its end to a URL, and stop it."""
+    sealed = await sealed_for(stack, user, TINKERMQ_NOTIFY_URL=url)
+    request = stack.request().model_copy(update={"sealed": sealed})
+    job = await stack.ask("submit", request, user)
+    await stack.ask("stop", StopRequest(job=job.job), user)
+    return job
+
+
+async def test_a_service_that_answers_for_ever_holds_up_no_other_user_and_ends_with_the_scheduler(
+    stack: Stack, letterbox: Letterbox, slow_server: SlowServer
+) -> None:
+    scheduler = await stack.scheduler()
+    await stopped_job(stack, "eve", slow_server.url)
+    await until(slow_server.is_asked.is_set, "the first notification to be sent")
+    job = await stopped_job(stack, "local", letterbox.url)
+    await until(lambda: bool(letterbox.letters), "the notification of another user")
+    assert letterbox.letters[0]["title"] == f"{job.name} was stopped"
+    assert not slow_server.is_over.is_set()
+    await scheduler.drain()
+    await until(slow_server.is_over.is_set, "what sends to the slow service to end")
+
+
+async def test_secrets_for_the_next_attempt_outlast_the_notification_of_the_last_one(
+    stack: Stack, letterbox: Letterbox, slow_server: SlowServer
+) -> None:
+    await stack.scheduler()
+    job = await stopped_job(stack, "eve", slow_server.url)
+    await until(slow_server.is_asked.is_set, "the notification to be sent")
+    sealed = await sealed_for(stack, "eve", WANDB_API_KEY=SECRET)
+    await stack.ask("secrets", SecretsRequest(job=job.job, sealed=sealed), "eve")
+    slow_server.release()
+    await stopped_job(stack, "eve", letterbox.url)
+    await until(lambda: bool(letterbox.letters), "the next notification of that user")
+    assert await is_kept(stack, job)
 
 
 async def test_a_plateau_is_told_once(stack: Stack, letterbox: Letterbox) -> None:

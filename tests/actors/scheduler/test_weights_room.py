@@ -1,5 +1,6 @@
 """A learner asks the scheduler for room for its versions; the bound is that of its model."""
 
+import asyncio
 from pathlib import Path
 from typing import cast
 
@@ -12,20 +13,26 @@ from tinkermq.broker.client.connection import connect
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.jetstream.streams import WEIGHTS_BYTES, create_shared, stream_info
 from tinkermq.broker.nats_server import NatsServer
+<<<<<<< HEAD
 from tinkermq.broker.weights.history import WeightHistory
 from tinkermq.broker.weights.payloads import layout
+=======
+from tinkermq.broker.user_records import UserStore, create_user_stores
+>>>>>>> faults
 from tinkermq.broker.weights.store import room_for
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.job import JobRecord
+from tinkermq.schemas.user import QuotaReply, UserRecord
 from tinkermq.schemas.weights import WeightsBound, WeightsRoom
 from tinkermq.schemas.wire.errors import BrokerError, StateError, StorageError
+from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import rpc
 from torch import nn
 from transformers.models.glm4_moe import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from tests.actors.scheduler.conftest import Stack
 from tests.support.contexts import job_context
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, eventually
 
 LARGE = 1 << 31
 
@@ -69,6 +76,26 @@ async def test_a_learner_gets_the_bound_of_its_model_and_what_it_may_hold_counts
     assert held > room_for(wanted, LARGE)
     await publisher.reserve()  # has it already
     assert await bound_of(stack, job) == room_for(wanted, LARGE)
+
+
+async def test_jobs_that_ask_for_room_at_once_keep_to_the_quota_together(stack: Stack) -> None:
+    first, other = await stack.running(slots=4), await stack.submit()
+    other = await stack.until(other, "RUNNING")
+    held = sum([(await stack.get(job)).stored_bytes for job in (first, other)])
+    await create_user_stores(stack.broker)
+    quota = held + 3 * LARGE // 2
+    await UserStore(stack.broker).create(
+        UserRecord(user="local", key_hash="", created=0.0, max_stored_bytes=quota)
+    )
+
+    async def is_known() -> bool:
+        told = await stack.ask_for("quota", Empty(), QuotaReply)
+        return told.max_stored_bytes == quota
+
+    await eventually(is_known, "the scheduler to know of the quota")
+    asked = (ask(stack, job.job, LARGE, LARGE) for job in (first, other))
+    granted = await asyncio.gather(*asked, return_exceptions=True)
+    assert sorted(type(one).__name__ for one in granted) == ["QuotaError", "int"]
 
 
 async def test_of_a_server_without_that_much_room_a_learner_gets_the_least_or_an_error(
