@@ -13,12 +13,9 @@ from tinkermq.broker.client.connection import connect
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.jetstream.streams import WEIGHTS_BYTES, create_shared, stream_info
 from tinkermq.broker.nats_server import NatsServer
-<<<<<<< HEAD
+from tinkermq.broker.user_records import UserStore, create_user_stores
 from tinkermq.broker.weights.history import WeightHistory
 from tinkermq.broker.weights.payloads import layout
-=======
-from tinkermq.broker.user_records import UserStore, create_user_stores
->>>>>>> faults
 from tinkermq.broker.weights.store import room_for
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.job import JobRecord
