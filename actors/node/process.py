@@ -45,6 +45,9 @@ _BATCH_BYTES = 256 * 1024
 """Of one message with lines, which any server takes; a single line has less."""
 _FLUSH_S = 0.2
 _DRAIN_DEADLINE_S = 2.0
+"""Without a message that could be sent: the broker is away."""
+_WRITE_DEADLINE_S = 30.0
+"""Of the last lines of an actor, which say why it ended: a busy disk takes its time."""
 
 SendLines = Callable[[LogLines], Awaitable[None]]
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -198,22 +201,36 @@ class ActorOutput:
             await self._flush()
 
     async def drain(self) -> None:
-        """Write and send what is left; a broker that is away is not waited for."""
+        """Write what is left, and send it; a broker that is away is not waited for."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_DRAIN_DEADLINE_S):
+            async with asyncio.timeout(_WRITE_DEADLINE_S):
+                await self._write()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_DEADLINE_S) as patience:
                 while self._unwritten or self._waiting or self._sending:
-                    await self._flush()
-                    await asyncio.sleep(0.02)
+                    await self._write()
+                    if await self._send_batch():
+                        now = asyncio.get_running_loop().time()
+                        patience.reschedule(now + _DRAIN_DEADLINE_S)
+                    else:
+                        await asyncio.sleep(0.02)
 
     async def _flush(self) -> None:
         await self._write()
-        while self._waiting or self._sending:
-            self._fill()
-            try:
-                await self._send(self._batch())
-            except TinkermqError:  # the broker is away: the same lines again next time
-                return
-            self._sending = []
+        while await self._send_batch():
+            pass
+
+    async def _send_batch(self) -> bool:
+        """Send the next lines; False if there are none, or the broker is away."""
+        self._fill()
+        if not self._sending:
+            return False
+        try:
+            await self._send(self._batch())
+        except TinkermqError:  # the same lines again next time
+            return False
+        self._sending = []
+        return True
 
     def _fill(self) -> None:
         """Take as many lines as one message may hold; text may be longer than what it came from."""

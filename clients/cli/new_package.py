@@ -1,6 +1,6 @@
 """`tinkermq env new` and `agent new`: a folder with a game or an agent program of one's own."""
 
-import importlib.util
+import importlib.metadata
 import keyword
 import re
 import shlex
@@ -338,7 +338,7 @@ def _check_name(name: str, module: str) -> None:
             hint="use lower-case letters and digits, with hyphens between words: word-chain",
         )
     taken = keyword.iskeyword(module) or module in sys.stdlib_module_names or module in _TAKEN
-    if taken or importlib.util.find_spec(module) is not None:
+    if taken or module in importlib.metadata.packages_distributions():
         raise ConfigError(
             f"a package named {module} would hide another of this name", hint="choose another name"
         )
