@@ -106,7 +106,7 @@ client.fit(env, num_steps=80)
         _, said = await asyncio.to_thread(process.communicate, timeout=PATIENCE_S)
     assert process.returncode == 130
     assert "Traceback" not in said
-    for part in (f"run {job['name']} goes on", f"tinkermq stop {job['name']}", "hosted here"):
+    for part in (f"run {job['name']} continues", f"tinkermq stop {job['name']}", "hosted here"):
         assert part in said
     with _started([sys.executable, "-c", script]) as process:
         await asyncio.wait_for(asyncio.to_thread(_until_a_step, process), PATIENCE_S)

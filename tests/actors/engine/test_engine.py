@@ -411,7 +411,7 @@ async def test_memory_does_not_grow_with_the_number_of_requests(folder: Path) ->
             await asyncio.gather(
                 *(
                     engine.generate(
-                        random_prompt(rng, 20),
+                        rng.integers(8, 264, 20).astype(np.int32),
                         Sampling(2),
                         request_id=str(number),
                         conversation=f"{index}.{number}",
