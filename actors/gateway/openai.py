@@ -36,7 +36,7 @@ from ...broker.client.parts import ask_parts
 from ...broker.jobs import JobStore
 from ...broker.presence import list_presences
 from ...envs.model_apis import answers
-from ...envs.model_apis.canonical import Piece, ReplyReader, TextPiece, call_name
+from ...envs.model_apis.canonical import CanonicalCall, Piece, ReplyReader, TextPiece, call_name
 from ...envs.model_apis.chat import (
     CHAT,
     COMPLETIONS,
@@ -289,16 +289,14 @@ _NAMES = {
     ("responses", "max_tokens"): "max_output_tokens",
 }
 """What a field of a server's request is called in an API, where it is called otherwise."""
-_NO_TOOL_COUNT = (
-    "how many tools are called is the model's choice, unless tool_choice demands one: leave it out"
-)
+_SINGLE = frozenset({"parallel_tool_calls", "tool_choice.disable_parallel_tool_use"})
+"""Fields that have an effect here: in an episode an answer is trained as it was generated."""
 _NO_EFFORT = "how much a model thinks is set by its chat template: leave it out"
 _HINTS = {
     "background": "answers are not kept: ask for a stream, and read it",
     "functions": "give tools instead",
     "include": "an answer holds what there is: leave it out",
     "output_config": f"{_NO_EFFORT.removesuffix(': leave it out')}: leave effort out",
-    "parallel_tool_calls": _NO_TOOL_COUNT,
     "reasoning": _NO_EFFORT,
     "reasoning_effort": _NO_EFFORT,
     "store": "answers are not kept: give false, and send the whole conversation as input",
@@ -306,7 +304,6 @@ _HINTS = {
     "text.verbosity": "how long an answer is, is the model's choice: say it in the prompt",
     "thinking": _NO_EFFORT,
     "tool_choice": "give auto or none, and with tools required or the name of a function",
-    "tool_choice.disable_parallel_tool_use": _NO_TOOL_COUNT,
     "top_logprobs": "it has no effect without logprobs",
     "truncation": "a conversation that is too long is refused: shorten it",
     "verbosity": "how long an answer is, is the model's choice: say it in the prompt",
@@ -369,7 +366,7 @@ def read_query(raw: bytes, api: answers.ModelApi) -> tuple[ModelRequest, Query]:
 def _check(model_request: ModelRequest) -> None:
     """Raise RequestError for what a server does not do."""
     for name in (*model_request.without_effect, *(set(model_request.sampling) - _SAMPLED)):
-        if not is_label(name):
+        if not is_label(name) and not (model_request.calls_one and name in _SINGLE):
             name = name[:_SHOWN]
             raise RequestError(
                 f"the parameter {name!r} is not supported here",
@@ -443,6 +440,8 @@ class ServedAnswer:
         self._readers: list[ReplyReader | None] = []
         self._open: set[int] = set()
         """Choices that have not ended."""
+        self._full: set[int] = set()
+        """Choices that have called the one tool that they may call."""
         self._usage = answers.Usage(0, 0)
         self._ids: list[int] = []
         self._prompt_ids: list[list[int]] = []
@@ -513,7 +512,17 @@ class ServedAnswer:
         if reader is None:
             return [TextPiece(delta.text)] if delta.text else []
         pieces = reader.push(delta.text)
-        return pieces if delta.finish is None else [*pieces, *reader.finish()]
+        pieces = pieces if delta.finish is None else [*pieces, *reader.finish()]
+        return [*self._up_to_a_call(pieces, delta.choice)] if self._asked.calls_one else pieces
+
+    def _up_to_a_call(self, pieces: list[Piece], choice: int) -> Iterator[Piece]:
+        """Yield what comes before the first call of a choice, and that call."""
+        for piece in pieces:
+            if choice in self._full:
+                return
+            if isinstance(piece, CanonicalCall):
+                self._full.add(choice)
+            yield piece
 
     def _tokens(self, delta: Delta) -> answers.NewTokens | None:
         """Return the new tokens of a choice, as far as they were asked for."""

@@ -65,6 +65,7 @@ def read_chat(body: Any) -> ModelRequest:
         sent_messages=sent_messages,
         sent_tools=() if choice.hides_tools else _sent_tools(fields, tools),
         format=output_format(schema, choice, tools),
+        calls_one=choice.is_single,
         top_logprobs=num_top if tells_logprobs else None,
         num_choices=fields.count("n") or 1,
         max_tokens=limit,

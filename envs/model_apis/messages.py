@@ -66,6 +66,7 @@ def read_messages(body: Any) -> ModelRequest:
         messages=tuple(messages),
         tools=() if choice.hides_tools else tools,
         format=output_format(schema, choice, tools),
+        calls_one=choice.is_single,
         max_tokens=fields.count("max_tokens"),
         stop=fields.texts("stop_sequences"),
         stream=fields.flag("stream"),

@@ -62,6 +62,8 @@ class ModelRequest:
     max_tokens: int | None = None
     format: OutputFormat | None = None
     """The form that an answer must have; None: any."""
+    calls_one: bool = False
+    """Whether an answer may call one tool at most."""
     top_logprobs: int | None = None
     """Tell each token's text and log-prob, and so many of the likeliest; None: neither."""
     stop: tuple[str, ...] = ()

@@ -92,6 +92,7 @@ def read_response(body: Any) -> ModelRequest:
         messages=tuple(messages),
         tools=() if choice.hides_tools else tools,
         format=output_format(schema, choice, tools),
+        calls_one=choice.is_single,
         max_tokens=fields.count("max_output_tokens"),
         stream=fields.flag("stream"),
         previous=fields.text("previous_response_id"),

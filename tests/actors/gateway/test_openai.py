@@ -325,6 +325,34 @@ async def test_a_message_has_thinking_text_call_and_counts(
     assert asked.decoding.stop == ["!"]
 
 
+TWO_CALLS = [*WORDS, '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>', "So."]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_an_answer_calls_one_tool_where_it_may_call_no_more(
+    responses: AsyncOpenAI, messages: AsyncAnthropic, canned: Canned, stream: bool
+) -> None:
+    canned.words = TWO_CALLS
+    made = await respond(responses, stream=stream)
+    assert [item.type for item in made.output].count("function_call") == 2
+    made = await respond(responses, stream=stream, parallel_tool_calls=False)
+    assert [item.type for item in made.output] == ["reasoning", "message", "function_call"]
+    assert made.output[-1].arguments == '{"a": 1}'
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    made = await message(messages, stream=stream, tool_choice=choice)
+    assert [block.type for block in made.content] == ["thinking", "text", "tool_use"]
+    tool: Any = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    asked: Any = {"model": "my-run@4", "messages": ASKED, "tools": [tool]}
+    asked["parallel_tool_calls"] = False
+    if stream:
+        async with responses.chat.completions.stream(**asked) as events:
+            chat: Any = await events.get_final_completion()
+    else:
+        chat = await responses.chat.completions.create(**asked)
+    (call,) = chat.choices[0].message.tool_calls
+    assert (call.function.arguments, chat.choices[0].finish_reason) == ('{"a": 1}', "tool_calls")
+
+
 NOTHING_RESPONSES: dict[str, Any] = {
     "include": ["reasoning.encrypted_content"],
     "text": {"format": {"type": "text"}, "verbosity": "medium"},
@@ -526,13 +554,6 @@ REFUSED_MESSAGES: list[tuple[dict[str, Any], str]] = [
         "and with tools required",
     ),
     ({"tool_choice": {"type": "tool", "name": "x"}}, "'x', which is not among the tools"),
-    (
-        {
-            "tools": [{"name": "x", "input_schema": {"type": "object"}}],
-            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
-        },
-        "how many tools",
-    ),
     (
         {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
         r"output_config.format.schema.not: the keyword 'not' is not supported",

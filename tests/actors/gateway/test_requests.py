@@ -76,11 +76,6 @@ def test_a_chat_becomes_a_servers_request() -> None:
         ({"temprature": 1}, "temprature", "not supported"),
         ({"temprature": 0}, "temprature", "not supported"),
         ({"store": True}, "store", "answers are not kept"),
-        (
-            {"parallel_tool_calls": False, "tools": TOOLS},
-            "parallel_tool_calls",
-            "the model's choice",
-        ),
         ({"reasoning_effort": "high"}, "reasoning_effort", "set by its chat template"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         ({"skip_special_tokens": False}, "skip_special_tokens", "not supported"),
