@@ -85,7 +85,7 @@ from .sandbox import ENVIRONMENT, StartRefused
 # run.
 
 ANSWER_S = 10.0
-"""A file system that takes longer is left for the job to find out."""
+"""A file system or hub that takes longer is left for the job to find out."""
 _PLAY_S = 60.0
 """A game that takes longer for its few episodes is ended."""
 _INSPECT_S = 120.0
@@ -282,8 +282,6 @@ class _ModelInspection:
 
 
 # -- models ----------------------------------------------------------------------------------------
-
-"""What takes longer, such as a hub that does not answer, is left for the job to find out."""
 
 
 class ModelChecks:

@@ -236,16 +236,17 @@ async def test_requests_of_one_user_that_wait_take_no_place_of_others(
 
     assert (await ask("ada", 10.0)).observation == "ada"
 
-    async def is_refused() -> bool:
+    async def refusal() -> BusyError | None:
         try:
             await ask("eve", 0.5)
         except BusyError as error:
-            return "user 'eve' has too many requests under way" in error.message
+            return error
         except DeadlineError:  # refusals are bounded, too
-            return False
-        return False
+            return None
+        return None
 
-    await eventually(is_refused, "a refusal")
+    refused = await eventually(refusal, "a refusal")
+    assert "user 'eve' has too many requests under way" in refused.message
     released.set()
 
     async def is_free() -> bool:
