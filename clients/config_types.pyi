@@ -116,7 +116,7 @@ class AgentConfigDict(TypedDict, total=False):
     setup: list[str]
     """Command run there before the program, in the same sandbox."""
     reward: list[str]
-    """Command run after all processes of the program have ended. Its last line of output is a number, or an object with `reward` and optionally `success` and `info`."""
+    """Command run after all processes of the program have ended. Its last line of output is a number, or an object with `reward` and optionally `success` and `info`. Rewards that the program posts do not count then."""
     reward_files: str | None
     """Folder visible to the reward command only, as `{grader}`; it runs in a copy of the program's folder."""
     per_host: int

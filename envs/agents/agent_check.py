@@ -381,6 +381,12 @@ def _judge_end(run: LocalRun) -> Iterator[AgentFinding]:
         yield AgentFinding("fail", f"has no reward: {info['no_reward']}")
     else:
         yield AgentFinding("ok", f"has the reward {run.result.reward:g}")
+    if uncounted := info.get("uncounted_rewards"):
+        yield AgentFinding(
+            "note",
+            f"posts rewards ({uncounted}), which do not count",
+            "agent.reward or the task's tests give it; without them posted rewards count",
+        )
 
 
 def _error_remedy(run: LocalRun) -> str:

@@ -103,6 +103,16 @@ class ProgramEpisode:
         """Whether calls or branches have rewards, so that the whole may go without one."""
         return bool(self.call_rewards or self.branch_rewards)
 
+    def forget_rewards(self) -> None:
+        """Drop what was posted of reward and success: a grader alone gives them."""
+        posted = len(self.call_rewards) + len(self.branch_rewards) + (self.reward is not None)
+        self.reward = None
+        self.call_rewards.clear()
+        self.branch_rewards.clear()
+        self.info.pop("success", None)
+        if posted:
+            self.info["uncounted_rewards"] = posted
+
     def to_info(self) -> dict[str, Any]:
         """Return what the generator gets of the calls, in `info`."""
         facts: dict[str, Any] = {**self.info}

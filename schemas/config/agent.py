@@ -118,7 +118,8 @@ class AgentConfig(Section):
     """Command run there before the program, in the same sandbox."""
     reward: list[str] = Field(default_factory=list[str], json_schema_extra=when("command"))
     """Command run after all processes of the program have ended. Its last line of output is a
-    number, or an object with `reward` and optionally `success` and `info`."""
+    number, or an object with `reward` and optionally `success` and `info`. Rewards that the program
+    posts do not count then."""
     reward_files: str | None = Field(default=None, json_schema_extra=when("reward"))
     """Folder visible to the reward command only, as `{grader}`; it runs in a copy of the program's
     folder."""

@@ -312,12 +312,14 @@ class AgentRun:
 
     async def _given_reward(self, folder: ProgramFolder) -> ProgramReward:
         if self._task is not None and self._view is not None:
+            self.episode.forget_rewards()
             return await self._tested(folder, self._task, self._view.environment)
+        if self._config.reward:
+            self.episode.forget_rewards()
+            return await self._graded(folder)
         posted = self.episode.reward
         if posted is not None:
             return ProgramReward(checked_number(posted, repr(posted), "the program"))
-        if self._config.reward:
-            return await self._graded(folder)
         written = await self._launcher.blocking(
             lambda: folder.read("task", _name(REWARD), _REWARD_BYTES)
         )
@@ -334,10 +336,7 @@ class AgentRun:
     async def _tested(
         self, folder: ProgramFolder, task: HarborTask, environment: TaskEnvironment
     ) -> ProgramReward:
-        """Run the tests of a task; what the program has posted of rewards does not count."""
-        self.episode.reward = None
-        self.episode.call_rewards.clear()
-        self.episode.branch_rewards.clear()
+        """Run the tests of a task."""
         launcher, verifier = self._launcher, task.settings.verifier
         limit_s = verifier.timeout_sec or self._config.reward_timeout_s
         await launcher.blocking(lambda: write_tests(folder, task, self._config.disk_mb << 20))

@@ -281,12 +281,20 @@ async def test_the_reward_command_knows_the_gold_answer_and_what_the_program_wro
     assert (result.info["seed"], result.info["data_source"]) == (7, "sums")
 
 
-async def test_a_posted_reward_comes_first_and_a_number_written_only_without_a_command(
-    play, grader
-):
+async def test_where_a_command_grades_nothing_that_a_program_posts_counts(play, grader):
+    posted = "ask(); post('/reward', reward=0.25)\n"
+    said = "post('/end', status='done', reward=7, success=True)\n"
+    wrong = "open('answer', 'w').write('wrong')\n"
+    result = await play(posted + wrong + said, opening={"record": ROW}, **grader)
+    assert (result.reward, result.info["uncounted_rewards"]) == (0.0, 1)
+    half = {"reward": ["sh", "-c", "echo 0.5"]}
+    result = await play(posted + said, **half)
+    assert (result.reward, "success" in result.info) == (0.5, False)
+
+
+async def test_a_posted_reward_comes_before_a_number_written(play):
     posted = "post('/reward', reward=0.25)\n"
     written = "open(os.environ['TINKERMQ_REWARD'], 'w').write('0.75')\n"
-    assert (await play(ANSWER + posted + written, **grader)).reward == 0.25
     assert (await play(posted + written + "ask()")).reward == 0.25
     result = await play(f"ask()\n{written}")
     assert (result.reward, "success" in result.info) == (0.75, False)
