@@ -35,7 +35,7 @@ from tinkermq.schemas.wire.errors import (
 from tests.envs.agents.programs.conftest import LIMITS, PRELUDE, hosting
 from tests.envs.hosting import Client
 from tests.support.scripted_generator import Script, ScriptedGenerator
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, eventually
 
 SLEEP = "time.sleep(1000)"
 REWARDED = "ask(); post('/reward', reward=0.5)\n"
@@ -210,7 +210,13 @@ async def test_a_host_without_a_place_says_so_and_the_episode_starts_elsewhere()
         told = error_from_reply(error.value.code, error.value.message, error.value.hint)
         assert type(told) is HostGone
         host.runner.drop("e-1")
-        assert await host.begin("f-1")
+
+        async def begins() -> bool:
+            with contextlib.suppress(NoFreeSlot):
+                return await host.begin("f-1") is not None
+            return False
+
+        await eventually(begins, "the place to be free")
 
 
 async def test_an_episode_that_nobody_wants_any_more_is_ended():
