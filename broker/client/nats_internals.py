@@ -17,6 +17,7 @@ An upstream change would remove it:
 """
 
 import asyncio
+import contextlib
 import copy
 from collections.abc import Mapping
 from typing import Any, cast
@@ -68,15 +69,21 @@ class CarefulClient(Client):
             pongs[0] = asyncio.get_running_loop().create_future()
         await super()._process_pong()
 
+    async def _flusher(self) -> None:
+        with contextlib.suppress(TypeError):  # as in `close`; who reads notices the loss
+            await super()._flusher()
+
     async def close(self) -> None:
         """Close for good, with the socket below TLS."""
         try:
             await super().close()
-        except (ConnectionError, asyncio.CancelledError) as error:
+        except (ConnectionError, TypeError, asyncio.CancelledError) as error:
             if ends_this_task(error):
                 raise
             # the server was first: nothing is left to be sent, and nats-py has cancelled what its
-            # own flush waited for; close the rest
+            # own flush waited for; close the rest. TypeError: asyncio's of Python 3.12 and 3.13,
+            # for lines written to a lost connection (CPython 136234)
+            self._pending, self._pending_data_size = [], 0
             self._status = Client.DISCONNECTED
             await super().close()
         self._drop_socket()
