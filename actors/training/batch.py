@@ -422,7 +422,7 @@ def assemble(
         behaviour_N=_tensor(np.concatenate([item.logprobs for item in trajectories])[at_N]),
         versions_N=_tensor(versions_N).long(),
         episode_S=_tensor(episode_S),
-        rewards_S=_tensor(np.add.reduceat(rewards_K, first_turn_E)[episode_S]),
+        rewards_S=_tensor(_sums(rewards_K, first_turn_E)[episode_S]),
         group_S=_tensor(_peers(members)),
         lengths_S=_tensor(lengths_S - prompts_S),
         truncated_S=_tensor(np.logical_or.reduceat(cut_S, first_E)[episode_S]),
@@ -436,6 +436,11 @@ def assemble(
         components_EC=_components(groups, components),
         baseline_E=_baselines(groups),
     )
+
+
+def _sums(rewards_K: NDArray[np.float32], first_E: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Add up the rewards of each episode, which begin at these places."""
+    return np.add.reduceat(rewards_K.astype(np.float64), first_E).astype(np.float32)
 
 
 def _peers(members: Sequence[Sequence[Trajectory]]) -> NDArray[np.int64]:
@@ -611,7 +616,7 @@ def turns(batch: TrainingBatch) -> Samples:
 
 
 def returns_by_turn(batch: TrainingBatch, rewards_N: Tensor, gamma: float) -> Tensor:
-    """Add γ R_{t+1} to the last token of each turn, so that a turn sums up to R_t: float32[N]."""
+    """Add γ R_{t+1} to the last token of each turn, so that a turn sums up to R_t: float64[N]."""
     by_turn = turns(batch)
     rewards_M = sum_by_sequence(rewards_N.double(), by_turn.sample_N, by_turn.num)
     last_N = is_last_of_sequence(by_turn.sample_N)
@@ -619,8 +624,8 @@ def returns_by_turn(batch: TrainingBatch, rewards_N: Tensor, gamma: float) -> Te
     rewards_SP = rewards_M.new_zeros(batch.num_seqs, int(batch.turn_N.max()) + 1)
     rewards_SP[seq_M, turn_M] = rewards_M
     later_M = reward_to_go(rewards_SP, gamma)[seq_M, turn_M] - rewards_M
-    returns_N = rewards_N.clone()
-    returns_N[last_N] += later_M.to(rewards_N.dtype)
+    returns_N = rewards_N.double().clone()
+    returns_N[last_N] += later_M
     return returns_N
 
 

@@ -105,10 +105,10 @@ def assign_credit(
     if values is not None and values.after_S is not None:
         rewards_N = _with_ends(rewards_N, values.after_S, batch.seq_N, algorithm.end_discount)
     inputs = AdvantageInputs(
-        rewards_S=sum_by_sequence(rewards_N, samples.sample_N, samples.num),
+        rewards_S=sum_by_sequence(rewards_N, samples.sample_N, samples.num).float(),
         group_S=samples.group_M,
         seq_N=samples.sample_N,
-        token_rewards_N=rewards_N,
+        token_rewards_N=rewards_N.float(),
         turn_N=batch.turn_N,
         state_N=answered_states(batch) if algorithm.advantage == "gigpo" else None,
         components_SC=batch.components_EC,
@@ -123,7 +123,7 @@ def assign_credit(
     whole = episodes(batch)
     return Credit(
         samples,
-        sum_by_sequence(earned_N, whole.sample_N, whole.num),
+        sum_by_sequence(earned_N, whole.sample_N, whole.num).float(),
         advantages_N.masked_fill(~kept_N, 0.0),
         None if values_N is None else _targets(config, batch, samples, inputs, kept_N),
         kept_S,
@@ -224,9 +224,12 @@ def _options(config: JobConfig) -> dict[str, Any]:
 def _rewards(
     config: JobConfig, batch: TrainingBatch, old_N: Tensor | None, reference_N: Tensor | None
 ) -> Tensor:
-    """Return the reward of each token, with what the configuration adds and takes off."""
+    """Return the reward of each token, with what the configuration adds and takes off: float64[N].
+
+    So sums do not hang on their order, and equal episodes have equal returns.
+    """
     algorithm = config.algorithm
-    rewards_N = batch.token_rewards_N.clone()
+    rewards_N = batch.token_rewards_N.double()
     last_N = is_last_of_sequence(batch.seq_N)
     if algorithm.overlong_buffer:
         rewards_N[last_N] += overlong_penalty(
