@@ -78,9 +78,11 @@ class SSHSource:
         host, log = self._hosts[name], self._log(name)
         tell = f"flock -n -s {name}.lock true || stat --format=%Y {name}.pid || true"
         try:
-            started = (await self._run(name, f"{_FOLDER}; {tell}")).strip()
+            output = await self._run(name, f"{_FOLDER}; {tell}")
         except (PlacementError, DeadlineError, NotFoundError) as error:
             return Machine(name, host, "leaving", why=error.message, log=log)
+        # Files that a shell reads first, such as .bashrc, may have written something before.
+        started = output.rstrip().rpartition("\n")[2]
         if not started.isdecimal():
             return None
         return Machine(name, f"{host}@{started}", "started", float(started), log=log)

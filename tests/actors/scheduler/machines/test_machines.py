@@ -1,5 +1,6 @@
 """What is read of a configuration, what Slurm is asked, what was used of a budget."""
 
+import os
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tinkermq.schemas.wire.errors import ConfigError, PlacementError
 from tinkermq.schemas.wire.field_docs import field_docs
 
 from tests.support.configs import REPOSITORY
+from tests.support.waiting import eventually
 
 DAY_S = 86400.0
 
@@ -102,6 +104,34 @@ async def test_whatever_a_clusters_client_raises_is_told_and_ends_no_scheduler(
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
     with pytest.raises(PlacementError, match=f"the cluster cannot be asked: .*{told}"):
         await machine_source(MachinesConfig.model_validate(config), "nats://h:1").list_machines()
+
+
+async def test_a_node_is_found_on_a_host_whose_shell_greets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssh, node = tmp_path / "ssh", tmp_path / "node"
+    ssh.write_text('#!/bin/sh\necho "Welcome"\nfor command; do :; done\nexec sh -c "$command"\n')
+    node.write_text("#!/bin/sh\nexec sleep 60\n")
+    for program in (ssh, node):
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    config = {"kind": "ssh", "hosts": ["gpu01"], "python": str(node), "logs": str(tmp_path)}
+    source = machine_source(MachinesConfig.model_validate(config), "nats://h:1")
+    (name,) = MachineNames("nats://h:1").free([], 1)
+    assert await source.list_machines() == []
+
+    async def started() -> list[Machine]:
+        await source.request_machine(name)  # a look at the same time may have held its lock
+        return await source.list_machines()
+
+    async def ended() -> bool:
+        return not await source.list_machines()
+
+    (running,) = await eventually(started, "its node")
+    assert running.state == "started"
+    await source.release_machine(running, drain=True)
+    await eventually(ended, "its end")
 
 
 def test_the_page_on_slurm_names_every_key() -> None:
