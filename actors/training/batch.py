@@ -42,6 +42,8 @@ from .sequences import (
     sum_by_sequence,
 )
 
+_LARGEST = float(np.finfo(np.float32).max)
+
 # -- calls of agents -------------------------------------------------------------------------------
 
 _COLUMNS = (
@@ -488,17 +490,18 @@ def ends_of(batch: TrainingBatch, chosen_S: Tensor) -> TrainingBatch:
 def components_of(rows: Sequence[Trajectory], names: Sequence[str]) -> list[float]:
     """Return the numbers that an episode's game told under these names at its end.
 
-    Raises DataError for one that is no number.
+    Raises DataError for one that is no number, or none that a float32 holds, as rewards are.
     """
     info = rows[0].info
     numbers: list[float] = []
     for name in names:
         number = number_of(info.get(name))
-        if number is None:
+        if number is None or not abs(number) <= _LARGEST:
             raise DataError(
                 f"algorithm.reward_components.{name}: the game told {info.get(name)!r:.40} under "
                 "this name in `info` at an episode's end",
-                hint=f"it must be a number; there are {', '.join(sorted(map(str, info)))[:200]}",
+                hint="it must be a finite number; there are "
+                f"{', '.join(sorted(map(str, info)))[:200]}",
             )
         numbers.append(float(number))
     return numbers
