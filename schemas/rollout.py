@@ -176,7 +176,7 @@ class Trajectory(Message):
     @property
     def reward(self) -> float:
         """The episode's return: the sum of its rewards."""
-        return float(self.rewards.sum())
+        return return_of([self])
 
     @property
     def num_generated(self) -> int:
@@ -327,8 +327,12 @@ def episodes_of(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
 
 
 def return_of(rows: Sequence[Trajectory]) -> float:
-    """Return the return of an episode over all its rows."""
-    return sum(item.reward for item in rows)
+    """Return the return of an episode over all its rows, a float32.
+
+    It is added up in float64: equal rewards in another order have equal returns.
+    """
+    total = sum(float(item.rewards.sum(dtype=np.float64)) for item in rows)
+    return float(np.array(total, np.float32))
 
 
 def num_too_old(trajectories: Iterable[Trajectory], oldest: int) -> int:

@@ -42,6 +42,8 @@ from .sequences import (
     sum_by_sequence,
 )
 
+_LARGEST = float(np.finfo(np.float32).max)
+
 # -- calls of agents -------------------------------------------------------------------------------
 
 _COLUMNS = (
@@ -422,7 +424,7 @@ def assemble(
         behaviour_N=_tensor(np.concatenate([item.logprobs for item in trajectories])[at_N]),
         versions_N=_tensor(versions_N).long(),
         episode_S=_tensor(episode_S),
-        rewards_S=_tensor(np.add.reduceat(rewards_K, first_turn_E)[episode_S]),
+        rewards_S=_tensor(_sums(rewards_K, first_turn_E)[episode_S]),
         group_S=_tensor(_peers(members)),
         lengths_S=_tensor(lengths_S - prompts_S),
         truncated_S=_tensor(np.logical_or.reduceat(cut_S, first_E)[episode_S]),
@@ -436,6 +438,11 @@ def assemble(
         components_EC=_components(groups, components),
         baseline_E=_baselines(groups),
     )
+
+
+def _sums(rewards_K: NDArray[np.float32], first_E: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Add up the rewards of each episode, which begin at these places."""
+    return np.add.reduceat(rewards_K.astype(np.float64), first_E).astype(np.float32)
 
 
 def _peers(members: Sequence[Sequence[Trajectory]]) -> NDArray[np.int64]:
@@ -483,17 +490,18 @@ def ends_of(batch: TrainingBatch, chosen_S: Tensor) -> TrainingBatch:
 def components_of(rows: Sequence[Trajectory], names: Sequence[str]) -> list[float]:
     """Return the numbers that an episode's game told under these names at its end.
 
-    Raises DataError for one that is no number.
+    Raises DataError for one that is no number, or none that a float32 holds, as rewards are.
     """
     info = rows[0].info
     numbers: list[float] = []
     for name in names:
         number = number_of(info.get(name))
-        if number is None:
+        if number is None or not abs(number) <= _LARGEST:
             raise DataError(
                 f"algorithm.reward_components.{name}: the game told {info.get(name)!r:.40} under "
                 "this name in `info` at an episode's end",
-                hint=f"it must be a number; there are {', '.join(sorted(map(str, info)))[:200]}",
+                hint="it must be a finite number; there are "
+                f"{', '.join(sorted(map(str, info)))[:200]}",
             )
         numbers.append(float(number))
     return numbers
@@ -611,7 +619,7 @@ def turns(batch: TrainingBatch) -> Samples:
 
 
 def returns_by_turn(batch: TrainingBatch, rewards_N: Tensor, gamma: float) -> Tensor:
-    """Add γ R_{t+1} to the last token of each turn, so that a turn sums up to R_t: float32[N]."""
+    """Add γ R_{t+1} to the last token of each turn, so that a turn sums up to R_t: float64[N]."""
     by_turn = turns(batch)
     rewards_M = sum_by_sequence(rewards_N.double(), by_turn.sample_N, by_turn.num)
     last_N = is_last_of_sequence(by_turn.sample_N)
@@ -619,8 +627,8 @@ def returns_by_turn(batch: TrainingBatch, rewards_N: Tensor, gamma: float) -> Te
     rewards_SP = rewards_M.new_zeros(batch.num_seqs, int(batch.turn_N.max()) + 1)
     rewards_SP[seq_M, turn_M] = rewards_M
     later_M = reward_to_go(rewards_SP, gamma)[seq_M, turn_M] - rewards_M
-    returns_N = rewards_N.clone()
-    returns_N[last_N] += later_M.to(rewards_N.dtype)
+    returns_N = rewards_N.double().clone()
+    returns_N[last_N] += later_M
     return returns_N
 
 

@@ -105,10 +105,10 @@ def assign_credit(
     if values is not None and values.after_S is not None:
         rewards_N = _with_ends(rewards_N, values.after_S, batch.seq_N, algorithm.end_discount)
     inputs = AdvantageInputs(
-        rewards_S=sum_by_sequence(rewards_N, samples.sample_N, samples.num),
+        rewards_S=sum_by_sequence(rewards_N, samples.sample_N, samples.num).float(),
         group_S=samples.group_M,
         seq_N=samples.sample_N,
-        token_rewards_N=rewards_N,
+        token_rewards_N=rewards_N.float(),
         turn_N=batch.turn_N,
         state_N=answered_states(batch) if algorithm.advantage == "gigpo" else None,
         components_SC=batch.components_EC,
@@ -123,7 +123,7 @@ def assign_credit(
     whole = episodes(batch)
     return Credit(
         samples,
-        sum_by_sequence(earned_N, whole.sample_N, whole.num),
+        sum_by_sequence(earned_N, whole.sample_N, whole.num).float(),
         advantages_N.masked_fill(~kept_N, 0.0),
         None if values_N is None else _targets(config, batch, samples, inputs, kept_N),
         kept_S,
@@ -146,10 +146,12 @@ def _advantages(
     """Compare episodes, and branches that are credited with rewards of their own.
 
     `own`: tokens of such a branch have its advantage, the others that of the episode; `both`: they
-    have the sum.
+    have the sum. What is taken off the rewards of a branch's tokens is taken off the branch's.
     """
     if batch.calls is None:
         return compute(inputs)
+    assert inputs.token_rewards_N is not None
+    further_N = inputs.token_rewards_N - batch.token_rewards_N
     inputs = _with_calls(inputs, batch, batch.calls)
     mode = config.algorithm.branch_credit
     branch_N = batch.calls.branch_K[batch.calls.call_N]
@@ -157,13 +159,15 @@ def _advantages(
         return compute(inputs)
     own = _with_calls(inputs, batch, batch.calls.own_chains())
     inside_N = branch_N >= 0
+    further_N = further_N.masked_fill(~inside_N, 0.0)
     if mode == "both":
         advantages_N = compute(inputs)
     else:
         advantages_N = torch.zeros_like(batch.behaviour_N)
-        outside = _of_tokens(own, ~inside_N)
+        rewards_S = own.rewards_S - sum_by_sequence(further_N, own.seq_N, own.num_seqs)
+        outside = _of_tokens(replace(own, rewards_S=rewards_S), ~inside_N)
         advantages_N[~inside_N] = compute(outside)
-    branches = _of_tokens(_by_branch(own, batch.calls), inside_N)
+    branches = _of_tokens(_by_branch(own, batch.calls, further_N), inside_N)
     advantages_N[inside_N] += compute(branches)
     return advantages_N
 
@@ -177,17 +181,21 @@ def _with_calls(
     return replace(inputs, calls=calls, token_rewards_N=calls.token_rewards(further_N - posted_N))
 
 
-def _by_branch(inputs: AdvantageInputs, calls: BatchCalls) -> AdvantageInputs:
-    """Take each branch with a reward as one sequence; for tokens that are in one."""
+def _by_branch(inputs: AdvantageInputs, calls: BatchCalls, further_N: Tensor) -> AdvantageInputs:
+    """Take each branch with a reward as one sequence; for tokens that are in one.
+
+    `further_N` is what its tokens earn beside the reward, 0 for the others.
+    """
+    seq_N = calls.branch_K[calls.call_N].clamp(min=0)
     key_B, episode_B = calls.branch_key_B, calls.branch_episode_B
     size_B = torch.bincount(inputs.group_S)[inputs.group_S[episode_B]]
     is_only_B = peers_of(calls.branch_reward_B, key_B, episode_B).count == 1
     return replace(
         inputs,
-        rewards_S=calls.branch_reward_B,
+        rewards_S=calls.branch_reward_B + sum_by_sequence(further_N, seq_N, len(key_B)),
         group_S=key_B,
         owner_S=episode_B,
-        seq_N=calls.branch_K[calls.call_N].clamp(min=0),
+        seq_N=seq_N,
         lone_S=is_only_B & (size_B > 1),
     )
 
@@ -224,9 +232,12 @@ def _options(config: JobConfig) -> dict[str, Any]:
 def _rewards(
     config: JobConfig, batch: TrainingBatch, old_N: Tensor | None, reference_N: Tensor | None
 ) -> Tensor:
-    """Return the reward of each token, with what the configuration adds and takes off."""
+    """Return the reward of each token, with what the configuration adds and takes off: float64[N].
+
+    So sums do not hang on their order, and equal episodes have equal returns.
+    """
     algorithm = config.algorithm
-    rewards_N = batch.token_rewards_N.clone()
+    rewards_N = batch.token_rewards_N.double()
     last_N = is_last_of_sequence(batch.seq_N)
     if algorithm.overlong_buffer:
         rewards_N[last_N] += overlong_penalty(

@@ -139,7 +139,7 @@ def gmpo(inputs: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4) -
     parts = (inputs.seq_N, inputs.num_seqs)
     ratio_S = mean_by_sequence(worse_N, *parts).exp()
     advantage_S = mean_by_sequence(inputs.advantages_N, *parts)
-    clipped_N = worse_N != log_ratio_N
+    clipped_N = bounded_N < sign_N * log_ratio_N
     return (-advantage_S * ratio_S)[inputs.seq_N], _statistics(log_ratio_N, clipped_N)
 
 

@@ -168,7 +168,7 @@ class StepSums:
         return together
 
     def numbers(self) -> dict[str, float]:
-        """Name the sums as metrics; what no micro-batch measured is left out.
+        """Name the sums as metrics; what no token measured is left out.
 
         Losses are of the updates, all else is a mean over all generated tokens of the batch.
         """
@@ -177,10 +177,9 @@ class StepSums:
         if finite:
             averages["actor/grad_norm"] = sum(finite) / len(finite)
         for name, total in self.totals.items():
-            per_update = name in OF_THE_UPDATES
-            averages[f"actor/{name}"] = float(total) / (
-                len(self.norms) if per_update else self.tokens
-            )
+            count = len(self.norms) if name in OF_THE_UPDATES else self.tokens
+            if count:
+                averages[f"actor/{name}"] = float(total) / count
         return averages
 
 

@@ -25,22 +25,32 @@ _STATEMENT = re.compile(r"([\w-]+)\s*[:=]?\s*(.*)")
 _ANYWHERE = "all addresses"
 
 
-def read_nats_conf(path: Path, variables: Mapping[str, str]) -> dict[str, str]:
+def read_nats_conf(
+    path: Path, variables: Mapping[str, str], above: frozenset[Path] = frozenset()
+) -> dict[str, str]:
     """Return the top-level keys, also those of included files; of blocks only their presence.
 
-    `$NAME` is looked up in `variables`. Raises OSError for a file that cannot be read.
+    `$NAME` is looked up in `variables`; files `above`, which include this one, are not read again.
+    Raises OSError for a file that cannot be read.
     """
     values: dict[str, str] = {}
-    for statement in _statements(path.read_text(encoding="utf-8")):
+    above |= {path.resolve()}
+    for statement in _statements(_text(path)):
         match = _STATEMENT.match(statement)
         if match is None:
             continue
         key, value = match[1], match[2].strip("\"'")
-        if key == "include":
-            values |= read_nats_conf(path.parent / value, variables)
-        else:
+        included = path.parent / value
+        if key == "include" and included.resolve() not in above:
+            values |= read_nats_conf(included, variables, above)
+        elif key != "include":
             values[key] = variables.get(value[1:], value) if value.startswith("$") else value
     return values
+
+
+def _text(path: Path) -> str:
+    """Return what a file holds; names in passwd, for example, may have bytes that are no UTF-8."""
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _statements(text: str) -> list[str]:
@@ -107,11 +117,17 @@ def _installed(units: list[Path]) -> Finding:
 
 def _unit(root: Path, unit: Path) -> Finding:
     """Check that a unit's program exists and that its limit of open files is high enough."""
-    text = unit.read_text(encoding="utf-8")
-    commands = re.findall(r"^ExecStart=(.*)$", text, re.MULTILINE)
-    programs = [Path(shlex.split(command)[0]) for command in commands]
+    text = _text(unit)
+    # An empty one takes back those before it; a program may have marks of systemd before it.
+    commands = re.findall(r"^ExecStart=[-@:+!]*(\S.*)$", text, re.MULTILINE)
+    try:
+        programs = [Path(shlex.split(command)[0]) for command in commands]
+    except ValueError as error:
+        return Finding(unit.stem, False, f"ExecStart: {error}", f"correct it in {unit}")
     missing = [
-        str(program) for program in programs if not (root / program.relative_to("/")).exists()
+        str(program)
+        for program in programs
+        if program.is_absolute() and not (root / program.relative_to("/")).exists()
     ]
     limits = [int(one) for one in re.findall(r"^LimitNOFILE=(\d+)$", text, re.MULTILINE)]
     if missing:
@@ -127,12 +143,10 @@ def _unit(root: Path, unit: Path) -> Finding:
 def _accounts(root: Path, units: list[Path]) -> Finding:
     """Check that the users of the units exist."""
     names = {
-        name
-        for unit in units
-        for name in re.findall(r"^User=(.+)$", unit.read_text(encoding="utf-8"), re.MULTILINE)
+        name for unit in units for name in re.findall(r"^User=(.+)$", _text(unit), re.MULTILINE)
     }
     passwd = root / "etc/passwd"
-    known = passwd.read_text(encoding="utf-8") if passwd.is_file() else ""
+    known = _text(passwd) if passwd.is_file() else ""
     missing = sorted(name for name in names if f"\n{name}:" not in f"\n{known}")
     if missing:
         hint = "cp deploy/etc/sysusers.conf /usr/lib/sysusers.d/tinkermq.conf && systemd-sysusers"
@@ -155,9 +169,10 @@ def _environment(root: Path) -> Finding:
 
 
 def _variables(path: Path) -> dict[str, str]:
-    """Return the variables that an environment file sets."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return dict(line.split("=", 1) for line in lines if "=" in line and line[0] != "#")
+    """Return the variables that an environment file sets; their values may stand in quotes."""
+    lines = _text(path).splitlines() if path.is_file() else []
+    pairs = (line.split("=", 1) for line in lines if "=" in line and line[0] not in "#;")
+    return {name.strip(): value.strip().strip("\"'") for name, value in pairs}
 
 
 def _secrets(root: Path) -> list[Finding]:

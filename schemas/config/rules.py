@@ -202,6 +202,19 @@ def _not_with_maxrl(key: str, when: "Callable[[JobConfig], Any]") -> Rule:
     )
 
 
+def _not_with_gdpo(key: str, when: "Callable[[JobConfig], Any]") -> Rule:
+    def applies(job: "JobConfig") -> Any:
+        is_read = job.algorithm.advantage != "gdpo" or job.algorithm.own_advantage
+        return not is_read and when(job)
+
+    return Rule(
+        key,
+        applies,
+        "goes by the game's reward, and algorithm.advantage=gdpo by algorithm.reward_components: "
+        f"choose another advantage, or remove {key.partition('=')[0]}",
+    )
+
+
 def _over(key: str, limit: str) -> Rule:
     value, most = attrgetter(key), attrgetter(limit)
     return Rule(
@@ -354,6 +367,21 @@ RULES = (
     _not_with_maxrl(
         "algorithm.kl_in=reward",
         lambda job: job.algorithm.kl_coef and job.algorithm.kl_in == "reward",
+    ),
+    _not_with_gdpo("algorithm.overlong_buffer", lambda job: job.algorithm.overlong_buffer),
+    _not_with_gdpo("algorithm.length_coef", lambda job: job.algorithm.length_coef),
+    _not_with_gdpo(
+        "algorithm.kl_in=reward",
+        lambda job: job.algorithm.kl_coef and job.algorithm.kl_in == "reward",
+    ),
+    _not_with_gdpo(
+        "algorithm.filter_equal_rewards", lambda job: job.algorithm.filter_equal_rewards
+    ),
+    Rule(
+        "algorithm.advantage=passk",
+        lambda job: job.algorithm.advantage == "passk" and job.rollout.group_size == 1,
+        "compares the best episode of a group with the second and has no effect while "
+        "rollout.group_size is 1: raise it",
     ),
     Rule(
         "algorithm.sample=turn",

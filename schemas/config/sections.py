@@ -253,6 +253,9 @@ def resolve_dtype(dtype: Dtype, *, on_gpu: bool) -> Literal["float32", "bfloat16
     return dtype
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class LearnerConfig(Section):
     """The optimiser and its memory."""
 
@@ -281,7 +284,7 @@ class LearnerConfig(Section):
         default=0.0, ge=0, le=1, json_schema_extra=when("schedule", "linear", "cosine")
     )
     """Final learning rate, as a share of the peak."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     """AdamW."""
     eps: float = Field(default=1e-8, gt=0)
     """AdamW."""

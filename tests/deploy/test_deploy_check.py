@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tinkermq.clients.cli.deploy import read_nats_conf
 
 from tests.support.configs import REPOSITORY
 
@@ -53,8 +54,29 @@ def test_a_machine_that_is_set_up_as_the_guide_says_is_found_well(root: Path) ->
     assert "tinkermq-scheduler" in found["units"]["detail"]
 
 
+def test_what_systemd_and_the_server_take_is_not_found_wrong(root: Path) -> None:
+    env, unit = "etc/tinkermq/tinkermq.env", root / "etc/systemd/system/tinkermq-node.service"
+    url = 'TINKERMQ_NATS_URL="nats://127.0.0.1:4222"\n'
+    (root / env).write_text(f"; of caf\xe9\n{url}", encoding="latin-1")
+    unit.write_text(unit.read_text().replace("ExecStart=/opt", "ExecStart=\nExecStart=-/opt"))
+    for file in ("etc/passwd", "etc/tinkermq/nats.conf"):
+        with (root / file).open("ab") as appended:
+            appended.write(b"# caf\xe9\n")
+    code, found = findings(root)
+    assert not [one for one in found.values() if not one["ok"]]
+    assert code == 0
+
+
+def test_a_configuration_that_includes_itself_is_read_once(tmp_path: Path) -> None:
+    config = tmp_path / "nats.conf"
+    config.write_text('include "nats.conf"\nlisten: "10.0.0.1:4222"\n')
+    assert read_nats_conf(config, {}) == {"listen": "10.0.0.1:4222"}
+
+
 def test_everything_that_is_wrong_is_said_with_its_remedy(root: Path) -> None:
     (root / "opt/tinkermq/bin/python").unlink()
+    node = root / "etc/systemd/system/tinkermq-node.service"
+    node.write_text(node.read_text().replace("-m tinkermq", '-m "tinkermq'))
     (root / "etc/passwd").write_text("root:x:0:0::/:\n")
     (root / "etc/tinkermq/tinkermq.env").write_text("TINKERMQ_REPLICAS=2\n")
     (root / "etc/tinkermq/tinkermq.env").chmod(0o644)
@@ -68,6 +90,7 @@ def test_everything_that_is_wrong_is_said_with_its_remedy(root: Path) -> None:
     assert code == 1
     wrong = {name: str(one["detail"]) for name, one in found.items() if not one["ok"]}
     assert "/opt/tinkermq/bin/python is not there" in wrong["tinkermq-scheduler"]
+    assert "No closing quotation" in wrong["tinkermq-node"]
     assert "no user tinkermq, tinkermq-nats" in wrong["accounts"]
     assert "TINKERMQ_NATS_URL is not set" in wrong["environment"]
     assert "everybody may read" in wrong["secrets"]

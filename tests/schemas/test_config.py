@@ -236,6 +236,7 @@ def test_an_override_may_end_with_a_colon() -> None:
 SFT_KEYS = ["sft.data=[chats.jsonl]"]
 AGENT = ["env.game=agent", "agent.command=[run.sh]"]
 BY_TURN = ["algorithm.advantage=gae", "algorithm.sample=turn"]
+GDPO = ["algorithm.advantage=gdpo", "algorithm.reward_components={correct: 1}"]
 REPLAY = ["algorithm.router_replay=true"]
 REFUSED = [
     ["algorithm.loss=sft"],
@@ -262,6 +263,11 @@ REFUSED = [
     ["algorithm.advantage=maxrl", "algorithm.overlong_buffer=64"],
     ["algorithm.advantage=maxrl", "algorithm.length_coef=0.1"],
     ["algorithm.advantage=maxrl", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+    [*GDPO, "algorithm.overlong_buffer=64"],
+    [*GDPO, "algorithm.length_coef=0.1"],
+    [*GDPO, "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+    [*GDPO, "algorithm.filter_equal_rewards=true"],
+    ["algorithm.advantage=passk", "rollout.group_size=1"],
     ["algorithm.sample=turn", "algorithm.advantage=remax"],
     ["algorithm.gamma=0.9"],
     ["algorithm.filter_equal_rewards=true", "rollout.group_size=1"],
@@ -607,6 +613,11 @@ def test_what_a_key_cannot_be_is_refused_by_its_name(key: str, text: str) -> Non
     with pytest.raises(ConfigError) as raised:
         load_config(None, ["model.path=m", "env.game=bandit", f"{key}={text}"])
     assert raised.value.message.startswith(f"{key}=")
+
+
+def test_a_beta_that_the_optimiser_does_not_take_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"learner\.betas\.1=1\.0: Input should be less than 1"):
+        load_config(None, [*LEAST, "learner.betas=[0.9, 1.0]"])
 
 
 @pytest.mark.parametrize(

@@ -74,24 +74,24 @@ class Decision:
     """Why no more are asked for than that; empty if more are not needed."""
 
 
-def machines_needed(demand: Demand, slots: int, room: int) -> int:
+def machines_needed(demand: Demand, slots: int, room: int, *, gpus: bool = False) -> int:
     """Return how many machines of `slots` slots, at most `room`, the queue needs beside the nodes.
 
-    Work: one placing of the whole queue, and none where nothing waits.
+    With `gpus` their slots are those. Work: one placing of the queue, none where nothing waits.
     """
     if not demand.queue or room <= 0:
         return 0
-    new = machines_of(slots, room)
+    new = machines_of(slots, room, gpus=gpus)
     placed = place(demand.queue, [*demand.nodes, *new], demand.shares, demand.now)
     return len(
         {assignment.node for assignment in placed.assignments if assignment.node.startswith(_NEW)}
     )
 
 
-def machines_of(slots: int, count: int) -> list[NodeSlots]:
+def machines_of(slots: int, count: int, *, gpus: bool) -> list[NodeSlots]:
     """Return idle nodes as machines that have not come would be."""
     names = (f"{_NEW}{number:05d}" for number in range(count))
-    return [NodeSlots(name, slots, frozenset(range(slots))) for name in names]
+    return [NodeSlots(name, slots, frozenset(range(slots)), are_gpus=gpus) for name in names]
 
 
 def decide(
@@ -233,7 +233,7 @@ class MachineKeeper:
 
     def could_come(self) -> list[NodeSlots]:
         """Return nodes for all machines that there may be, as a pool that is grown would have."""
-        return machines_of(self._config.slots, self._config.most)
+        return machines_of(self._config.slots, self._config.most, gpus=self._config.gpus)
 
     async def answer(self, _: Empty) -> MachineList:
         """Return what became of asking."""
@@ -271,7 +271,8 @@ class MachineKeeper:
     ) -> Decision:
         states: dict[str, MachineState] = {name: one.state for name, one in seen.items()}
         here = sum(state == "here" for state in states.values())
-        needed = machines_needed(demand, self._config.slots, self._config.most - here)
+        room, gpus = self._config.most - here, self._config.gpus
+        needed = machines_needed(demand, self._config.slots, room, gpus=gpus)
         idle_s = {name: time.monotonic() - since for name, since in self._idle_since.items()}
         decision = decide(self._bounds, states, needed, idle_s, slot_hours)
         self._state = MachineList(

@@ -9,7 +9,14 @@ from typing import Literal
 from ....broker.client.connection import Broker
 from ....broker.client.login import CREDENTIALS_VARIABLE, OF_PERSONS
 from ....schemas.machines import MachinesConfig
-from ....schemas.wire.errors import DeadlineError, NotFoundError, PlacementError
+from ....schemas.wire.errors import (
+    DeadlineError,
+    NotFoundError,
+    PlacementError,
+    TinkermqError,
+    root_cause,
+)
+from ....schemas.wire.foreign import blaming_awaited, words_of
 from ..nodes import Nodes
 from .keeper import MachineKeeper
 from .kubernetes import KubernetesSource
@@ -71,9 +78,11 @@ class SSHSource:
         host, log = self._hosts[name], self._log(name)
         tell = f"flock -n -s {name}.lock true || stat --format=%Y {name}.pid || true"
         try:
-            started = (await self._run(name, f"{_FOLDER}; {tell}")).strip()
+            output = await self._run(name, f"{_FOLDER}; {tell}")
         except (PlacementError, DeadlineError, NotFoundError) as error:
             return Machine(name, host, "leaving", why=error.message, log=log)
+        # Files that a shell reads first, such as .bashrc, may have written something before.
+        started = output.rstrip().rpartition("\n")[2]
         if not started.isdecimal():
             return None
         return Machine(name, f"{host}@{started}", "started", float(started), log=log)
@@ -225,6 +234,38 @@ class NoSource:
         """Return nothing: nothing was requested."""
 
 
+class _Named:
+    """A source whose failures are TinkermqErrors, whatever its cluster's client raises."""
+
+    def __init__(self, source: MachineSource) -> None:
+        self._source = source
+
+    async def list_machines(self) -> list[Machine]:
+        """Return all machines."""
+        with blaming_awaited(_failure):
+            return await self._source.list_machines()
+
+    async def request_machine(self, name: str) -> None:
+        """Ask for a machine."""
+        with blaming_awaited(_failure):
+            await self._source.request_machine(name)
+
+    async def release_machine(self, machine: Machine, *, drain: bool) -> None:
+        """Give a machine back."""
+        with blaming_awaited(_failure):
+            await self._source.release_machine(machine, drain=drain)
+
+
+def _failure(error: BaseException) -> TinkermqError:
+    ours = root_cause(error)
+    if isinstance(ours, TinkermqError):
+        return ours
+    return PlacementError(
+        f"the cluster cannot be asked: {words_of(ours)}",
+        hint="see the file of `--machines`, and what the cluster's own command says",
+    )
+
+
 _SOURCES = {
     "slurm": SlurmSource,
     "ray": RaySource,
@@ -241,4 +282,4 @@ def machine_keeper(broker: Broker, config: MachinesConfig, pool: Nodes) -> Machi
 
 def machine_source(config: MachinesConfig, url: str) -> MachineSource:
     """Return the seam to the cluster of a configuration; nodes reach the broker at `url`."""
-    return _SOURCES[config.kind](config, url) if config.kind in _SOURCES else NoSource()
+    return _Named(_SOURCES[config.kind](config, url)) if config.kind in _SOURCES else NoSource()

@@ -1,5 +1,6 @@
 """A whole step with masks, normalised weights and either denominator, on a real model."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,14 @@ def test_tokens_that_a_mask_drops_count_in_the_denominator_or_do_not(folder: Pat
     for name in ("off_policy/kl", "off_policy/chi2_token", "staleness/num_tokens/lag_0"):
         values = [numbers[name] for numbers in (everything, counted, left_out)]
         assert values == pytest.approx([values[0]] * 3), name  # of all tokens, dropped or not
+
+
+def test_a_step_of_which_masks_leave_nothing_is_made_and_moves_no_weight(folder: Path) -> None:
+    everything = {"correction_masks": [{"high": 1e-9}], "correction_denominator": "kept"}
+    numbers, _ = one_step(folder, **everything)
+    assert numbers["actor/correction_dropped"] == 1
+    assert numbers["actor/grad_norm"] == 0
+    assert all(map(math.isfinite, numbers.values()))
 
 
 def test_sequences_are_dropped_alike_whatever_the_micro_batches(folder: Path) -> None:

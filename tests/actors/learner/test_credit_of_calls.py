@@ -318,6 +318,20 @@ def test_a_branch_is_credited_as_the_configuration_says(
     assert found.tolist() == pytest.approx([*first, *second], rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("mode", "first"),
+    [("own", [0.75, 0.75, 0.75, -2.25]), ("both", [0.5, 0.5, 0.5, -1.75])],
+)
+def test_the_kl_of_a_branchs_tokens_is_taken_off_its_reward(mode: str, first: list[float]) -> None:
+    batch = assemble([group_of(two_episodes(), split=False)])
+    old_N = batch.behaviour_N
+    reference_N = old_N - torch.tensor([0, 0, 0, 1.0, 0, 0, 0, 0])  # of the first one's branch
+    algorithm = {"advantage": "dr_grpo", "branch_credit": mode, "kl_coef": 0.5, "kl_in": "reward"}
+    config = config_of(**algorithm, kl_estimator="k1")
+    found = assign_credit(config, batch, old_N, reference_N, None).advantages_N.tolist()
+    assert found == pytest.approx([*first, *(-one for one in first)], rel=1e-5)
+
+
 def test_what_later_calls_earn_is_discounted_along_the_chain_of_calls() -> None:
     batch = assemble([group_of(two_episodes(), split=True)])
     assert batch.calls is not None

@@ -165,6 +165,8 @@ def test_gmpo_takes_the_geometric_mean_of_what_is_clipped_for_the_worse():
     case = inputs([math.e**-1, 1.0], [2.0, 2.0])  # for the worse: it is not clipped
     low = math.exp(-0.5)
     check("gmpo", case, [-2 * low] * 2, [-2 * low] * 2)
+    indifferent = compute_loss("gmpo", inputs([2.0, 0.5], [0.0, 0.0]))[1]
+    assert indifferent["pg_clipfrac"] == 0
 
 
 def test_sapo_gates_softly_by_the_sign_of_the_advantage():

@@ -127,3 +127,16 @@ def test_episodes_that_the_token_limit_cut_off_get_nothing() -> None:
     batch = assemble([make_group([cut, whole])])
     config = _config(advantage="dr_grpo", overlong_filter=True)
     assert assign_credit(config, batch, None, None, None).advantages_N.tolist() == [0.0, 0.5]
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"sample": "turn"}, {"advantage": "grpo_per_step"}])
+def test_equal_rewards_in_another_order_are_equal_returns(algorithm: dict[str, object]) -> None:
+    rewards = [0.1, -0.7, 0.9, 0.3, -0.2, 0.6, 0.8]
+    orders = [[rewards[(first + 3 * place) % 7] for place in range(7)] for first in range(7)]
+    turns: list[tuple[list[int], list[int]]] = [([11], [20]) for _ in range(7)]
+    group = make_group([make_trajectory([1, 2], turns, order) for order in orders])
+    assert group.has_equal_rewards
+    batch = assemble([group])
+    assert len(set(batch.rewards_S.tolist())) == 1
+    advantages_N = assign_credit(_config(**algorithm), batch, None, None, None).advantages_N
+    assert advantages_N[::7].tolist() == [0.0] * 7

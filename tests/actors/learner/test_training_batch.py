@@ -6,9 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tinkermq.actors.training.advantages import AdvantageInputs, compute_advantages
-from tinkermq.actors.training.batch import assemble, select
+from tinkermq.actors.training.batch import assemble, components_of, select
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.task import Task
+from tinkermq.schemas.wire.errors import DataError
 
 from tests.support.groups import make_group, make_trajectory, random_group
 
@@ -52,6 +53,14 @@ def test_the_greedy_episode_is_a_baseline_only_if_every_group_has_one() -> None:
     baseline_S = assemble([groups[1], groups[1]]).baseline_E
     assert baseline_S is not None
     assert baseline_S.tolist() == [0.75, 0.75]
+
+
+@pytest.mark.parametrize("told", [None, "1", float("nan"), float("inf"), -1e39])
+def test_a_component_of_the_reward_is_a_number_that_can_be_trained(told: object) -> None:
+    rows = [make_trajectory([1], [([2], [])], [1.0], info={"correct": told, "other": True})]
+    with pytest.raises(DataError, match=r"reward_components\.correct: the game told"):
+        components_of(rows, ["other", "correct"])
+    assert components_of(rows, ["other"]) == [1.0]
 
 
 def test_types_are_those_that_the_losses_expect() -> None:

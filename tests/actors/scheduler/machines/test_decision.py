@@ -9,8 +9,14 @@ from tinkermq.actors.scheduler.machines.keeper import (
     Demand,
     decide,
     machines_needed,
+    machines_of,
 )
-from tinkermq.actors.scheduler.placement import NodeSlots, PlacementRequest, UserShares
+from tinkermq.actors.scheduler.placement import (
+    NodeSlots,
+    PlacementRequest,
+    UserShares,
+    refuse_impossible,
+)
 from tinkermq.schemas.job import ActorPlacement
 from tinkermq.schemas.machines import MachineState
 from tinkermq.schemas.user import Quota
@@ -52,6 +58,16 @@ def test_the_queue_needs_what_it_would_use(
     queue: list[PlacementRequest], free: int, room: int, needed: int
 ) -> None:
     assert machines_needed(demand(*queue, free=free), 2, room) == needed
+
+
+def test_a_single_machine_with_one_gpu_is_asked_for_though_learner_and_generator_share_it() -> None:
+    learner = ActorPlacement(name="learner", role="learner", slots=1)
+    generator = ActorPlacement(name="g", role="generator", slots=1, shares="learner")
+    queue = [PlacementRequest("a", (learner, generator), user="ada")]
+    waiting = Demand(queue, [], UserShares(), frozenset(), 0.0)
+    assert machines_needed(waiting, 1, 1, gpus=True) == 1
+    assert machines_needed(waiting, 1, 1) == 0
+    refuse_impossible(queue[0].actors, machines_of(1, 1, gpus=True))
 
 
 def test_who_is_over_a_quota_brings_no_machines() -> None:

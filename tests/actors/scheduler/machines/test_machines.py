@@ -1,17 +1,19 @@
 """What is read of a configuration, what Slurm is asked, what was used of a budget."""
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 from tinkermq.actors.scheduler.machines.keeper import FIRST_PAUSE_S, RequestBackoff, spent
 from tinkermq.actors.scheduler.machines.source import Machine, MachineNames
-from tinkermq.actors.scheduler.machines.sources import sbatch_arguments
+from tinkermq.actors.scheduler.machines.sources import machine_source, sbatch_arguments
 from tinkermq.schemas.machines import MachinesConfig, machines_config
-from tinkermq.schemas.wire.errors import ConfigError
+from tinkermq.schemas.wire.errors import ConfigError, PlacementError
 from tinkermq.schemas.wire.field_docs import field_docs
 
 from tests.support.configs import REPOSITORY
+from tests.support.waiting import eventually
 
 DAY_S = 86400.0
 
@@ -83,6 +85,53 @@ def test_what_cannot_be_used_is_refused_by_name(tmp_path: Path, text: str, told:
         text = str(file)
     with pytest.raises(ConfigError, match=re.escape(told)):
         machines_config(text)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"kind": "slurm"}, "PermissionError"),  # as where a machine is out of processes
+        ({"kind": "kubernetes", "image": "tinkermq"}, "ParserError"),
+        ({"kind": "ray", "address": "127.0.0.1:99999"}, "port must be 0-65535"),
+    ],
+)
+async def test_whatever_a_clusters_client_raises_is_told_and_ends_no_scheduler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, object], told: str
+) -> None:
+    (tmp_path / "squeue").write_text("not to be executed")
+    (tmp_path / "config").write_text("users: [", encoding="utf-8")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    with pytest.raises(PlacementError, match=f"the cluster cannot be asked: .*{told}"):
+        await machine_source(MachinesConfig.model_validate(config), "nats://h:1").list_machines()
+
+
+async def test_a_node_is_found_on_a_host_whose_shell_greets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssh, node = tmp_path / "ssh", tmp_path / "node"
+    ssh.write_text('#!/bin/sh\necho "Welcome"\nfor command; do :; done\nexec sh -c "$command"\n')
+    node.write_text("#!/bin/sh\nexec sleep 60\n")
+    for program in (ssh, node):
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    config = {"kind": "ssh", "hosts": ["gpu01"], "python": str(node), "logs": str(tmp_path)}
+    source = machine_source(MachinesConfig.model_validate(config), "nats://h:1")
+    (name,) = MachineNames("nats://h:1").free([], 1)
+    assert await source.list_machines() == []
+
+    async def started() -> list[Machine]:
+        await source.request_machine(name)  # a look at the same time may have held its lock
+        return await source.list_machines()
+
+    async def ended() -> bool:
+        return not await source.list_machines()
+
+    (running,) = await eventually(started, "its node")
+    assert running.state == "started"
+    await source.release_machine(running, drain=True)
+    await eventually(ended, "its end")
 
 
 def test_the_page_on_slurm_names_every_key() -> None:
