@@ -31,7 +31,7 @@ from ...schemas.wire.subjects import JobScope
 from ..runtime import JobContext
 from .adapters import name_bases_by_url
 from .files import TABLE, is_state
-from .run_folders import checkpoint_name
+from .run_folders import checkpoint_name, step_of
 from .stores import Store, StoredObject, Stores, UrlStore, fetch_tree, upload_tree
 
 _NAME = re.compile(r"step_([0-9]{6,})-[0-9a-f]{16}")
@@ -94,7 +94,8 @@ class CheckpointMirror:
         wrong: list[TinkermqError] = []
         for checkpoint in reversed(self.whole()):
             target = folder / checkpoint_name(checkpoint.step)
-            if _has_newer(target):
+            steps = map(step_of, (path.name for path in folder.glob("step_*")))
+            if any(step is not None and step >= checkpoint.step for step in steps):
                 return wrong
             try:
                 fetch_tree(self.store, checkpoint.name, checkpoint.files, target)
@@ -127,13 +128,6 @@ class CheckpointMirror:
             ):
                 names = [file.name for file in checkpoint.files]
                 self.store.delete(sorted(names, key=lambda name: not name.endswith(TABLE)))
-
-
-def _has_newer(target: Path) -> bool:
-    """Whether a run's folder has that checkpoint or a later one."""
-    return target.parent.is_dir() and any(
-        path.name >= target.name for path in target.parent.glob("step_*")
-    )
 
 
 def own_folder(run_dir: Path, job: str) -> None:

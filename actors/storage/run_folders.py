@@ -29,6 +29,12 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
+def step_of(name: str) -> int | None:
+    """Return the step of the folder of a checkpoint by its name; None for another name."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def checkpoint_in(step: int) -> str:
     """Return where a step's checkpoint lies, relative to the folder of its run."""
     return f"{_CHECKPOINTS}/{checkpoint_name(step)}"
@@ -46,8 +52,8 @@ def checkpoint_folders(run_dir: str) -> dict[int, Path]:
             entries = folder.entries(_CHECKPOINTS)
     except (OSError, StorageError):
         return {}
-    named = ((_NAME.fullmatch(entry.name), entry) for entry in entries if entry.is_folder)
-    return {int(match[1]): Path(run_dir, entry.path) for match, entry in named if match}
+    named = ((step_of(entry.name), entry) for entry in entries if entry.is_folder)
+    return {step: Path(run_dir, entry.path) for step, entry in named if step is not None}
 
 
 def archive_of(run_dir: str, job: str) -> Path:

@@ -93,6 +93,15 @@ def test_what_was_uploaded_comes_back_and_the_newest_are_kept(
     assert files_of(tmp_path / "run" / "step_000007") == files_of(tmp_path / "made7")
 
 
+def test_the_newest_is_fetched_whatever_else_is_named_like_a_checkpoint(tmp_path: Path) -> None:
+    mirror, run = mirror_of(f"file://{tmp_path}/store"), tmp_path / "run"
+    (run / "step_1000000-copy").mkdir(parents=True)
+    for step in (999_999, 1_000_000):
+        mirror.upload(step, make_checkpoint(tmp_path / f"made{step}", b"%d" % step))
+        assert mirror.fetch_newest(run) == []
+        assert (run / f"step_{step}").is_dir()
+
+
 def test_ranges_are_read_in_parallel_and_equal_the_file(
     s3: S3, checkpoint: Path, tmp_path: Path
 ) -> None:
