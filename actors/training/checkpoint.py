@@ -153,7 +153,7 @@ class CheckpointStore:
         return self._keep_last > 1
 
     def put_aside(self, folder: Path, step: int) -> None:
-        """Count a checkpoint no more: it becomes `damaged_step_…`, and replaces one of that name."""
+        """Count a checkpoint no more: it becomes `damaged_step_…`, in the place of another."""
         aside = self.folder / f"{_DAMAGED}{checkpoint_name(step)}"
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
