@@ -259,7 +259,10 @@ def _reading(what: str) -> Iterator[None]:
 
 
 def _write(part: Path, model: Any, processor: Any) -> None:
-    """Write a model, and its tokenizer or what holds that; raises StorageError, with figures where the disk is full."""
+    """Write a model and its processor or tokenizer.
+
+    Raises StorageError, with figures where the disk is full.
+    """
     from .policy.model_folder import save_model
 
     num_bytes = sum(weights.nbytes for weights in model.parameters())
