@@ -404,6 +404,7 @@ class Publisher:
         """
         if self._sender is not None:
             return
+        await self._store.sweep()
         num_bytes = snapshot_bytes(self._models, self._dtype)
         wanted, least = (room_for(number, num_bytes) for number in self._num_versions)
         bound = await self._store.bound_bytes()

@@ -375,6 +375,18 @@ async def test_a_bound_that_is_too_small_is_told_and_the_checkpoint_before_stays
     assert [one.step for one in await asyncio.to_thread(mirror.whole)] == [1]
 
 
+async def test_what_killed_uploads_have_left_takes_no_room(
+    mirror: CheckpointMirror, broker: Broker, tmp_path: Path
+) -> None:
+    bucket = JobScope("local", "checkpointed").object_checkpoints
+    for _ in range(15):  # of the 16 MiB
+        subject = f"$O.{bucket}.C.killed"
+        await broker.append(subject, bytes(1 << 20), deadline_s=PATIENCE_S, waiting_for="a part")
+    await asyncio.to_thread(mirror.check)
+    await asyncio.to_thread(mirror.upload, 1, make_checkpoint(tmp_path / "one", SMALL))
+    assert [one.step for one in await asyncio.to_thread(mirror.whole)] == [1]
+
+
 async def test_a_store_whose_actor_ends_starts_nothing_any_more(
     mirror: CheckpointMirror,
 ) -> None:
