@@ -126,7 +126,7 @@ class Saver:
         if self._uploads is None:
             return
         local = await asyncio.to_thread(self._checkpoints.first_seqs)
-        for step in (await self._uploads.begin(local))[-1:]:
+        for step in await self._uploads.begin(local):
             await self._uploads.add_checkpoint(step, local[step], self._checkpoints.path(step))
         await self._uploads.upload_all()
 
