@@ -119,10 +119,7 @@ class Saver:
         self._uploads = None if mirror is None else Uploads(context, mirror, self._trim)
 
     async def upload(self) -> None:
-        """Bring checkpoints to the store of the job, if it has one, as long as it trains.
-
-        Raises StorageError for a local checkpoint that cannot be read.
-        """
+        """Bring checkpoints to the store of the job, if it has one, as long as it trains."""
         if self._uploads is None:
             return
         local = await asyncio.to_thread(self._checkpoints.first_seqs)

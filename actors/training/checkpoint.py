@@ -144,8 +144,12 @@ class CheckpointStore:
         return _read_state(self.path(steps[-2])) if len(steps) > 1 else None
 
     def first_seqs(self) -> dict[int, int]:
-        """Return the first entry of the log behind each checkpoint, unchecked, by step."""
-        return {step: _read_state(self.path(step)).log_seq for step in self.steps()}
+        """Return the first entry of the log behind each checkpoint whose state is there, by step."""
+        seqs: dict[int, int] = {}
+        for step in self.steps():
+            with contextlib.suppress(StorageError):  # who begins with that one is told
+                seqs[step] = _read_state(self.path(step)).log_seq
+        return seqs
 
     @property
     def keeps_one_before(self) -> bool:

@@ -112,6 +112,12 @@ def test_folders_of_people_beside_the_checkpoints_are_left_alone(tmp_path: Path)
     assert all((store.folder / name).is_dir() for name in names)
 
 
+def test_an_older_damaged_one_keeps_no_other_from_a_store(tmp_path: Path) -> None:
+    store = _store(tmp_path, range(1, 4))
+    _cut(store.path(1) / "learner" / "state.json")
+    assert store.first_seqs() == {2: 1, 3: 1}
+
+
 def test_what_starts_from_a_damaged_checkpoint_is_told_the_file(tmp_path: Path) -> None:
     store = _store(tmp_path / "run", range(1, 2))
     whole, served = store.path(1), tmp_path / "fork"
