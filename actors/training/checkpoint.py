@@ -144,7 +144,7 @@ class CheckpointStore:
         return _read_state(self.path(steps[-2])) if len(steps) > 1 else None
 
     def first_seqs(self) -> dict[int, int]:
-        """Return the first entry of the log behind each checkpoint whose state is there, by step."""
+        """Return by step the first entry of the log behind each checkpoint that can be read."""
         seqs: dict[int, int] = {}
         for step in self.steps():
             with contextlib.suppress(StorageError):  # who begins with that one is told

@@ -32,6 +32,7 @@ from tinkermq.schemas.wire.errors import (
 )
 from tinkermq.schemas.wire.subjects import JobScope
 
+from tests.support import disks
 from tests.support.s3 import S3, SLOW_S, environment, s3_server
 from tests.support.waiting import PATIENCE_S
 
@@ -242,6 +243,16 @@ def test_what_was_asked_for_longest_ago_leaves_first_and_what_is_in_use_never(
     cache.release("a")
     other.hold("e", 41, fill_with(41))
     assert names(tmp_path) == {"d", "e"}
+
+
+def test_a_disk_that_is_smaller_than_the_bound_bounds_the_cache(tmp_path: Path) -> None:
+    with disks.small_disk(tmp_path / "disk", 4) as disk:
+        cache = FolderCache(disk, 1 << 40)
+        for number, key in enumerate("abcd"):
+            cache.hold(key, 1_500_000, fill_with(1_500_000))
+            cache.release(key)
+            os.utime(disk / f"{key}.held", (number, number))
+        assert names(disk) == {"c", "d"}
 
 
 ASKS = """
