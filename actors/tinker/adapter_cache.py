@@ -72,11 +72,12 @@ class AdapterStates:
                 continue
             try:
                 name = ModelName.parse(place.parent.name.replace(".train.", ":train:"))
+            except NotFoundError:  # a folder of somebody else's
+                continue
+            try:
                 states.append(_read_state(place / str(numbers[-1])))
             except ModelError as error:
                 damaged.append(DamagedState(place.parents[1].name, name, error.message))
-            except NotFoundError:  # a folder of somebody else's
-                continue
         return states, damaged
 
     def save(self, adapters: Adapters, model: TrainedModel) -> None:
