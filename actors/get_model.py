@@ -224,19 +224,19 @@ def _read_header(file: Path) -> int:
 
 def _copy(source: str, part: Path, dtype: str) -> None:
     """Write a folder's model, or the hub's, as this version of transformers saves it."""
-    from .policy.model_folder import check_model_is_here, load_causal_lm
+    from .policy.model_folder import check_model_is_here, load_causal_lm, load_tokenizer
+    from .policy.vision import Processor, load_image_reader
 
     say("check", source)
     check_model_is_here(source)
 
     with _reading(f"model {source} cannot be loaded"):
         import torch
-        from transformers import AutoTokenizer
 
         model = cast("Any", load_causal_lm(source, dtype=getattr(torch, dtype)))
-        tokenizer = cast("Any", AutoTokenizer).from_pretrained(source)
+        processor = Processor(load_tokenizer(source), load_image_reader(source))
     say("write", f"{model.num_parameters() / 1e6:,.1f} million weights in {dtype}")
-    _write(part, model, tokenizer)
+    _write(part, model, processor)
 
 
 @contextmanager
@@ -258,13 +258,18 @@ def _reading(what: str) -> Iterator[None]:
         ) from error
 
 
-def _write(part: Path, model: Any, tokenizer: Any) -> None:
-    """Write a model and its tokenizer; raises StorageError, with figures where the disk is full."""
+def _write(part: Path, model: Any, processor: Any) -> None:
+    """Write a model and its processor or tokenizer.
+
+    Raises StorageError, with figures where the disk is full.
+    """
+    from .policy.model_folder import save_model
+
     num_bytes = sum(weights.nbytes for weights in model.parameters())
     require_room(part.parent, num_bytes)
     try:
-        model.save_pretrained(str(part))
-        tokenizer.save_pretrained(str(part))
+        save_model(model, part)
+        processor.save_pretrained(str(part))
         permit_as_folder(part)
     except Exception as error:  # safetensors' own does not say that the disk is full
         shutil.rmtree(part, ignore_errors=True)

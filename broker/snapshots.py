@@ -52,7 +52,10 @@ async def save_all(broker: Broker, folder: Path) -> list[Saved]:
     """
     try:
         _begin(folder)
-        saved = [await _save(broker, name, folder) for name in await _stream_names(broker)]
+        saved: list[Saved] = []
+        for name in await _stream_names(broker):
+            with contextlib.suppress(NotFoundError):  # its job was deleted or archived meanwhile
+                saved.append(await _save(broker, name, folder))
         manifest = {"format": 1, "time": time.time(), "streams": [one.name for one in saved]}
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     except OSError as error:

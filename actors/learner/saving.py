@@ -119,14 +119,11 @@ class Saver:
         self._uploads = None if mirror is None else Uploads(context, mirror, self._trim)
 
     async def upload(self) -> None:
-        """Bring checkpoints to the store of the job, if it has one, as long as it trains.
-
-        Raises StorageError for a local checkpoint that cannot be read.
-        """
+        """Bring checkpoints to the store of the job, if it has one, as long as it trains."""
         if self._uploads is None:
             return
         local = await asyncio.to_thread(self._checkpoints.first_seqs)
-        for step in (await self._uploads.begin(local))[-1:]:
+        for step in await self._uploads.begin(local):
             await self._uploads.add_checkpoint(step, local[step], self._checkpoints.path(step))
         await self._uploads.upload_all()
 
@@ -404,6 +401,7 @@ class Publisher:
         """
         if self._sender is not None:
             return
+        await self._store.sweep()
         num_bytes = snapshot_bytes(self._models, self._dtype)
         wanted, least = (room_for(number, num_bytes) for number in self._num_versions)
         bound = await self._store.bound_bytes()

@@ -108,10 +108,12 @@ class FolderCache:
         with _locked(self._folder / ".room"):
             entries = [entry for entry in self._entries() if entry.lock.stem != key]
             total = num_bytes + sum(entry.num_bytes for entry in entries)
+            free = shutil.disk_usage(self._folder).free  # the disk may be smaller than the bound
             for entry in sorted(entries):
-                if total <= self._max_bytes:
+                if total <= self._max_bytes and num_bytes <= free:
                     break
-                total -= entry.num_bytes * _remove(entry)
+                removed = entry.num_bytes * _remove(entry)
+                total, free = total - removed, free + removed
             if total > self._max_bytes:
                 raise StorageError(
                     f"the cache {self._folder} has no room for {num_bytes:,} bytes: it may hold "

@@ -8,9 +8,9 @@ a copy of it below its own place in the store, made by the store itself, or in i
 run may remove its own meanwhile.
 
 A learner uploads each checkpoint while training goes on. One that waits is held by hard links in
-`uploading/` of the run's folder: the run may remove its own meanwhile. While one is on its way only
-the newest of the others waits. What fails is tried again for ever: until a checkpoint is in the
-store, the log is not trimmed behind it.
+`uploading/` of the run's folder: the run may remove its own meanwhile. While one is on its way the
+newest of the others waits, and those that are kept for good; the newest goes first. What fails is
+tried again for ever: until a checkpoint is in the store, the log is not trimmed behind it.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from ...broker.disk import in_thread, with_room
 from ...broker.run_folder import Folder
 from ...schemas.config.sections import ADAPTER_CONFIG, BROKER, is_url
 from ...schemas.job import JobRecord
@@ -31,8 +32,8 @@ from ...schemas.wire.subjects import JobScope
 from ..runtime import JobContext
 from .adapters import name_bases_by_url
 from .files import TABLE, is_state
-from .run_folders import checkpoint_name
-from .stores import Store, StoredObject, Stores, UrlStore, fetch_tree, upload_tree
+from .run_folders import checkpoint_name, step_of
+from .stores import BrokerStore, Store, StoredObject, Stores, UrlStore, fetch_tree, upload_tree
 
 _NAME = re.compile(r"step_([0-9]{6,})-[0-9a-f]{16}")
 _OWNER = ".job"
@@ -71,6 +72,8 @@ class CheckpointMirror:
 
     def check(self) -> None:
         """Raise StorageError for a store that cannot be written, before hours are trained."""
+        if isinstance(self.store, BrokerStore):
+            self.store.sweep()
         self.store.put(_OWNER, b"tinkermq")
 
     def whole(self) -> list[MirroredCheckpoint]:
@@ -94,7 +97,8 @@ class CheckpointMirror:
         wrong: list[TinkermqError] = []
         for checkpoint in reversed(self.whole()):
             target = folder / checkpoint_name(checkpoint.step)
-            if _has_newer(target):
+            steps = map(step_of, (path.name for path in folder.glob("step_*")))
+            if any(step is not None and step >= checkpoint.step for step in steps):
                 return wrong
             try:
                 fetch_tree(self.store, checkpoint.name, checkpoint.files, target)
@@ -104,6 +108,11 @@ class CheckpointMirror:
                 if getattr(error, "is_full", False):
                     raise
         return wrong
+
+    def kept(self, steps: list[int]) -> set[int]:
+        """Return which of these steps stay, however many newer ones come."""
+        every = {step for step in steps if self._keep_every and step % self._keep_every == 0}
+        return every | self.spared(steps)
 
     def _all(self) -> list[MirroredCheckpoint]:
         files_of: dict[str, list[StoredObject]] = {}
@@ -116,9 +125,7 @@ class CheckpointMirror:
         """Remove whole ones that are not kept, the table first, and halves of earlier uploads."""
         every = self._all()
         steps = sorted({checkpoint.step for checkpoint in every if checkpoint.is_whole})
-        kept_steps = {*steps[-self._keep_last :]}
-        kept_steps |= {step for step in steps if self._keep_every and step % self._keep_every == 0}
-        kept_steps |= self.spared(steps)
+        kept_steps = {*steps[-self._keep_last :]} | self.kept(steps)
         for checkpoint in every:
             if (
                 checkpoint.step not in kept_steps
@@ -127,13 +134,6 @@ class CheckpointMirror:
             ):
                 names = [file.name for file in checkpoint.files]
                 self.store.delete(sorted(names, key=lambda name: not name.endswith(TABLE)))
-
-
-def _has_newer(target: Path) -> bool:
-    """Whether a run's folder has that checkpoint or a later one."""
-    return target.parent.is_dir() and any(
-        path.name >= target.name for path in target.parent.glob("step_*")
-    )
 
 
 def own_folder(run_dir: Path, job: str) -> None:
@@ -302,6 +302,12 @@ def _split(url: str) -> tuple[str, str]:
 _PAUSE_S = 5.0
 
 
+class _Upload(NamedTuple):
+    step: int
+    first_seq: int
+    held: Path
+
+
 class Uploads:
     """The checkpoints of one learner on their way to the store."""
 
@@ -316,11 +322,11 @@ class Uploads:
         self._mirror = mirror
         self._uploaded = uploaded
         self._folder = context.run_dir / "uploading"
-        self._waiting: tuple[int, int, Path] | None = None
+        self._waiting: list[_Upload] = []
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._begun = asyncio.Event()
-        self.trouble: TinkermqError | None = None
+        self.trouble: TinkermqError | OSError | None = None
         self.first_seqs: dict[int, int] = {}
         """By step of the checkpoints that are in the store: the first log entry behind each."""
 
@@ -345,13 +351,20 @@ class Uploads:
         """Upload a checkpoint when its turn comes; it may be removed from where it is."""
         await self._begun.wait()
         held = self._folder / f"{folder.name}.{first_seq}"
-        await asyncio.to_thread(link_tree, folder, held)
-        await asyncio.to_thread(name_bases_by_url, held)
-        left, self._waiting = self._waiting, (step, first_seq, held)
+
+        def hold() -> None:
+            link_tree(folder, held)
+            name_bases_by_url(held)
+
+        await with_room(in_thread(hold), "a checkpoint to upload", self._context.missing)
+        waiting, kept = self._waiting, self._kept()
+        self._waiting = [one for one in waiting if one.step in kept and one.held != held]
+        self._waiting.append(_Upload(step, first_seq, held))
         self._idle.clear()
         self._changed.set()
-        if left is not None and left[2] != held:
-            await asyncio.to_thread(shutil.rmtree, left[2], ignore_errors=True)
+        for one in waiting:
+            if one.step not in kept and one.held != held:
+                await asyncio.to_thread(shutil.rmtree, one.held, ignore_errors=True)
 
     async def upload_all(self) -> None:
         """Upload what is taken, for ever."""
@@ -359,21 +372,26 @@ class Uploads:
             while True:
                 await self._changed.wait()
                 self._changed.clear()
-                while self._waiting is not None:
-                    upload, self._waiting = self._waiting, None
-                    await self._upload(*upload)
+                while self._waiting:
+                    await self._upload(self._waiting.pop())
                 self._idle.set()
         finally:
             self._mirror.store.close()
 
-    async def _upload(self, step: int, first_seq: int, held: Path) -> None:
+    async def _upload(self, upload: _Upload) -> None:
         """Upload one, trying again until it is there or a newer one waits."""
-        while self._waiting is None or self.trouble is None:
+        step, first_seq, held = upload
+        while True:
             try:
                 await asyncio.to_thread(self._mirror.upload, step, held)
-            except TinkermqError as error:
+            except (TinkermqError, OSError) as error:
                 await self._failed(step, error)
-                continue
+                if not any(one.step >= step for one in self._waiting):
+                    continue
+                if isinstance(error, TinkermqError) and step in self._kept(step):
+                    self._waiting.insert(0, upload)
+                    return
+                break
             self.trouble = None
             self.first_seqs[step] = first_seq
             await self._context.event("checkpoint_uploaded", self._mirror.store.url, step=step)
@@ -381,7 +399,12 @@ class Uploads:
             break
         await asyncio.to_thread(shutil.rmtree, held, ignore_errors=True)
 
-    async def _failed(self, step: int, error: TinkermqError) -> None:
+    def _kept(self, *more: int) -> set[int]:
+        """Return which of the steps that are in the store, wait, or come now are kept for good."""
+        waiting = (one.step for one in self._waiting)
+        return self._mirror.kept(sorted({*self.first_seqs, *waiting, *more}))
+
+    async def _failed(self, step: int, error: TinkermqError | OSError) -> None:
         first, self.trouble = self.trouble is None, error
         if first:
             await self._context.event("checkpoint_upload_failed", str(error), step=step)

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from ...broker.disk import FREE_SPACE, remedy
-from ...schemas.wire.errors import StorageError
+from ...schemas.wire.errors import StorageError, StoreAwayError
 
 TABLE = "SHA256SUMS"
 _LEFT_OUT = "learner"
@@ -23,6 +23,7 @@ _CHUNK_BYTES = 4 * 2**20
 _THREADS = 4
 _SELF = "# sha256 of the lines below: "
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
+_GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _verified: dict[Path, tuple[int, int]] = {}
 
 
@@ -51,7 +52,8 @@ def permit_as_folder(folder: Path) -> None:
 def check_digests(folder: Path, *, required: bool = False) -> None:
     """Compare a folder's files with its table; without one nothing is known, and nothing said.
 
-    What was whole is not read again by this process. Raises StorageError that names the file.
+    What was whole is not read again by this process. Raises StorageError that names a damaged file,
+    StoreAwayError one that cannot be read now: such a one may be whole.
     """
     table = folder / TABLE
     if not table.is_file():
@@ -67,7 +69,7 @@ def check_digests(folder: Path, *, required: bool = False) -> None:
         digests = list(threads.map(_digest_there, [folder / name for name in wanted]))
     for (name, digest), there in zip(wanted.items(), digests, strict=True):
         if there is None:
-            raise _damaged(folder, name, "is missing or cannot be read")
+            raise _damaged(folder, name, "is missing")
         if there != digest:
             size = (folder / name).stat().st_size
             raise _damaged(folder, name, f"is not as it was written ({size:,} bytes)")
@@ -80,8 +82,8 @@ def read_table(folder: Path) -> dict[str, str]:
     Raises StorageError for a table that is not as it was written.
     """
     try:
-        first, _, body = (folder / TABLE).read_bytes().decode().partition("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        first, _, body = read_file(folder, TABLE).decode().partition("\n")
+    except UnicodeDecodeError as error:
         raise _damaged(folder, TABLE, f"cannot be read ({error})") from error
     lines = [_LINE.fullmatch(line) for line in body.splitlines()]
     if first != _self_of(body) or None in lines:
@@ -110,11 +112,23 @@ def _is_left_out(folder: Path, name: Path) -> bool:
     return any(not (folder / parent).exists() for parent in parents)
 
 
+def read_file(folder: Path, name: str) -> bytes:
+    """Return the bytes of a small file of a checkpoint; raises as `check_digests`."""
+    try:
+        return (folder / name).read_bytes()
+    except _GONE as error:
+        raise _damaged(folder, name, "is missing") from error
+    except OSError as error:
+        raise _unreadable(folder / name, error) from error
+
+
 def _digest_there(path: Path) -> str | None:
     try:
         return digest_of(path)
-    except OSError:
+    except _GONE:
         return None
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def digest_of(path: Path) -> str:
@@ -124,6 +138,14 @@ def digest_of(path: Path) -> str:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def _unreadable(path: Path, error: OSError) -> StoreAwayError:
+    """A disk that is away, rights, too many open files: nothing is known of the file."""
+    return StoreAwayError(
+        f"{path} cannot be read: {error.strerror}",
+        hint="see its disk and its rights; where that stays, move its folder away",
+    )
 
 
 def _damaged(folder: Path, name: str, how: str) -> StorageError:
@@ -139,16 +161,12 @@ def _damaged(folder: Path, name: str, how: str) -> StorageError:
 def flush(folder: Path) -> None:
     """Bring a folder to the disk, with all that is in it, before it gets its final name."""
     for path in (*folder.rglob("*"), folder):
-        if path.is_dir():
-            flush_entries(path)
-        else:
-            with path.open("rb+") as handle:
-                os.fsync(handle.fileno())
+        flush_entries(path)
 
 
-def flush_entries(folder: Path) -> None:
-    """Bring to the disk which files a folder has."""
-    handle = os.open(folder, os.O_RDONLY)
+def flush_entries(path: Path) -> None:
+    """Bring to the disk which files a folder has, or what a file holds, which may be read-only."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -29,6 +29,12 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
+def step_of(name: str) -> int | None:
+    """Return the step of the folder of a checkpoint by its name; None for another name."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def checkpoint_in(step: int) -> str:
     """Return where a step's checkpoint lies, relative to the folder of its run."""
     return f"{_CHECKPOINTS}/{checkpoint_name(step)}"
@@ -46,13 +52,18 @@ def checkpoint_folders(run_dir: str) -> dict[int, Path]:
             entries = folder.entries(_CHECKPOINTS)
     except (OSError, StorageError):
         return {}
-    named = ((_NAME.fullmatch(entry.name), entry) for entry in entries if entry.is_folder)
-    return {int(match[1]): Path(run_dir, entry.path) for match, entry in named if match}
+    named = ((step_of(entry.name), entry) for entry in entries if entry.is_folder)
+    return {step: Path(run_dir, entry.path) for step, entry in named if step is not None}
 
 
 def archive_of(run_dir: str, job: str) -> Path:
     """Return the folder of a job's archive."""
     return Path(run_dir).parent / _ARCHIVES / job
+
+
+def _beside(run_dir: str) -> Folder:
+    """Open the folder that holds a run's; an operator who has moved it leaves a link there."""
+    return Folder(Path(run_dir).parent.resolve())
 
 
 def begin_archive(run_dir: str, job: str) -> Path:
@@ -65,7 +76,7 @@ def begin_archive(run_dir: str, job: str) -> Path:
             f"there is no run folder {run_dir!r} to keep an archive beside",
             hint="see whether the scheduler reaches that disk, or delete the run",
         )
-    with Folder(Path(run_dir).parent) as above, above.folder(_ARCHIVES, make=True) as archives:
+    with _beside(run_dir) as above, above.folder(_ARCHIVES, make=True) as archives:
         archives.remove(job)
         archives.folder(job, make=True).close()
     folder = archive_of(run_dir, job)
@@ -101,7 +112,7 @@ def is_archive(run_dir: str, job: str, digest: str) -> bool:
 
 def drop_archive(run_dir: str, job: str) -> None:
     """Remove the archive of a job; harmless when there is none."""
-    with contextlib.suppress(FileNotFoundError), Folder(Path(run_dir).parent) as above:
+    with contextlib.suppress(FileNotFoundError), _beside(run_dir) as above:
         above.remove(f"{_ARCHIVES}/{job}")
         if not above.entries(_ARCHIVES):
             above.remove(_ARCHIVES)
@@ -137,7 +148,7 @@ def remove_run_folder(run_dir: str, job: str) -> None:
     if not place.is_absolute() or len(place.parts) < _FEWEST_PARTS or ".." in place.parts:
         raise StorageError(f"{run_dir!r} is no folder of a run", hint="remove it by hand")
     doomed = f".{place.name}.deleted-{job}"
-    with contextlib.suppress(FileNotFoundError), Folder(place.parent) as above:
+    with contextlib.suppress(FileNotFoundError), _beside(run_dir) as above:
         above.remove(doomed)
         with contextlib.suppress(FileNotFoundError):
             above.rename(place.name, doomed)

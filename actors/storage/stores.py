@@ -272,6 +272,10 @@ class BrokerStore:
         bucket = f"OBJ_{self._scope.object_checkpoints}"
         self._wait("remove its bucket", delete_stream(self._broker, bucket))
 
+    def sweep(self) -> None:
+        """Remove what killed uploads have left. Raises StoreAwayError."""
+        self._wait("remove halves of files", self._objects.sweep())
+
     def put(self, name: str, content: Path | bytes) -> None:
         """Store a file or bytes under a name. Raises StoreAwayError, also when it is full."""
         views = [memoryview(content)] if isinstance(content, bytes) else _mapped(content)

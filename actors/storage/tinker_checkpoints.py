@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import structlog
+
 from ...schemas.tinker.checkpoints import Metadata, TinkerCheckpoint
 from ...schemas.tinker.names import KINDS, CheckpointName, ModelName
 from ...schemas.tinker.operation import ModelInfo
@@ -24,6 +26,7 @@ TINKER_FOLDER = "tinker"
 """Folder of a run in which the states and checkpoints of models of the Tinker API lie."""
 _META = "tinker.json"
 Gone = Literal["", "deleted", "expired"]
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -100,14 +103,21 @@ class CheckpointFolders:
         return _read(user, name, place) if (place / _META).is_file() else None
 
     def read_all(self) -> Iterator[StoredCheckpoint]:
-        """Return what is known of all checkpoints, and remove what a crash has left half."""
+        """Return what is known of all checkpoints, and remove what a crash has left half.
+
+        Those that are damaged are left out.
+        """
         for place in sorted(self._folder.glob("*/*.train.*/*/*")):
             kind, session = place.parent.name, place.parent.parent.name
             if kind not in KINDS or place.name.startswith("."):
                 continue
-            model = ModelName.parse(session.replace(".train.", ":train:"))
-            name = CheckpointName(model, kind, place.name)
-            stored = self.read(place.parents[2].name, name)
+            try:
+                model = ModelName.parse(session.replace(".train.", ":train:"))
+                name = CheckpointName(model, kind, place.name)
+                stored = self.read(place.parents[2].name, name)
+            except (errors.ModelError, errors.NotFoundError) as error:
+                _log.warning("checkpoint_left_out", folder=str(place), reason=error.message)
+                continue  # whoever names it is told
             if stored is None:
                 shutil.rmtree(place, ignore_errors=True)
                 continue
@@ -151,13 +161,21 @@ class CheckpointFolders:
         _remove_others(stored)
 
     def remove(self, stored: StoredCheckpoint, why: Gone) -> StoredCheckpoint:
-        """Remove the files of a checkpoint; that it was there, and why it is not, stays known."""
+        """Remove the files of a checkpoint.
+
+        That it was there, and why it is not, stays known where there is room to write it down.
+        """
         gone = replace(stored, gone=why, size_bytes=0, is_public=False, time=time.time())
-        self.commit(gone)
+        try:
+            self.commit(gone)
+        except errors.StorageError:  # a full disk, on which this makes room
+            self.forget(stored)
         return gone
 
     def forget(self, stored: StoredCheckpoint) -> None:
         """Remove also what is known of a checkpoint."""
+        with contextlib.suppress(OSError):
+            (stored.place / _META).unlink()  # without it nothing counts
         shutil.rmtree(stored.place, ignore_errors=True)
 
     def _published(self, name: CheckpointName, now: float) -> StoredCheckpoint | None:

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
 from ...schemas.tinker.datum import LoraSpec
 from ...schemas.tinker.names import CheckpointName, ModelName
 from ...schemas.tinker.operation import ModelInfo
-from ...schemas.wire.errors import MessageError, ModelError, NotFoundError, StorageError
+from ...schemas.wire.errors import ModelError, NotFoundError, StorageError
 from ..storage.files import flush
 from ..storage.tinker_checkpoints import CheckpointFolders
 from .models import ModelHistory, Models, TrainedModel
@@ -45,6 +45,14 @@ class SavedState:
     is_pending: bool = False
 
 
+class DamagedState(NamedTuple):
+    """A model whose newest state cannot be read."""
+
+    user: str
+    name: ModelName
+    reason: str
+
+
 class AdapterStates:
     """The folder of one trainer's states; named checkpoints are found there, too."""
 
@@ -54,14 +62,23 @@ class AdapterStates:
         """Where they lie."""
         self._folders = CheckpointFolders(folder)
 
-    def read_all(self) -> list[SavedState]:
-        """Return the newest state of each model; raises StorageError."""
-        collected: list[SavedState] = []
-        for place in sorted(self.folder.glob("*/*/state")):
+    def read_all(self) -> tuple[list[SavedState], list[DamagedState]]:
+        """Return the newest state of each model, and of which models it is damaged."""
+        states: list[SavedState] = []
+        damaged: list[DamagedState] = []
+        for place in sorted(self.folder.glob("*/*.train.*/state")):
             numbers = sorted(int(item.name) for item in place.iterdir() if item.name.isdigit())
-            if numbers:
-                collected.append(_read_state(place / str(numbers[-1])))
-        return collected
+            if not numbers:
+                continue
+            try:
+                name = ModelName.parse(place.parent.name.replace(".train.", ":train:"))
+            except NotFoundError:  # a folder of somebody else's
+                continue
+            try:
+                states.append(_read_state(place / str(numbers[-1])))
+            except ModelError as error:
+                damaged.append(DamagedState(place.parents[1].name, name, error.message))
+        return states, damaged
 
     def save(self, adapters: Adapters, model: TrainedModel) -> None:
         """Write a model's state behind its newest operation; older ones go."""
@@ -159,7 +176,7 @@ def _read_state(folder: Path) -> SavedState:
         tokens = int(meta.get("tokens", 0))
         is_pending = bool(meta.get("pending"))
         return SavedState(meta["user"], name, applied, info, folder, history, tokens, is_pending)
-    except (KeyError, TypeError, MessageError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"{folder} is damaged: {error}", hint="restore it") from error
 
 

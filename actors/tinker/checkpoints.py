@@ -259,7 +259,7 @@ class CheckpointCatalog:
         self._lock = threading.RLock()
 
     def load(self) -> None:
-        """Read what is there; raises ModelError for what is damaged."""
+        """Read what is there."""
         for stored in self.folders.read_all():
             self._users.setdefault(stored.user, {})[stored.name] = stored
 

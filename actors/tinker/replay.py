@@ -96,7 +96,7 @@ class Replayer:
             adapters, ReplayStates(made, stored), UserRecords(made), base
         )
         self._made, self._stored = CheckpointFolders(made), CheckpointFolders(stored)
-        self._states = AdapterStates(stored).read_all()
+        self._states = AdapterStates(stored).read_all()[0]
 
     def replay(
         self,

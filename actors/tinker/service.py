@@ -169,7 +169,8 @@ class TrainerService:
         logged, unreadable = await self._log.read_all()
         await asyncio.to_thread(self._records.load)
         await asyncio.to_thread(self._states.forget_suspended)
-        for state in await asyncio.to_thread(self._states.read_all):
+        states, damaged = await asyncio.to_thread(self._states.read_all)
+        for state in states:
             model = self.models.add(state.user, state.name)
             model.info, model.applied, model.saved = state.info, state.applied, state.applied
             model.history, model.tokens = state.history, state.tokens
@@ -181,6 +182,8 @@ class TrainerService:
                 await self._log.trim(user, model.name, operation.seq, operation.seq)
         for entry in unreadable:
             await self._leave(entry)
+        for user, name, reason in damaged:
+            await self.worker.leave(self.models.add(user, name), 0, reason)
 
     async def _leave(self, entry: Unreadable) -> None:
         """Leave a model alone from what cannot be read on; pass over what is of no model."""

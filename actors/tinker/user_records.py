@@ -483,7 +483,7 @@ class UserRecords:
         )
 
     def load(self) -> None:
-        """Read what is there; raises ModelError for a checkpoint that is damaged."""
+        """Read what is there."""
         self.checkpoints.load()
         self.runs.load()
         self.sessions.load()

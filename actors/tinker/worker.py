@@ -168,6 +168,7 @@ class Worker:
         self._arrived = asyncio.Event()
         self._changed = asyncio.Condition()
         self._gaps: dict[str, tuple[int, float]] = {}
+        self._has_room = True
 
     def wake(self) -> None:
         """Say that an operation has come."""
@@ -229,7 +230,7 @@ class Worker:
         try:
             done = await self._in_thread(partial(self._pieces.do, turn, others))
         except StorageError as error:  # no model can be written to disk: there is no room meanwhile
-            await self._context.event("trainer_has_no_room", f"{error.message} ({error.hint})")
+            await self._tell_no_room(error)
             await asyncio.sleep(_FULL_S)
             return
         for one, piece in done:
@@ -305,6 +306,12 @@ class Worker:
             text = f"operation {name} of {model.user} had another result when it was done again"
             await self._context.event("replay_differs", text, operation=str(name))
 
+    async def _tell_no_room(self, error: StorageError) -> None:
+        """Tell the first time that no state can be written; it is tried again."""
+        if self._has_room:
+            self._has_room = False
+            await self._context.event("trainer_has_no_room", f"{error.message} ({error.hint})")
+
     def _is_long(self, model: TrainedModel) -> bool:
         behind, num_bytes = model.applied - model.saved, model.tail_bytes
         if model.is_pending:  # without gradients a state is smaller: a step may come soon
@@ -320,7 +327,12 @@ class Worker:
         if self._models.find(model.user, model.name) is not model:
             return  # it is being forgotten
         await self._log.check_claim()
-        await self._in_thread(partial(self._states.save, self._adapters, model))
+        try:
+            await self._in_thread(partial(self._states.save, self._adapters, model))
+        except StorageError as error:  # its operations stay in the log
+            await self._tell_no_room(error)
+            return
+        self._has_room = True
         since, model.saved, model.tail_bytes = model.saved + 1, model.applied, 0
         await self._log.trim(model.user, model.name, model.saved, since)
 

@@ -29,10 +29,11 @@ from ..storage.files import (
     flush,
     flush_entries,
     permit_as_folder,
+    read_file,
     storage_error,
     write_digests,
 )
-from ..storage.run_folders import checkpoint_name
+from ..storage.run_folders import checkpoint_name, step_of
 from .state import LearnerState
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -108,7 +109,7 @@ class CheckpointStore:
         if not self.folder.is_dir():
             return []
         names = [path.name.removeprefix(_REPLACED) for path in self.folder.iterdir()]
-        return sorted({int(name[5:]) for name in names if name.startswith("step_")})
+        return sorted({step for name in names if (step := step_of(name)) is not None})
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint, or None."""
@@ -118,8 +119,8 @@ class CheckpointStore:
     def latest_whole(self) -> tuple[Path | None, list[TinkermqError]]:
         """Return the newest checkpoint all of whose files are as they were written, or None.
 
-        Newer ones that are damaged are put aside as `damaged_step_…`, the last one of them is
-        kept; also returns what is wrong with them.
+        Newer ones that are damaged are put aside as `damaged_step_…`; also returns what is wrong
+        with them. Raises StorageError for one that cannot be read now.
         """
         damaged: list[TinkermqError] = []
         for step in reversed(self._named()):
@@ -127,6 +128,8 @@ class CheckpointStore:
             try:
                 load_state(folder)
             except (StorageError, NotFoundError) as error:
+                if error.may_pass:
+                    raise
                 damaged.append(error)
                 self.put_aside(folder, step)
                 continue
@@ -141,8 +144,12 @@ class CheckpointStore:
         return _read_state(self.path(steps[-2])) if len(steps) > 1 else None
 
     def first_seqs(self) -> dict[int, int]:
-        """Return the first entry of the log behind each checkpoint, unchecked, by step."""
-        return {step: _read_state(self.path(step)).log_seq for step in self.steps()}
+        """Return by step the first entry of the log behind each checkpoint that can be read."""
+        seqs: dict[int, int] = {}
+        for step in self.steps():
+            with contextlib.suppress(StorageError):  # who begins with that one is told
+                seqs[step] = _read_state(self.path(step)).log_seq
+        return seqs
 
     @property
     def keeps_one_before(self) -> bool:
@@ -150,10 +157,10 @@ class CheckpointStore:
         return self._keep_last > 1
 
     def put_aside(self, folder: Path, step: int) -> None:
-        """Count a checkpoint no more: it becomes `damaged_step_…`, the last one of them is kept."""
-        for earlier in self.folder.glob(f"{_DAMAGED}*"):
-            shutil.rmtree(earlier, ignore_errors=True)
-        folder.rename(self.folder / f"{_DAMAGED}{checkpoint_name(step)}")
+        """Count a checkpoint no more: it becomes `damaged_step_…`, in the place of another."""
+        aside = self.folder / f"{_DAMAGED}{checkpoint_name(step)}"
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
 
     def _put_in_place(self, temporary: Path, final: Path) -> None:
         """Give a checkpoint its name; one of the same step counts until the new one is there."""
@@ -163,8 +170,7 @@ class CheckpointStore:
             final.rename(replaced)
         temporary.rename(final)
         flush_entries(self.folder)
-        if replaced.exists():
-            shutil.rmtree(replaced)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def _point_latest(self, final: Path) -> None:
         self._point("latest", final)
@@ -177,7 +183,10 @@ class CheckpointStore:
         temporary.replace(link)
 
     def remove_old(self) -> None:
-        """Remove what is not kept, and let `best` lead to the best that is left."""
+        """Remove what is not kept, and let `best` lead to the best that is left.
+
+        What cannot be removed now, such as what somebody reads over NFS, is tried again later.
+        """
         steps = self.steps()
         spared: set[int] = set()
         if self.judged is not None:
@@ -188,7 +197,7 @@ class CheckpointStore:
             if step not in spared and not (self._keep_every and step % self._keep_every == 0):
                 gone = self.folder / f".{checkpoint_name(step)}.{os.getpid()}"
                 self.path(step).rename(gone)  # a folder is whole as long as it has its name
-                shutil.rmtree(gone)
+                shutil.rmtree(gone, ignore_errors=True)
 
     def _remove_leftovers(self) -> None:
         with contextlib.suppress(OSError):  # `write` must be called: other ranks wait there
@@ -199,7 +208,8 @@ class CheckpointStore:
 def load_state(folder: Path) -> LearnerState:
     """Read the learner's state of a checkpoint whose files are as they were written.
 
-    Raises StorageError that names a damaged file, NotFoundError when it has no state.
+    Raises StorageError that names a damaged file, StoreAwayError for one that cannot be read now,
+    NotFoundError when it has no state.
     """
     check_digests(folder)
     file = folder / _STATE
@@ -215,8 +225,8 @@ def load_state(folder: Path) -> LearnerState:
 
 def _read_state(folder: Path) -> LearnerState:
     try:
-        return LearnerState.model_validate_json((folder / _STATE).read_bytes())
-    except (OSError, ValidationError) as error:
+        return LearnerState.model_validate_json(read_file(folder, _STATE))
+    except ValidationError as error:
         raise StorageError(
             f"checkpoint {folder} is damaged: {_STATE} cannot be read",
             hint="take another checkpoint of the run (`RUN@STEP`), or restore the file",

@@ -27,7 +27,12 @@ from typing import TypeVar
 
 from blake3 import blake3
 
-from ...schemas.wire.errors import BrokerError, LogInRefusedError, NotFoundError
+from ...schemas.wire.errors import (
+    BrokerError,
+    DeadlineError,
+    LogInRefusedError,
+    NotFoundError,
+)
 from ..client import faults
 from ..client.connection import Broker
 from ..client.faults import ConnectionLost, NoResponders, Refused
@@ -39,6 +44,7 @@ from ..client.nats_internals import (
 )
 from ..client.replies import checked
 from .direct_get import get_all, get_last
+from .streams import num_messages, stream_subjects
 
 # The second connection, blocking, used in a thread for one transfer.
 #
@@ -313,6 +319,9 @@ class ObjectStore:
         except Refused as error:
             await self._purge_chunks(attempts[-1])
             raise self._refused(name, error) from error
+        except DeadlineError:
+            await self._purge_chunks(attempts[-1])
+            raise
         info = ObjectInfo(name, attempts[-1], num_bytes, num_chunks, await digesting)
         await self._put_info(info, await sha256_hashing)
         return info
@@ -375,13 +384,27 @@ class ObjectStore:
         if info is not None:
             await self._purge_chunks(info.nuid)
 
+    async def sweep(self) -> None:
+        """Remove chunks of no object, which a killed writer has left; others have to begin anew."""
+        messages = await self._retry(
+            lambda: get_all(self._broker, self._stream, f"$O.{self._bucket}.M.>")
+        )
+        known = {_nuid_of(message.payload) for message in messages}
+        chunks = self._chunk_subject("")
+        for subject in await stream_subjects(self._broker, self._stream, f"{chunks}*"):
+            if subject.removeprefix(chunks) not in known:
+                await self._purge(subject)
+
     async def _put_chunks(self, nuid: str, views: Sequence[memoryview]) -> tuple[int, int]:
         """Publish all chunks with a bounded number unconfirmed; return bytes and chunks."""
         chunks, subject = chunks_of(views, self._chunk_bytes), self._chunk_subject(nuid)
         window = max(2, PUT_WINDOW_BYTES // self._chunk_bytes)
-        return await self._with_link(
+        sent = await self._with_link(
             lambda link: _send(link, self._stream, subject, chunks, window)
         )
+        if await num_messages(self._broker, self._stream, subject) != sent[1]:
+            raise ConnectionLost(f"chunks in {self._stream} were removed meanwhile")
+        return sent
 
     async def _with_link(self, work: Callable[[BulkLink], T]) -> T:
         """Run `work` in a thread with a connection of its own."""
@@ -570,6 +593,13 @@ def _sha256(views: Sequence[memoryview]) -> bytes:
     for view in views:
         digest.update(view)
     return digest.digest()
+
+
+def _nuid_of(payload: bytes) -> str | None:
+    """Return under which name an entry has its chunks, whoever wrote it."""
+    with contextlib.suppress(ValueError, AttributeError):
+        return json.loads(payload).get("nuid")
+    return None
 
 
 def _read_info(payload: bytes) -> ObjectInfo | None:

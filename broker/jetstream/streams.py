@@ -489,6 +489,12 @@ async def stream_subjects(broker: Broker, name: str, subjects: str) -> list[str]
             return subject_names
 
 
+async def num_messages(broker: Broker, name: str, subject: str) -> int:
+    """Return how many messages a stream holds on one subject."""
+    answer = await _ask(broker, f"STREAM.INFO.{name}", {"subjects_filter": subject})
+    return (answer["state"].get("subjects") or {}).get(subject, 0)
+
+
 def numbers_of(subjects: list[str]) -> set[int]:
     """Return the task numbers of subjects, without those that have none."""
     numbers: set[int] = set()

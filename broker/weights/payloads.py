@@ -284,8 +284,9 @@ class Payloads:
                 await self._objects.delete(location)
 
     async def remove_others(self, locations: Iterable[str]) -> None:
-        """Remove from NATS what is not among `locations`."""
+        """Remove from NATS what is not among `locations`, and halves of what was stored."""
         named = set(locations)
+        await self._objects.sweep()
         for name in await self._objects.names():
             if name not in named:
                 await self._objects.delete(name)

@@ -250,7 +250,7 @@ class StorageError(TinkermqError):
 
 
 class StoreAwayError(StorageError):
-    """An object store that does not answer, breaks off or has no room; it may later."""
+    """A store that does not answer, breaks off, has no room or cannot be read; it may later."""
 
     status = 503
     may_pass = True

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import shutil
 import signal
 import sys
@@ -14,9 +15,15 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tinkermq.actors import get_model
 from tinkermq.actors.policy.chat import ChatTokenizer, open_chat
-from tinkermq.actors.policy.model_folder import check_model_is_here, load_causal_lm
+from tinkermq.actors.policy.model_folder import (
+    check_model_is_here,
+    load_causal_lm,
+    load_stop_token_ids,
+    load_tokenizer,
+)
 from tinkermq.actors.policy.template_facts import facts_of
 from tinkermq.clients.validation import check_model_folder, resolve_paths
 from tinkermq.schemas.config.job import ModelConfig
@@ -27,6 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.clients.command import command, tinkermq
 from tests.support.disks import fill, small_disk
+from tests.support.models import make_tiny_model
 from tests.support.waiting import until
 
 WIDTH, HEADS, LAYERS = 64, 4, 2
@@ -330,6 +338,31 @@ def test_a_model_whose_weights_are_cut_is_refused_where_a_node_looks_for_it(
         check_model_is_here(str(tmp_path / "model"))
     with pytest.raises(ModelError, match=r"a \*\.safetensors file of model .* is damaged or cut"):
         load_causal_lm(str(tmp_path / "model"), dtype=torch.float32)
+
+
+def test_a_folder_is_copied_whatever_its_generation_settings(tmp_path: Path) -> None:
+    source = make_tiny_model(tmp_path / "source")
+    settings = {"do_sample": False, "temperature": 0.6, "eos_token_id": [1, 2]}
+    (source / "generation_config.json").write_text(json.dumps(settings))
+    get_model.get(str(source), tmp_path / "model", "float32")
+    assert load_stop_token_ids(str(tmp_path / "model")) == (1, 2)
+
+
+def test_an_adapter_without_a_tokenizer_is_merged_with_that_of_its_base(tmp_path: Path) -> None:
+    base = make_tiny_model(tmp_path / "base")
+    model = load_causal_lm(str(base), dtype=torch.float32)
+    adapter = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    with torch.no_grad():
+        for name, weights in adapter.named_parameters():
+            weights += 0.1 * ("lora_B" in name)
+    adapter.save_pretrained(tmp_path / "adapter")
+    get_model.get(str(tmp_path / "adapter"), tmp_path / "merged", "float32")
+    merged = load_causal_lm(str(tmp_path / "merged"), dtype=torch.float32)
+    ids = torch.arange(8)[None]
+    assert torch.allclose(merged(ids).logits, adapter(ids).logits, atol=1e-5)
+    assert load_tokenizer(str(tmp_path / "merged")).encode("Hi") == load_tokenizer(
+        str(base)
+    ).encode("Hi")
 
 
 def test_the_command_prints_its_phases_and_errors(gguf_file: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The embedded nats-server, and back-ups of what it stores."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -11,7 +12,12 @@ from pathlib import Path
 import pytest
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.jetstream.direct_get import get_all
-from tinkermq.broker.jetstream.streams import create_job_streams, create_shared, stream_info
+from tinkermq.broker.jetstream.streams import (
+    create_job_streams,
+    create_shared,
+    delete_stream,
+    stream_info,
+)
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.snapshots import MANIFEST, restore_all, save_all
 from tinkermq.broker.user_records import UserStore
@@ -166,6 +172,18 @@ async def test_messages_keep_their_sequences_and_consumers_their_places(
         assert info["num_pending"] == 1
         with pytest.raises(StateError, match="the broker holds messages in"):
             await restore_all(other, tmp_path / "backup")
+
+
+async def test_a_job_that_is_deleted_meanwhile_ends_no_back_up(
+    own_broker: Broker, tmp_path: Path
+) -> None:
+    scope = JobScope("local", "deleted")
+    await create_job_streams(own_broker, scope, LimitsConfig())
+    saving = asyncio.create_task(save_all(own_broker, tmp_path / "backup"))
+    while not saving.done() and not list((tmp_path / "backup").glob("*-task.json")):
+        await asyncio.sleep(0)
+    await delete_stream(own_broker, scope.stream_rollout)  # the last one to be saved
+    assert scope.stream_rollout not in {one.name for one in await saving}
 
 
 async def test_a_folder_in_use_and_one_without_a_manifest_are_refused(

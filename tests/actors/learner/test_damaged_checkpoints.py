@@ -1,5 +1,6 @@
 """A checkpoint with a damaged file is noticed and named, and the one before is taken."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -7,11 +8,14 @@ from pathlib import Path
 import pytest
 from tinkermq.actors.learner.start import starting_point, unlike_records
 from tinkermq.actors.policy.model_folder import check_model_folder
-from tinkermq.actors.storage.files import TABLE, check_digests
+from tinkermq.actors.storage.files import TABLE, check_digests, flush
+from tinkermq.actors.storage.run_folders import checkpoint_name
 from tinkermq.actors.training.checkpoint import CheckpointStore, load_state
 from tinkermq.actors.training.state import LearnerState
 from tinkermq.schemas.task import BatchRecord, Dropped
-from tinkermq.schemas.wire.errors import StorageError
+from tinkermq.schemas.wire.errors import StorageError, StoreAwayError
+
+from tests.support import disks
 
 FILES = (
     "adapter_model.safetensors",
@@ -79,7 +83,39 @@ def test_damaged_ones_are_passed_over_one_after_the_other(tmp_path: Path) -> Non
         _flip(store.path(step) / "model.safetensors")
     start = starting_point(store, "")
     assert (start.folder, start.state.step, len(start.damaged)) == (None, 0, 2)
-    assert len(list(store.folder.glob("damaged_*"))) == 1
+    aside = sorted(path.name for path in store.folder.iterdir())
+    assert aside == ["damaged_step_000001", "damaged_step_000002"]  # people may want their weights
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "learner/state.json", TABLE])
+def test_a_checkpoint_that_cannot_be_read_now_is_no_damaged_one(tmp_path: Path, name: str) -> None:
+    store = _store(tmp_path, range(1, 4))
+    file, kept = store.path(3) / name, tmp_path / "kept"
+    file.rename(kept)
+    file.symlink_to("/proc/self/mem")  # reading it fails as from a disk that is away
+    with pytest.raises(StoreAwayError, match=f"{name} cannot be read: Input/output error"):
+        starting_point(store, "")
+    assert store.steps() == [1, 2, 3]
+    kept.rename(file)
+    assert starting_point(store, "").state.step == 3
+
+
+def test_folders_of_people_beside_the_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    store = _store(tmp_path, range(1, 4))
+    names = ["step_000003-copy", "step_3", "step_old", "step_000002.bak"]
+    for name in names:
+        shutil.copytree(store.path(3), store.folder / name)
+    assert starting_point(store, "").folder == store.path(3)
+    for step in range(4, 8):
+        store.save(LearnerState(step=step), _write)
+    assert store.steps() == [5, 6, 7]
+    assert all((store.folder / name).is_dir() for name in names)
+
+
+def test_an_older_damaged_one_keeps_no_other_from_a_store(tmp_path: Path) -> None:
+    store = _store(tmp_path, range(1, 4))
+    _cut(store.path(1) / "learner" / "state.json")
+    assert store.first_seqs() == {2: 1, 3: 1}
 
 
 def test_what_starts_from_a_damaged_checkpoint_is_told_the_file(tmp_path: Path) -> None:
@@ -101,6 +137,37 @@ def test_what_starts_from_a_damaged_checkpoint_is_told_the_file(tmp_path: Path) 
 def test_a_folder_that_was_written_without_digests_is_taken_as_it_is(tmp_path: Path) -> None:
     _write(tmp_path)
     check_digests(tmp_path)
+
+
+def test_what_cannot_be_removed_keeps_no_checkpoint_from_being_written(tmp_path: Path) -> None:
+    store = _store(tmp_path, range(1, 4))
+    with disks.small_disk(store.path(1) / "busy", 1):  # as what is being read over NFS
+        assert store.save(LearnerState(step=4), _write) == store.path(4)
+        assert store.steps() == [2, 3, 4]
+        (left,) = store.folder.glob(".step_000001.*")
+        left.rename(store.path(1))  # it is unmounted there
+    store.path(1).rename(left)
+    store.save(LearnerState(step=5), _write)
+    assert sorted(path.name for path in store.folder.iterdir()) == [
+        checkpoint_name(step) for step in (3, 4, 5)
+    ]
+
+
+def test_a_file_that_may_not_be_written_is_flushed(tmp_path: Path) -> None:
+    """As code that came with a model, which keeps its mode when it is copied."""
+    (tmp_path / "modeling.py").touch(mode=0o444)
+    tmp_path.chmod(0o755)
+    child = os.fork()
+    if not child:
+        try:
+            os.chdir(tmp_path)
+            if os.geteuid() == 0:
+                os.setuid(65534)
+            flush(Path())
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def _record(step: int, *dropped: int) -> BatchRecord:

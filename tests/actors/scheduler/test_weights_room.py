@@ -11,6 +11,7 @@ from tinkermq.actors.policy.policies import MAIN
 from tinkermq.actors.training.parallel import snapshot, snapshot_bytes
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.client.rpc import call
+from tinkermq.broker.jetstream.objects import ObjectStore
 from tinkermq.broker.jetstream.streams import WEIGHTS_BYTES, create_shared, stream_info
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.user_records import UserStore, create_user_stores
@@ -73,6 +74,19 @@ async def test_a_learner_gets_the_bound_of_its_model_and_what_it_may_hold_counts
     assert held > room_for(wanted, LARGE)
     await publisher.reserve()  # has it already
     assert await bound_of(stack, job) == room_for(wanted, LARGE)
+
+
+async def test_what_a_killed_learner_has_left_takes_no_room(stack: Stack) -> None:
+    job = await stack.running()
+    context = await job_context(stack.broker, job.scope, "learner", config_of())
+    bucket = job.scope.object_weights
+    objects = ObjectStore(stack.broker, bucket)
+    await objects.put("unpublished", [memoryview(b"1" * 9999)], deadline_s=PATIENCE_S)
+    await stack.broker.append(
+        f"$O.{bucket}.C.killed", b"2" * 9999, deadline_s=PATIENCE_S, waiting_for="a part"
+    )
+    await Publisher(context, {MAIN: nn.Linear(1, 1)}, lambda *_: {}).reserve()
+    assert (await stream_info(stack.broker, f"OBJ_{bucket}"))["state"]["messages"] == 0
 
 
 async def test_jobs_that_ask_for_room_at_once_keep_to_the_quota_together(stack: Stack) -> None:

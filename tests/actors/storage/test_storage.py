@@ -32,6 +32,7 @@ from tinkermq.schemas.wire.errors import (
 )
 from tinkermq.schemas.wire.subjects import JobScope
 
+from tests.support import disks
 from tests.support.s3 import S3, SLOW_S, environment, s3_server
 from tests.support.waiting import PATIENCE_S
 
@@ -91,6 +92,15 @@ def test_what_was_uploaded_comes_back_and_the_newest_are_kept(
     assert [one.step for one in mirror.whole()] == [4, 6, 7]
     assert mirror.fetch_newest(tmp_path / "run") == []
     assert files_of(tmp_path / "run" / "step_000007") == files_of(tmp_path / "made7")
+
+
+def test_the_newest_is_fetched_whatever_else_is_named_like_a_checkpoint(tmp_path: Path) -> None:
+    mirror, run = mirror_of(f"file://{tmp_path}/store"), tmp_path / "run"
+    (run / "step_1000000-copy").mkdir(parents=True)
+    for step in (999_999, 1_000_000):
+        mirror.upload(step, make_checkpoint(tmp_path / f"made{step}", b"%d" % step))
+        assert mirror.fetch_newest(run) == []
+        assert (run / f"step_{step}").is_dir()
 
 
 def test_ranges_are_read_in_parallel_and_equal_the_file(
@@ -235,6 +245,16 @@ def test_what_was_asked_for_longest_ago_leaves_first_and_what_is_in_use_never(
     assert names(tmp_path) == {"d", "e"}
 
 
+def test_a_disk_that_is_smaller_than_the_bound_bounds_the_cache(tmp_path: Path) -> None:
+    with disks.small_disk(tmp_path / "disk", 4) as disk:
+        cache = FolderCache(disk, 1 << 40)
+        for number, key in enumerate("abcd"):
+            cache.hold(key, 1_500_000, fill_with(1_500_000))
+            cache.release(key)
+            os.utime(disk / f"{key}.held", (number, number))
+        assert names(disk) == {"c", "d"}
+
+
 ASKS = """
 import sys, time
 from pathlib import Path
@@ -363,6 +383,18 @@ async def test_a_bound_that_is_too_small_is_told_and_the_checkpoint_before_stays
         await asyncio.to_thread(mirror.upload, 2, two)
     assert full.value.may_pass
     assert "limits.checkpoint_bytes must have room" in full.value.hint
+    assert [one.step for one in await asyncio.to_thread(mirror.whole)] == [1]
+
+
+async def test_what_killed_uploads_have_left_takes_no_room(
+    mirror: CheckpointMirror, broker: Broker, tmp_path: Path
+) -> None:
+    bucket = JobScope("local", "checkpointed").object_checkpoints
+    for _ in range(15):  # of the 16 MiB
+        subject = f"$O.{bucket}.C.killed"
+        await broker.append(subject, bytes(1 << 20), deadline_s=PATIENCE_S, waiting_for="a part")
+    await asyncio.to_thread(mirror.check)
+    await asyncio.to_thread(mirror.upload, 1, make_checkpoint(tmp_path / "one", SMALL))
     assert [one.step for one in await asyncio.to_thread(mirror.whole)] == [1]
 
 
