@@ -22,7 +22,7 @@ import structlog
 
 from ..broker.client.connection import Broker, connect
 from ..broker.client.faults import shown_url, split_servers
-from ..schemas.wire.errors import ConfigError, root_cause
+from ..schemas.wire.errors import ConfigError, StateError, root_cause
 from ..schemas.wire.subjects import DEFAULT_USER, JobScope
 from .pool import Pool
 
@@ -222,8 +222,16 @@ class LoopThread:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end; an interrupt of the caller cancels it.
 
-        The cancelled coroutine has ten seconds to clean up.
+        The cancelled coroutine has ten seconds to clean up. Raises StateError in the loop's own
+        thread, which would wait for itself for ever.
         """
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise StateError(
+                "a callback of a client cannot wait for a synchronous client: both would wait for "
+                "each other",
+                hint="take a …_future method there, or a thread of your own",
+            )
         began, ended = threading.Event(), threading.Event()
 
         async def whole() -> T:
