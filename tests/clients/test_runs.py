@@ -97,6 +97,19 @@ async def test_who_wants_them_is_told_of_the_actors(
     assert [one.actor for one in crew] == ["generator-0"]
 
 
+async def test_followers_that_share_a_connection_are_patient_until_the_last_has_left(
+    broker: Broker, record: JobRecord
+) -> None:
+    first, second = follow_run(Pool(broker), record), follow_run(Pool(broker), record)
+    async with asyncio.timeout(PATIENCE_S):
+        await anext(first)
+        await anext(second)
+        await first.aclose()
+        assert broker.is_patient
+        await second.aclose()
+        assert not broker.is_patient
+
+
 async def test_a_run_that_has_ended_is_shown_from_its_start(
     broker: Broker, scope: JobScope, record: JobRecord
 ) -> None:
