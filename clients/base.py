@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
@@ -102,6 +102,11 @@ def quiet_logs() -> None:
 def _stderr_logger(*_: Any) -> structlog.PrintLogger:
     """Return a logger to the current standard error: notebooks and tests replace it."""
     return structlog.PrintLogger(sys.stderr)
+
+
+def listed(texts: str | Sequence[str]) -> list[str]:
+    """Return texts as a list; one alone is one, not its letters."""
+    return [texts] if isinstance(texts, str) else list(texts)
 
 
 @contextlib.contextmanager
