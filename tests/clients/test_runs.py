@@ -487,6 +487,8 @@ def test_a_trajectory_is_made_from_plain_lists() -> None:
         ({"token_ids": [1.5, 2, 3, 4, 5]}, "token_ids holds values that are no int32"),
         ({"token_ids": ["a"] * 5}, "token_ids cannot be an array"),
         ({"token_ids": [[1]] * 5}, "must have 1 dimension"),
+        ({"version": 1.5}, "version holds values that are no int32"),
+        ({"version": 2**40}, "version holds values that are no int32"),
     ],
 )
 def test_what_is_wrong_with_a_trajectory_is_named(changes: dict[str, object], message: str) -> None:
