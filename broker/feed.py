@@ -115,20 +115,48 @@ async def _read_all(
 async def stored_metrics(
     broker: Broker, scope: JobScope, from_seq: int = 1
 ) -> AsyncGenerator[tuple[int, Metric], None]:
-    """Yield the sequence and the content of each metric stored by now, through a consumer.
+    """Yield the sequence and the content of each metric stored by now, in bounded batches.
 
     For feeds too long for `read_metrics`. Malformed ones are left out and logged.
     """
     newest = await get_last(broker, scope.stream_feed, scope.metric)
-    if newest is None or newest.seq < from_seq:
-        return
-    reader = StreamReader(broker, scope.stream_feed, [scope.metric], from_seq=from_seq)
-    async with aclosing(reader.messages()) as messages:
+    last = newest.seq if newest is not None else 0
+    stored = _stored(broker, scope.stream_feed, scope.metric, from_seq, last)
+    async with aclosing(stored) as messages:
         async for message in messages:
             metric = parse_message(message, Metric)
             if metric is not None:
                 yield message.seq, metric
-            if message.seq >= newest.seq:
+
+
+async def stored_lines(broker: Broker, scope: JobScope) -> AsyncGenerator[LogLines, None]:
+    """Yield the log lines stored by now; malformed ones are left out and logged.
+
+    Raises NotFoundError for a run without a log.
+    """
+    state = (await stream_info(broker, scope.stream_log))["state"]
+    if not state["messages"]:
+        return
+    stored = _stored(broker, scope.stream_log, scope.log("*"), 1, int(state["last_seq"]))
+    async with aclosing(stored) as messages:
+        async for message in messages:
+            lines = parse_message(message, LogLines)
+            if lines is not None:
+                yield lines
+
+
+async def _stored(
+    broker: Broker, stream: str, subject: str, from_seq: int, last_seq: int
+) -> AsyncGenerator[StoredMessage, None]:
+    """Yield the messages of a stream from one sequence to another."""
+    if last_seq < from_seq:
+        return
+    reader = StreamReader(broker, stream, [subject], from_seq=from_seq)
+    async with aclosing(reader.messages()) as messages:
+        async for message in messages:
+            if message.seq <= last_seq:
+                yield message
+            if message.seq >= last_seq:
                 return
 
 

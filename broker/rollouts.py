@@ -132,6 +132,8 @@ class RolloutLog:
 
     async def get(self, seq: int) -> LogEntry | None:
         """Return the entry at a sequence, or None if it is not there (any more)."""
+        if seq < 1:
+            return None  # sequences begin at 1, and the server refuses others
         return await self._one(lambda: get_seq(self._broker, self._stream, seq))
 
     async def numbers(self) -> set[int]:

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
@@ -22,7 +22,7 @@ import structlog
 
 from ..broker.client.connection import Broker, connect
 from ..broker.client.faults import shown_url, split_servers
-from ..schemas.wire.errors import ConfigError, root_cause
+from ..schemas.wire.errors import ConfigError, StateError, root_cause
 from ..schemas.wire.subjects import DEFAULT_USER, JobScope
 from .pool import Pool
 
@@ -102,6 +102,11 @@ def quiet_logs() -> None:
 def _stderr_logger(*_: Any) -> structlog.PrintLogger:
     """Return a logger to the current standard error: notebooks and tests replace it."""
     return structlog.PrintLogger(sys.stderr)
+
+
+def listed(texts: str | Sequence[str]) -> list[str]:
+    """Return texts as a list; one alone is one, not its letters."""
+    return [texts] if isinstance(texts, str) else list(texts)
 
 
 @contextlib.contextmanager
@@ -222,8 +227,16 @@ class LoopThread:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end; an interrupt of the caller cancels it.
 
-        The cancelled coroutine has ten seconds to clean up.
+        The cancelled coroutine has ten seconds to clean up. Raises StateError in the loop's own
+        thread, which would wait for itself for ever.
         """
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise StateError(
+                "a callback of a client cannot wait for a synchronous client: both would wait for "
+                "each other",
+                hint="take a …_future method there, or a thread of your own",
+            )
         began, ended = threading.Event(), threading.Event()
 
         async def whole() -> T:

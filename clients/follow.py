@@ -38,8 +38,6 @@ async def follow_run(
     removed.
     """
     broker = pool.broker
-    was_patient = broker.is_patient
-    broker.availability.set_patient(True)
     follower = _Follower(pool, record, from_start)
     removals = (
         broker.on_disconnect(follower.report_broker_away),
@@ -48,22 +46,22 @@ async def follow_run(
     parts: list[Coroutine[Any, Any, None]] = [follower.pump(), follower.watch()]
     if with_actors:
         parts.append(follower.read_actors())
-    tasks = [asyncio.create_task(follower.guard(part), name="follow_run") for part in parts]
-    try:
-        while True:
-            update = await follower.updates.get()
-            if isinstance(update, Exception):
-                raise update
-            yield update
-            if isinstance(update, JobRecord) and update.state in FINAL_STATES:
-                return
-    finally:
-        for remove in removals:
-            remove()
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        broker.availability.set_patient(was_patient)
+    with broker.availability.patience():
+        tasks = [asyncio.create_task(follower.guard(part), name="follow_run") for part in parts]
+        try:
+            while True:
+                update = await follower.updates.get()
+                if isinstance(update, Exception):
+                    raise update
+                yield update
+                if isinstance(update, JobRecord) and update.state in FINAL_STATES:
+                    return
+        finally:
+            for remove in removals:
+                remove()
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
 
 class _Follower:

@@ -1,6 +1,7 @@
 """A run in Python: `SchedulerClient(...).run("my-run")`, and `AsyncRun` for async code."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -33,7 +34,7 @@ from ..schemas.wire.errors import (
     NotFoundError,
 )
 from ..schemas.wire.subjects import BUCKET_EVALS
-from .base import PoolClient, SyncTwin, make_sync
+from .base import PoolClient, SyncTwin, listed, make_sync
 from .follow import LOSS, REWARD, VALIDATION, curve_svg, follow_run
 from .pool import Pool
 from .run_records import (
@@ -258,7 +259,7 @@ class AsyncRun(PoolClient):
         self.record = await (await self._connected()).find(self.name)
         return self.record
 
-    async def metrics(self, names: Sequence[str] | None = None) -> Numbers:
+    async def metrics(self, names: str | Sequence[str] | None = None) -> Numbers:
         """Return the metrics of the run as arrays by name (float64[steps]), including `step`.
 
         Validation has values at validated steps and NaN at the others. Raises NotFoundError
@@ -311,7 +312,7 @@ class AsyncRun(PoolClient):
     async def evaluate(
         self,
         step: int | str | None = None,
-        overrides: Sequence[str] = (),
+        overrides: str | Sequence[str] = (),
         tasks: Sequence[int] | None = None,
     ) -> dict[str, float]:
         """Evaluate a checkpoint (a step, `best`, `last`) or the newest version; return its scores.
@@ -328,7 +329,7 @@ class AsyncRun(PoolClient):
         self,
         step: int | str,
         other: str,
-        overrides: Sequence[str] = (),
+        overrides: str | Sequence[str] = (),
         tasks: Sequence[int] | None = None,
     ) -> Comparison:
         """Play the same tasks with a checkpoint and with `other` (`RUN@STEP`, or a folder).
@@ -362,7 +363,7 @@ class Run(SyncTwin[AsyncRun]):
     refresh = make_sync(AsyncRun.refresh)
     metrics = make_sync(AsyncRun.metrics)
 
-    def frame(self, names: Sequence[str] | None = None) -> Any:
+    def frame(self, names: str | Sequence[str] | None = None) -> Any:
         """Return the same as a pandas.DataFrame, indexed by step; needs pandas."""
         try:
             pandas = cast(Any, import_module("pandas"))
@@ -386,15 +387,19 @@ class Run(SyncTwin[AsyncRun]):
     def _repr_html_(self) -> str:
         """Return state and reward curve for a notebook."""
         record = self.refresh()
-        numbers = self.metrics() if record.trains and record.started else {}
+        numbers: Numbers = {}
+        if record.trains and record.started:
+            with contextlib.suppress(NotFoundError):  # archived
+                numbers = self.metrics()
         measure = LOSS if record.kind == "sft" else REWARD
         curves = {name: _points(numbers, name) for name in (measure, VALIDATION)}
         title = escape(f"{record.name}  {record.state}  {record.reason}")
         return f"<div><b>{title}</b><br>{curve_svg(curves)}</div>"
 
 
-def as_numbers(metrics: Sequence[Metric], names: Sequence[str] | None = None) -> Numbers:
+def as_numbers(metrics: Sequence[Metric], names: str | Sequence[str] | None = None) -> Numbers:
     """Return metrics as arrays by name, with one entry per step that has any."""
+    chosen = None if names is None else listed(names)
     steps = sorted({metric.step for metric in metrics})
     place = {step: at for at, step in enumerate(steps)}
     numbers: Numbers = {}
@@ -403,12 +408,12 @@ def as_numbers(metrics: Sequence[Metric], names: Sequence[str] | None = None) ->
             if name not in numbers:
                 numbers[name] = np.full(len(steps), np.nan)
             numbers[name][place[metric.step]] = value
-    if lacking := sorted(set(names or ()) - numbers.keys()):
+    if lacking := sorted(set(chosen or ()) - numbers.keys()):
         raise ConfigError(
             f"the run has no metric {lacking[0]!r}",
             hint=f"it has {len(numbers)}, such as {', '.join(sorted(numbers)[:5])}",
         )
-    wanted = sorted(numbers) if names is None else list(names)
+    wanted = sorted(numbers) if chosen is None else chosen
     return {"step": np.array(steps, np.float64), **{name: numbers[name] for name in wanted}}
 
 
@@ -421,8 +426,8 @@ def _points(numbers: Mapping[str, NDArray[np.float64]], name: str) -> list[tuple
     return list(zip(steps, values[there].tolist(), strict=True))
 
 
-def _settings(overrides: Sequence[str], tasks: Sequence[int] | None) -> EvaluationSettings:
-    return EvaluationSettings(tuple(overrides), None if tasks is None else list(tasks))
+def _settings(overrides: str | Sequence[str], tasks: Sequence[int] | None) -> EvaluationSettings:
+    return EvaluationSettings(tuple(listed(overrides)), None if tasks is None else list(tasks))
 
 
 def _ignore(_: JobRecord) -> None:

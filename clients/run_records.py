@@ -9,7 +9,7 @@ from typing import Any
 import structlog
 
 from ..broker.client.connection import Broker
-from ..broker.feed import follow
+from ..broker.feed import follow, stored_lines
 from ..broker.jetstream.streams import stream_info
 from ..broker.kept_rollouts import RunRollouts
 from ..broker.rollouts import BatchLog, LogEntry
@@ -153,27 +153,26 @@ async def read_log_lines(
 ) -> AsyncGenerator[LogLines, None]:
     """Yield the stored lines, and with `follow_on` new ones without end."""
     scope = record.scope
-    left = await _num_stored(pool, scope)
-    while left is None and follow_on and record.state not in FINAL_STATES:
+    while not await _has_log(pool, scope):
+        if record.state in FINAL_STATES or not follow_on:
+            return
         await asyncio.sleep(_START_POLL_S)
-        record, left = await pool.find(record.job), await _num_stored(pool, scope)
-    if left is None:
+        record = await pool.find(record.job)
+    if not follow_on:
+        async with aclosing(stored_lines(pool.broker, scope)) as stored:
+            async for lines in stored:
+                yield lines
         return
-    if not left and not follow_on:
-        return
-    pool.broker.availability.set_patient(follow_on)
-    async with aclosing(follow(pool.broker, scope, ("log",))) as messages:
-        async for message in messages:
-            left -= 1
-            if isinstance(message, LogLines):
-                yield message
-            if left <= 0 and not follow_on:
-                return
+    with pool.broker.availability.patience():
+        async with aclosing(follow(pool.broker, scope, ("log",))) as messages:
+            async for message in messages:
+                if isinstance(message, LogLines):
+                    yield message
 
 
-async def _num_stored(pool: Pool, scope: JobScope) -> int | None:
-    """Return the number of stored batches of lines, or None while there is no stream."""
+async def _has_log(pool: Pool, scope: JobScope) -> bool:
     try:
-        return int((await stream_info(pool.broker, scope.stream_log))["state"]["messages"])
+        await stream_info(pool.broker, scope.stream_log)
     except NotFoundError:
-        return None
+        return False
+    return True

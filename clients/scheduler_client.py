@@ -20,7 +20,15 @@ from ..schemas.user import (
 )
 from ..schemas.wire.codec import merged
 from ..schemas.wire.errors import ConfigError, DeadlineError, JobFailedError
-from .base import JobAddress, PoolClient, SyncTwin, make_future, make_sync, parse_broker_url
+from .base import (
+    JobAddress,
+    PoolClient,
+    SyncTwin,
+    listed,
+    make_future,
+    make_sync,
+    parse_broker_url,
+)
 from .opentinker import as_tree, translate
 from .pool import Pool, secrets_for, with_tracker_settings
 from .validation import (
@@ -213,7 +221,7 @@ class AsyncSchedulerClient(PoolClient):
     async def label_job(
         self,
         job_id: str,
-        tags: Sequence[str] | None = None,
+        tags: str | Sequence[str] | None = None,
         group: str | None = None,
         notes: str | None = None,
     ) -> dict[str, Any]:
@@ -223,7 +231,8 @@ class AsyncSchedulerClient(PoolClient):
         """
         pool = await self._connected()
         job = (await pool.find(job_id)).job
-        return self._summary(await pool.label(job, tags=tags, group=group, notes=notes))
+        named = None if tags is None else listed(tags)
+        return self._summary(await pool.label(job, tags=named, group=group, notes=notes))
 
     async def metrics(self, job_id: str) -> list[dict[str, float]]:
         """Return the metrics of a run, one dict per step, in order.

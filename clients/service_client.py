@@ -19,7 +19,7 @@ from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.metric import Metric
 from ..schemas.wire.codec import merged
 from ..schemas.wire.errors import ConfigError
-from .base import PoolClient, SyncTwin, make_future, make_sync, parse_server_url
+from .base import PoolClient, SyncTwin, listed, make_future, make_sync, parse_server_url
 from .follow import REWARD, follow_run
 from .hosting.environments import HostedEnvironment
 from .opentinker import as_tree, translate, warn_needless
@@ -42,7 +42,7 @@ class AsyncServiceClient(PoolClient):
         server_url: str,
         project_name: str | None = None,
         experiment_name: str | None = None,
-        logger_backends: Sequence[str] | None = None,
+        logger_backends: str | Sequence[str] | None = None,
         api_key: str | None = None,
         config: Any = None,
     ) -> None:
@@ -52,7 +52,7 @@ class AsyncServiceClient(PoolClient):
         super().__init__(self._address.broker_url, api_key)
         self._project_name = project_name
         self._experiment_name = experiment_name
-        self._logger_backends = list(logger_backends or [])
+        self._logger_backends = listed(logger_backends or [])
         self._config: dict[str, Any] = {}
         self._attended: JobRecord | None = None
         self._hosts_game = False
@@ -222,7 +222,7 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
         server_url: str,
         project_name: str | None = None,
         experiment_name: str | None = None,
-        logger_backends: Sequence[str] | None = None,
+        logger_backends: str | Sequence[str] | None = None,
         api_key: str | None = None,
         config: Any = None,
     ) -> None:

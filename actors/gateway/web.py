@@ -185,7 +185,8 @@ async def json_of(request: Request) -> dict[str, Any]:
         raise MessageError(f"the body is not JSON: {error.message}", hint=error.hint) from error
     if kind != "application/json" or not isinstance(value, dict):
         raise MessageError(
-            f"the body must be a JSON object, sent as application/json, not {kind or 'untyped'}"
+            f"the body must be a JSON object, sent as application/json; it is a JSON "
+            f"{type(value).__name__}, sent as {kind or 'nothing'}"
         )
     return cast("dict[str, Any]", value)
 

@@ -8,8 +8,9 @@ heartbeats carry. A connection that is not patient gives up at its deadlines.
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import nats.errors
@@ -47,6 +48,7 @@ class Availability:
     def __init__(self) -> None:
         """Be away and not patient."""
         self.is_patient = False
+        self._num_patient = 0
         self.outlasts_refusal = False
         """Whether a refusal after a reconnect is waited out: who checks keys may be away."""
         self.is_connected = False
@@ -87,6 +89,19 @@ class Availability:
         self.is_patient = patient
         self._away_since = time.monotonic() if patient and not self.is_connected else None
         self._changed.set()
+
+    @contextlib.contextmanager
+    def patience(self) -> Iterator[None]:
+        """Be patient for the duration of the block; blocks of one connection may overlap."""
+        if not self._num_patient:
+            self.set_patient(True)
+        self._num_patient += 1
+        try:
+            yield
+        finally:
+            self._num_patient -= 1
+            if not self._num_patient:
+                self.set_patient(False)
 
     def wake(self) -> None:
         """Let those who wait look again: the connection is closed for good."""

@@ -317,7 +317,7 @@ def make_trajectory(
         "token_ids": _vector("token_ids", token_ids, np.int32),
         "mask": masks,
         "logprobs": np.where(generated, logps, 0).astype(np.float32),
-        "versions": np.where(generated, versions, -1).astype(np.int32),
+        "versions": _vector("version", np.where(generated, versions, -1), np.int32),
         "turn_ends": turn_ends,
         "rewards": _vector("rewards", rewards, np.float32),
         "messages": [dict(message) for message in messages],

@@ -11,12 +11,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import structlog
+from pydantic import ValidationError
 
 from ...broker.disk import append_lines, is_full, with_room
 from ...envs.evaluation import Scored, summarize, task_seed
 from ...schemas.config.job import EnvConfig
+from ...schemas.infer import PlayRequest
 from ...schemas.wire.codec import pack
 from ...schemas.wire.errors import ConfigError, StorageError
+from ...schemas.wire.message import summarize as brief
 
 if TYPE_CHECKING:
     from ...envs import AbstractGame
@@ -307,6 +310,24 @@ class PlayOptions:
                 "episode again",
                 hint="set a temperature, or samples_per_task=1",
             )
+        if self.max_samples is not None and self.max_samples < 1:
+            raise ConfigError(f"max_samples={self.max_samples} must be at least 1")
+        try:
+            PlayRequest(request="checked", **self.limits)
+        except ValidationError as error:
+            raise ConfigError(brief(error)) from error
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The sampling and the limits, as the fields of a `PlayRequest`."""
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "max_turns": self.max_turns,
+            "max_turn_tokens": self.max_tokens_per_turn,
+            "max_response_tokens": self.max_tokens,
+        }
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -304,12 +304,7 @@ class _Inference:
                 request=uuid.uuid4().hex,
                 session=session,
                 **chosen.start(task),
-                temperature=options.temperature,
-                top_p=options.top_p,
-                top_k=options.top_k,
-                max_turns=options.max_turns,
-                max_turn_tokens=options.max_tokens_per_turn,
-                max_response_tokens=options.max_tokens,
+                **options.limits,
             )
             try:
                 return self._result(task, sample, await self._ask(request))

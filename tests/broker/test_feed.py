@@ -17,6 +17,7 @@ from tinkermq.broker.feed import (
     read_dead,
     read_events,
     read_metrics,
+    stored_lines,
 )
 from tinkermq.broker.jetstream.streams import (
     create_job_streams,
@@ -135,6 +136,9 @@ async def test_malformed_entries_are_passed_over(broker: Broker, scope: JobScope
         await follower.reach(2)
     assert await read_metrics(broker, scope) == [_metric(1)]
     assert await read_events(broker, scope) == []
+    await broker.append(scope.log("generator-0"), b"junk", deadline_s=5, waiting_for="test")
+    async with asyncio.timeout(PATIENCE_S):
+        assert [lines async for lines in stored_lines(broker, scope)] == [_lines("fine")]
 
 
 async def test_what_is_stored_is_read_at_once(broker: Broker, scope: JobScope) -> None:

@@ -106,6 +106,7 @@ async def test_groups_and_tombstones_come_back_as_they_were_appended(
     assert (first.group.trajectories[0].token_ids == group.trajectories[0].token_ids).all()
     assert second.group == tombstone
     assert await log.get(3) is None
+    assert await log.get(0) is None
 
 
 async def test_a_reader_yields_what_is_there_and_then_what_comes(

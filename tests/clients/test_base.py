@@ -44,6 +44,22 @@ for _ in range(2):
     assert asyncio.run(client.list_jobs()) == []
 """
 
+_CALLED_BACK = """
+import concurrent.futures, sys
+from tinkermq.clients import SchedulerClient
+
+client, asked = SchedulerClient(sys.argv[1]), concurrent.futures.Future()
+
+def call_back(_):
+    try:
+        asked.set_result(client.list_jobs())
+    except Exception as error:
+        asked.set_exception(error)
+
+client.submit_job_future({"nonsense": 1}).add_done_callback(call_back)
+print(asked.exception())
+"""
+
 
 def _make_buckets(server: NatsServer) -> None:
     async def work() -> None:
@@ -78,3 +94,7 @@ def test_a_client_goes_on_in_the_child_of_a_fork_and_in_its_parent(own_server: N
 def test_an_async_client_opens_a_connection_in_each_event_loop(own_server: NatsServer) -> None:
     _make_buckets(own_server)
     _run(_LOOPS, own_server.url)
+
+
+def test_a_callback_that_would_wait_for_itself_is_told_so(own_server: NatsServer) -> None:
+    assert "would wait for each other" in _run(_CALLED_BACK, own_server.url)

@@ -197,6 +197,22 @@ async def test_an_unclear_job_is_refused(
             pass
 
 
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        ({"temperature": -1.0}, "temperature: Input should be greater"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"max_turns": 0}, "max_turns: Input should be greater"),
+        ({"max_samples": 0}, "max_samples=0 must be at least 1"),
+    ],
+)
+def test_an_option_out_of_its_bounds_is_refused_before_a_model_is_served(
+    option: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        run_inference(model_path="no-such-model", **option)
+
+
 def test_tasks_are_all_rows_a_list_or_as_many_seeds_as_asked_for() -> None:
     assert list(chosen_tasks(None, 3, None)) == [0, 1, 2]
     assert list(chosen_tasks(None, 3, 2)) == [0, 1]

@@ -17,7 +17,9 @@ from rich.console import Console
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.feed import publish_event, publish_metric
+from tinkermq.broker.jetstream.streams import delete_job_streams
 from tinkermq.broker.jobs import JobStore
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.presence import presences
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.clients import (
@@ -28,11 +30,12 @@ from tinkermq.clients import (
     TrajectoryPublisher,
     make_trajectory,
 )
-from tinkermq.clients.base import JobAddress
+from tinkermq.clients.base import JobAddress, listed
 from tinkermq.clients.cli.live import LineDisplay, render, step_line
 from tinkermq.clients.follow import RunProgress, Update, follow_run, sparkline, text_plot
 from tinkermq.clients.opentinker import NeedlessWarning, as_tree
 from tinkermq.clients.pool import Pool
+from tinkermq.clients.run import Run, as_numbers
 from tinkermq.schemas.control import (
     PublishTasksReply,
     PublishTasksRequest,
@@ -95,6 +98,35 @@ async def test_who_wants_them_is_told_of_the_actors(
     async with asyncio.timeout(PATIENCE_S), aclosing(updates):
         crew = await anext(update async for update in updates if isinstance(update, tuple))
     assert [one.actor for one in crew] == ["generator-0"]
+
+
+async def test_followers_that_share_a_connection_are_patient_until_the_last_has_left(
+    broker: Broker, record: JobRecord
+) -> None:
+    first, second = follow_run(Pool(broker), record), follow_run(Pool(broker), record)
+    async with asyncio.timeout(PATIENCE_S):
+        await anext(first)
+        await anext(second)
+        await first.aclose()
+        assert broker.is_patient
+        await second.aclose()
+        assert not broker.is_patient
+
+
+def test_one_name_alone_is_one_and_not_its_letters() -> None:
+    numbers = as_numbers([Metric(step=1, values={"reward": 0.5, "lr": 1.0}, time=0.0)], "reward")
+    assert list(numbers) == ["step", "reward"]
+    assert listed("baseline") == ["baseline"]
+    assert listed(("a", "b")) == ["a", "b"]
+
+
+async def test_a_notebook_shows_a_run_whose_metrics_are_archived(
+    nats_server: NatsServer, broker: Broker, scope: JobScope
+) -> None:
+    record = await JobStore(broker).create(new_record(scope, started=time.time()), "test")
+    await delete_job_streams(broker, scope)
+    with Run(record.name, nats_server.url) as run:
+        assert "no numbers yet" in await asyncio.to_thread(run._repr_html_)
 
 
 async def test_a_run_that_has_ended_is_shown_from_its_start(
@@ -455,6 +487,8 @@ def test_a_trajectory_is_made_from_plain_lists() -> None:
         ({"token_ids": [1.5, 2, 3, 4, 5]}, "token_ids holds values that are no int32"),
         ({"token_ids": ["a"] * 5}, "token_ids cannot be an array"),
         ({"token_ids": [[1]] * 5}, "must have 1 dimension"),
+        ({"version": 1.5}, "version holds values that are no int32"),
+        ({"version": 2**40}, "version holds values that are no int32"),
     ],
 )
 def test_what_is_wrong_with_a_trajectory_is_named(changes: dict[str, object], message: str) -> None:
