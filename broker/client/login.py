@@ -31,9 +31,6 @@ from .keys import id_of_invitation, read_episode_key, read_job_key, user_of_key
 KEY_VARIABLE = "TINKERMQ_API_KEY"
 CREDENTIALS_VARIABLE = "TINKERMQ_CREDENTIALS"
 CA_VARIABLE = "TINKERMQ_CA"
-CERTIFICATE_HOSTS_VARIABLE = "TINKERMQ_CERTIFICATE_HOSTS"
-"""`ADDRESS=HOST,…`: servers reached under ADDRESS have certificates for HOST. A node sets it for a
-learner that reaches the broker through a forwarded address."""
 _SEED = "nkeys_seed_str"
 AS_VARIABLE = "TINKERMQ_AS"
 """Set by admins to the user whose jobs they read or stop."""
@@ -177,40 +174,10 @@ def tls_options(url: str) -> dict[str, Any]:
     path = os.environ.get(CA_VARIABLE)
     if not url.startswith("tls://") and not path:
         return {}
-    hosts = os.environ.get(CERTIFICATE_HOSTS_VARIABLE, "")
     try:
-        return {"tls": _tls_context(path or None, hosts)}
+        return {"tls": ssl.create_default_context(cafile=path or None)}
     except OSError as error:
         raise BrokerError(
             f"the certificate authority {path} cannot be read: {error}",
             hint=f"${CA_VARIABLE} names a file with certificates in PEM",
         ) from error
-
-
-def _tls_context(authority: str | None, hosts: str) -> ssl.SSLContext:
-    """Return what checks servers' certificates; `hosts` as $TINKERMQ_CERTIFICATE_HOSTS has them."""
-    if not hosts:
-        return ssl.create_default_context(cafile=authority)
-    context = _RenamingContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.hosts = dict(pair.split("=", 1) for pair in hosts.split(","))
-    if authority is None:
-        context.load_default_certs()
-    else:
-        context.load_verify_locations(authority)
-    return context
-
-
-class _RenamingContext(ssl.SSLContext):
-    """Expects the certificate of another host than the address that is connected to."""
-
-    hosts: Mapping[str, str]
-
-    def wrap_bio(self, *args: Any, server_hostname: Any = None, **options: Any) -> ssl.SSLObject:
-        """As asyncio calls it."""
-        host = self.hosts.get(server_hostname, server_hostname)
-        return super().wrap_bio(*args, server_hostname=host, **options)
-
-    def wrap_socket(self, *args: Any, server_hostname: Any = None, **options: Any) -> ssl.SSLSocket:
-        """As a transfer of weights calls it."""
-        host = self.hosts.get(server_hostname, server_hostname)
-        return super().wrap_socket(*args, server_hostname=host, **options)
