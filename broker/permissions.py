@@ -135,6 +135,7 @@ _FED = ("metric", "event", "trace", "log.*", "rollout.*", "appended", "batch", "
 _EPISODE_VERBS = ("call", "cancel", "delivered", "post")
 _EPISODE_SUBSCRIPTIONS = 512
 """Of one connection: one for each call that waits."""
+_INVITED_SUBSCRIPTIONS = 16
 
 
 @dataclass(frozen=True)
@@ -196,10 +197,12 @@ def admin_permissions(user: str) -> Permissions:
     )
 
 
-def invited_permissions() -> Permissions:
-    """Return the permissions of an invitation: register."""
+def invited_permissions(own_inbox: str) -> Permissions:
+    """Return the permissions of an invitation: register, and hear one's own key, not another's."""
     return Permissions(
-        publish=(rpc("invited", "users", "register"),), subscribe=(f"{inbox('invited')}.>",)
+        publish=(rpc("invited", "users", "register"),),
+        subscribe=(f"{own_inbox}.>",),
+        max_subscriptions=_INVITED_SUBSCRIPTIONS,
     )
 
 

@@ -19,6 +19,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
+from ...broker.client.faults import INVITED
 from ...broker.client.keys import JobIdentity
 from ...broker.credentials import ACCOUNT
 from ...broker.jobs import JobStore, is_final
@@ -223,6 +224,8 @@ PROCESS_MESSAGES_S = 50_000
 """Messages a second of one process of a job, beyond which it is a flood."""
 PROGRAM_MESSAGES_S, PROGRAM_BYTES_S = 2_000, 64 << 20
 """Messages and bytes a second of one connection with the key of an episode."""
+OF_INVITATION = Quota(max_connections=32, max_messages_s=200, max_bytes_s=1 << 20)
+"""Of those who have the same invitation, together."""
 _EXPECTED_S = 5.0
 _Key = tuple[str, int]
 
@@ -258,6 +261,10 @@ class UserConnections:
         await subscribe(f"{subject}CONNECT", cb=self._opened)
         await subscribe(f"{subject}DISCONNECT", cb=self._closed)
         await self._try_look()
+
+    def quota_of(self, name: str) -> Quota | None:
+        """Return what the connections under a name may do together; None for no bound."""
+        return OF_INVITATION if name.startswith(f"{INVITED}.") else self._quota(name)
 
     def num_of(self, name: str) -> int:
         """Return the connections under a name, those that were just let in included."""
@@ -332,7 +339,7 @@ class UserConnections:
             by_user[entry.user].append(entry)
         over: set[str] = set()
         for name, mine in by_user.items():
-            quota = self._quota(name)
+            quota = self.quota_of(name)
             if quota is not None:
                 why = _excess(quota, mine, [rates[element.key] for element in mine])
                 if why:

@@ -26,7 +26,14 @@ from ...schemas.wire.subjects import (
     user_store,
 )
 from ..service_process import erase_variable
-from .keys import id_of_invitation, read_episode_key, read_job_key, user_of_key
+from .keys import (
+    id_of_invitation,
+    inbox_of_invited,
+    read_episode_key,
+    read_job_key,
+    user_of_key,
+    with_own_inbox,
+)
 
 KEY_VARIABLE = "TINKERMQ_API_KEY"
 CREDENTIALS_VARIABLE = "TINKERMQ_CREDENTIALS"
@@ -141,9 +148,10 @@ def _of_key(key: str) -> Login:
     if read_episode_key(key) is not None:
         return of_program(key)
     if id_of_invitation(key) is not None:
-        options = {"user": "invited", "password": key}
-        store = user_store("invited")
-        return Login("invited", inbox("invited"), options=options, store=store, is_guest=True)
+        secret = with_own_inbox(key)
+        own_inbox, store = inbox_of_invited(secret), user_store("invited")
+        options = {"user": "invited", "password": secret}
+        return Login("invited", own_inbox, options=options, store=store, is_guest=True)
     owner = user_of_key(key)
     options = {"user": owner, "password": key}
     user = token(os.environ.get(AS_VARIABLE) or owner, what=f"${AS_VARIABLE}")
