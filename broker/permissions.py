@@ -133,9 +133,6 @@ _TOOLS_INBOX = "_INBOX.>"
 _INFO = "$JS.API.INFO"
 _FED = ("metric", "event", "trace", "log.*", "rollout.*", "appended", "batch", "dead", "weights")
 _EPISODE_VERBS = ("call", "cancel", "delivered", "post")
-_EPISODE_SUBSCRIPTIONS = 512
-"""Of one connection: one for each call that waits."""
-_INVITED_SUBSCRIPTIONS = 16
 
 
 @dataclass(frozen=True)
@@ -145,8 +142,6 @@ class Permissions:
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
     deny_publish: tuple[str, ...] = ()
-    max_subscriptions: int = -1
-    """At the same time; -1: no bound."""
 
     def claims(self) -> dict[str, dict[str, list[str]]]:
         """Return them in the form of a NATS user claim, and of the server's configuration."""
@@ -202,7 +197,6 @@ def invited_permissions(own_inbox: str) -> Permissions:
     return Permissions(
         publish=(rpc("invited", "users", "register"),),
         subscribe=(f"{own_inbox}.>",),
-        max_subscriptions=_INVITED_SUBSCRIPTIONS,
     )
 
 
@@ -439,7 +433,6 @@ def episode_permissions(identity: EpisodeIdentity) -> Permissions:
     return Permissions(
         publish=tuple(scope.episode(episode, verb) for verb in _EPISODE_VERBS),
         subscribe=(f"{scope.episode_inbox(episode)}.>",),
-        max_subscriptions=_EPISODE_SUBSCRIPTIONS,
     )
 
 

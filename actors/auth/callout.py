@@ -147,7 +147,8 @@ def check_invitation(invitation: Invitation, code: str) -> None:
 # nkey, each in base64url. Requests are read unchecked: only the server publishes on their subject.
 
 _HEADER = {"typ": "JWT", "alg": "ed25519-nkey"}
-_UNLIMITED = {"data": -1, "payload": -1}
+_UNLIMITED = {"subs": -1, "data": -1, "payload": -1}
+"""The server counts none of them for who is let in here (`connections.py` does)."""
 
 
 class LoginRequest(NamedTuple):
@@ -201,7 +202,6 @@ class ClaimIssuer:
             "nats": {
                 "type": "user",
                 "version": 2,
-                "subs": permissions.max_subscriptions,
                 **_UNLIMITED,
                 **permissions.claims(),
             },
