@@ -79,7 +79,7 @@ class CarefulClient(Client):
     async def _process_headers(self, headers: bytes | None) -> dict[str, str] | None:
         """Read headers; some that anybody may send would end the reading, and with it a service."""
         try:
-            return await super()._process_headers(headers)
+            return await cast("Any", super())._process_headers(headers)
         except (IndexError, ValueError):
             return {}
 
