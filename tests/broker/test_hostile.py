@@ -308,7 +308,8 @@ async def test_no_subject_or_header_ends_the_connection_of_who_hears_it(
         await broker.nc.flush()
         url = broker.nc.connected_url
         assert url is not None
-        _, writer = await asyncio.open_connection(url.hostname, url.port)
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        await reader.readline()  # before it has spoken, the server may lose what it is told
         job, size = scope.job.encode(), len(headers)
         sizes = b"%d %d" % (size, size) if headers else b"0"
         verb = b"HPUB" if headers else b"PUB"
