@@ -26,6 +26,8 @@ from .permissions import service_permissions
 ACCOUNT = "TMQ"
 SECRETS_VARIABLE = "TINKERMQ_SECRETS"
 _AUTH_ACCOUNT = "AUTH"
+MAX_SUBSCRIPTIONS = 8192
+"""Of any connection, until the auth service has looked at it."""
 _SYSTEM_ACCOUNT = "SYS"
 _FOLDER_MODE, _FILE_MODE = 0o700, 0o600
 _AUTH_TIMEOUT_S = 5
@@ -115,6 +117,7 @@ class PoolSecrets:
                 _SYSTEM_ACCOUNT: {"users": [{"nkey": system}]},
             },
             "system_account": _SYSTEM_ACCOUNT,
+            "max_subscriptions": MAX_SUBSCRIPTIONS,
             "authorization": {
                 "timeout": _AUTH_TIMEOUT_S,
                 "auth_callout": {

@@ -28,6 +28,8 @@ from .service_process import die_with
 
 MAX_PAYLOAD_BYTES = 8 * 2**20
 ROOM_BYTES = 2 * MAX_PAYLOAD_BYTES
+LOG_BYTES, _LOGS = 32 * 2**20, 3
+"""What users are denied is logged, however often they ask: bounded, and older files go."""
 MAX_STORE_BYTES = 2**50  # streams reserve their bounds; what the disk holds ends them before
 _COLLECTING = {"GOGC": "50", "GOMEMLIMIT": "512MiB"}
 """The server collects its garbage when it is half of what it holds, and eagerly from 512 MiB on. A
@@ -209,6 +211,9 @@ class NatsServer:
             f"max_payload: {self._max_payload_bytes}",
             "max_pending: 268435456",
             f"ports_file_dir: {_quoted(self.store_dir)}",
+            f"log_file: {_quoted(self.log_path)}",
+            f"logfile_size_limit: {LOG_BYTES}",
+            f"logfile_max_num: {_LOGS}",
         ]
         if self._jetstream:
             store = _quoted(self.store_dir / "jetstream")

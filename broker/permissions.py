@@ -133,8 +133,6 @@ _TOOLS_INBOX = "_INBOX.>"
 _INFO = "$JS.API.INFO"
 _FED = ("metric", "event", "trace", "log.*", "rollout.*", "appended", "batch", "dead", "weights")
 _EPISODE_VERBS = ("call", "cancel", "delivered", "post")
-_EPISODE_SUBSCRIPTIONS = 512
-"""Of one connection: one for each call that waits."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +142,6 @@ class Permissions:
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
     deny_publish: tuple[str, ...] = ()
-    max_subscriptions: int = -1
-    """At the same time; -1: no bound."""
 
     def claims(self) -> dict[str, dict[str, list[str]]]:
         """Return them in the form of a NATS user claim, and of the server's configuration."""
@@ -196,10 +192,11 @@ def admin_permissions(user: str) -> Permissions:
     )
 
 
-def invited_permissions() -> Permissions:
-    """Return the permissions of an invitation: register."""
+def invited_permissions(own_inbox: str) -> Permissions:
+    """Return the permissions of an invitation: register, and hear one's own key, not another's."""
     return Permissions(
-        publish=(rpc("invited", "users", "register"),), subscribe=(f"{inbox('invited')}.>",)
+        publish=(rpc("invited", "users", "register"),),
+        subscribe=(f"{own_inbox}.>",),
     )
 
 
@@ -436,7 +433,6 @@ def episode_permissions(identity: EpisodeIdentity) -> Permissions:
     return Permissions(
         publish=tuple(scope.episode(episode, verb) for verb in _EPISODE_VERBS),
         subscribe=(f"{scope.episode_inbox(episode)}.>",),
-        max_subscriptions=_EPISODE_SUBSCRIPTIONS,
     )
 
 

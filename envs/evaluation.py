@@ -4,6 +4,7 @@ Pure functions over episodes that have been played. Several episodes of one task
 evidence: means and intervals are over tasks.
 """
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -30,6 +31,8 @@ _MAX_NAME = 200
 """Characters of a type, or of a name in `info` that becomes a metric."""
 _MAX_NAMES = 1000
 """Names in `info` that become metrics."""
+_METRIC_BYTES = 14
+"""Of a metric in a message, besides its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +219,19 @@ def validation_metrics(
     whole = [[score.success for score in task if score is not None] for task in tasks]
     counts = [sum(task) for task in whole if len(task) == samples]
     return values | {f"val/pass@{k}": value for k, value in pass_at_k(counts, samples).items()}
+
+
+def fitting(values: Mapping[str, float], max_bytes: int) -> dict[str, float]:
+    """Return as many metrics as a message of so many bytes holds, scores over all tasks first.
+
+    How many types of tasks, and names in `info`, there are is up to data and game;
+    `val/metrics_left_out` counts what does not fit.
+    """
+    ordered = sorted(values.items(), key=lambda item: item[0].startswith("val_"))
+    sizes = itertools.accumulate(len(name.encode()) + _METRIC_BYTES for name, _ in ordered)
+    kept = dict(item for item, size in zip(ordered, sizes, strict=True) if size <= max_bytes)
+    left_out = len(values) - len(kept)
+    return {**kept, "val/metrics_left_out": float(left_out)} if left_out else kept
 
 
 def _metrics_by_kind(done: Sequence[EpisodeScore]) -> dict[str, float]:

@@ -129,6 +129,8 @@ class ActorPlacement(Message):
     spread: list[int] = Field(default_factory=list[int])
     """For a learner with ranks: numbers of machines over which they may be divided equally, best
     first."""
+    added: bool = False
+    """It was added to a running job, and has not had a node."""
 
 
 class SamplerTokens(Message):

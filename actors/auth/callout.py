@@ -16,11 +16,13 @@ import nkeys
 import structlog
 from nats.aio.msg import Msg
 
+from ...broker.client.faults import INVITED
 from ...broker.client.keys import (
     EPISODE_KEY,
     check_episode_key,
     check_job_key,
     id_of_invitation,
+    inbox_of_invited,
     is_same,
     key_hash,
     user_of_key,
@@ -112,13 +114,15 @@ class Authenticator:
         name = JobConnection(identity.user, identity.job, record.attempt, identity.episode).name
         return Admission(name, episode_permissions(identity))
 
-    async def _invited(self, code: str) -> Admission:
-        number = id_of_invitation(code)
+    async def _invited(self, secret: str) -> Admission:
+        code, own_inbox = secret.partition(".")[0], inbox_of_invited(secret)
+        number = id_of_invitation(code) if own_inbox else None
         invitation = await self._users.invitation(number) if number else None
         if invitation is None:
             raise AuthError("no invitation")
         check_invitation(invitation, code)
-        return Admission("invited", invited_permissions(), invitation.expires)
+        name = f"{INVITED}.{number}"
+        return Admission(name, invited_permissions(own_inbox), invitation.expires)
 
 
 def check_record(record: UserRecord | None, key: str) -> None:
@@ -143,7 +147,8 @@ def check_invitation(invitation: Invitation, code: str) -> None:
 # nkey, each in base64url. Requests are read unchecked: only the server publishes on their subject.
 
 _HEADER = {"typ": "JWT", "alg": "ed25519-nkey"}
-_UNLIMITED = {"data": -1, "payload": -1}
+_UNLIMITED = {"subs": -1, "data": -1, "payload": -1}
+"""The server counts none of them for who is let in here (`connections.py` does)."""
 
 
 class LoginRequest(NamedTuple):
@@ -197,7 +202,6 @@ class ClaimIssuer:
             "nats": {
                 "type": "user",
                 "version": 2,
-                "subs": permissions.max_subscriptions,
                 **_UNLIMITED,
                 **permissions.claims(),
             },
@@ -348,7 +352,7 @@ class Logins:
 
     def _too_many(self, name: str) -> str:
         """Say that a user or program has all the connections there may be; empty if not."""
-        quota, has = self._user(name), self._connections.num_of(name)
+        quota, has = self._connections.quota_of(name), self._connections.num_of(name)
         process = JobConnection.read(name)
         if process is not None and process.episode and has >= PROGRAM_CONNECTIONS:
             return f"{has} connections with the key of one episode"

@@ -19,6 +19,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
+from ...broker.client.faults import INVITED
 from ...broker.client.keys import JobIdentity
 from ...broker.credentials import ACCOUNT
 from ...broker.jobs import JobStore, is_final
@@ -221,8 +222,16 @@ LOOK_S = 2.0
 SHUT_OUT_S = 30.0
 PROCESS_MESSAGES_S = 50_000
 """Messages a second of one process of a job, beyond which it is a flood."""
+JOB_SUBSCRIPTIONS = 65_536
+"""Of all processes of a job together; each takes a kilobyte of the server's memory."""
 PROGRAM_MESSAGES_S, PROGRAM_BYTES_S = 2_000, 64 << 20
 """Messages and bytes a second of one connection with the key of an episode."""
+PROGRAM_SUBSCRIPTIONS = 512
+"""Of one such connection: one for each call that waits."""
+OF_INVITATION = Quota(
+    max_connections=32, max_subscriptions=256, max_messages_s=200, max_bytes_s=1 << 20
+)
+"""Of those who have the same invitation, together."""
 _EXPECTED_S = 5.0
 _Key = tuple[str, int]
 
@@ -258,6 +267,10 @@ class UserConnections:
         await subscribe(f"{subject}CONNECT", cb=self._opened)
         await subscribe(f"{subject}DISCONNECT", cb=self._closed)
         await self._try_look()
+
+    def quota_of(self, name: str) -> Quota | None:
+        """Return what the connections under a name may do together; None for no bound."""
+        return OF_INVITATION if name.startswith(f"{INVITED}.") else self._quota(name)
 
     def num_of(self, name: str) -> int:
         """Return the connections under a name, those that were just let in included."""
@@ -332,7 +345,7 @@ class UserConnections:
             by_user[entry.user].append(entry)
         over: set[str] = set()
         for name, mine in by_user.items():
-            quota = self._quota(name)
+            quota = self.quota_of(name)
             if quota is not None:
                 why = _excess(quota, mine, [rates[element.key] for element in mine])
                 if why:
@@ -340,7 +353,7 @@ class UserConnections:
                     await self._end(name, why)
             elif (process := JobConnection.read(name)) is not None:
                 for one in mine:
-                    if why := _excess_of(process, rates[one.key]):
+                    if why := _excess_of(process, rates[one.key], one, mine):
                         await self._end_process(one, why)
         self._over = over
 
@@ -387,11 +400,20 @@ def _excess(quota: Quota, mine: list[Connection], rates: list[_Rate]) -> str:
     return ""
 
 
-def _excess_of(process: JobConnection, rate: _Rate) -> str:
-    """Say what a process or program sends too much of; empty if nothing."""
+def _excess_of(
+    process: JobConnection, rate: _Rate, one: Connection, of_job: list[Connection]
+) -> str:
+    """Say what a process or program has or sends too much of; empty if nothing."""
     who, most = "a process", PROCESS_MESSAGES_S
+    num = sum(item.subscriptions for item in of_job)
+    if num > JOB_SUBSCRIPTIONS and one.subscriptions * len(of_job) >= num:
+        return f"{num:,} subscriptions of the job's processes, it may have {JOB_SUBSCRIPTIONS:,}"
     if process.episode:
         who, most = "a program", PROGRAM_MESSAGES_S
+        if one.subscriptions > PROGRAM_SUBSCRIPTIONS:
+            return (
+                f"{one.subscriptions:,} subscriptions, a program may have {PROGRAM_SUBSCRIPTIONS}"
+            )
         if rate.num_bytes > PROGRAM_BYTES_S:
             return f"{rate.num_bytes:,.0f} bytes a second, a program may send {PROGRAM_BYTES_S:,}"
     if rate.messages > most:

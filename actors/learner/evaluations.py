@@ -13,8 +13,9 @@ from typing import Any, Literal
 from ...broker.client.connection import Broker
 from ...broker.feed import SCORE, best_of, publish_metric
 from ...broker.jetstream.kv import Bucket, Entry, KeyChanges
+from ...broker.jetstream.streams import EVALUATION_BYTES
 from ...broker.tasks import TaskQueue, ValidationLog, publish_validation_tasks
-from ...envs.evaluation import evaluation_tasks, validation_metrics
+from ...envs.evaluation import evaluation_tasks, fitting, validation_metrics
 from ...schemas.config.job import JobConfig
 from ...schemas.env import DescribeReply
 from ...schemas.metric import EvalRecord, Metric, ValidationResult
@@ -26,6 +27,8 @@ _LOOK_S = 2.0
 """The longest time without a look: what is written is heard, but for what the connection lost."""
 _MAX_OPEN = 4
 _MAX_BLAME_CHARS = 8192
+_MAX_VALUES_BYTES = EVALUATION_BYTES - (4 << 10)
+"""Of the metrics of a version: its record has little else, as one that failed has no metrics."""
 MOST_EVALUATIONS = _MAX_OPEN + 1
 """Versions that may wait for an evaluation at a time: the last one does in any case."""
 
@@ -197,7 +200,8 @@ class Evaluations:
         values = validation_metrics([by_task[task.task].episodes for task in tasks], samples)
         started = min((result.started for result in results), default=0.0)
         finished = max((result.finished for result in results), default=0.0)
-        return {**values, "timing_s/testing": max(finished - started, 0.0)}
+        values["timing_s/testing"] = max(finished - started, 0.0)
+        return fitting(values, _MAX_VALUES_BYTES)
 
     async def _finish(
         self,

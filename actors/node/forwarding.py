@@ -2,32 +2,39 @@
 
 A learner that runs functions of its job's owner has a network namespace of its own. What starts it
 there listens on the loopback address and hands the sockets out (`Sandbox.listens`); the node
-accepts on them and carries bytes to and from the servers that its own URL names. The learner finds
-them under the names that the node has for them, so certificates are checked as ever: its /etc/hosts
-gives those names the addresses of the sockets. A server
-that the node has by address only is checked against that address.
+accepts on them and carries messages to and from the servers that its own URL names.
+
+The node logs in for the learner, whose key never enters the sandbox, encrypts, and checks where
+answers shall go: NATS checks no rights on the reply subject of a request. Who may have a stored
+message sent to a subject of his choice may write anything anywhere: make himself an admin, say.
 """
 
 import asyncio
 import contextlib
-import ipaddress
+import json
+import re
 import socket
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import structlog
 
 from ...broker.client.faults import server_urls, shown_url
-from ...broker.client.login import CERTIFICATE_HOSTS_VARIABLE
+from ...broker.client.keys import read_job_key
+from ...broker.client.login import KEY_VARIABLE, tls_options
+from ...schemas.wire.codec import read_json
+from ...schemas.wire.errors import AuthError, TinkermqError
 
 URL_VARIABLE = "TINKERMQ_NATS_URL"
 MAX_CONNECTIONS = 32
 """Of one learner, at a time; it has one that stands and one for each transfer of weights."""
 _CHUNK_BYTES = 1 << 18
 _CONNECT_S = 5.0
-_LEAST_PORT, _PORT = 1024, 4222
-"""Below the first, listening needs rights; there the second is taken."""
+_PORT = 4222
+_MAX_LINE = 4096
+"""Of what a client sends, as nats-server bounds it."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -35,25 +42,23 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 class ForwardRoute:
     """How one server is reached from within."""
 
-    url: str
-    """What the learner gets."""
     listen: str
     """`host:port` of the loopback interface within."""
-    name: str | None
-    """What /etc/hosts there leads to it; None for an address."""
+    url: str
+    """Of the server, as the node has it."""
     host: str
-    """Of the server; its certificate is for this, whatever address is listened on."""
     port: int
 
 
 class Forwarder:
-    """Carries the bytes of one learner to the broker and back."""
+    """Carries the messages of one learner to the broker and back."""
 
-    def __init__(self, url: str) -> None:
-        """Prepare for the servers of a URL; `serve` begins."""
-        servers = [urlsplit(item) for item in server_urls(url)] if url else []
-        hosts = list(dict.fromkeys(server.hostname for server in servers))
-        self.ways = [_route(server, 1 + hosts.index(server.hostname)) for server in servers]
+    def __init__(self, url: str, key: str = "") -> None:
+        """Prepare for the servers of a URL and log in with a job key; `serve` begins."""
+        self._key = key
+        self._tls: ssl.SSLContext | None = tls_options(url).get("tls") if url else None
+        servers = server_urls(url) if url else []
+        self.ways = [_route(server, number) for number, server in enumerate(servers, 1)]
         self._task: asyncio.Task[None] | None = None
         self._servers: list[asyncio.Server] = []
         self._open = set[asyncio.Task[None]]()
@@ -63,21 +68,16 @@ class Forwarder:
         """Where is to be listened within, `host:port` each; `serve` takes the sockets."""
         return [way.listen for way in self.ways]
 
-    @property
-    def hosts(self) -> str:
-        """What stands in /etc/hosts within."""
-        result = {way.name: way.listen.rpartition(":")[0] for way in self.ways if way.name}
-        own = dict.fromkeys(("localhost", socket.gethostname().lower()), "127.0.0.1")
-        return "".join(f"{address} {name}\n" for name, address in {**own, **result}.items())
-
     def environment(self) -> Mapping[str, str]:
-        """Return what the learner is given beside, or in place of, what others are."""
-        url = {URL_VARIABLE: ",".join(way.url for way in self.ways)} if self.ways else {}
-        shown = {urlsplit(way.url).hostname: way.host for way in self.ways}
-        moved = [f"{address}={host}" for address, host in shown.items() if address != host]
+        """Return what the learner is given beside, or in place of, what others are.
+
+        Its key names it, and opens nothing.
+        """
+        url = {URL_VARIABLE: ",".join(f"nats://{way.listen}" for way in self.ways)}
+        key = {KEY_VARIABLE: f"{self._key.rpartition('.')[0]}.held-by-its-node"}
         return {
-            **url,
-            **({CERTIFICATE_HOSTS_VARIABLE: ",".join(moved)} if moved else {}),
+            **(url if self.ways else {}),
+            **(key if self._key else {}),
             "HF_HUB_OFFLINE": "1",  # its cache is there, and no hub
             "NCCL_SOCKET_IFNAME": "lo",
             "GLOO_SOCKET_IFNAME": "lo",
@@ -116,40 +116,136 @@ class Forwarder:
         if len(self._open) >= MAX_CONNECTIONS:
             writer.transport.abort()
             return
-        task = asyncio.create_task(_carried(way, reader, writer))
+        task = asyncio.create_task(self._carried(way, reader, writer))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
 
-
-async def _carried(
-    way: ForwardRoute, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
-    """Carry the bytes of one connection until either side ends it."""
-    out: asyncio.StreamWriter | None = None
-    try:
-        async with asyncio.timeout(_CONNECT_S):
-            back, out = await asyncio.open_connection(way.host, way.port, limit=_CHUNK_BYTES)
-        both = [asyncio.create_task(_carry(reader, out)), asyncio.create_task(_carry(back, writer))]
+    async def _carried(
+        self, way: ForwardRoute, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Carry the messages of one connection until either side ends it."""
+        out: asyncio.StreamWriter | None = None
         try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            async with asyncio.timeout(_CONNECT_S):
+                back, out = await asyncio.open_connection(way.host, way.port, limit=_CHUNK_BYTES)
+                writer.write(await self._greeting(way, back, out))
+            both = [
+                asyncio.create_task(_carry(reader, out, ClientMessages(self._key))),
+                asyncio.create_task(_carry(back, writer)),
+            ]
+            try:
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for entry in both:
+                    entry.cancel()
+                await asyncio.wait(both)
+        except (
+            OSError,
+            EOFError,
+            ValueError,
+            TinkermqError,
+        ) as error:
+            _log.warning(
+                "broker_not_reached_for_learner", server=shown_url(way.url), error=str(error)
+            )
         finally:
-            for entry in both:
-                entry.cancel()
-            await asyncio.wait(both)
-    except OSError as error:  # TimeoutError is one
-        _log.warning("broker_not_reached_for_learner", server=shown_url(way.url), error=str(error))
-    finally:
-        for item in (writer, out):
-            if item is not None:
-                await _ended(item)
+            for item in (writer, out):
+                if item is not None:
+                    await _ended(item)
+
+    async def _greeting(
+        self, way: ForwardRoute, back: asyncio.StreamReader, out: asyncio.StreamWriter
+    ) -> bytes:
+        """Return what the server says first, which demands no TLS of the learner.
+
+        As other clients do, this encrypts where the server demands it, or the URL does.
+        """
+        info = read_json((await back.readuntil(b"\n")).partition(b" ")[2])
+        if info.pop("tls_required", False):
+            tls = self._tls or ssl.create_default_context()
+            await out.start_tls(tls, server_hostname=way.host)
+        elif way.url.startswith("tls://"):
+            raise OSError("the server does not encrypt, as its tls:// URL demands")
+        info.pop("tls_available", None)
+        return b"INFO " + json.dumps(info).encode() + b"\r\n"
 
 
-async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _carry(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    checked: "ClientMessages | None" = None,
+) -> None:
     """Forward one way; a slow reader makes the other side wait."""
-    with contextlib.suppress(OSError):
+    try:
         while data := await reader.read(_CHUNK_BYTES):
-            writer.write(data)
+            writer.write(checked.pass_on(data) if checked else data)
             await writer.drain()
+            await asyncio.sleep(0)  # a flood of small messages leaves the node its turns
+    except OSError:
+        pass
+    except (TinkermqError, TypeError, ValueError) as error:
+        _log.warning("learner_refused", error=str(error))
+
+
+class ClientMessages:
+    """Reads what a NATS client sends, bytes by bytes, and says what a server is sent for it.
+
+    Only what was understood is passed on, and it is written anew, so that the server understands
+    the same. Pure.
+    """
+
+    def __init__(self, key: str) -> None:
+        """Log in with a job key, and have answers sent to the inboxes of its actor alone."""
+        identity = read_job_key(key)
+        self._login = {"user": "job", "pass": key} if key else {}
+        self._inbox = f"{identity.scope.inbox(identity.actor)}.".encode() if identity else None
+        self._line = b""
+        self._left = 0
+        """Bytes of a payload, and its line end, that are still to come."""
+
+    def pass_on(self, data: bytes) -> bytes:
+        """Return what the server is sent; raises AuthError for what it must not be sent."""
+        out, at = bytearray(), 0
+        while at < len(data):
+            if self._left:
+                end = min(at + self._left, len(data))
+                out += data[at:end]
+                self._left -= end - at
+            else:
+                end = data.find(b"\n", at) + 1 or len(data)
+                self._line += data[at:end]
+                if len(self._line) > _MAX_LINE:
+                    raise AuthError(f"a line of more than {_MAX_LINE} bytes")
+                if self._line.endswith(b"\n"):
+                    out += self._read(self._line)
+                    self._line = b""
+            at = end
+        return bytes(out)
+
+    def _read(self, line: bytes) -> bytes:
+        """Return what the server is sent for one line."""
+        verb, *words = line.split() or [b""]
+        verb = verb.upper()
+        num_sizes = {b"PUB": 1, b"HPUB": 2}.get(verb)
+        if verb == b"CONNECT":
+            given: dict[str, object] = dict(read_json(line.strip()[len(verb) :]))
+            options = {name: given[name] for name in given if name not in _SECRETS}
+            words = [json.dumps({**options, **self._login}).encode()]
+        elif num_sizes is not None:
+            replies = words[1:-num_sizes]
+            if len(words) <= num_sizes or len(replies) > 1 or not _SIZE.fullmatch(words[-1]):
+                raise AuthError(f"a message that cannot be read: {line[:100]!r}")
+            if replies and (self._inbox is None or not replies[0].startswith(self._inbox)):
+                raise AuthError(f"an answer to {replies[0].decode(errors='replace')}")
+            self._left = int(words[-1]) + len(b"\r\n")
+        elif verb not in _VERBS:
+            raise AuthError(f"what no client says: {line[:100]!r}")
+        return b" ".join([verb, *words]) + b"\r\n"
+
+
+_SECRETS = frozenset({"user", "pass", "auth_token", "jwt", "nkey", "sig"})
+_VERBS = frozenset({b"PING", b"PONG", b"SUB", b"UNSUB"})
+_SIZE = re.compile(rb"[0-9]{1,9}")
 
 
 async def _ended(writer: asyncio.StreamWriter) -> None:
@@ -163,28 +259,8 @@ async def _ended(writer: asyncio.StreamWriter) -> None:
         writer.transport.abort()
 
 
-def _route(server: SplitResult, number: int) -> ForwardRoute:
-    """Return how a server is reached; each has a loopback address of its own where it may."""
-    host, port = server.hostname or "127.0.0.1", server.port or 4222
-    inner = port if port >= _LEAST_PORT else _PORT
-    address = _address(host)
-    if address is None:
-        listen, shown = f"127.0.1.{number}", host
-    elif address.is_loopback:
-        listen = shown = host
-    else:
-        listen = shown = f"127.0.1.{number}"
-    user, mark, _ = server.netloc.rpartition("@")
-    bracketed = f"[{shown}]" if ":" in shown else shown
-    url = server._replace(netloc=f"{user}{mark}{bracketed}:{inner}").geturl()
-    name = host if address is None and host != "localhost" else None
-    if host == "localhost":
-        listen = "127.0.0.1"
-    return ForwardRoute(url, f"{listen}:{inner}", name, host, port)
-
-
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(host)
-    except ValueError:
-        return None
+def _route(url: str, number: int) -> ForwardRoute:
+    """Return how a server is reached; each has a loopback address of its own."""
+    server = urlsplit(url)
+    listen = f"127.0.1.{number}:{_PORT}"
+    return ForwardRoute(listen, url, server.hostname or "127.0.0.1", server.port or _PORT)

@@ -26,6 +26,7 @@ import contextlib
 import errno
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ from pathlib import Path
 
 import structlog
 
-from ...broker.client.login import CA_VARIABLE
+from ...broker.client.login import CA_VARIABLE, KEY_VARIABLE
 from ...broker.run_folder import Folder
 from ...broker.service_process import die_with
 from ...envs.dataset import is_dataset_name
@@ -124,7 +125,7 @@ _OF_LEARNERS = frozenset(
 """Further variables for learners; no key of the operator's is among them."""
 _NEEDS_NETWORK = frozenset(
     {"http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"}
-    | {"MLFLOW_TRACKING_URI"}
+    | {"MLFLOW_TRACKING_URI", CA_VARIABLE}
 )
 """Of no use without one, and they may hold passwords."""
 _COPIES = ("fork", "adapters", "models")
@@ -198,12 +199,14 @@ class SandboxStarter:
         handles = _Handles()
         forwarder: Forwarder | None = None
         try:
-            forwarder = Forwarder("" if shares else environment.get(URL_VARIABLE, ""))
             given = {**environment}
+            url = "" if shares else environment.get(URL_VARIABLE, "")
+            forwarder = Forwarder(url, environment.get(KEY_VARIABLE, ""))
             if not shares:
                 variables = {n: v for n, v in variables.items() if n not in _NEEDS_NETWORK}
                 given |= forwarder.environment()
-                interpreters.hosts.write_text(forwarder.hosts)
+                own = ("localhost", socket.gethostname().lower())
+                interpreters.hosts.write_text("".join(f"127.0.0.1 {name}\n" for name in own))
             program = Program(command, environment={**variables, **given})
             sandbox = await asyncio.to_thread(
                 self._proven_sandbox, wanted, interpreters, forwarder, handles

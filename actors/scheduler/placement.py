@@ -53,7 +53,9 @@ class PlacementRequest:
     home: str | None = None
     """Node of the job's learner: its other actors are put there while there is room."""
     whole: bool = True
-    """All at once or none; False for the missing actors of a job that runs, which come first."""
+    """All at once or none; False for actors that a running job lacks. Lost ones come first."""
+    grows: bool = False
+    """They were added to a running job, and wait for its user's turn as a queued job does."""
 
     @cached_property
     def need(self) -> int:
@@ -124,7 +126,7 @@ def in_order(
     """
     by_user: dict[str, list[tuple[int, float, int, PlacementRequest]]] = defaultdict(list)
     for number, request in enumerate(queue):
-        if not request.whole:
+        if not (request.whole or request.grows):
             yield request
             continue
         points = -shares.points(request, now)
@@ -599,10 +601,13 @@ def _assignments(
 
 def request_of(key: str, record: JobRecord) -> PlacementRequest | None:
     """Return what a job waits to be given, or None."""
+    grows = False
     if is_queued(record) and record.configured and record.stop == "no":
         actors, home, whole = unplaced(record.actors), None, True
     elif record.state in ACTIVE and record.actors:
-        actors = [actor for actor in record.actors if actor.node is None]
+        lacking = [actor for actor in record.actors if actor.node is None]
+        lost = [actor for actor in lacking if not actor.added]
+        actors, grows = lost or lacking, not lost
         home, whole = record.actors[0].node, False
     else:
         return None
@@ -616,6 +621,7 @@ def request_of(key: str, record: JobRecord) -> PlacementRequest | None:
         created=record.created,
         home=home,
         whole=whole,
+        grows=grows,
     )
 
 
@@ -630,7 +636,12 @@ def _on_its_node(actor: ActorPlacement, given: Assignment | None) -> ActorPlacem
         return actor
     slots = 0 if given.shares else actor.slots
     return actor.model_copy(
-        update={"node": given.node, "devices": list(given.devices), "slots": slots}
+        update={
+            "node": given.node,
+            "devices": list(given.devices),
+            "slots": slots,
+            "added": False,
+        }
     )
 
 

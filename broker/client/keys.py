@@ -15,7 +15,7 @@ import string
 from typing import NamedTuple
 
 from ...schemas.wire.errors import AuthError, MessageError
-from ...schemas.wire.subjects import JobScope, token
+from ...schemas.wire.subjects import JobScope, inbox, token
 
 _SECRET_CHARS = 43  # 62**43 > 256**32
 _NUMBER_CHARS = 8
@@ -91,6 +91,17 @@ def id_of_invitation(code: str) -> str | None:
     number, _, secret = rest.partition("_")
     is_code = kind == _INVITATION and len(secret) == _SECRET_CHARS and number.isalnum()
     return number if is_code else None
+
+
+def with_own_inbox(code: str) -> str:
+    """Return what one client logs in with: many may have the same code, and each is sent a key."""
+    return f"{code}.{secrets.token_hex(_RANDOM_BYTES)}"
+
+
+def inbox_of_invited(secret: str) -> str:
+    """Return the prefix of the inboxes that such a log-in is for; empty if it names none."""
+    own = secret.partition(".")[2]
+    return f"{inbox('invited')}.{own}" if len(own) == 2 * _RANDOM_BYTES and own.isalnum() else ""
 
 
 def key_hash(key: str) -> str:

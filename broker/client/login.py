@@ -26,14 +26,18 @@ from ...schemas.wire.subjects import (
     user_store,
 )
 from ..service_process import erase_variable
-from .keys import id_of_invitation, read_episode_key, read_job_key, user_of_key
+from .keys import (
+    id_of_invitation,
+    inbox_of_invited,
+    read_episode_key,
+    read_job_key,
+    user_of_key,
+    with_own_inbox,
+)
 
 KEY_VARIABLE = "TINKERMQ_API_KEY"
 CREDENTIALS_VARIABLE = "TINKERMQ_CREDENTIALS"
 CA_VARIABLE = "TINKERMQ_CA"
-CERTIFICATE_HOSTS_VARIABLE = "TINKERMQ_CERTIFICATE_HOSTS"
-"""`ADDRESS=HOST,…`: servers reached under ADDRESS have certificates for HOST. A node sets it for a
-learner that reaches the broker through a forwarded address."""
 _SEED = "nkeys_seed_str"
 AS_VARIABLE = "TINKERMQ_AS"
 """Set by admins to the user whose jobs they read or stop."""
@@ -144,9 +148,10 @@ def _of_key(key: str) -> Login:
     if read_episode_key(key) is not None:
         return of_program(key)
     if id_of_invitation(key) is not None:
-        options = {"user": "invited", "password": key}
-        store = user_store("invited")
-        return Login("invited", inbox("invited"), options=options, store=store, is_guest=True)
+        secret = with_own_inbox(key)
+        own_inbox, store = inbox_of_invited(secret), user_store("invited")
+        options = {"user": "invited", "password": secret}
+        return Login("invited", own_inbox, options=options, store=store, is_guest=True)
     owner = user_of_key(key)
     options = {"user": owner, "password": key}
     user = token(os.environ.get(AS_VARIABLE) or owner, what=f"${AS_VARIABLE}")
@@ -177,40 +182,10 @@ def tls_options(url: str) -> dict[str, Any]:
     path = os.environ.get(CA_VARIABLE)
     if not url.startswith("tls://") and not path:
         return {}
-    hosts = os.environ.get(CERTIFICATE_HOSTS_VARIABLE, "")
     try:
-        return {"tls": _tls_context(path or None, hosts)}
+        return {"tls": ssl.create_default_context(cafile=path or None)}
     except OSError as error:
         raise BrokerError(
             f"the certificate authority {path} cannot be read: {error}",
             hint=f"${CA_VARIABLE} names a file with certificates in PEM",
         ) from error
-
-
-def _tls_context(authority: str | None, hosts: str) -> ssl.SSLContext:
-    """Return what checks servers' certificates; `hosts` as $TINKERMQ_CERTIFICATE_HOSTS has them."""
-    if not hosts:
-        return ssl.create_default_context(cafile=authority)
-    context = _RenamingContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.hosts = dict(pair.split("=", 1) for pair in hosts.split(","))
-    if authority is None:
-        context.load_default_certs()
-    else:
-        context.load_verify_locations(authority)
-    return context
-
-
-class _RenamingContext(ssl.SSLContext):
-    """Expects the certificate of another host than the address that is connected to."""
-
-    hosts: Mapping[str, str]
-
-    def wrap_bio(self, *args: Any, server_hostname: Any = None, **options: Any) -> ssl.SSLObject:
-        """As asyncio calls it."""
-        host = self.hosts.get(server_hostname, server_hostname)
-        return super().wrap_bio(*args, server_hostname=host, **options)
-
-    def wrap_socket(self, *args: Any, server_hostname: Any = None, **options: Any) -> ssl.SSLSocket:
-        """As a transfer of weights calls it."""
-        host = self.hosts.get(server_hostname, server_hostname)
-        return super().wrap_socket(*args, server_hostname=host, **options)

@@ -4,8 +4,9 @@ An upstream change would remove it:
 
 - `CarefulClient`, method by method: a client that closes the socket of a refused attempt, that can
   retry when it is refused after a reconnect, that drops half a message with its
-  connection, that takes a PONG whose flush has given up, and that refuses a `tls://` server which
-  does not encrypt.
+  connection, that takes a PONG whose flush has given up, that refuses a `tls://` server which
+  does not encrypt, and that reads on whatever subject and headers a message has.
+- `parser.MSG_RE`, `parser.HMSG_RE`: a parser that separates words as the server does.
 - `server_info`: a public property, as `max_payload` is one.
 - `connect_command`: a client that signs in once more without connecting anew.
 - `reconnection`, `end_connecting`: a `close` that waits for the task which reconnects, and a
@@ -19,6 +20,7 @@ An upstream change would remove it:
 import asyncio
 import contextlib
 import copy
+import re
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -28,9 +30,15 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.micro.request import Request
 from nats.micro.service import Service
+from nats.protocol import parser
 
 from ...schemas.wire.foreign import ends_this_task
 
+_WORD = rb"([^ \t\r\n]+)[ \t]+"
+parser.MSG_RE = re.compile(rb"\AMSG[ \t]+" + _WORD + _WORD + rb"(" + _WORD + rb")?(\d+)\r\n")
+parser.HMSG_RE = re.compile(
+    rb"\AHMSG[ \t]+" + _WORD + _WORD + rb"(" + _WORD + rb")?(\d+)[ \t]+(\d+)\r\n"
+)
 _CANCEL_S = 0.05
 _MAX_PENDING, _MAX_PENDING_BYTES = 16_384, 64 << 20
 
@@ -73,6 +81,24 @@ class CarefulClient(Client):
         with contextlib.suppress(TypeError):  # as in `close`; who reads notices the loss
             await super()._flusher()
 
+    async def _process_headers(self, headers: bytes | None) -> dict[str, str] | None:
+        """Read headers; some that anybody may send would end the reading, and with it a service."""
+        try:
+            return await cast("Any", super())._process_headers(headers)
+        except (IndexError, ValueError):
+            return {}
+
+    def _build_message(
+        self,
+        sid: int,
+        subject: bytes,
+        reply: bytes,
+        data: bytes,
+        headers: dict[str, str] | None,
+    ) -> Msg:
+        """Make a message, though its subjects are no UTF-8."""
+        return super()._build_message(sid, _utf_8(subject), _utf_8(reply), data, headers)
+
     async def close(self) -> None:
         """Close for good, with the socket below TLS."""
         try:
@@ -103,6 +129,10 @@ class CarefulClient(Client):
         demanded = server is not None and server.uri.scheme == "tls"
         if initial_connection and demanded and not info.get("tls_required"):
             raise nats.errors.Error("the server does not encrypt, as its tls:// URL demands")
+
+
+def _utf_8(text: bytes) -> bytes:
+    return text.decode(errors="replace").encode()
 
 
 def server_info(client: Client) -> Mapping[str, Any]:

@@ -280,3 +280,44 @@ def test_half_a_character_is_no_json(text: str) -> None:
     with pytest.raises(MessageError, match="not valid JSON"):
         read_json(b'"\xed\xa0\x80"')
     assert read_json(r'"\ud83d\ude00 \\ud800"') == "\U0001f600 \\ud800"
+
+
+@pytest.mark.parametrize(
+    ("subject", "headers"),
+    [
+        (b"a", b"NATS/1.0"),
+        (b"a", b"XYZ"),
+        (b"a", b"NATS/1.0 \xff\xff\xff\xff\r\n\r\n"),
+        (b"a", b"NATS/1.0 503 \xff\r\n\r\n"),
+        (b"a", b"NATS/1.0\r\n\xff: \xfe\r\n\r\n"),
+        (b"\xff", b""),
+        (b"a \xff", b""),
+        (b"a\x0bb", b""),
+        (b"a _INBOX.a\x0cb", b""),
+        (b"a\xc2\xa0\x1d\x85", b""),
+    ],
+)
+async def test_no_subject_or_header_ends_the_connection_of_who_hears_it(
+    broker: Broker, scope: JobScope, subject: bytes, headers: bytes
+) -> None:
+    heard = asyncio.Queue[str]()
+    lost: list[None] = []
+    broker.on_disconnect(lambda: lost.append(None))
+    async with asyncio.timeout(PATIENCE_S):
+        listening = await broker.listen(f"{scope.job}.>", lambda m: heard.put_nowait(m.subject))
+        await broker.nc.flush()
+        url = broker.nc.connected_url
+        assert url is not None
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        await reader.readline()  # before it has spoken, the server may lose what it is told
+        job, size = scope.job.encode(), len(headers)
+        sizes = b"%d %d" % (size, size) if headers else b"0"
+        verb = b"HPUB" if headers else b"PUB"
+        writer.write(b'CONNECT {"verbose":false,"headers":true}\r\n')
+        writer.write(b"%s %s.%s %s\r\n%s\r\n" % (verb, job, subject, sizes, headers))
+        writer.write(b"PUB %s.end 0\r\n\r\n" % job)
+        while await heard.get() != f"{scope.job}.end":
+            pass
+        writer.close()
+        await listening.stop()
+    assert not lost

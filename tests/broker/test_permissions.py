@@ -37,6 +37,9 @@ ROLES = ("learner", "rank", "generator", "evaluator", "environment", "server")
 JOB = "tmq.v1.job.ada.j1"
 
 
+INVITED = invited_permissions("_INBOX_invited.x")
+
+
 def of_role(role: str) -> Permissions:
     return job_permissions(JobIdentity("ada", "j1", role, f"{role}-0", 1))
 
@@ -61,7 +64,7 @@ def test_users_and_environment_hosts_have_no_right_to_ask_jetstream() -> None:
     for permissions in (
         user_permissions("ada"),
         admin_permissions("root"),
-        invited_permissions(),
+        INVITED,
         of_role("environment"),
     ):
         for subject in (*permissions.publish, *permissions.subscribe):
@@ -116,7 +119,11 @@ def test_who_stores_something_may_see_whether_its_stream_is_there(role: str) -> 
 
 
 def test_who_runs_code_of_users_neither_hears_who_looks_for_services_nor_answers_him() -> None:
-    for permissions in (of_role("environment"), user_permissions("ada"), invited_permissions()):
+    for permissions in (
+        of_role("environment"),
+        user_permissions("ada"),
+        INVITED,
+    ):
         assert not [one for one in permissions.subscribe if one.startswith("$SRV")]
         assert not may_publish(permissions, "_INBOX.x.1")
 
@@ -128,7 +135,12 @@ def test_only_the_admin_himself_publishes_where_he_is_named_as_acting_for_others
     assert not may_publish(root, f"{JOB}.ctl.learner")
     others = (user_permissions("root"), admin_permissions("rooter"), *map(of_role, ROLES))
     services = [service_permissions(name) for name in ("node", "gateway")]
-    for permissions in (*others, *services, user_permissions("ada"), invited_permissions()):
+    for permissions in (
+        *others,
+        *services,
+        user_permissions("ada"),
+        INVITED,
+    ):
         assert not may_publish(permissions, subject)
 
 
@@ -346,7 +358,6 @@ def test_the_key_of_an_episode_is_good_for_this_episode_and_nothing_else() -> No
     ):
         assert not may_publish(program, subject)
     assert program.subscribe == ("_INBOX_job.ada.j1.episode.g-1-0.>",)
-    assert 0 < program.max_subscriptions < 1000
 
 
 def test_hosts_hear_what_programs_elsewhere_post_and_answer_them() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -77,6 +78,22 @@ async def test_a_server_listens_on_an_address_of_ipv6(tmp_path: Path) -> None:
         assert server.url == f"nats://[::1]:{server.port}"
         async with await connect(server.url, name="test") as broker:
             assert not broker.closed.is_set()
+
+
+def test_what_clients_are_denied_does_not_fill_the_disk(tmp_path: Path) -> None:
+    user = '{ user: a, password: b, permissions: { subscribe: { deny: ["denied.>"] } } }'
+    config = f"authorization {{ users: [{user}] }}\nlogfile_size_limit: 20000"
+    asked = b"".join(b"SUB denied.%d %d\r\n" % (sid, sid) for sid in range(2000))
+    with NatsServer(tmp_path, extra_config=config) as server:
+        assert server.port is not None
+        with socket.create_connection((server.host, server.port)) as client:
+            client.sendall(b'CONNECT {"user":"a","pass":"b"}\r\n' + asked + b"PING\r\n")
+            with client.makefile("rb") as said:
+                while said.readline() != b"PONG\r\n":
+                    pass
+        logs = list(tmp_path.glob("nats-server.log*"))
+        assert 2 <= len(logs) <= 4
+        assert sum(path.stat().st_size for path in logs) < 100_000
 
 
 def test_a_server_that_ends_at_once_says_why(tmp_path: Path) -> None:

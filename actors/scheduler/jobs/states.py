@@ -134,7 +134,8 @@ def scaled(
         remaining.append(actor)
     taken = {actor.name for actor in remaining}
     free = (name for i in range(1 + len(taken) + left) if (name := f"{role}-{i}") not in taken)
-    return remaining + [_actor(role, next(free), slots) for _ in range(left)]
+    added = (_actor(role, next(free), slots) for _ in range(left))
+    return remaining + [actor.model_copy(update={"added": True}) for actor in added]
 
 
 def unplaced(actors: Sequence[ActorPlacement]) -> list[ActorPlacement]:

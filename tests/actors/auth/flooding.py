@@ -15,8 +15,9 @@ _BATCH = 512
 
 
 def hello(key: str) -> bytes:
-    """Return what opens a connection with an API key."""
-    options = {"user": key.split("_")[1], "pass": key, "verbose": False, "headers": True}
+    """Return what opens a connection with a key."""
+    user = "job" if key.startswith(("tmqj.", "tmqe_")) else key.split("_")[1]
+    options = {"user": user, "pass": key, "verbose": False, "headers": True}
     return b"CONNECT " + json.dumps(options).encode() + b"\r\nPING\r\n"
 
 

@@ -9,9 +9,18 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
+from tinkermq.actors.auth.connections import PROGRAM_SUBSCRIPTIONS
 from tinkermq.broker.calls import ask_users
 from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.keys import (
+    EpisodeIdentity,
+    JobIdentity,
+    episode_key,
+    episode_secret,
+    job_key,
+)
 from tinkermq.broker.client.login import CREDENTIALS_VARIABLE
+from tinkermq.broker.credentials import MAX_SUBSCRIPTIONS
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.service_process import die_with
@@ -245,6 +254,41 @@ async def test_who_subscribes_to_more_than_the_quota_allows_is_shut_out(tmp_path
         await eventually(told, "the refusal")
         with pytest.raises(BrokerError):
             await pool.connected(pool.keys["bob"])
+
+
+async def subscribe(pool: SecuredPool, key: str, subject: str, num: int) -> bytes:
+    """Subscribe with a key without end; return what the server says when it has enough."""
+    assert pool.server.port is not None
+    with await asyncio.to_thread(opened, "127.0.0.1", pool.server.port, key) as connection:
+        asked = b"".join(b"SUB %s.%d %d\r\n" % (subject.encode(), n, n) for n in range(num))
+        connection.sendall(asked)
+        said = b""
+        while b"-ERR" not in said and (more := await asyncio.to_thread(connection.recv, 65536)):
+            said += more
+        return said
+
+
+async def test_no_process_of_a_job_fills_the_memory_of_the_server_with_subscriptions(
+    tmp_path: Path,
+) -> None:
+    async with secured(tmp_path) as pool:
+        await pool.user("mallory")
+        root, scope = await pool.user("root"), await pool.job("mallory", "01mine")
+        secret = pool.secrets.job_secret()
+        host = JobIdentity("mallory", "01mine", "environment", "environment-0", 1)
+        games = f"{scope.env('host', 'x')}"
+        said = await subscribe(pool, job_key(host, secret), games, MAX_SUBSCRIPTIONS + 1)
+        assert b"maximum subscriptions exceeded" in said
+        episode = EpisodeIdentity("mallory", "01mine", "e")
+        key = episode_key(episode, episode_secret("mallory", "01mine", secret))
+        num = PROGRAM_SUBSCRIPTIONS + 1
+        await subscribe(pool, key, scope.episode_inbox("e"), num)
+
+        async def told() -> bool:
+            records = (await ask_users(root, "audit", AuditRequest(limit=99), AuditList)).records
+            return any(f"{num} subscriptions, a program may" in one.outcome for one in records)
+
+        await eventually(told, "the refusal")
 
 
 async def test_what_a_flood_leaves_waiting_is_refused_to_its_user_alone(tmp_path: Path) -> None:

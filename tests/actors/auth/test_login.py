@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tinkermq.actors.auth.connections import OF_INVITATION
 from tinkermq.actors.scheduler.jobs.states import ADMINS_BYTES, USERS_BYTES
 from tinkermq.broker.calls import ask_users
 from tinkermq.broker.client.connection import Broker, connect
@@ -50,7 +51,7 @@ from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import BUCKET_ACTORS, BUCKET_EVALS, BUCKET_JOBS, rpc
 
 from tests.actors.auth.submitting import submitted
-from tests.support.secured import SecuredPool, environment
+from tests.support.secured import SecuredPool, environment, refused_listen
 from tests.support.strategies import make_group
 from tests.support.waiting import PATIENCE_S, eventually, until
 
@@ -206,6 +207,29 @@ async def test_a_request_that_comes_again_makes_no_second_key(pool: SecuredPool)
     for one in (fresh, key):
         told = await ask_users(await pool.connected(one.secret), "me", Empty(), UserReply)
         assert told.user.user == one.user
+
+
+async def test_who_has_the_same_invitation_hears_no_key_of_another(pool: SecuredPool) -> None:
+    root = await pool.user("root")
+    code = (await ask_users(root, "invite", Invite(uses=2), NewKey)).secret
+    mallory, guest = await pool.connected(code), await pool.connected(code)
+    for subject in ("_INBOX_invited.>", "_INBOX_invited.*.>", f"{guest.inbox_prefix}.>"):
+        await refused_listen(mallory, subject)
+    await ask_users(guest, "register", Register(code=code, user="hal"), NewKey)
+
+
+async def test_connections_with_one_invitation_are_bounded(pool: SecuredPool) -> None:
+    root = await pool.user("root")
+    code, other = [
+        (await ask_users(root, "invite", Invite(uses=1), NewKey)).secret for _ in range(2)
+    ]
+    most = OF_INVITATION.max_connections
+    assert most is not None
+    for _ in range(most):
+        await pool.connected(code)
+    with pytest.raises(BrokerError, match=REFUSED):
+        await connect(pool.server.url, name="test", api_key=code)
+    await pool.connected(other)
 
 
 async def test_who_has_an_invitation_may_register_and_nothing_else(pool: SecuredPool) -> None:

@@ -1,7 +1,7 @@
 """The learner's side of validation: what is due is asked for, played by others, reported once."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +39,9 @@ class Learning:
     events: list[str] = field(default_factory=list)
     heard: int = 0
 
-    async def play(self, num: int, blame: Blame | None = None) -> list[Lease]:
+    async def play(
+        self, num: int, blame: Blame | None = None, figures: Mapping[str, float] | None = None
+    ) -> list[Lease]:
         """Take and play so many tasks, task n with reward n."""
         leases: list[Lease] = []
         async with asyncio.timeout(PATIENCE_S):
@@ -48,7 +50,11 @@ class Learning:
         for lease in leases:
             task = lease.task
             score = EpisodeScore(
-                reward=float(task.task), success=task.task > 0, num_tokens=2, num_turns=1
+                reward=float(task.task),
+                success=task.task > 0,
+                num_tokens=2,
+                num_turns=1,
+                figures=dict(figures or {}),
             )
             result = ValidationResult(
                 version=task.version or 0,
@@ -123,6 +129,22 @@ async def test_a_version_is_reported_when_its_last_task_is_played(
         assert learner.heard >= NUM_VAL
         state = (await stream_info(broker, validated.stream_validation))["state"]
         assert state["messages"] == 0
+
+
+async def test_more_metrics_than_a_record_holds_are_left_out_and_counted(
+    broker: Broker, validated: JobScope
+) -> None:
+    figures = {f"{number:03}{'x' * 90}": 1.0 for number in range(999)}
+    async with learning(broker, validated) as learner:
+        await learner.evaluations.request(4)
+        await learner.play(NUM_VAL, figures=figures)
+        await asyncio.wait_for(learner.evaluations.wait_all(), PATIENCE_S)
+        [(_, values)] = learner.reported
+        assert values["val/mean_score"] == 1.0
+        kept = sum(name.startswith("val_game/") for name in values)
+        assert kept > 400
+        assert values["timing_s/testing"] == 12.0
+        assert values["val/metrics_left_out"] == len(figures) - kept
 
 
 async def test_a_learner_that_starts_again_goes_on_with_what_was_played(

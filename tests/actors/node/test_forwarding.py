@@ -10,14 +10,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.node.forwarding import MAX_CONNECTIONS, URL_VARIABLE, Forwarder
+from tinkermq.actors.node.forwarding import (
+    MAX_CONNECTIONS,
+    URL_VARIABLE,
+    ClientMessages,
+)
 from tinkermq.actors.node.sandbox import SandboxedActor, SandboxStarter
-from tinkermq.broker.client.login import CA_VARIABLE, CERTIFICATE_HOSTS_VARIABLE
+from tinkermq.broker.client.keys import JobIdentity, job_key, key_hash, read_job_key
+from tinkermq.broker.client.login import CA_VARIABLE, KEY_VARIABLE
 from tinkermq.broker.nats_server import NatsServer
+from tinkermq.broker.user_records import UserStore
 from tinkermq.schemas.node import WantedActor
+from tinkermq.schemas.user import UserRecord
+from tinkermq.schemas.wire.errors import LogInRefusedError, TinkermqError
 
 from tests.support.certificates import Certificate, self_signed
-from tests.support.secured import environment
+from tests.support.secured import environment, secured
 from tests.support.waiting import PATIENCE_S
 
 TRANSFER = """
@@ -30,7 +38,7 @@ from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.subjects import JobScope
 
 async def main():
-    scope = JobScope("local", "j")
+    scope = JobScope("ada", "j1")
     async with await connect(os.environ["TINKERMQ_NATS_URL"], name="learner") as broker:
         await create_job_streams(broker, scope, LimitsConfig())
         data = np.arange(4_000_000, dtype=np.float32)
@@ -50,14 +58,15 @@ from tinkermq.schemas.wire.errors import BrokerError
 
 async def main():
     try:
-        async with await connect(os.environ["TINKERMQ_NATS_URL"], name="learner", deadline_s=20):
+        async with await connect(os.environ["TINKERMQ_NATS_URL"], name="learner", deadline_s=5):
             print(json.dumps("connected"))
     except BrokerError as error:
-        assert "certificate" in str(error), error
         print(json.dumps("refused"))
 
 asyncio.run(main())
 """
+
+KEY = job_key(JobIdentity("ada", "j1", "learner", "learner", 1), b"secret")
 
 
 @pytest.fixture(scope="module")
@@ -82,19 +91,23 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
         yield server
 
 
-async def sandboxed(run_dir: Path, url: str, *command: str, out: int = 1) -> SandboxedActor:
+async def sandboxed(
+    run_dir: Path, url: str, *command: str, out: int = 1, key: str = KEY
+) -> SandboxedActor:
     """Start a program as a learner that runs functions of its owner."""
     await asyncio.to_thread(run_dir.mkdir, exist_ok=True)
     fields = {"user": "ada", "job": "j1", "name": "learner", "role": "learner", "own_code": []}
     wanted = WantedActor.model_validate({**fields, "run_dir": str(run_dir)})
-    return await SandboxStarter().start(command, wanted, {URL_VARIABLE: url}, out)
+    given = {URL_VARIABLE: url, KEY_VARIABLE: key}
+    return await SandboxStarter().start(command, wanted, given, out)
 
 
-async def said(run_dir: Path, url: str, code: str, *words: str) -> object:
+async def said(run_dir: Path, url: str, code: str, *words: str, key: str = KEY) -> object:
     """Run a program as such a learner and return what it says, as JSON."""
     reading, writing = os.pipe()
     try:
-        child = await sandboxed(run_dir, url, sys.executable, "-c", code, *words, out=writing)
+        command = (sys.executable, "-c", code, *words)
+        child = await sandboxed(run_dir, url, *command, out=writing, key=key)
     finally:
         os.close(writing)
     with os.fdopen(reading) as told:
@@ -109,13 +122,13 @@ async def test_weights_travel_encrypted_and_the_certificate_is_checked(
 ) -> None:
     url = encrypted.url.replace("127.0.0.1", host)
     with environment(**{CA_VARIABLE: str(certificate.certificate)}):
-        assert await said(tmp_path / "run", url, TRANSFER) == [True, url]
+        assert await said(tmp_path / "run", url, TRANSFER) == [True, "nats://127.0.1.1:4222"]
 
 
 async def test_one_of_several_servers_is_enough(plain: NatsServer, tmp_path: Path) -> None:
     url = f"nats://127.0.0.1:4,{plain.url.removeprefix('nats://')}"
     same, told = await said(tmp_path / "run", url, TRANSFER)  # type: ignore[misc]
-    assert (same, told) == (True, f"nats://127.0.0.1:4222,nats://{plain.url[7:]}")
+    assert (same, told) == (True, "nats://127.0.1.1:4222,nats://127.0.1.2:4222")
 
 
 LOOK = """
@@ -130,7 +143,7 @@ def reaches(family, address):
     return True
 port, abstract, broker, own = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
 print(json.dumps([
-    reaches(socket.AF_INET, ("127.0.0.1", broker)),
+    reaches(socket.AF_INET, ("127.0.1.1", broker)),
     reaches(socket.AF_INET, ("127.0.0.1", port)),
     reaches(socket.AF_INET, (own, port)),
     reaches(socket.AF_INET6, ("::1", port)),
@@ -150,9 +163,8 @@ async def test_it_reaches_its_broker_and_nothing_else_of_the_machine(
         unix.bind(f"\0{abstract}")
         unix.listen()
         port = other.getsockname()[1]
-        broker = plain.url.rpartition(":")[2]
         own = socket.gethostbyname(socket.gethostname())
-        words = (str(port), abstract, broker, own)
+        words = (str(port), abstract, "4222", own)
         reached = await said(tmp_path / "run", plain.url, LOOK, *words)
     assert reached == [True, False, False, False, False, ["lo"]]
 
@@ -160,8 +172,8 @@ async def test_it_reaches_its_broker_and_nothing_else_of_the_machine(
 FLOOD = """
 import json, socket, sys
 ends, held = 0, []
-for _ in range(int(sys.argv[2])):
-    one = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+for _ in range(int(sys.argv[1])):
+    one = socket.create_connection(("127.0.1.1", 4222))
     one.settimeout(10)
     held.append(one)
 for one in held:
@@ -174,15 +186,14 @@ print(json.dumps(ends))
 
 
 async def test_connections_of_one_learner_are_bounded(plain: NatsServer, tmp_path: Path) -> None:
-    port = plain.url.rpartition(":")[2]
-    ended = await said(tmp_path / "run", plain.url, FLOOD, port, str(MAX_CONNECTIONS + 9))
+    ended = await said(tmp_path / "run", plain.url, FLOOD, str(MAX_CONNECTIONS + 9))
     assert ended == 9
 
 
 async def test_connections_end_with_the_learner(plain: NatsServer, tmp_path: Path) -> None:
-    code = f"""
+    code = """
 import socket, time
-one = socket.create_connection(("127.0.0.1", {plain.url.rpartition(":")[2]}))
+one = socket.create_connection(("127.0.1.1", 4222))
 one.recv(1)
 """
     before = len(asyncio.all_tasks())
@@ -191,54 +202,89 @@ one.recv(1)
     assert len(asyncio.all_tasks()) == before
 
 
-@pytest.mark.parametrize(
-    ("url", "within", "hosts"),
-    [
-        ("nats://127.0.0.1:4222", "nats://127.0.0.1:4222", []),
-        ("nats://[::1]:4222", "nats://[::1]:4222", []),
-        ("nats://localhost:5000", "nats://localhost:5000", []),
-        ("tls://broker.lan:4222", "tls://broker.lan:4222", ["127.0.1.1 broker.lan"]),
-        ("tls://broker.lan:443", "tls://broker.lan:4222", ["127.0.1.1 broker.lan"]),
-        ("tls://broker.lan", "tls://broker.lan:4222", ["127.0.1.1 broker.lan"]),
-        ("nats://10.0.0.7:4222", "nats://127.0.1.1:4222", []),
-        ("nats://[2001:db8::7]:4222", "nats://127.0.1.1:4222", []),
-        (
-            "tls://a.lan:4222,b.lan:4222",
-            "tls://a.lan:4222,tls://b.lan:4222",
-            ["127.0.1.1 a.lan", "127.0.1.2 b.lan"],
-        ),
-        ("nats://a.lan:1,a.lan:5001", "nats://a.lan:4222,nats://a.lan:5001", ["127.0.1.1 a.lan"]),
-        ("nats://me:secret@a.lan:4222", "nats://me:secret@a.lan:4222", ["127.0.1.1 a.lan"]),
-        ("tls://10.0.0.7:4222", "tls://127.0.1.1:4222", []),
-    ],
-)
-async def test_servers_keep_the_names_that_certificates_are_for(
-    url: str, within: str, hosts: list[str]
-) -> None:
-    forwarder = Forwarder(url)
-    try:
-        assert forwarder.environment()[URL_VARIABLE] == within
-        assert [line for line in forwarder.hosts.splitlines() if "127.0.1" in line] == hosts
-    finally:
-        await forwarder.close()
+INBOX = b"_INBOX_job.ada.j1.learner.x"
+
+
+def test_what_a_learner_sends_is_passed_on_however_it_is_cut() -> None:
+    sent = (
+        b"SUB " + INBOX + b".* 1\r\nPING\r\n"
+        b"PUB a " + INBOX + b" 11\r\nPUB b c 3\r\n\r\n"
+        b"hpub a 12 14\r\nNATS/1.0\r\n\r\nhi\r\nPUB a 0\r\n\r\nPONG\r\n"
+    )
+    expected = sent.replace(b"hpub", b"HPUB")
+    for size in (1, 2, 7, len(sent)):
+        client = ClientMessages(KEY)
+        parts = (sent[at : at + size] for at in range(0, len(sent), size))
+        assert b"".join(map(client.pass_on, parts)) == expected
+
+
+def test_a_learner_is_logged_in_as_itself_whoever_it_says_it_is() -> None:
+    said = b'CONNECT {"verbose":false,"user":"root","pass":"x","jwt":"y","sig":"z"}\r\n'
+    verb, _, options = ClientMessages(KEY).pass_on(said).partition(b" ")
+    assert verb == b"CONNECT"
+    assert json.loads(options) == {"verbose": False, "user": "job", "pass": KEY}
 
 
 @pytest.mark.parametrize(
-    ("url", "certificate_hosts"),
+    "sent",
     [
-        ("tls://10.0.0.7:4222", "127.0.1.1=10.0.0.7"),
-        ("tls://a.lan:4222,[2001:db8::7]:4222", "127.0.1.2=2001:db8::7"),
-        ("tls://a.lan:4222,127.0.0.1:4222", None),
+        b"PUB $JS.API.DIRECT.GET.s $KV.tmq-users.user.evil 0\r\n",
+        b"pub\ta\t_INBOX_job.ada.j1.learner 0\r\n",
+        b"HPUB a _INBOX_root.x 12 12\r\n",
+        b"PUB a b c 0\r\n",
+        b"PUB 0\r\n",
+        b"PUB a -1\r\n",
+        b"PUB a x 1\n",
+        b"RPUB a b 0\r\n",
+        b"CONNECT\r\n",
+        b"CONNECT []]\r\n",
+        b'CONNECT "ab"\r\n',
+        b"\r\n",
+        b"x" * 5000,
     ],
 )
-async def test_the_learner_is_told_the_address_that_a_certificate_is_for(
-    url: str, certificate_hosts: str | None
-) -> None:
-    forwarder = Forwarder(url)
-    try:
-        assert forwarder.environment().get(CERTIFICATE_HOSTS_VARIABLE) == certificate_hosts
-    finally:
-        await forwarder.close()
+def test_a_learner_has_answers_sent_nowhere_else(sent: bytes) -> None:
+    with pytest.raises((TinkermqError, TypeError, ValueError)):
+        ClientMessages(KEY).pass_on(sent)
+
+
+ESCALATE = """
+import asyncio, json, os, sys
+from tinkermq.broker.client.connection import connect
+from tinkermq.schemas.wire.subjects import JobScope
+
+async def main():
+    scope = JobScope("mallory", "01mine")
+    async with await connect(os.environ["TINKERMQ_NATS_URL"], name="learner") as broker:
+        record = bytes.fromhex(sys.argv[1])
+        await broker.request(scope.rollout(5), record)
+        stored = f"$JS.API.DIRECT.GET.{scope.stream_rollout}.{scope.rollout(5)}"
+        answer = await broker.request(stored)
+        await broker.nc.publish(stored, b"", reply="$KV.tmq-users.user.evil")
+        while broker.is_connected:
+            await asyncio.sleep(0.01)
+        print(json.dumps([answer.data == record, os.environ.get("TINKERMQ_API_KEY", "")]))
+
+asyncio.run(main())
+"""
+
+
+async def test_functions_of_a_user_do_not_make_themselves_admins(tmp_path: Path) -> None:
+    async with secured(tmp_path / "pool") as pool:
+        await pool.user("mallory")
+        await pool.job("mallory", "01mine")
+        evil = f"tmq_evil_{'a' * 43}"
+        record = UserRecord(user="evil", role="admin", key_hash=key_hash(evil), created=1.0)
+        identity = JobIdentity("mallory", "01mine", "learner", "learner", 1)
+        key = job_key(identity, pool.secrets.job_secret())
+        code, words = ESCALATE, record.to_bytes().hex()
+        reads, shown = await said(tmp_path / "run", pool.server.url, code, words, key=key)  # type: ignore[misc]
+        assert reads
+        assert read_job_key(shown) == identity
+        with pytest.raises(LogInRefusedError):
+            await pool.connected(shown)
+        users = await UserStore(await pool.service("auth")).list()
+        assert sorted(user.user for user in users) == ["mallory", "root"]
 
 
 def own_address() -> str:

@@ -1,7 +1,16 @@
 """What users hold, as the placing counts it."""
 
+from tinkermq.actors.scheduler.jobs.states import scaled
 from tinkermq.actors.scheduler.jobs.view import JobsView
-from tinkermq.actors.scheduler.placement import NodeSlots, PlacementRequest, place
+from tinkermq.actors.scheduler.placement import (
+    Assignment,
+    NodeSlots,
+    PlacementRequest,
+    UserShares,
+    place,
+    request_of,
+    with_nodes,
+)
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.kv import Entry
 from tinkermq.schemas.job import ActorPlacement, JobRecord
@@ -33,3 +42,40 @@ async def test_what_a_running_job_has_lost_with_a_node_is_kept_for_it_of_its_use
     assert {one.job for one in placed.assignments} == {"ann.j1"}
     assert placed.waits == {"ann.j2": "waits for 2 slots of its user's quota of 5"}
     assert shares.held == {"ann": 4}
+
+
+def test_what_is_added_to_a_running_job_waits_for_its_users_turn() -> None:
+    learner = ActorPlacement(name="learner", role="learner", node="n1")
+    actors = scaled([learner, *_actors(1, "n1")], "generator", 5, 1)
+    record = JobRecord(
+        job="j1", name="j1", user="ann", state="RUNNING", config={}, created=0.0, actors=actors
+    )
+    growth = request_of("ann.j1", record)
+    assert growth is not None
+    second = PlacementRequest("bob.j2", tuple(_actors(2, None)), user="bob", created=1.0)
+    nodes = [NodeSlots("n1", 4, frozenset({2, 3}))]
+    placed = place([growth, second], nodes, UserShares(held={"ann": 6}))
+    assert {one.job for one in placed.assignments} == {"bob.j2"}
+    alone = place([growth], nodes, UserShares(held={"ann": 6}))
+    assert [one.actor for one in alone.assignments] == ["generator-1", "generator-2"]
+
+
+def test_what_was_added_and_is_lost_comes_first() -> None:
+    learner = ActorPlacement(name="learner", role="learner", node="n1")
+    record = JobRecord(
+        job="j1",
+        name="j1",
+        user="ann",
+        state="RUNNING",
+        config={},
+        created=0.0,
+        actors=scaled([learner], "generator", 2, 1),
+    )
+    placed = with_nodes(record, {"generator-0": Assignment("j1", "generator-0", "n2", (0,))})
+    actors = [
+        actor.model_copy(update={"node": None}) if actor.name == "generator-0" else actor
+        for actor in placed.actors
+    ]
+    lost = request_of("ann.j1", placed.model_copy(update={"actors": actors}))
+    assert lost is not None
+    assert (lost.grows, [actor.name for actor in lost.actors]) == (False, ["generator-0"])
