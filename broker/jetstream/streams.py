@@ -492,7 +492,8 @@ async def stream_subjects(broker: Broker, name: str, subjects: str) -> list[str]
 async def num_messages(broker: Broker, name: str, subject: str) -> int:
     """Return how many messages a stream holds on one subject."""
     answer = await _ask(broker, f"STREAM.INFO.{name}", {"subjects_filter": subject})
-    return (answer["state"].get("subjects") or {}).get(subject, 0)
+    held: dict[str, int] = answer["state"].get("subjects") or {}
+    return held.get(subject, 0)
 
 
 def numbers_of(subjects: list[str]) -> set[int]:

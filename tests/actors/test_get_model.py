@@ -355,7 +355,7 @@ def test_an_adapter_without_a_tokenizer_is_merged_with_that_of_its_base(tmp_path
     with torch.no_grad():
         for name, weights in adapter.named_parameters():
             weights += 0.1 * ("lora_B" in name)
-    adapter.save_pretrained(tmp_path / "adapter")
+    adapter.save_pretrained(str(tmp_path / "adapter"))
     get_model.get(str(tmp_path / "adapter"), tmp_path / "merged", "float32")
     merged = load_causal_lm(str(tmp_path / "merged"), dtype=torch.float32)
     ids = torch.arange(8)[None]
