@@ -56,6 +56,7 @@ def test_without_a_device_the_other_checks_are_skipped() -> None:
     assert [one.state for one in results] == ["failed", "skipped"]
 
 
+@pytest.mark.long
 def test_the_engine_generates_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -45,6 +45,7 @@ def lags(numbers: Mapping[str, float]) -> list[str]:
     return [key.rpartition("/")[2] for key in numbers if key.startswith("staleness/num_tokens/")]
 
 
+@pytest.mark.long
 async def test_the_lag_is_exact_and_a_run_repeats_to_the_bit() -> None:
     curve = await run(2)
     assert [lags(one) for one in curve.numbers] == [["lag_0"], ["lag_1"], ["lag_2"], ["lag_2"]]

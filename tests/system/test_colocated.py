@@ -95,6 +95,7 @@ async def test_the_engine_sleeps_in_each_step_and_wakes_with_the_new_version(
     assert max(lags) <= 2
 
 
+@pytest.mark.long
 async def test_versions_are_validated_by_an_engine_that_sleeps_in_between(
     stack: Stack, model: Path
 ) -> None:
@@ -105,7 +106,8 @@ async def test_versions_are_validated_by_an_engine_that_sleeps_in_between(
     assert sorted(await job.validations()) == [0, 3, 6, 8]
 
 
-@pytest.mark.parametrize("transport", ["object", pytest.param("nccl", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("transport", ["object", "nccl"])
 async def test_conversations_are_validated_by_an_engine_on_the_learners_slot(
     stack: Stack, model: Path, tmp_path: Path, transport: str
 ) -> None:
@@ -164,6 +166,7 @@ async def test_a_generator_and_a_learner_killed_while_the_engine_generates(
     await assert_nothing_lost(job)
 
 
+@pytest.mark.long
 async def test_both_compute_at_the_same_time_where_they_fit(stack: Stack, model: Path) -> None:
     job = await stack.submit(colocated(model, "never", num_steps=4))
     await assert_nothing_lost(job)

@@ -112,7 +112,9 @@ def _assert_close(config: JobConfig) -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("rank", [0, 8], ids=["full", "adapter"])
-@pytest.mark.parametrize("size", ["1 M", "5 M", pytest.param("14 M", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "size", ["1 M", *(pytest.param(size, marks=pytest.mark.long) for size in ("5 M", "14 M"))]
+)
 def test_the_estimate_of_a_step_is_what_torch_allocates(
     tmp_path: Path, size: str, rank: int, checkpointing: bool
 ) -> None:
@@ -130,10 +132,15 @@ def test_it_is_for_other_decoders_too(tmp_path: Path, kind: str) -> None:
     "sections",
     [
         {"learner": {"dtype": "bfloat16"}},
-        {"learner": {"dtype": "bfloat16", "gradient_checkpointing": True}},
         {"learner": {"dtype": "bfloat16"}, "lora": {"rank": 8}},
-        {"learner": {"optimizer": "muon"}},
-        {"algorithm": {"kl_coef": 0.1}},
+        *(
+            pytest.param(sections, marks=pytest.mark.long)
+            for sections in (
+                {"learner": {"dtype": "bfloat16", "gradient_checkpointing": True}},
+                {"learner": {"optimizer": "muon"}},
+                {"algorithm": {"kl_coef": 0.1}},
+            )
+        ),
     ],
     ids=str,
 )

@@ -169,6 +169,7 @@ def test_micro_batches_are_never_smaller_than_the_longest_episode(folder: Path) 
 # -- ranks -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_ranks_of_which_one_is_out_of_memory_end_and_say_which_step_and_passes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
