@@ -103,12 +103,12 @@ class CarefulClient(Client):
         """Close for good, with the socket below TLS."""
         try:
             await super().close()
-        except (ConnectionError, TypeError, asyncio.CancelledError) as error:
+        except (ConnectionError, RuntimeError, TypeError, asyncio.CancelledError) as error:
             if ends_this_task(error):
                 raise
             # the server was first: nothing is left to be sent, and nats-py has cancelled what its
-            # own flush waited for; close the rest. TypeError: asyncio's of Python 3.12 and 3.13,
-            # for lines written to a lost connection (CPython 136234)
+            # own flush waited for; close the rest. For lines written to a lost connection uvloop
+            # raises RuntimeError, and asyncio of Python 3.12 and 3.13 TypeError (CPython 136234)
             self._pending, self._pending_data_size = [], 0
             self._status = Client.DISCONNECTED
             await super().close()

@@ -8,13 +8,16 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import uvloop
 from tinkermq.broker.client.connection import Broker, connect, first_connection, give_up_at
 from tinkermq.broker.client.faults import ConnectionLost, NoResponders, shown_url
 from tinkermq.broker.client.keys import new_api_key
 from tinkermq.broker.client.login import CA_VARIABLE, find_login
+from tinkermq.broker.client.nats_internals import CarefulClient
 from tinkermq.broker.jetstream.direct_get import get_all
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import create_job_streams, create_shared
@@ -283,6 +286,21 @@ async def test_a_connection_that_is_cut_off_as_it_is_made_is_an_error_of_the_bro
             await connect(f"nats://127.0.0.1:{port}", name="test", deadline_s=0.1)
     listener.close()
     gc.collect()  # nats-py leaves tasks with an error that nobody asks for
+
+
+async def test_a_connection_whose_socket_is_gone_is_closed_in_every_event_loop(
+    nats_server: NatsServer,
+) -> None:
+    async def lose_and_close() -> bool:
+        client = CarefulClient()
+        await client.connect(nats_server.url)
+        await client.publish("a", b"never sent")
+        cast("Any", client)._transport._io_writer.transport.abort()
+        await client.close()
+        return client.is_closed
+
+    assert await asyncio.to_thread(uvloop.run, lose_and_close())
+    assert await lose_and_close()
 
 
 async def test_a_closed_connection_says_so(nats_server: NatsServer) -> None:
