@@ -320,14 +320,10 @@ class PlayOptions:
     @property
     def limits(self) -> dict[str, Any]:
         """The sampling and the limits, as the fields of a `PlayRequest`."""
-        return {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "max_turns": self.max_turns,
-            "max_turn_tokens": self.max_tokens_per_turn,
-            "max_response_tokens": self.max_tokens,
-        }
+        fields = self.sampling
+        fields["max_turn_tokens"] = fields.pop("max_tokens_per_turn")
+        fields["max_response_tokens"] = fields.pop("max_tokens")
+        return fields
 
     @property
     def sampling(self) -> dict[str, Any]:

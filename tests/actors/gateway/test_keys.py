@@ -347,8 +347,7 @@ async def test_requests_and_streams_under_way_end_with_a_revoked_key(
     )
     has_ended.set()
     await asyncio.gather(*asking)
-    # 503: a busy machine could not ask in time why the connection was lost, and says: try again
-    assert not [one for one in statuses if one[1] not in (200, 401, 503)]
+    assert not [one for one in statuses if one[1] not in (200, 401)]
 
 
 async def test_a_key_that_has_run_out_is_told_to_be_expired_or_wrong(guarded: Guarded) -> None:

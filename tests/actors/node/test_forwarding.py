@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tinkermq.actors.node.forwarding import (
@@ -102,7 +103,7 @@ async def sandboxed(
     return await SandboxStarter().start(command, wanted, given, out)
 
 
-async def said(run_dir: Path, url: str, code: str, *words: str, key: str = KEY) -> object:
+async def said(run_dir: Path, url: str, code: str, *words: str, key: str = KEY) -> Any:
     """Run a program as such a learner and return what it says, as JSON."""
     reading, writing = os.pipe()
     try:
@@ -127,7 +128,7 @@ async def test_weights_travel_encrypted_and_the_certificate_is_checked(
 
 async def test_one_of_several_servers_is_enough(plain: NatsServer, tmp_path: Path) -> None:
     url = f"nats://127.0.0.1:4,{plain.url.removeprefix('nats://')}"
-    same, told = await said(tmp_path / "run", url, TRANSFER)  # type: ignore[misc]
+    same, told = await said(tmp_path / "run", url, TRANSFER)
     assert (same, told) == (True, "nats://127.0.1.1:4222,nats://127.0.1.2:4222")
 
 
@@ -278,7 +279,7 @@ async def test_functions_of_a_user_do_not_make_themselves_admins(tmp_path: Path)
         identity = JobIdentity("mallory", "01mine", "learner", "learner", 1)
         key = job_key(identity, pool.secrets.job_secret())
         code, words = ESCALATE, record.to_bytes().hex()
-        reads, shown = await said(tmp_path / "run", pool.server.url, code, words, key=key)  # type: ignore[misc]
+        reads, shown = await said(tmp_path / "run", pool.server.url, code, words, key=key)
         assert reads
         assert read_job_key(shown) == identity
         with pytest.raises(LogInRefusedError):
@@ -300,7 +301,7 @@ def own_address() -> str:
 async def test_weights_travel_to_an_address_that_the_certificate_is_for(tmp_path: Path) -> None:
     address = own_address()
     with broker_at(address, tmp_path, [f"IP:{address}"]) as server:
-        same, _ = await said(tmp_path / "run", server.url, TRANSFER)  # type: ignore[misc]
+        same, _ = await said(tmp_path / "run", server.url, TRANSFER)
     assert same
 
 
