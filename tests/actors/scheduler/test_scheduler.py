@@ -35,6 +35,8 @@ async def test_a_job_runs_to_its_end_and_leaves_no_actor(stack: Stack) -> None:
     assert {actor.name: actor.node for actor in job.actors} == dict.fromkeys(
         ["learner", "generator-0", "environment-0"], "n1"
     )
+    log = Path(job.run_dir) / "logs" / "attempt_1" / "generator-0.log"
+    await until(lambda: log.exists() and log.read_text() == "up\n", "an actor that can be drained")
     stack.do(job, "learner", "done")
     ended = await stack.until(job, "COMPLETED")
     assert ended.started is not None
@@ -46,7 +48,6 @@ async def test_a_job_runs_to_its_end_and_leaves_no_actor(stack: Stack) -> None:
         *((f"job_{state}", "scheduler") for state in ("starting", "running", "completed")),
     ]
     await stack.until_actors()
-    log = Path(job.run_dir) / "logs" / "attempt_1" / "generator-0.log"
     await until(lambda: log.read_text() == "up\ndrained\n", "the last line of a drained actor")
 
 
