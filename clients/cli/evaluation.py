@@ -390,7 +390,7 @@ def replay(run: str, /, *, common: Common = COMMON) -> int:
     url = find_url(common.nats_url)
     record, session = with_pool(url, partial(_find_replayed, run))
     module = "tinker.replay" if session else "learner.replay"
-    command = [sys.executable, "-m", f"tinkermq.actors.{module}"]
+    command = [sys.executable, "-P", "-m", f"tinkermq.actors.{module}"]
     command += ["--user", record.user, "--job", record.job]
     if session:
         command += ["--session", session, *(["--json"] if common.json else [])]

@@ -218,7 +218,7 @@ def _run_check_chat(
     }
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "tinkermq.actors.check_chat"],
+            [sys.executable, "-P", "-m", "tinkermq.actors.check_chat"],
             input=pack(request),
             capture_output=True,
             timeout=_DEADLINE_S,
@@ -635,7 +635,7 @@ def check_algorithm(
             hint="pip install 'tinkermq[worker]'",
         )
     done = subprocess.run(
-        [sys.executable, "-m", "tinkermq.actors.learner.custom_check", kind, function],
+        [sys.executable, "-P", "-m", "tinkermq.actors.learner.custom_check", kind, function],
         capture_output=True,
         timeout=_DEADLINE_S,
         check=False,

@@ -255,7 +255,7 @@ class Supervisor:
         for name, words in commands.items():
             log = self.home.logs / f"{name}.log"
             log.unlink(missing_ok=True)
-            command = [sys.executable, *words]
+            command = [sys.executable, "-P", *words]
             child = StackProcess(name, command, log=log, environment=self._environment(name, url))
             child.start()
             self.children.append(child)
@@ -396,7 +396,7 @@ class Supervisor:
             return
         module = "tinkermq.actors.scheduler.machines"
         where = ["--nats", self.server.url, "--machines", self.options.on]
-        command = [sys.executable, "-m", module, *where]
+        command = [sys.executable, "-P", "-m", module, *where]
         try:
             subprocess.run(command, check=True, timeout=MACHINES_STOP_S)
         except (subprocess.SubprocessError, OSError) as error:
