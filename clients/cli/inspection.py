@@ -64,7 +64,7 @@ def logs(
     *,
     follow: Annotated[bool, Parameter(alias="-f")] = False,
     actor: str | None = None,
-    attempt: int | None = None,
+    attempt: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
     common: Common = COMMON,
 ) -> int:
     """Print the logs of a run's actors, oldest first.
@@ -117,7 +117,7 @@ def rollouts(
     step: int | None = None,
     sort: Literal["log", "reward"] = "log",
     errors: bool = False,
-    limit: int = 10,
+    limit: Annotated[int, Parameter(validator=Number(gte=1))] = 10,
     common: Common = COMMON,
 ) -> int:
     """Read a run's episodes: messages, rewards by turn, policy versions.
