@@ -19,6 +19,7 @@ from tinkermq.broker.client.connection import connect
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.clients.cli.quickstart import SUMS, write_config
+from tinkermq.clients.cli.supervisor import LOG_BYTES, bound_log
 from tinkermq.clients.cli.sweep import NumberRange, list_points, parse_space
 from tinkermq.clients.home import Home, StackState, default_folder, find_url
 from tinkermq.schemas.config.load_config import load_config
@@ -94,12 +95,36 @@ def test_up_holds_its_children_up_and_down_leaves_nothing(home: Home, cli: Cli) 
     until(lambda: cli("ps").code == 0, "the broker answers again")
 
     children = state_of(home).children
+    log = home.logs / "node.log"
+    os.truncate(log, LOG_BYTES + 1)
+    until(lambda: log.stat().st_size <= LOG_BYTES, "the node's log begins anew")
+    assert (home.logs / "node.log.1").stat().st_size == LOG_BYTES + 1
+
     down = cli("down", "--json")
     assert json.loads(down.out)["stopped"]
     assert not any(alive(pid) for pid in children.values())
     assert home.read_running_stack() is None
     assert cli("ps").code == 1
     assert not json.loads(cli("down", "--json").out)["stopped"]
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_log_that_grows_beyond_its_bound_begins_anew(tmp_path: Path, has_room: bool) -> None:
+    log, older = tmp_path / "node.log", tmp_path / "node.log.1"
+    if not has_room:
+        older.symlink_to("/dev/full")
+    with log.open("ab", buffering=0) as written:
+        written.write(b"first\n" + b"\0" * (LOG_BYTES - 6))
+        bound_log(log)
+        assert log.stat().st_size == LOG_BYTES
+        written.write(b"more\n")
+        bound_log(log)
+        written.write(b"last\n")
+    assert log.read_bytes() == b"last\n"
+    assert older.exists() == has_room
+    if has_room:
+        assert older.read_bytes().endswith(b"\0more\n")
+    bound_log(tmp_path / "none.log")
 
 
 def test_a_broker_that_cannot_be_started_again_at_once_ends_no_stack(home: Home, cli: Cli) -> None:
