@@ -9,12 +9,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
 from ..schemas.wire.errors import GameError, TinkermqError
-from ..schemas.wire.foreign import blaming, place_of, words_of
+from ..schemas.wire.foreign import blaming, look_here, place_of, words_of
 from .game import AbstractGame
 
 # Packages that only some games need: each comes with an extra of its own.
@@ -139,7 +138,7 @@ def find_game(game: str) -> str:
 def _find_module(module: str, game: str) -> None:
     """Raise GameError unless the package of a module is installed or lies here."""
     top = module.partition(".")[0]
-    _look_here()
+    look_here()
     importlib.invalidate_caches()  # it may have been written a moment ago
     if top not in sys.modules and importlib.util.find_spec(top) is None:
         raise GameError(
@@ -218,7 +217,7 @@ def _import_class(target: str) -> type[AbstractGame]:
 
 
 def _import_module(name: str, target: str) -> ModuleType:
-    _look_here()
+    look_here()
     with _blaming_import(target):
         return importlib.import_module(name)
 
@@ -235,13 +234,6 @@ def _blaming_import(target: str) -> AbstractContextManager[None]:
         )
 
     return blaming(blame)
-
-
-def _look_here() -> None:
-    """Let modules of the working folder be found, too."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
 
 
 def _is_game(value: Any) -> bool:

@@ -19,6 +19,7 @@ from tinkermq.envs.games.guess import GuessGame
 from tinkermq.envs.host import EnvironmentHost
 from tinkermq.envs.prompt import open_game
 from tinkermq.envs.registry import companion, extra, import_quietly, list_games, load_game
+from tinkermq.envs.rewards import load_function
 from tinkermq.envs.running.runners import MAX_GIVEN_UP
 from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.config.job import EnvConfig
@@ -119,6 +120,13 @@ def test_a_module_in_the_working_folder_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert load_game("my_own_game:Mine").__name__ == "Mine"
+
+
+def test_a_game_is_found_where_the_working_folder_is_gone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert load_game("guess").__name__ == "GuessGame"
+    assert load_function("math:floor")(1.5) == 1
 
 
 def test_an_unknown_name_names_the_closest():
