@@ -18,7 +18,15 @@ from tinkermq.envs.game import check_result, game_failure
 from tinkermq.envs.games.guess import GuessGame
 from tinkermq.envs.host import EnvironmentHost
 from tinkermq.envs.prompt import open_game
-from tinkermq.envs.registry import companion, extra, import_quietly, list_games, load_game
+from tinkermq.envs.registry import (
+    check_registered,
+    companion,
+    extra,
+    find_game,
+    import_quietly,
+    list_games,
+    load_game,
+)
 from tinkermq.envs.rewards import load_function
 from tinkermq.envs.running.runners import MAX_GIVEN_UP
 from tinkermq.envs.write_data import write_rows
@@ -106,6 +114,26 @@ def test_registered_games_are_listed_with_their_first_line():
     assert {"addition", "calculator", "bandit", "guess"} <= set(games)
     assert games["addition"].description == "Add two numbers of one digit."
     assert games["addition"].available
+
+
+def test_a_name_that_two_packages_register_means_neither(tmp_path, monkeypatch):
+    for package, target in (("one", "one.game:Guess"), ("two", "two.game:Guess")):
+        for copy in ("a", "b"):  # on the path twice, which is no conflict
+            folder = tmp_path / copy / f"{package}-1.0.dist-info"
+            folder.mkdir(parents=True)
+            (folder / "METADATA").write_text(f"Name: {package}\nVersion: 1.0\n")
+            entries = f"[tinkermq.envs]\nmine = {target}\n{package} = {target}\n"
+            (folder / "entry_points.txt").write_text(entries)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "a"), str(tmp_path / "b"), *sys.path])
+    listed = [(game.name, game.target) for game in list_games() if "game:Guess" in game.target]
+    assert sorted(listed) == [
+        *(("mine", "one.game:Guess"), ("mine", "two.game:Guess")),
+        *(("one", "one.game:Guess"), ("two", "two.game:Guess")),
+    ]
+    for ask in (load_game, check_registered, find_game):
+        with pytest.raises(GameError, match=r"one\.game:Guess and two\.game:Guess"):
+            ask("mine")
+    check_registered("one")
 
 
 def test_a_game_is_found_by_name_and_by_path():
