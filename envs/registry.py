@@ -9,12 +9,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
 from ..schemas.wire.errors import GameError, TinkermqError
-from ..schemas.wire.foreign import blaming, place_of, words_of
+from ..schemas.wire.foreign import blaming, look_here, place_of, words_of
 from .game import AbstractGame
 
 # Packages that only some games need: each comes with an extra of its own.
@@ -85,13 +84,13 @@ class GameInfo:
 
 def list_games() -> list[GameInfo]:
     """Return every registered game, by name."""
-    return [_info(entry) for _, entry in sorted(_registered().items())]
+    return [_info(entry) for _, entries in sorted(registered_games().items()) for entry in entries]
 
 
 def check_registered(game: str) -> None:
-    """Raise GameError for a name, not `package.module:Class`, under which there is no game."""
-    if ":" not in game and game not in _registered():
-        raise GameError(f"there is no game {game!r}", hint=_closest(game))
+    """Raise GameError for a name, not `package.module:Class`, that is not that of one game."""
+    if ":" not in game:
+        _target(game)
 
 
 FOREIGN = {"trl": "tinkermq.envs.adapters.trl_environments"}
@@ -115,8 +114,7 @@ def load_game(game: str) -> type[AbstractGame]:
         return importlib.import_module(FOREIGN[kind]).game_of(rest)
     if ":" in game:
         return _import_class(game)
-    check_registered(game)
-    return _import_class(_registered()[game].value)
+    return _import_class(_target(game))
 
 
 def find_game(game: str) -> str:
@@ -124,8 +122,7 @@ def find_game(game: str) -> str:
 
     Raises GameError for a name that is not registered, or a package that is not installed here.
     """
-    check_registered(game)
-    target = game if ":" in game else _registered()[game].value
+    target = game if ":" in game else _target(game)
     kind, _, rest = game.partition(":")
     if kind in FOREIGN:
         modules = importlib.import_module(FOREIGN[kind]).modules_of(rest)
@@ -139,7 +136,7 @@ def find_game(game: str) -> str:
 def _find_module(module: str, game: str) -> None:
     """Raise GameError unless the package of a module is installed or lies here."""
     top = module.partition(".")[0]
-    _look_here()
+    look_here()
     importlib.invalidate_caches()  # it may have been written a moment ago
     if top not in sys.modules and importlib.util.find_spec(top) is None:
         raise GameError(
@@ -160,8 +157,28 @@ def companion(game_class: type[AbstractGame], name: str) -> Callable[..., Any]:
     return cast("Callable[..., Any]", function)
 
 
-def _registered() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=GROUP)}
+def registered_games() -> dict[str, list[EntryPoint]]:
+    """Return what packages register, by name: one entry each, unless several take a name."""
+    games: dict[str, list[EntryPoint]] = {}
+    for entry in entry_points(group=GROUP):
+        others = games.setdefault(entry.name, [])
+        if entry.value not in [other.value for other in others]:  # a package may be found twice
+            others.append(entry)
+    return games
+
+
+def _target(game: str) -> str:
+    """Return `package.module:Class` of a registered name."""
+    entries = registered_games().get(game, [])
+    if not entries:
+        raise GameError(f"there is no game {game!r}", hint=_closest(game))
+    if len(entries) > 1:
+        targets = " and ".join(sorted(entry.value for entry in entries))
+        raise GameError(
+            f"several packages register a game {game!r}: {targets}",
+            hint="register yours under another name, or give one of these in place of the name",
+        )
+    return entries[0].value
 
 
 def _info(entry: EntryPoint) -> GameInfo:
@@ -179,7 +196,7 @@ def _info(entry: EntryPoint) -> GameInfo:
 
 
 def _closest(game: str) -> str:
-    names = sorted(_registered())
+    names = sorted(registered_games())
     near = difflib.get_close_matches(game, names, n=1)
     known = f"registered are {', '.join(names)}; or give package.module:Class"
     return f"did you mean {near[0]}? {known}" if near else known
@@ -218,7 +235,7 @@ def _import_class(target: str) -> type[AbstractGame]:
 
 
 def _import_module(name: str, target: str) -> ModuleType:
-    _look_here()
+    look_here()
     with _blaming_import(target):
         return importlib.import_module(name)
 
@@ -235,13 +252,6 @@ def _blaming_import(target: str) -> AbstractContextManager[None]:
         )
 
     return blaming(blame)
-
-
-def _look_here() -> None:
-    """Let modules of the working folder be found, too."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
 
 
 def _is_game(value: Any) -> bool:

@@ -9,17 +9,22 @@ is replaced.
 import asyncio
 import importlib
 import inspect
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ..broker.client.connection import Broker
 from ..schemas.config.sections import RewardConfig
 from ..schemas.wire import errors
-from ..schemas.wire.foreign import blaming, blaming_awaited, lines_of, place_of, words_of
+from ..schemas.wire.foreign import (
+    blaming,
+    blaming_awaited,
+    lines_of,
+    look_here,
+    place_of,
+    words_of,
+)
 from .dataset import Record
 from .game import ChatMessage, StepResult
 from .reward_sources import (
@@ -294,9 +299,7 @@ class FunctionSource:
 def load_function(target: str) -> Callable[..., Any]:
     """Import `package.module:function`, also from the working folder; ConfigError if it is none."""
     module, _, name = target.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
+    look_here()
 
     def blame(error: BaseException) -> errors.ConfigError:
         place = place_of(error, (__file__,))

@@ -334,6 +334,17 @@ def test_no_wait_swallows_a_cancellation() -> None:
     assert not swallowing, "use `async with asyncio.timeout(seconds):`"
 
 
+def test_no_file_of_the_working_folder_hides_a_module_from_a_process_of_ours() -> None:
+    """With `-m` and `-c` alone, Python looks for modules in the working folder first."""
+    open_to_it = [
+        f"{short(path)}:{node.lineno}"
+        for path, node in expressions(*ROOMS, naming=(".executable", ".python"))
+        if isinstance(node, ast.List | ast.Tuple | ast.Call)
+        and re.search(r"\b(sys\.executable|config\.python), '-[mc]'", ast.unparse(node))
+    ]
+    assert not open_to_it, "give `-P` as the first argument"
+
+
 def test_no_merge_was_left_half_done() -> None:
     marks = ["-e", "^<{7} ", "-e", "^>{7} "]
     found = subprocess.run(

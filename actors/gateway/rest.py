@@ -31,7 +31,7 @@ from ...schemas.wire.message import Empty, Message
 from ..storage.stores import Stores
 from . import operations
 from .data import jobs, rollouts
-from .data.jobs import ARCHIVED, FIGURES, GROUPS, SORTS, row, select_rows
+from .data.jobs import ARCHIVED, FIGURES, SORTS, STATES, row, select_rows
 from .data.metrics import exact_lines
 from .data.overview import actors_of, job_stream, summarize_run
 from .pages.render import render
@@ -338,7 +338,7 @@ OPERATIONS: tuple[Operation, ...] = (
         list_jobs,
         "Jobs, newest first",
         (
-            ("state", "string", f"a state, or one of {', '.join(GROUPS)}, archived"),
+            ("state", "string", f"one of {', '.join(STATES)}"),
             ("search", "string", "words that name, id, game, model or reason must contain"),
             ("offset", "integer", "leave out so many"),
             _LIMIT,
@@ -455,13 +455,17 @@ def routes() -> list[Route]:
 
 
 def _checked(operation: Operation) -> Handler:
-    """Return the handler of an operation; it refuses query keys that the operation ignores."""
+    """Return the handler of an operation; it refuses what it would ignore of a query."""
     known = [name for name, _, _ in operation.query]
 
     async def answer(request: Request) -> Response:
         for given in request.query_params:
             if given not in known:
                 raise _unknown(operation, given[:_SHOWN], known)
+            if len(request.query_params.getlist(given)) > 1:
+                raise MessageError(
+                    f"the query key {given!r} is given more than once", hint="give it once"
+                )
         return await operation.handler(request)
 
     return answer

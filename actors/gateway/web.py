@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import parse_qsl
@@ -217,9 +218,42 @@ def real_in(request: Request, name: str) -> float | None:
     return value
 
 
+_FLAGS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+MAX_TEXT_CHARS = 200
+
+
 def flag_in(request: Request, name: str) -> bool:
-    """Return a yes or no of the query."""
-    return request.query_params.get(name, "").lower() in ("1", "true", "yes", "on")
+    """Return a yes or no of the query, no without one; raises MessageError for what is neither."""
+    return _FLAGS[choice_in(request, name, tuple(_FLAGS), "no")]
+
+
+def choice_in(request: Request, name: str, choices: Sequence[str], default: str) -> str:
+    """Return one of `choices`, in whatever case the query has it; raises MessageError for others.
+
+    The default stands for a value that is missing or empty, and need not be one of them.
+    """
+    text = request.query_params.get(name, "")
+    if not text:
+        return default
+    if text.lower() not in choices:
+        raise MessageError(
+            f"{name}={text[:40]!r} is no value of {name}", hint=f"give one of {', '.join(choices)}"
+        )
+    return text.lower()
+
+
+def text_in(request: Request, name: str) -> str:
+    """Return a text of the query; raises MessageError for one that is too long."""
+    text = request.query_params.get(name, "")
+    if len(text) > MAX_TEXT_CHARS:
+        raise MessageError(
+            f"{name}= has {len(text)} characters; at most {MAX_TEXT_CHARS} are taken",
+            hint="give fewer words",
+        )
+    return text
 
 
 def names_in(request: Request) -> list[str]:

@@ -137,7 +137,9 @@ class ActorStarter:
         if sys.platform == "linux" and wanted.role in _FORKED_ROLES and not is_sandboxed:
             with contextlib.suppress(CannotFork):
                 return await self._server.fork(wanted, environment, output)
-        command = list(program or [sys.executable, "-m", actor_module(wanted), *actor_argv(wanted)])
+        command = list(
+            program or [sys.executable, "-P", "-m", actor_module(wanted), *actor_argv(wanted)]
+        )
         if is_sandboxed and self._sandboxes is not None:
             return await self._sandboxes.start(command, wanted, environment, output)
         if wanted.role == "environment" and self._sandboxes is not None:
@@ -254,6 +256,7 @@ class ForkServer:
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",
                 "-m",
                 "tinkermq.actors.node.fork_server",
                 str(theirs.fileno()),

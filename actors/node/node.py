@@ -163,7 +163,7 @@ class EnvCheckRunner:
     async def _played(self, question: PlayQuestion, environment: dict[str, str]) -> PlayAnswer:
         reading, writing = os.pipe()
         try:
-            command = [sys.executable, "-m", "tinkermq.actors.check_game"]
+            command = [sys.executable, "-P", "-m", "tinkermq.actors.check_game"]
             child = await self._starter.start(question.wanted, environment, writing, command)
         except (OSError, ValueError) as error:  # no name of a folder can have a null byte
             os.close(reading)
@@ -247,7 +247,7 @@ class _ModelInspection:
 
     async def _inspected(self, question: InspectQuestion) -> PlayAnswer:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tinkermq.actors.check_chat"),
+            *(sys.executable, "-P", "-m", "tinkermq.actors.check_chat"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

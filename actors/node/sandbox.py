@@ -523,7 +523,7 @@ class InterpreterSocket:
     async def _start(self) -> asyncio.subprocess.Process:
         listening = self._listening.fileno()
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tinkermq.envs.sandbox.served", str(listening)),
+            *(sys.executable, "-P", "-m", "tinkermq.envs.sandbox.served", str(listening)),
             *self._arguments,
             stdin=asyncio.subprocess.DEVNULL,
             env={**self._environment, **ENVIRONMENT},

@@ -167,7 +167,7 @@ async def _send(url: str, title: str, text: str) -> bool:
     """Send one notification; False when the service does not take it in time."""
     try:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tinkermq.actors.notify"),
+            *(sys.executable, "-P", "-m", "tinkermq.actors.notify"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,  # a library's words may name the URL

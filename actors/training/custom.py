@@ -9,17 +9,15 @@ Shape letters: N generated tokens.
 
 import importlib
 import inspect
-import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ...schemas.wire.errors import ConfigError, TinkermqError, root_cause
-from ...schemas.wire.foreign import blaming, place_of, words_of
+from ...schemas.wire.foreign import blaming, look_here, place_of, words_of
 from .advantages import AdvantageInputs
 from .losses import LossInputs, TokenLoss
 from .off_policy import Correction, CorrectionInputs
@@ -78,9 +76,7 @@ class CustomFunction:
 
     def _find(self, target: str) -> Callable[[Any], Any]:
         module_name, _, name = self._place(target).partition(":")
-        here = str(Path.cwd())
-        if here not in sys.path:
-            sys.path.append(here)
+        look_here()
 
         def blame(error: BaseException) -> ConfigError:
             place = place_of(error, (__file__,))

@@ -63,5 +63,5 @@ def _become(role: str, words: tuple[str, ...]) -> NoReturn:
     arguments = [word for word in words if word != "--"]
     if not {"--nats", "--help", "-h"} & set(arguments):
         os.environ[URL_VARIABLE] = find_url()
-    command = [sys.executable, "-m", f"tinkermq.actors.{role}", *arguments]
+    command = [sys.executable, "-P", "-m", f"tinkermq.actors.{role}", *arguments]
     os.execv(sys.executable, command)  # noqa: S606  no shell is wanted

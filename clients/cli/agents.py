@@ -7,7 +7,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from cyclopts import Parameter
 
 from ...broker.client.connection import Broker
 from ...envs.agents.agent_check import (
@@ -27,7 +29,7 @@ from ...schemas.config.load_config import load_config
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import MessageError
 from .output import literal, print_json, print_note, print_plain, print_text
-from .session import with_private_broker
+from .session import positive, with_private_broker
 
 FAILED = 1
 _MARKS = {"ok": "[green]ok[/]   ", "note": "[dim]note[/] ", "fail": "[red]fail[/] "}
@@ -40,7 +42,7 @@ def check(
     *overrides: str,
     row: int | None = None,
     seed: int = 0,
-    timeout: float = LIMIT_S,
+    timeout: Annotated[float, Parameter(validator=positive)] = LIMIT_S,
     json: bool = False,
 ) -> int:
     """Run an agent program once, here, against a scripted model, and report what it does.

@@ -204,7 +204,7 @@ def _check_gpus(*, as_json: bool) -> int:
             "torch is not installed, which the checks of GPUs need",
             hint="on a machine of the pool: pip install 'tinkermq[worker]'",
         )
-    command = [sys.executable, "-m", "tinkermq.actors.gpu_check"]
+    command = [sys.executable, "-P", "-m", "tinkermq.actors.gpu_check"]
     return subprocess.run(command + ["--json"] * as_json, check=False).returncode
 
 

@@ -85,7 +85,7 @@ class PlayFlags:
         given: dict[str, Any] = {
             "data_path": [str(path) for path in self.data] if self.data else None,
             "output_path": self.output,
-            "tasks": read_tasks(self.tasks) if self.tasks else None,
+            "tasks": None if self.tasks is None else read_tasks(self.tasks),
             "max_samples": self.max_samples,
             "samples_per_task": self.samples,
             "temperature": self.temperature,
@@ -230,18 +230,23 @@ def read_tasks(text: str) -> list[int]:
     if file.is_file():
         words = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     try:
-        return [_task(word) for word in words]
+        tasks = [_task(word) for word in words]
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"{text!r} is no list of tasks: {error}",
             hint='write 1,5,9, or a file with one number, or one {"task": 5}, a line',
         ) from error
+    if not tasks:
+        raise ConfigError(f"{text!r} holds no tasks", hint="leave --tasks out to play all")
+    return tasks
 
 
 def _task(word: str) -> int:
     value: Any = json.loads(word)
     number: Any = cast("dict[str, Any]", value)["task"] if isinstance(value, dict) else value
-    return int(number)
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TypeError(f"{word.strip()} is no whole number")
+    return number
 
 
 # `tinkermq eval` and `tinkermq replay`.
@@ -390,7 +395,7 @@ def replay(run: str, /, *, common: Common = COMMON) -> int:
     url = find_url(common.nats_url)
     record, session = with_pool(url, partial(_find_replayed, run))
     module = "tinker.replay" if session else "learner.replay"
-    command = [sys.executable, "-m", f"tinkermq.actors.{module}"]
+    command = [sys.executable, "-P", "-m", f"tinkermq.actors.{module}"]
     command += ["--user", record.user, "--job", record.job]
     if session:
         command += ["--session", session, *(["--json"] if common.json else [])]
@@ -461,10 +466,11 @@ def evaluate_game(
             game_class=load_game(chosen.env.game),
             game_kwargs=chosen.env.kwargs,
             data_path=rows or None,
-            max_samples=flags.max_samples or (None if rows or flags.tasks else NUM_SEEDS),
-            max_turns=flags.max_turns or (rollout.max_turns if rollout else MAX_TURNS),
-            max_tokens_per_turn=flags.max_tokens_per_turn
-            or (rollout.max_turn_tokens if rollout else None),
+            max_samples=_given(flags.max_samples, None if rows or flags.tasks else NUM_SEEDS),
+            max_turns=_given(flags.max_turns, rollout.max_turns if rollout else MAX_TURNS),
+            max_tokens_per_turn=_given(
+                flags.max_tokens_per_turn, rollout.max_turn_tokens if rollout else None
+            ),
             max_tokens=rollout.max_response_tokens if rollout else None,
             success_reward=chosen.job.evaluation.success_reward if chosen.job else 0.5,
             max_concurrent=concurrent,
@@ -472,6 +478,10 @@ def evaluate_game(
         play = _at_endpoint if target.startswith(("http://", "https://")) else _in_pool
         report = play(target, model_name, common, options)
     return print_report(report, flags.output, as_json=common.json)
+
+
+def _given(value: int | None, default: int | None) -> int | None:
+    return default if value is None else value
 
 
 def _at_endpoint(

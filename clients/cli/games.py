@@ -13,7 +13,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from ...envs.check import CheckResult, PlayedEpisode, check_game, conversations, has_gold
 from ...envs.conversations import returns
@@ -35,7 +38,7 @@ from ..pool import Pool
 from ..validation import resolve_paths
 from . import output
 from .run_host import host_run, make_host
-from .session import with_pool
+from .session import positive, with_pool
 
 
 @dataclass(frozen=True)
@@ -218,7 +221,7 @@ def _run_check_chat(
     }
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "tinkermq.actors.check_chat"],
+            [sys.executable, "-P", "-m", "tinkermq.actors.check_chat"],
             input=pack(request),
             capture_output=True,
             timeout=_DEADLINE_S,
@@ -350,8 +353,8 @@ def serve(
     openenv: bool = False,
     host: str = "127.0.0.1",
     port: int = 8000,
-    max_sessions: int = 64,
-    idle_s: float = 600.0,
+    max_sessions: Annotated[int, Parameter(validator=Number(gte=1))] = 64,
+    idle_s: Annotated[float, Parameter(validator=positive)] = 600.0,
     train_data: list[str] | None = None,
     val_data: list[str] | None = None,
     name: str = "",
@@ -406,8 +409,6 @@ def _serve_openenv(
     """Serve a game until Ctrl-C or SIGTERM."""
     from ...envs.openenv_server import OpenEnvServer, ServerBounds
 
-    if max_sessions < 1 or idle_s <= 0:
-        raise ConfigError("--max-sessions and --idle-s must be more than 0")
     bounds = ServerBounds(max_sessions=max_sessions, idle_s=idle_s)
     server = OpenEnvServer(chosen.env, seed=chosen.seed, bounds=bounds)
 
@@ -635,7 +636,7 @@ def check_algorithm(
             hint="pip install 'tinkermq[worker]'",
         )
     done = subprocess.run(
-        [sys.executable, "-m", "tinkermq.actors.learner.custom_check", kind, function],
+        [sys.executable, "-P", "-m", "tinkermq.actors.learner.custom_check", kind, function],
         capture_output=True,
         timeout=_DEADLINE_S,
         check=False,

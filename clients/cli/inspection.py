@@ -64,7 +64,7 @@ def logs(
     *,
     follow: Annotated[bool, Parameter(alias="-f")] = False,
     actor: str | None = None,
-    attempt: int | None = None,
+    attempt: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
     common: Common = COMMON,
 ) -> int:
     """Print the logs of a run's actors, oldest first.
@@ -84,6 +84,11 @@ def logs(
     async def work(pool: Pool) -> int:
         record = await pool.find(run)
         check_actor(record, actor)
+        if attempt is not None and attempt > record.attempt:
+            raise NotFoundError(
+                f"run {record.name} has no attempt {attempt}",
+                hint=f"its attempts are 1 to {record.attempt}",
+            )
         num_batches = 0
         async with aclosing(read_log_lines(pool, record, follow_on=follow)) as batches:
             async for batch in batches:
@@ -117,7 +122,7 @@ def rollouts(
     step: int | None = None,
     sort: Literal["log", "reward"] = "log",
     errors: bool = False,
-    limit: int = 10,
+    limit: Annotated[int, Parameter(validator=Number(gte=1))] = 10,
     common: Common = COMMON,
 ) -> int:
     """Read a run's episodes: messages, rewards by turn, policy versions.
@@ -142,6 +147,11 @@ def rollouts(
 
     async def work(pool: Pool) -> list[LoggedEpisode]:
         record = await pool.find(run)
+        if record.kind != "train":
+            raise StateError(
+                f"job {record.name} is of kind {record.kind}, which logs no rollouts",
+                hint="give the name of a training job: `tinkermq ps --all`",
+            )
         there = await RunRollouts.open(pool.broker, record.scope, record.run_dir)
         return await read_episodes(
             there, await read_steps(pool.broker, record.scope, there), wanted

@@ -12,6 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import Literal, TypeAlias
 
+from ...envs.registry import registered_games
 from ...schemas.wire.errors import ConfigError
 from .output import literal, print_plain, print_text
 
@@ -342,3 +343,5 @@ def _check_name(name: str, module: str) -> None:
         raise ConfigError(
             f"a package named {module} would hide another of this name", hint="choose another name"
         )
+    if name in registered_games():
+        raise ConfigError(f"there is a game {name} already", hint="choose another name")

@@ -138,7 +138,7 @@ def make_model(folder: Path, game: str) -> None:
 def run_module(module: str, *words: str) -> int:
     """Run a module of the actors in a process of its own, as it needs torch; return its code."""
     with subprocess.Popen(
-        [sys.executable, "-m", module, *words],
+        [sys.executable, "-P", "-m", module, *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         # Ctrl-C is for this process, which ends it; and so does the kernel if this one is killed.
         start_new_session=True,
@@ -204,7 +204,7 @@ def _print_answers(record: JobRecord, count: int) -> None:
     model, data = record.config["model"]["path"], record.config["env"]["val_data"][0]
     words = [model, str(Path(record.run_dir) / "latest"), data, str(count)]
     done = subprocess.run(
-        [sys.executable, "-m", "tinkermq.actors.show_answers", *words],
+        [sys.executable, "-P", "-m", "tinkermq.actors.show_answers", *words],
         check=False,
         capture_output=True,
         text=True,

@@ -1,9 +1,10 @@
 """A command's connection: to the pool, or to a broker of its own; and the options for it."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
@@ -55,6 +56,12 @@ class Common:
 
 COMMON = Common()
 """The defaults."""
+
+
+def positive(_: Any, value: float) -> None:
+    """Refuse a number that is not positive and finite; a validator of an option."""
+    if not 0 < value < math.inf:
+        raise ValueError("Must be > 0, and finite.")
 
 
 # A temporary broker for one command.

@@ -11,7 +11,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from ...broker.client.faults import shown_url
 from ...broker.client.login import KEY_VARIABLE
@@ -39,12 +42,12 @@ def up(
     *,
     nats_url: str | None = None,
     host: str = "127.0.0.1",
-    port: int = 4222,
+    port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 4222,
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
     slots: int | None = None,
     store: Path | None = None,
-    gateway_port: int | None = None,
+    gateway_port: Annotated[int | None, Parameter(validator=Number(gte=0, lte=65535))] = None,
     no_gateway: bool = False,
     on: str | None = None,
     foreground: bool = False,
@@ -209,7 +212,7 @@ def start_detached(options: "StackOptions", *, die_with_parent: bool = False) ->
     log_path = logs / "supervisor.log"
     with log_path.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tinkermq.clients.cli.supervisor", *options.arguments()],
+            [sys.executable, "-P", "-m", "tinkermq.clients.cli.supervisor", *options.arguments()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -129,6 +130,33 @@ def _read_message(line: str) -> errors.TinkermqError | None:
     return errors.error_from_reply(fields["code"], fields["message"], fields.get("hint", ""))
 
 
+LOG_BYTES = 32 * 2**20
+
+
+def bound_log(log: Path) -> None:
+    """Move what a log holds to `<name>.1` once it is more than `LOG_BYTES`.
+
+    The file stays the one that its process appends to; what is written meanwhile is lost. So is
+    all that it held where the disk has no room for the copy.
+    """
+    try:
+        if log.stat().st_size <= LOG_BYTES:
+            return
+    except FileNotFoundError:
+        return
+    older = _older(log)
+    try:
+        shutil.copyfile(log, older)
+    except OSError as error:
+        older.unlink(missing_ok=True)
+        _log(f"{log} is too large and cannot be copied, so it begins anew: {error}")
+    os.truncate(log, 0)
+
+
+def _older(log: Path) -> Path:
+    return log.with_name(f"{log.name}.1")
+
+
 POLL_S = 0.2
 HEALTH_S = 2.0
 TROUBLED_LOOKS = 2
@@ -206,7 +234,7 @@ class Supervisor:
         self.secrets = PoolSecrets(self.home.secrets)
         self.started = time.time()
         self.gateway: str | None = None
-        self._next_look = 0.0
+        self._next_look = self._next_bound = 0.0
         self._num_troubled = 0
         self._pause_s = FIRST_PAUSE_S
         self._is_starting = False
@@ -254,8 +282,9 @@ class Supervisor:
             del commands["node"]
         for name, words in commands.items():
             log = self.home.logs / f"{name}.log"
-            log.unlink(missing_ok=True)
-            command = [sys.executable, *words]
+            for before in (log, _older(log)):
+                before.unlink(missing_ok=True)
+            command = [sys.executable, "-P", *words]
             child = StackProcess(name, command, log=log, environment=self._environment(name, url))
             child.start()
             self.children.append(child)
@@ -326,6 +355,7 @@ class Supervisor:
 
     def _watch(self, url: str) -> None:
         while not self.stopping:
+            self._bound_logs()
             changed = False
             for child in self.children:
                 if child.revive():
@@ -336,6 +366,16 @@ class Supervisor:
             if changed:
                 self._write(url)
             time.sleep(POLL_S)
+
+    def _bound_logs(self) -> None:
+        if time.monotonic() < self._next_bound:
+            return
+        self._next_bound = time.monotonic() + HEALTH_S
+        for log in self.home.logs.glob("*.log"):
+            try:
+                bound_log(log)
+            except OSError as error:  # its disk fails: what runs matters more
+                _log(f"{log} cannot be bounded: {error}")
 
     def _keep_server(self, server: NatsServer) -> bool:
         """Restart a broker that has died, or that stopped storing on a full disk.
@@ -396,7 +436,7 @@ class Supervisor:
             return
         module = "tinkermq.actors.scheduler.machines"
         where = ["--nats", self.server.url, "--machines", self.options.on]
-        command = [sys.executable, "-m", module, *where]
+        command = [sys.executable, "-P", "-m", module, *where]
         try:
             subprocess.run(command, check=True, timeout=MACHINES_STOP_S)
         except (subprocess.SubprocessError, OSError) as error:

@@ -9,7 +9,10 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from ...broker.feed import recent_values
 from ...schemas.config.job import JobConfig
@@ -139,7 +142,7 @@ def sweep(
     *overrides: str,
     name: str,
     runs: int | None = None,
-    at_once: int = 4,
+    at_once: Annotated[int, Parameter(validator=Number(gte=1))] = 4,
     seed: int = 0,
     metric: str = "val/mean_score",
     dry_run: bool = False,
@@ -181,7 +184,7 @@ def sweep(
     check_files_exist(configs[0].model_dump(), url, has_model=False)
 
     async def work(pool: Pool) -> list[dict[str, Any]]:
-        records = await _run_all(pool, configs, max(1, at_once), quiet=common.json)
+        records = await _run_all(pool, configs, at_once, quiet=common.json)
         return [
             {**await _result(pool, record, metric), **point}
             for record, point in zip(records, chosen, strict=True)

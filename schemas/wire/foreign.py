@@ -14,6 +14,7 @@ import functools
 import importlib
 import reprlib
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator
@@ -40,6 +41,17 @@ _SHOWN_CHARS = 80
 _INT64 = range(-(2**63), 2**64)
 _IMPORTERS = (__file__, str(importlib.__file__))
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+
+
+# -- where it is found ----------------------------------------------------------------------------
+
+
+def look_here() -> None:
+    """Let modules of the working folder be found, behind all others; one that is gone has none."""
+    with contextlib.suppress(FileNotFoundError):
+        here = str(Path.cwd())
+        if here not in sys.path:
+            sys.path.append(here)
 
 
 # -- what it raises --------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from tinkermq.clients.base import parse_broker_url, parse_server_url
 from tinkermq.clients.cli.app import EXAMPLES, build_app
 from tinkermq.clients.cli.decode import render
 from tinkermq.clients.cli.dry_run import check_model, needed_slots
+from tinkermq.clients.cli.evaluation import read_tasks
 from tinkermq.clients.cli.live import render as render_live
 from tinkermq.clients.cli.new_package import write_package
 from tinkermq.clients.cli.output import (
@@ -118,6 +119,39 @@ def test_a_wrong_command_ends_with_2_and_names_the_closest(cli: Cli) -> None:
 
 def test_a_wrong_option_ends_with_2(cli: Cli) -> None:
     assert cli("version", "--jsno").code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("rollouts run --limit 0", "--limit. Must be >= 1"),
+        ("rollouts run --limit -1", "--limit. Must be >= 1"),
+        ("logs run --attempt 0", "--attempt. Must be >= 1"),
+        ("sweep c.yaml seed=1,2 --name s --at-once 0", "--at-once. Must be >= 1"),
+        ("up --port -1", "--port. Must be >= 0"),
+        ("up --port 65536", "--port. Must be <= 65535"),
+        ("up --gateway-port -1", "--gateway-port. Must be >= 0"),
+        ("agent check c.yaml --timeout nan", "--timeout. Must be > 0"),
+        ("env serve guess --openenv --idle-s nan", "--idle-s. Must be > 0"),
+        ("env serve guess --openenv --max-sessions 0", "--max-sessions. Must be >= 1"),
+        ("env eval guess --model http://x --max-samples 0", "max_samples=0 must be at least 1"),
+        ("env eval guess --model http://x --max-turns 0", "max_turns: Input should be greater"),
+        ("env eval guess --model http://x --tasks=", "'' is no list of tasks"),
+        ("env eval guess --model http://x --tasks 1.7", "1.7 is no whole number"),
+    ],
+)
+def test_a_number_that_an_option_does_not_take_is_refused_and_not_replaced(
+    cli: Cli, words: str, said: str
+) -> None:
+    outcome = cli(*words.split())
+    assert outcome.code == 2
+    assert said in " ".join(re.sub("[│\\n]", " ", outcome.err).split())
+
+
+def test_a_file_of_tasks_without_one_is_refused_as_it_would_mean_all(tmp_path: Path) -> None:
+    (tmp_path / "tasks").write_text("\n")
+    with pytest.raises(ConfigError, match="holds no tasks"):
+        read_tasks(str(tmp_path / "tasks"))
 
 
 def test_an_error_is_printed_with_its_remedy_and_no_traceback(cli: Cli) -> None:

@@ -151,6 +151,12 @@ def test_a_new_game_is_refused_the_name_of_an_installed_package(cli: Cli, tmp_pa
     assert "a package named numpy would hide another of this name" in refused.err
 
 
+def test_a_new_game_is_refused_the_name_of_a_registered_one(cli: Cli, tmp_path: Path) -> None:
+    refused = cli("env", "new", "calculator", "--into", str(tmp_path))
+    assert (refused.code, list(tmp_path.iterdir())) == (2, [])
+    assert "there is a game calculator already" in refused.err
+
+
 OF_ROWS = ["data/train.jsonl", "data/val.jsonl", "pyproject.toml", "train.yaml"]
 
 

@@ -274,6 +274,24 @@ async def test_an_unknown_actor_names_the_closest(broker: Broker, run: JobRecord
     assert "did you mean learner?" in outcome.err
 
 
+async def test_an_attempt_that_was_not_made_is_refused(
+    broker: Broker, run: JobRecord, cli: Cli
+) -> None:
+    words = ("logs", run.name, "--nats-url", broker.url, "--attempt")
+    assert len((await aside(cli, *words, "1")).out.splitlines()) == 4
+    outcome = await aside(cli, *words, "2")
+    assert (outcome.code, "its attempts are 1 to 1" in outcome.err) == (2, True)
+
+
+@pytest.mark.parametrize("kind", ["sft", "eval", "infer"])
+async def test_a_job_that_logs_no_rollouts_says_so(broker: Broker, kind: str, cli: Cli) -> None:
+    record = new_record(JobScope("local", f"{kind}-of-all")).model_copy(update={"kind": kind})
+    await JobStore(broker).create(record, "test")
+    outcome = await aside(cli, "rollouts", record.name, "--nats-url", broker.url)
+    assert outcome.code == 2
+    assert f"is of kind {kind}, which logs no rollouts" in " ".join(outcome.err.split())
+
+
 async def test_an_unknown_run_names_the_closest(broker: Broker, run: JobRecord, cli: Cli) -> None:
     for verb in ("watch", "stop", "resume", "logs", "rollouts", "eval", "replay"):
         outcome = await aside(cli, verb, run.name + "x", "--nats-url", broker.url)

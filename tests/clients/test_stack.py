@@ -19,6 +19,7 @@ from tinkermq.broker.client.connection import connect
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.clients.cli.quickstart import SUMS, write_config
+from tinkermq.clients.cli.supervisor import LOG_BYTES, bound_log
 from tinkermq.clients.cli.sweep import NumberRange, list_points, parse_space
 from tinkermq.clients.home import Home, StackState, default_folder, find_url
 from tinkermq.schemas.config.load_config import load_config
@@ -26,7 +27,7 @@ from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.wire.errors import BrokerError, ConfigError, StateError, StorageError
 from tinkermq.schemas.wire.subjects import BUCKET_JOBS
 
-from tests.clients.command import command
+from tests.clients.command import command, tinkermq
 from tests.clients.conftest import Cli
 from tests.support.configs import REPOSITORY
 from tests.support.processes import alive
@@ -94,12 +95,36 @@ def test_up_holds_its_children_up_and_down_leaves_nothing(home: Home, cli: Cli) 
     until(lambda: cli("ps").code == 0, "the broker answers again")
 
     children = state_of(home).children
+    log = home.logs / "node.log"
+    os.truncate(log, LOG_BYTES + 1)
+    until(lambda: log.stat().st_size <= LOG_BYTES, "the node's log begins anew")
+    assert (home.logs / "node.log.1").stat().st_size == LOG_BYTES + 1
+
     down = cli("down", "--json")
     assert json.loads(down.out)["stopped"]
     assert not any(alive(pid) for pid in children.values())
     assert home.read_running_stack() is None
     assert cli("ps").code == 1
     assert not json.loads(cli("down", "--json").out)["stopped"]
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_log_that_grows_beyond_its_bound_begins_anew(tmp_path: Path, has_room: bool) -> None:
+    log, older = tmp_path / "node.log", tmp_path / "node.log.1"
+    if not has_room:
+        older.symlink_to("/dev/full")
+    with log.open("ab", buffering=0) as written:
+        written.write(b"first\n" + b"\0" * (LOG_BYTES - 6))
+        bound_log(log)
+        assert log.stat().st_size == LOG_BYTES
+        written.write(b"more\n")
+        bound_log(log)
+        written.write(b"last\n")
+    assert log.read_bytes() == b"last\n"
+    assert older.exists() == has_room
+    if has_room:
+        assert older.read_bytes().endswith(b"\0more\n")
+    bound_log(tmp_path / "none.log")
 
 
 def test_a_broker_that_cannot_be_started_again_at_once_ends_no_stack(home: Home, cli: Cli) -> None:
@@ -174,18 +199,30 @@ def test_a_store_that_cannot_be_written_is_named(home: Home, cli: Cli) -> None:
 
 
 def test_a_supervisor_that_cannot_start_says_why(home: Home, tmp_path: Path) -> None:
-    (tmp_path / "token.py").write_text("")  # in place of Python's own, which all else needs
-    done = subprocess.run(
-        [Path(sys.executable).parent / "tinkermq", "up", "--port", "0"],
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'tinkermq.clients.cli.supervisor' in sys.orig_argv:\n"
+        "    sys.exit('a package is broken')\n"
+    )
+    environment = {"TINKERMQ_HOME": str(home.folder), "PYTHONPATH": str(tmp_path)}
+    outcome = tinkermq("up", "--port", "0", env=environment)
+    assert outcome.code == 1
+    assert "the supervisor of the stack ended with code 1: SystemExit: a package" in outcome.err
+
+
+def test_files_in_the_folder_of_up_hide_no_module_of_pythons(home: Home, tmp_path: Path) -> None:
+    for name in ("json", "queue", "random", "secrets", "token", "numpy", "yaml"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('a game of somebody')\n")
+    up = subprocess.run(
+        [Path(sys.executable).parent / "tinkermq", *("up", "--port", "0", "--slots", "1")],
         cwd=tmp_path,
         env={**os.environ, "TINKERMQ_HOME": str(home.folder)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 1
-    assert "the supervisor of the stack ended with code 1: ImportError" in done.stderr
-    assert f"{tmp_path}/token.py" in done.stderr
+    assert up.returncode == 0, up.stderr
+    assert set(state_of(home).restarts.values()) == {0}
 
 
 def test_an_interrupted_up_leaves_nothing_running(home: Home) -> None:

@@ -18,7 +18,16 @@ from tinkermq.envs.game import check_result, game_failure
 from tinkermq.envs.games.guess import GuessGame
 from tinkermq.envs.host import EnvironmentHost
 from tinkermq.envs.prompt import open_game
-from tinkermq.envs.registry import companion, extra, import_quietly, list_games, load_game
+from tinkermq.envs.registry import (
+    check_registered,
+    companion,
+    extra,
+    find_game,
+    import_quietly,
+    list_games,
+    load_game,
+)
+from tinkermq.envs.rewards import load_function
 from tinkermq.envs.running.runners import MAX_GIVEN_UP
 from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.config.job import EnvConfig
@@ -107,6 +116,26 @@ def test_registered_games_are_listed_with_their_first_line():
     assert games["addition"].available
 
 
+def test_a_name_that_two_packages_register_means_neither(tmp_path, monkeypatch):
+    for package, target in (("one", "one.game:Guess"), ("two", "two.game:Guess")):
+        for copy in ("a", "b"):  # on the path twice, which is no conflict
+            folder = tmp_path / copy / f"{package}-1.0.dist-info"
+            folder.mkdir(parents=True)
+            (folder / "METADATA").write_text(f"Name: {package}\nVersion: 1.0\n")
+            entries = f"[tinkermq.envs]\nmine = {target}\n{package} = {target}\n"
+            (folder / "entry_points.txt").write_text(entries)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "a"), str(tmp_path / "b"), *sys.path])
+    listed = [(game.name, game.target) for game in list_games() if "game:Guess" in game.target]
+    assert sorted(listed) == [
+        *(("mine", "one.game:Guess"), ("mine", "two.game:Guess")),
+        *(("one", "one.game:Guess"), ("two", "two.game:Guess")),
+    ]
+    for ask in (load_game, check_registered, find_game):
+        with pytest.raises(GameError, match=r"one\.game:Guess and two\.game:Guess"):
+            ask("mine")
+    check_registered("one")
+
+
 def test_a_game_is_found_by_name_and_by_path():
     by_path = load_game("tinkermq.envs.games.guess:GuessGame")
     assert load_game("guess") is by_path
@@ -119,6 +148,13 @@ def test_a_module_in_the_working_folder_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert load_game("my_own_game:Mine").__name__ == "Mine"
+
+
+def test_a_game_is_found_where_the_working_folder_is_gone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert load_game("guess").__name__ == "GuessGame"
+    assert load_function("math:floor")(1.5) == 1
 
 
 def test_an_unknown_name_names_the_closest():

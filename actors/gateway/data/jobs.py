@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args
 
 from cachetools import TLRUCache
 
@@ -23,7 +23,7 @@ from ....broker.jetstream.direct_get import StoredMessage, get_batch
 from ....broker.jetstream.streams import stream_info
 from ....broker.run_folder import Folder, FolderEntry
 from ....schemas.config.sections import given_section
-from ....schemas.job import FINAL_STATES, JobRecord
+from ....schemas.job import FINAL_STATES, JobRecord, JobState
 from ....schemas.metric import Event, LogLines, readable
 from ....schemas.wire.errors import MessageError, NotFoundError, StorageError, TinkermqError
 from ....schemas.wire.subjects import JobScope
@@ -47,6 +47,8 @@ GROUPS: dict[str, frozenset[str]] = {
     "cancelled": frozenset({"CANCELLED"}),
 }
 """What the page filters by, and the states each stands for."""
+STATES = tuple(dict.fromkeys((*GROUPS, ARCHIVED, *(state.lower() for state in get_args(JobState)))))
+"""What a query may ask for."""
 
 
 @dataclass(frozen=True)

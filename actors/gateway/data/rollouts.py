@@ -32,8 +32,8 @@ from ....schemas.wire.subjects import JobScope
 from ...storage.run_folders import checkpoint_folders
 from ..operations import Scheduler
 from ..sessions import Visitor
-from ..web import flag_in, number_in, real_in, visitor_of
-from .jobs import PAGE, Query
+from ..web import choice_in, flag_in, number_in, real_in, text_in, visitor_of
+from .jobs import PAGE, STATES, Query
 from .token_text import TokenTexts, token_texts
 
 # -- one episode -----------------------------------------------------------------------------------
@@ -609,11 +609,11 @@ async def job_of(request: Request) -> tuple[Visitor, JobRecord]:
 
 
 def query_of(request: Request) -> Query:
-    """Return a request's filter of jobs."""
+    """Return a request's filter of jobs; raises MessageError for values that there are not."""
     limit = number_in(request, "limit", PAGE, least=1) or PAGE
     return Query(
-        state=request.query_params.get("state", "")[:32],
-        search=request.query_params.get("search", "")[:200],
+        state=choice_in(request, "state", STATES, ""),
+        search=text_in(request, "search"),
         offset=number_in(request, "offset", 0) or 0,
         limit=min(limit, MAX_LIMIT),
         sort=request.query_params.get("sort", ""),
@@ -622,10 +622,10 @@ def query_of(request: Request) -> Query:
 
 def actor_in(request: Request) -> str:
     """Return the actor named in the query; raises MessageError for what cannot be one."""
-    actor = request.query_params.get("actor", "")
+    actor = text_in(request, "actor")
     if actor and not all(char.isalnum() or char in "-_" for char in actor):
         raise MessageError(f"actor={actor!r} is no name of an actor")
-    return actor[:64]
+    return actor
 
 
 async def page_of_rollouts(request: Request, visitor: Visitor, record: JobRecord) -> GroupPage:
@@ -635,9 +635,9 @@ async def page_of_rollouts(request: Request, visitor: Visitor, record: JobRecord
         record,
         before=number_in(request, "before", least=1),
         step=number_in(request, "step", least=1),
-        sort=request.query_params.get("sort", "log"),
+        sort=choice_in(request, "sort", ("log", "reward"), "log"),
         wanted=RolloutFilter(
-            text=request.query_params.get("q", "")[:200],
+            text=text_in(request, "q"),
             reward_from=real_in(request, "reward_from"),
             reward_to=real_in(request, "reward_to"),
             version=number_in(request, "version"),

@@ -112,7 +112,7 @@ class _Worker:
         self.has_ended = False
         self._process = subprocess.Popen(
             [
-                *(sys.executable, "-m", f"{__package__}.token_worker"),
+                *(sys.executable, "-P", "-m", f"{__package__}.token_worker"),
                 *(str(file), str(limit_s), str(MEMORY_BYTES)),
             ],
             stdin=subprocess.PIPE,

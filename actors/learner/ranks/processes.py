@@ -77,7 +77,7 @@ class _RankProcess:
         module = "tinkermq.actors.learner.ranks.worker"
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", module, str(rank), str(telling)],
+                [sys.executable, "-P", "-m", module, str(rank), str(telling)],
                 stdin=reading,
                 pass_fds=[telling],
                 preexec_fn=die_with(os.getpid()),

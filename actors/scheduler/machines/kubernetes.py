@@ -96,7 +96,7 @@ def pool_label(names: MachineNames) -> str:
 
 def pod(config: MachinesConfig, url: str, name: str) -> dict[str, Any]:
     """Return the pod of one machine; what the pool's owner adds wins."""
-    command = [config.python, "-m", "tinkermq.actors.node", "--nats", url, "--name", name]
+    command = [config.python, "-P", "-m", "tinkermq.actors.node", "--nats", url, "--name", name]
     variables = {CREDENTIALS_VARIABLE: config.credentials} if config.credentials else {}
     size = {_GPU: str(config.slots)} if config.gpus else {"cpu": str(config.slots)}
     container = {

@@ -186,7 +186,7 @@ def submission(config: MachinesConfig, job: str, node: str) -> dict[str, Any]:
 
 
 def _node(config: MachinesConfig, url: str, name: str) -> str:
-    words = [config.python, "-m", "tinkermq.actors.node", "--nats", url, "--name", name]
+    words = [config.python, "-P", "-m", "tinkermq.actors.node", "--nats", url, "--name", name]
     if config.credentials:
         words = ["env", f"{CREDENTIALS_VARIABLE}={config.credentials}", *words]
     slots = '--gpus "$CUDA_VISIBLE_DEVICES"' if config.gpus else f"--slots {config.slots}"

@@ -91,7 +91,7 @@ class SSHSource:
         return f"{self._config.logs or '.'}/{name}.log"
 
     def _node(self, name: str) -> str:
-        words = [self._config.python, "-m", "tinkermq.actors.node", "--nats", self._url]
+        words = [self._config.python, "-P", "-m", "tinkermq.actors.node", "--nats", self._url]
         words += ["--name", name]
         words += [] if self._config.gpus else ["--slots", str(self._config.slots)]
         if self._config.credentials:
@@ -151,7 +151,7 @@ class SlurmSource:
         await _run(["scancel", "--quiet", *how, machine.id])
 
     def _script(self, name: str) -> str:
-        words = [self._config.python, "-m", "tinkermq.actors.node"]
+        words = [self._config.python, "-P", "-m", "tinkermq.actors.node"]
         words += ["--nats", self._url, "--name", name]
         slots = '--gpus "$CUDA_VISIBLE_DEVICES"' if self._config.gpus else "--slots "
         slots += "" if self._config.gpus else str(self._config.slots)

@@ -82,6 +82,29 @@ async def test_a_query_key_that_an_operation_does_not_know_is_refused_with_the_c
         assert repr(given) in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "query", "said"),
+    [
+        ("jobs", "state=foo", "active, queued, completed, failed, cancelled, archived, starting"),
+        ("jobs", "state=running%20", "running"),
+        ("jobs", "state=running&state=failed", "once"),
+        ("jobs", f"search={'x' * 201}", "201 characters"),
+        ("jobs/any/logs", f"actor={'x' * 201}", "201 characters"),
+        ("jobs/any/rollouts", "sort=best", "log, reward"),
+        ("jobs/any/rollouts", "errors=maybe", "true, yes, on, 0, false"),
+        ("jobs/any/rollouts", f"q={'x' * 201}", "201 characters"),
+    ],
+)
+async def test_a_value_that_a_query_key_does_not_take_is_refused_with_those_that_it_takes(
+    stack: Stack, gateway: Gateway, path: str, query: str, said: str
+) -> None:
+    if "any" in path:
+        path = path.replace("any", (await finished_job(stack, gateway)).job)
+    answer = await gateway.get(f"/api/v1/{path}?{query}")
+    assert (answer.status, answer.json["error"]["code"]) == (400, "message"), answer.text
+    assert said in answer.text
+
+
 STRANGE_KEYS = [
     *("~: 2", "null: 2", "1: 2", "1.5: 2", "true: 2", ".nan: 2", "2024-01-01: 2", "? [a]\n: 2"),
     *("? {a: 1}\n: 2", "env: {~: 2}", "env: {1: 2}", "<<: 2", "=: 2", '"\\ud800": 2', "? ''\n: 2"),
