@@ -24,14 +24,8 @@ import numpy as np
 from ...broker.client.connection import Broker
 from ...broker.client.faults import ConnectionLost
 from ...broker.client.parts import ask_parts
+from ...schemas import infer
 from ...schemas.config.algorithm import AlgorithmConfig, endpoint, served_job
-from ...schemas.infer import (
-    CancelInference,
-    CompletionRequest,
-    Decoding,
-    InferPart,
-    PromptScore,
-)
 from ...schemas.job import TEACHER_KEY
 from ...schemas.rollout import Group, Teaching, Trajectory
 from ...schemas.wire.array import IntVector
@@ -101,21 +95,21 @@ class JobTeacher:
             raise TeacherAway(error.message, hint="see whether it runs: `tinkermq ps`") from error
 
     async def _request_scores(self, ids: IntVector, top_k: int) -> PromptScores:
-        request = CompletionRequest(
+        request = infer.CompletionRequest(
             request=uuid.uuid4().hex,
             prompts=[ids.tolist()],
             prompt_logprobs=top_k,
-            decoding=Decoding(max_tokens=0),
+            decoding=infer.Decoding(max_tokens=0),
             deadline_s=ANSWER_S,
         )
-        scores: list[PromptScore] = []
+        scores: list[infer.PromptScore] = []
         parts = ask_parts(
             self._broker,
             self._scope.infer("complete"),
             request,
-            InferPart,
+            infer.InferPart,
             waiting_for=f"the teacher {self._name}",
-            cancel=(self._scope.infer("cancel"), CancelInference(request=request.request)),
+            cancel=(self._scope.infer("cancel"), infer.CancelInference(request=request.request)),
         )
         async with aclosing(parts):
             async for part in parts:
@@ -212,7 +206,7 @@ def other_tokenizer(name: str) -> ConfigError:
     )
 
 
-def _whole(pieces: list[PromptScore], num: int, name: str) -> PromptScores:
+def _whole(pieces: list[infer.PromptScore], num: int, name: str) -> PromptScores:
     rows = sorted(pieces, key=lambda piece: piece.start)
     if sum(len(piece.logprobs) for piece in rows) != num:
         raise TeacherAway(f"the teacher {name} scored only some of the {num} tokens")
