@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 from uuid import uuid4
 
 import structlog
@@ -34,7 +34,7 @@ from .dataset import Record
 from .game import AbstractGame, ChatMessage, StepResult
 from .host_replies import ResetAnswer, StepAnswer, wait_for_some
 from .rewards import make_rewards
-from .running.episodes import LOOK_S, GameFacts, Opening
+from .running.episodes import LOOK_S, GameFacts, Opening, retrieve_error
 from .running.runners import BoundedRunner, Runner, TimedRunner, make_runner
 
 
@@ -48,27 +48,6 @@ class HostGone(errors.GameError):
 #
 # The reset of a role returns its first prompt when its first turn comes; a step returns when its
 # next turn comes or the game has ended. So an ordinary agent loop plays each role.
-
-
-class Player(Protocol):
-    """One episode that a host holds."""
-
-    @property
-    def in_use(self) -> bool:
-        """Whether others need it, so that no lease of its own ends it."""
-        ...
-
-    def step(self, action: str) -> "asyncio.Future[StepResult]":
-        """Play one action."""
-        ...
-
-    def finish(self) -> "asyncio.Future[StepResult]":
-        """Return what the episode earns that a limit ends."""
-        ...
-
-    def leave(self) -> None:
-        """Nobody will play it any more."""
-        ...
 
 
 class SinglePlayer:
@@ -253,16 +232,14 @@ class Match:
             player.fail(error)
 
 
+Player: TypeAlias = SinglePlayer | RolePlayer | Match
+
+
 def _promise() -> "asyncio.Future[Any]":
     """Return a future whose error need not be retrieved."""
     future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    future.add_done_callback(_retrieve_error)
+    future.add_done_callback(retrieve_error)
     return future
-
-
-def _retrieve_error(future: "asyncio.Future[Any]") -> None:
-    if not future.cancelled():
-        future.exception()
 
 
 @dataclass
@@ -561,7 +538,7 @@ class EnvironmentHost:
             begin = self._join if request.table else self._begin
             held = begin(episode, request)
             held.trace = trace
-            held.opening.add_done_callback(_retrieve_error)
+            held.opening.add_done_callback(retrieve_error)
             self._held[episode] = held
         held.touch()
         return held

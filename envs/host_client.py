@@ -134,15 +134,18 @@ class Environments:
             return await self._sit(episode, start, start.seat)
         key = pack([start.split, start.sample, start.seed, start.kwargs])
         answer = await self._patiently(lambda: self._resets.ask(key, (episode, start)))
-        return await self._opened(answer, episode, start)
+        return await self.rejoin(answer, episode, start)
 
-    async def rejoin(self, host: str, episode: str, start: Start) -> Started:
-        """Ask a host for an episode that another caller has started there.
+    async def rejoin(self, answer: Started | str, episode: str, start: Start) -> Started:
+        """Ask a host for an episode that it starts, or has started for another caller.
 
         A host that does not hold it starts it anew, unless `start` says `only_held`. Raises
         HostGone when there is no such host, or it holds no such episode.
         """
-        return await self._opened(host, episode, start)
+        deadline = self._broker.clock() + self._config.reset_timeout_s + _MARGIN_S
+        while isinstance(answer, str):
+            answer = await self._ask_after_reset(answer, episode, start, deadline)
+        return answer
 
     @property
     def rewards_ends(self) -> bool:
@@ -197,13 +200,6 @@ class Environments:
         task = asyncio.create_task(self._close(host, episode), name="close episode")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-
-    async def _opened(self, answer: Started | str, episode: str, start: Start) -> Started:
-        """Ask a host after an episode until it is ready."""
-        deadline = self._broker.clock() + self._config.reset_timeout_s + _MARGIN_S
-        while isinstance(answer, str):
-            answer = await self._ask_after_reset(answer, episode, start, deadline)
-        return answer
 
     async def _sit(self, episode: str, start: Start, seat: RoleAddress) -> Started:
         """Take a seat and wait for its first turn; the other roles have leases at the host."""

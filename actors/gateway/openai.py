@@ -185,25 +185,6 @@ async def _serving(broker: Broker, record: JobRecord) -> Serving:
     return Serving(record, max(versions, default=None), is_ready=is_ready)
 
 
-class ServedModel(Protocol):
-    """Something that answers."""
-
-    @property
-    def adapter(self) -> str:
-        """What a request names, so that it is answered with that."""
-        ...
-
-    def ask(
-        self, broker: Broker, query: infer.ChatRequest | infer.CompletionRequest
-    ) -> AsyncGenerator[infer.InferPart, None]:
-        """Have a request answered; closing the generator cancels the work."""
-        ...
-
-    def shown(self) -> dict[str, Any]:
-        """Return it as OpenAI tells of a model."""
-        ...
-
-
 @dataclass(frozen=True)
 class SampledPath:
     """A checkpoint that the samplers of a Tinker service answer with."""
@@ -235,7 +216,7 @@ class ServedModels:
         """The jobs that serve."""
         self._trainers = trainers
 
-    async def find(self, broker: Broker, name: str) -> ServedModel:
+    async def find(self, broker: Broker, name: str) -> Serving | SampledPath:
         """Return what answers under a name; raises NotFoundError, NobodyAnswersError."""
         if is_path(name):
             for serving in await self.serving.list(broker):

@@ -14,6 +14,7 @@ from itertools import count
 from typing import Any, Literal, TypeAlias
 
 from ...broker.client.parts import Tell
+from ...broker.fair_queue import end_tasks
 from ...broker.metering import TimeUse
 from ...broker.partial_rollouts import Fenced
 from ...envs.agents.episode import ContextTooLong, EpisodeLimit, EpisodeOver
@@ -368,11 +369,7 @@ class CallAnswers:
             self._engine.release(conversation)
 
     async def _end_open(self) -> None:
-        tasks = [answer.task for answer in self._open]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await end_tasks(answer.task for answer in self._open)
 
     def _check_open(self) -> None:
         if self._over:

@@ -256,7 +256,7 @@ class ProgramLoop:
             engine,
             self._chat if plan.time is None else self._chat.at(plan.time),
             config,
-            self._sampling_of(plan),
+            EpisodeSampling(0.0) if plan.greedy else self._sampling,
             log,
             self._time_use,
             self._facts,
@@ -297,9 +297,6 @@ class ProgramLoop:
                 "programs post rewards of branches, which have no effect: "
                 "algorithm.branch_credit is episode, set own or both",
             )
-
-    def _sampling_of(self, plan: EpisodePlan) -> EpisodeSampling:
-        return EpisodeSampling(0.0) if plan.greedy else self._sampling
 
     def _rows(
         self, plan: EpisodePlan, calls: CallAnswers, started: Started, result: StepResult

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol, cast
+from typing import Any, TypeAlias, cast
 
 import httpx
 import numpy as np
@@ -60,21 +60,6 @@ class TeacherAway(TinkermqError):
     """A teacher does not answer now; it is asked again."""
 
     code = "teacher_away"
-
-
-class Teacher(Protocol):
-    """Something that scores tokens."""
-
-    async def score(self, ids: IntVector, top_k: int) -> PromptScores:
-        """Return the log-probs of tokens, each behind those before it.
-
-        Raises TeacherAway for what may pass, ConfigError for what does not.
-        """
-        ...
-
-    async def close(self) -> None:
-        """Let go of what is open."""
-        ...
 
 
 class JobTeacher:
@@ -221,11 +206,7 @@ def _read_rows(
     num = len(ids)
     if len(rows) != num:
         raise other_tokenizer(name)
-    scores = PromptScores(
-        np.full(num, np.nan, np.float32),
-        np.zeros((num, top_k), np.int32),
-        np.full((num, top_k), np.nan, np.float32),
-    )
+    scores = PromptScores.unknown(num, top_k)
     for place in range(1, num):
         row = cast("dict[str, Any]", rows[place])
         own = row.get(str(ids[place]))
@@ -261,6 +242,9 @@ _AT_ONCE = 32
 """Episodes that one generator has scored at the same time."""
 _FIRST_S, _LONGEST_S = 0.5, 20.0
 """Pauses between two tries."""
+
+
+Teacher: TypeAlias = JobTeacher | EndpointTeacher
 
 
 class AskedTeachers:

@@ -147,7 +147,7 @@ async def _lead(
             answers = _SchedulerRequests(broker, jobs, view, pool, reconciler, secrets, keeper)
             await answers.open(service)
             growing = group.create_task(
-                keeper.run(reconciler, lambda: lease.is_fresh), name="machines"
+                keeper.run(reconciler.demand, lambda: lease.is_fresh), name="machines"
             )
             dropping = group.create_task(
                 drop_old_requests(requests, service.share), name="requests behind a flood"

@@ -76,12 +76,11 @@ class CheckpointStore:
             files.write_digests(temporary)
             files.flush(temporary)
             self._put_in_place(temporary, final)
-            self._point_latest(final)
+            self._point("latest", final)
             self.remove_old()
         except Exception as error:
-            failure = files.storage_error(
-                final, error, SafetensorError
-            )  # before room is made again
+            # before room is made again
+            failure = files.storage_error(final, error, SafetensorError)
             shutil.rmtree(temporary, ignore_errors=True)
             if failure is None:
                 raise
@@ -128,7 +127,7 @@ class CheckpointStore:
                 self.put_aside(folder, step)
                 continue
             if damaged:
-                self._point_latest(folder)
+                self._point("latest", folder)
             return folder, damaged
         return None, damaged
 
@@ -165,9 +164,6 @@ class CheckpointStore:
         temporary.rename(final)
         files.flush_entries(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
-
-    def _point_latest(self, final: Path) -> None:
-        self._point("latest", final)
 
     def _point(self, name: str, final: Path) -> None:
         link = self.folder.parent / name

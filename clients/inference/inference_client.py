@@ -229,7 +229,6 @@ class AsyncInferenceSchedulerClient(AsyncSchedulerClient):
             trust_remote_code=trust_remote_code,
             overrides=translate(as_tree(config)) if config is not None else None,
         )
-        self._submitted = record
         if wait:
             record = await wait_until_served(pool, record, self.timeout)
         return self.describe_job(record)

@@ -111,11 +111,7 @@ class PromptScorer:
 
     def _read(self, states_ND: torch.Tensor, request: ScoreRequest) -> engine.PromptScores:
         num, k = len(request.prompt), request.top_k
-        scores = engine.PromptScores(
-            np.full(num, np.nan, np.float32),
-            np.zeros((num, k), np.int32),
-            np.full((num, k), np.nan, np.float32),
-        )
+        scores = engine.PromptScores.unknown(num, k)
         targets = torch.as_tensor(request.prompt[1:].astype(np.int64), device=states_ND.device)
         chunk = max(1, _LOGITS_BYTES // (4 * self._decoder.vocab_size))
         for start in range(0, num - 1, chunk):
