@@ -12,14 +12,8 @@ from typing import Any
 
 from ..schemas.config.job import JobConfig, ModelConfig
 from ..schemas.wire.errors import ModelError, TinkermqError
+from .policy import model_folder
 from .policy.chat import make_chat, open_chat
-from .policy.model_folder import (
-    check_model_folder,
-    check_saving,
-    load_causal_lm,
-    load_policy,
-    stored_shapes,
-)
 from .storage.adapters import base_of, is_adapter
 
 ROWS_S = 60.0
@@ -77,12 +71,12 @@ def _weights(model: ModelConfig) -> str:
     path = model.path
     while is_adapter(path):
         path = base_of(path)
-    check_model_folder(path)
+    model_folder.check_model_folder(path)
     if not Path(path).is_dir():
         return f"{path} is the hub's: not looked at"
     tensors: dict[str, Any] = _meta_model(model, path).state_dict()
     wanted = {name: tuple(one.shape) for name, one in tensors.items()}
-    stored = stored_shapes(Path(path))
+    stored = model_folder.stored_shapes(Path(path))
     for name, shape in stored.items():
         if name in wanted and wanted[name] != shape:
             raise ModelError(
@@ -98,7 +92,7 @@ def _meta_model(model: ModelConfig, path: str) -> Any:
     import torch
 
     with torch.device("meta"):
-        return load_causal_lm(
+        return model_folder.load_causal_lm(
             path, dtype=torch.float32, trust_remote_code=model.trust_remote_code, hollow=True
         )
 
@@ -109,7 +103,7 @@ def _adapter(config: JobConfig) -> str:
 
     model = config.model
     with torch.device("meta"):
-        built: Any = load_policy(
+        built: Any = model_folder.load_policy(
             model.path,
             config.lora,
             seed=config.seed,
@@ -129,5 +123,7 @@ def _saving(config: JobConfig) -> str:
     path = model.path
     while is_adapter(path):
         path = base_of(path)
-    check_saving(path, model.tokenizer or model.path, trust_remote_code=model.trust_remote_code)
+    model_folder.check_saving(
+        path, model.tokenizer or model.path, trust_remote_code=model.trust_remote_code
+    )
     return "all but the weights was written and read again"

@@ -7,13 +7,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from .policy.tiny_models import (
-    CHAT_TEMPLATE,
-    TinyKind,
-    TinyVisionKind,
-    save_tiny_model,
-    save_tiny_vision_model,
-)
+from .policy import tiny_models
 
 _WITH_TOOLS = """
 {%- for tool in tools or [] -%}{{ tool['function']['name'] + ' ' }}{%- endfor -%}
@@ -39,25 +33,25 @@ def main() -> None:
     options.add_argument("--width", type=int, default=64)
     options.add_argument("--layers", type=int, default=1)
     options.add_argument("--seed", type=int, default=0)
-    kinds = (*get_args(TinyKind), *get_args(TinyVisionKind))
+    kinds = (*get_args(tiny_models.TinyKind), *get_args(tiny_models.TinyVisionKind))
     options.add_argument("--kind", choices=kinds, default="qwen3", help="qwen2_vl and on see")
     options.add_argument(
         "--tools", action="store_true", help="its template has tools and their calls"
     )
     given = options.parse_args()
-    if given.kind in get_args(TinyVisionKind):
+    if given.kind in get_args(tiny_models.TinyVisionKind):
         if given.tools:
             options.error(f"--tools: a model of --kind {given.kind} has no template with tools")
         size = {"width": given.width, "layers": given.layers}
-        save_tiny_vision_model(given.folder, kind=given.kind, seed=given.seed, **size)
+        tiny_models.save_tiny_vision_model(given.folder, kind=given.kind, seed=given.seed, **size)
         return
-    save_tiny_model(
+    tiny_models.save_tiny_model(
         given.folder,
         width=given.width,
         layers=given.layers,
         seed=given.seed,
         kind=given.kind,
-        template=_WITH_TOOLS if given.tools else CHAT_TEMPLATE,
+        template=_WITH_TOOLS if given.tools else tiny_models.CHAT_TEMPLATE,
     )
 
 

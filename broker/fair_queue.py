@@ -8,7 +8,7 @@ holds is bounded by the number of users.
 import asyncio
 import contextlib
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any, NamedTuple
 
 from cachetools import LRUCache
@@ -65,12 +65,7 @@ class FairQueue:
         """Drop what waits, and give what runs some time to end."""
         self._waiting.clear()
         self._bytes.clear()
-        if self._tasks:
-            _, late = await asyncio.wait(set(self._tasks), timeout=deadline_s)
-            for task in late:
-                task.cancel()
-            if late:
-                await asyncio.wait(late)
+        await end_tasks(self._tasks, deadline_s)
 
     def _most(self, user: str) -> int:
         bound = self.bound(user)
@@ -183,3 +178,14 @@ class Rates:
             return None
         self._buckets[key] = _Bucket(left - 1, now, 0)
         return refused
+
+
+async def end_tasks(tasks: "Iterable[asyncio.Task[Any]]", grace_s: float | None = None) -> None:
+    """Give tasks some time to end, cancel those that are left, and wait for their end."""
+    running = set(tasks)
+    if running and grace_s is not None:
+        _, running = await asyncio.wait(running, timeout=grace_s)
+    for task in running:
+        task.cancel()
+    if running:
+        await asyncio.wait(running)

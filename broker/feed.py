@@ -22,6 +22,7 @@ from ..schemas.wire.subjects import BUCKET_EVALS, JobScope
 from ..schemas.wire.trace import StepTrace
 from .client.connection import Broker
 from .client.nats_internals import MESSAGE_ID
+from .fair_queue import end_tasks
 from .jetstream.direct_get import StoredMessage, StreamReader, get_all, get_batch, get_last
 from .jetstream.kv import Bucket
 from .jetstream.streams import stream_info
@@ -192,9 +193,7 @@ async def follow(
         while (message := await _next(queue, tasks)) is not None:
             yield message
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        await end_tasks(tasks)
 
 
 async def _next(

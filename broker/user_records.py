@@ -11,15 +11,9 @@ from typing import TypeVar
 import structlog
 
 from ..schemas.user import AuditRecord, Invitation, UserRecord
+from ..schemas.wire import subjects
 from ..schemas.wire.errors import NotFoundError, TinkermqError
 from ..schemas.wire.message import Message
-from ..schemas.wire.subjects import (
-    AUDIT,
-    BUCKET_USERS,
-    REFUSALS,
-    STREAM_AUDIT,
-    STREAM_REFUSALS,
-)
 from .client.connection import Broker
 from .fair_queue import Rates
 from .jetstream.direct_get import get_batch
@@ -39,7 +33,7 @@ USER, _INVITATION = "user", "invitation"
 
 async def create_user_stores(broker: Broker) -> None:
     """Make the bucket of users and the audit streams; harmless when they are there."""
-    await ensure_stream(broker, bucket_config(BUCKET_USERS, "Users, by hash of their key"))
+    await ensure_stream(broker, bucket_config(subjects.BUCKET_USERS, "Users, by hash of their key"))
     for config in audit_configs():
         await ensure_stream(broker, config)
 
@@ -49,8 +43,8 @@ class UserStore:
 
     def __init__(self, broker: Broker) -> None:
         """Work on the bucket that `create_user_stores` has made."""
-        self._users = Bucket(broker, BUCKET_USERS, UserRecord)
-        self._invitations = Bucket(broker, BUCKET_USERS, Invitation)
+        self._users = Bucket(broker, subjects.BUCKET_USERS, UserRecord)
+        self._invitations = Bucket(broker, subjects.BUCKET_USERS, Invitation)
 
     async def get(self, user: str) -> UserRecord | None:
         """Return a user, or None; None as well at a pool without users."""
@@ -123,8 +117,10 @@ def audit_configs() -> list[StreamConfig]:
         "Refused requests, with their senders",
     )
     return [
-        stream_config(STREAM_AUDIT, done, [AUDIT], AUDIT_BYTES, **protection),
-        stream_config(STREAM_REFUSALS, refused, [REFUSALS], REFUSALS_BYTES, **protection),
+        stream_config(subjects.STREAM_AUDIT, done, [subjects.AUDIT], AUDIT_BYTES, **protection),
+        stream_config(
+            subjects.STREAM_REFUSALS, refused, [subjects.REFUSALS], REFUSALS_BYTES, **protection
+        ),
     ]
 
 
@@ -141,7 +137,7 @@ class Audit:
         self, who: str, what: str, *, target: str = "", outcome: str = "done", detail: str = ""
     ) -> None:
         """Append a record of what was done; what cannot be written is logged."""
-        await self._append(AUDIT, who, what, target, outcome, detail)
+        await self._append(subjects.AUDIT, who, what, target, outcome, detail)
 
     async def refused(
         self, who: str, what: str, why: str, detail: str = "", *, target: str = ""
@@ -156,7 +152,7 @@ class Audit:
             return
         if of_one + of_all:
             detail = f"{detail}; {of_one + of_all} more were left out before".lstrip("; ")
-        await self._append(REFUSALS, who, what, target, why, detail)
+        await self._append(subjects.REFUSALS, who, what, target, why, detail)
 
     async def _append(
         self, subject: str, who: str, what: str, target: str, outcome: str, detail: str
@@ -179,8 +175,8 @@ class Audit:
 
     async def last(self, limit: int) -> list[AuditRecord]:
         """Return the newest records of both kinds, newest first."""
-        records = await self._last(STREAM_AUDIT, AUDIT, limit)
-        records += await self._last(STREAM_REFUSALS, REFUSALS, limit)
+        records = await self._last(subjects.STREAM_AUDIT, subjects.AUDIT, limit)
+        records += await self._last(subjects.STREAM_REFUSALS, subjects.REFUSALS, limit)
         return sorted(records, key=lambda record: record.time, reverse=True)[:limit]
 
     async def _last(self, stream: str, subject: str, limit: int) -> list[AuditRecord]:

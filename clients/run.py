@@ -34,16 +34,10 @@ from ..schemas.wire.errors import (
     NotFoundError,
 )
 from ..schemas.wire.subjects import BUCKET_EVALS
+from . import run_records
 from .base import PoolClient, SyncTwin, listed, make_sync
 from .follow import LOSS, REWARD, VALIDATION, curve_svg, follow_run
 from .pool import Pool
-from .run_records import (
-    EpisodeFilter,
-    check_actor,
-    read_episodes,
-    read_log_lines,
-    read_steps,
-)
 from .scheduler_client import job_failure
 from .validation import resolve_paths, split_checkpoint_name
 
@@ -284,9 +278,11 @@ class AsyncRun(PoolClient):
         """
         record, broker = await self.refresh(), (await self._connected()).broker
         rollouts = await RunRollouts.open(broker, record.scope, record.run_dir)
-        episode_filter = EpisodeFilter(step, errors=errors, most=limit if sort == "log" else None)
-        episodes = await read_episodes(
-            rollouts, await read_steps(broker, record.scope, rollouts), episode_filter
+        episode_filter = run_records.EpisodeFilter(
+            step, errors=errors, most=limit if sort == "log" else None
+        )
+        episodes = await run_records.read_episodes(
+            rollouts, await run_records.read_steps(broker, record.scope, rollouts), episode_filter
         )
         if sort == "reward":
             episodes.sort(key=lambda episode: episode.reward, reverse=True)
@@ -295,10 +291,10 @@ class AsyncRun(PoolClient):
     async def logs(self, actor: str | None = None, attempt: int | None = None) -> list[str]:
         """Return the lines that the run's actors wrote, oldest first; NotFoundError."""
         record = await self.refresh()
-        check_actor(record, actor)
+        run_records.check_actor(record, actor)
         lines: list[str] = []
         pool = await self._connected()
-        async with aclosing(read_log_lines(pool, record, follow_on=False)) as batches:
+        async with aclosing(run_records.read_log_lines(pool, record, follow_on=False)) as batches:
             async for batch in batches:
                 if actor in (None, batch.actor) and attempt in (None, batch.attempt):
                     lines += [f"{batch.actor} | {readable(line)}" for line in batch.lines]

@@ -20,25 +20,9 @@ from ..schemas.user import (
 )
 from ..schemas.wire.codec import merged
 from ..schemas.wire.errors import ConfigError, DeadlineError, JobFailedError
-from .base import (
-    JobAddress,
-    PoolClient,
-    SyncTwin,
-    listed,
-    make_future,
-    make_sync,
-    parse_broker_url,
-)
+from . import base, validation
 from .opentinker import as_tree, translate
 from .pool import Pool, secrets_for, with_tracker_settings
-from .validation import (
-    check_files_exist,
-    did_you_mean,
-    full_checkpoint_name,
-    is_complete,
-    resolve_paths,
-    section_value,
-)
 
 if TYPE_CHECKING:
     from .run import Run
@@ -50,7 +34,7 @@ _STARTED = frozenset({"RUNNING", "PAUSED", "COMPLETED"})
 _ENDED_BADLY = frozenset({"FAILED", "CANCELLED"})
 
 
-class AsyncSchedulerClient(PoolClient):
+class AsyncSchedulerClient(base.PoolClient):
     """The scheduler of a pool, for async code; see `SchedulerClient`."""
 
     def __init__(
@@ -62,7 +46,7 @@ class AsyncSchedulerClient(PoolClient):
         url: str = "",
     ) -> None:
         """Name the pool's broker, `nats://host:port`, as `scheduler_url` or as `url`."""
-        self.scheduler_url = parse_broker_url(scheduler_url or url)
+        self.scheduler_url = base.parse_broker_url(scheduler_url or url)
         super().__init__(self.scheduler_url, api_key)
         self.timeout = timeout
         self.poll_interval = poll_interval
@@ -98,19 +82,21 @@ class AsyncSchedulerClient(PoolClient):
             os.environ[WANDB_KEY] = wandb_key
         self._submitted = None
         tree = translate(given)
-        if num_gpus is not None and not (num_gpus == 1 and section_value(tree, "sft", "data")):
+        if num_gpus is not None and not (
+            num_gpus == 1 and validation.section_value(tree, "sft", "data")
+        ):
             tree = merged(tree, translate({"num_gpus": num_gpus}))
         if from_run is not None:
             tree = merged(tree, {"model": {"path": from_run}})
         tree = with_tracker_settings(tree)
         check_keys(tree)
-        check_files_exist(tree, self.scheduler_url, has_model=from_run is not None)
-        complete = is_complete(tree)
+        validation.check_files_exist(tree, self.scheduler_url, has_model=from_run is not None)
+        complete = validation.is_complete(tree)
         pool = await self._connected()
         record = await pool.submit(
-            resolve_paths(tree, pool.broker.url, has_users=pool.has_users),
+            validation.resolve_paths(tree, pool.broker.url, has_users=pool.has_users),
             configured=complete,
-            fork_of=from_run and full_checkpoint_name(from_run),
+            fork_of=from_run and validation.full_checkpoint_name(from_run),
             weights_only=from_run is not None,
             request_id=new_request_id(),
             secrets=secrets_for(tree, wandb_key),
@@ -231,7 +217,7 @@ class AsyncSchedulerClient(PoolClient):
         """
         pool = await self._connected()
         job = (await pool.find(job_id)).job
-        named = None if tags is None else listed(tags)
+        named = None if tags is None else base.listed(tags)
         return self._summary(await pool.label(job, tags=named, group=group, notes=notes))
 
     async def metrics(self, job_id: str) -> list[dict[str, float]]:
@@ -268,7 +254,7 @@ class AsyncSchedulerClient(PoolClient):
         return record
 
     def _summary(self, record: JobRecord) -> dict[str, Any]:
-        address = JobAddress(self.scheduler_url, record.scope)
+        address = base.JobAddress(self.scheduler_url, record.scope)
         return {
             "job_id": record.job,
             "name": record.name,
@@ -286,7 +272,7 @@ class AsyncSchedulerClient(PoolClient):
         }
 
 
-class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
+class SchedulerClient(base.SyncTwin[AsyncSchedulerClient]):
     """The scheduler of a pool: submit, inspect and stop jobs.
 
     `scheduler_url` is the broker's `nats://host:port`, which `tinkermq up` prints. Works inside a
@@ -309,20 +295,22 @@ class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
         """URL of the broker."""
         return self.aio.scheduler_url
 
-    submit_job = make_sync(AsyncSchedulerClient.submit_job, AsyncSchedulerClient.describe_detached)
-    submit_job_future = make_future(AsyncSchedulerClient.submit_job)
-    job_status = make_sync(AsyncSchedulerClient.job_status)
-    list_jobs = make_sync(AsyncSchedulerClient.list_jobs)
-    cancel_job = make_sync(AsyncSchedulerClient.cancel_job)
-    complete_job = make_sync(AsyncSchedulerClient.complete_job)
-    delete_job = make_sync(AsyncSchedulerClient.delete_job)
-    archive_job = make_sync(AsyncSchedulerClient.archive_job)
-    save_checkpoint = make_sync(AsyncSchedulerClient.save_checkpoint)
-    pause_job = make_sync(AsyncSchedulerClient.pause_job)
-    resume_job = make_sync(AsyncSchedulerClient.resume_job)
-    fork_job = make_sync(AsyncSchedulerClient.fork_job)
-    scale_job = make_sync(AsyncSchedulerClient.scale_job)
-    label_job = make_sync(AsyncSchedulerClient.label_job)
+    submit_job = base.make_sync(
+        AsyncSchedulerClient.submit_job, AsyncSchedulerClient.describe_detached
+    )
+    submit_job_future = base.make_future(AsyncSchedulerClient.submit_job)
+    job_status = base.make_sync(AsyncSchedulerClient.job_status)
+    list_jobs = base.make_sync(AsyncSchedulerClient.list_jobs)
+    cancel_job = base.make_sync(AsyncSchedulerClient.cancel_job)
+    complete_job = base.make_sync(AsyncSchedulerClient.complete_job)
+    delete_job = base.make_sync(AsyncSchedulerClient.delete_job)
+    archive_job = base.make_sync(AsyncSchedulerClient.archive_job)
+    save_checkpoint = base.make_sync(AsyncSchedulerClient.save_checkpoint)
+    pause_job = base.make_sync(AsyncSchedulerClient.pause_job)
+    resume_job = base.make_sync(AsyncSchedulerClient.resume_job)
+    fork_job = base.make_sync(AsyncSchedulerClient.fork_job)
+    scale_job = base.make_sync(AsyncSchedulerClient.scale_job)
+    label_job = base.make_sync(AsyncSchedulerClient.label_job)
 
     def run(self, job_id: str) -> "Run":
         """Return a run by id or name: its metrics, episodes, logs and evaluations."""
@@ -330,7 +318,7 @@ class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
 
         return Run(job_id, self.scheduler_url, self.aio.api_key)
 
-    metrics = make_sync(AsyncSchedulerClient.metrics)
+    metrics = base.make_sync(AsyncSchedulerClient.metrics)
 
 
 def _changes(changes: Any) -> dict[str, Any]:
@@ -352,12 +340,12 @@ def job_failure(record: JobRecord) -> JobFailedError:
 # -- the users of a pool with authentication -------------------------------------------------------
 
 
-class AsyncPoolUsers(PoolClient):
+class AsyncPoolUsers(base.PoolClient):
     """The users of a pool, for async code; see `PoolUsers`."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         """Name the pool's broker."""
-        super().__init__(parse_broker_url(url), api_key)
+        super().__init__(base.parse_broker_url(url), api_key)
 
     async def list(self) -> list[UserInfo]:
         """Return all users by name: role, expiry of the key, quota."""
@@ -391,7 +379,8 @@ class AsyncPoolUsers(PoolClient):
         known = SetQuota.model_fields.keys() - {"user"}
         if unknown := sorted(bounds.keys() - known):
             raise ConfigError(
-                f"there is no bound {unknown[0]!r}", hint=did_you_mean(unknown[0], sorted(known))
+                f"there is no bound {unknown[0]!r}",
+                hint=validation.did_you_mean(unknown[0], sorted(known)),
             )
         request = SetQuota.model_validate({"user": user, **bounds})
         return (await self._ask("quota", request, UserReply)).user
@@ -400,7 +389,7 @@ class AsyncPoolUsers(PoolClient):
         return await ask_users((await self._connected()).broker, method, request, reply)
 
 
-class PoolUsers(SyncTwin[AsyncPoolUsers]):
+class PoolUsers(base.SyncTwin[AsyncPoolUsers]):
     """The users of a pool with authentication, for admins; the same as `tinkermq user`.
 
     Raises AuthError for users who are not admins, BrokerError at a pool without users.
@@ -410,8 +399,8 @@ class PoolUsers(SyncTwin[AsyncPoolUsers]):
         """Name the pool's broker; the key is $TINKERMQ_API_KEY unless it is given."""
         super().__init__(AsyncPoolUsers(url, api_key))
 
-    list = make_sync(AsyncPoolUsers.list)
-    add = make_sync(AsyncPoolUsers.add)
-    rotate = make_sync(AsyncPoolUsers.rotate)
-    revoke = make_sync(AsyncPoolUsers.revoke)
-    quota = make_sync(AsyncPoolUsers.quota)
+    list = base.make_sync(AsyncPoolUsers.list)
+    add = base.make_sync(AsyncPoolUsers.add)
+    rotate = base.make_sync(AsyncPoolUsers.rotate)
+    revoke = base.make_sync(AsyncPoolUsers.revoke)
+    quota = base.make_sync(AsyncPoolUsers.quota)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 from uuid import uuid4
 
 import structlog
@@ -21,24 +21,10 @@ import structlog
 from ..broker.client.connection import Broker
 from ..broker.client.rpc import RequestContext, Service
 from ..broker.metering import TimeUse
+from ..schemas import env
 from ..schemas.config.job import EnvConfig
-from ..schemas.env import (
-    CloseRequest,
-    DescribeReply,
-    DescribeRequest,
-    ResetReply,
-    ResetRequest,
-    StepReply,
-    StepRequest,
-)
+from ..schemas.wire import errors
 from ..schemas.wire.codec import most_bytes
-from ..schemas.wire.errors import (
-    DataError,
-    GameError,
-    NotFoundError,
-    StateError,
-    TinkermqError,
-)
 from ..schemas.wire.foreign import words_of
 from ..schemas.wire.message import Empty
 from ..schemas.wire.subjects import JobScope
@@ -48,11 +34,11 @@ from .dataset import Record
 from .game import AbstractGame, ChatMessage, StepResult
 from .host_replies import ResetAnswer, StepAnswer, wait_for_some
 from .rewards import make_rewards
-from .running.episodes import LOOK_S, GameFacts, Opening
+from .running.episodes import LOOK_S, GameFacts, Opening, retrieve_error
 from .running.runners import BoundedRunner, Runner, TimedRunner, make_runner
 
 
-class HostGone(GameError):
+class HostGone(errors.GameError):
     """The host that held the episode no longer answers: the episode starts again elsewhere."""
 
     code = "host_gone"
@@ -62,27 +48,6 @@ class HostGone(GameError):
 #
 # The reset of a role returns its first prompt when its first turn comes; a step returns when its
 # next turn comes or the game has ended. So an ordinary agent loop plays each role.
-
-
-class Player(Protocol):
-    """One episode that a host holds."""
-
-    @property
-    def in_use(self) -> bool:
-        """Whether others need it, so that no lease of its own ends it."""
-        ...
-
-    def step(self, action: str) -> "asyncio.Future[StepResult]":
-        """Play one action."""
-        ...
-
-    def finish(self) -> "asyncio.Future[StepResult]":
-        """Return what the episode earns that a limit ends."""
-        ...
-
-    def leave(self) -> None:
-        """Nobody will play it any more."""
-        ...
 
 
 class SinglePlayer:
@@ -151,7 +116,7 @@ class RolePlayer:
             self.answer.set_result(replace(result, reward=self.reward, rewards={}))
             self.reward = 0.0
 
-    def fail(self, error: TinkermqError) -> None:
+    def fail(self, error: errors.TinkermqError) -> None:
         """Answer whatever is open with an error."""
         for promise in (self.prompt, self.answer):
             if promise is not None and not promise.done():
@@ -166,7 +131,7 @@ class Match:
         self._episode = episode
         self._players = {role: RolePlayer(self, role) for role in roles}
         self._over = False
-        self._error: TinkermqError | None = None
+        self._error: errors.TinkermqError | None = None
         self._last = StepResult("", 0.0, done=False)
         self._steps: set[asyncio.Task[None]] = set()
 
@@ -185,7 +150,7 @@ class Match:
         """Return the player of a role; NotFoundError for a role that the game does not have."""
         player = self._players.get(role)
         if player is None:
-            raise NotFoundError(
+            raise errors.NotFoundError(
                 f"the game has no role {role!r}", hint=f"its roles are {', '.join(self._players)}"
             )
         player.taken = True
@@ -193,7 +158,7 @@ class Match:
 
     def step(self, action: str) -> "asyncio.Future[StepResult]":
         """Refuse: actions are played by roles."""
-        raise StateError(
+        raise errors.StateError(
             f"the game has roles ({', '.join(self._players)}): "
             f"its table takes no action {action!r}",
             hint="reset an episode for each role, with `table` and `role`",
@@ -205,7 +170,7 @@ class Match:
 
     def leave(self) -> None:
         """End the game for its remaining players."""
-        self._fail(NotFoundError(f"table {self._episode!r} was closed"))
+        self._fail(errors.NotFoundError(f"table {self._episode!r} was closed"))
         self._runner.drop(self._episode)
 
     def play(self, player: RolePlayer, action: str) -> None:
@@ -239,10 +204,10 @@ class Match:
                 self._end()
             else:
                 await self._pass_on()
-        except TinkermqError as error:
+        except errors.TinkermqError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - a game whose roles change breaks the table
-            self._fail(GameError(f"the table of the game's roles broke: {words_of(error)}"))
+            self._fail(errors.GameError(f"the table of the game's roles broke: {words_of(error)}"))
 
     async def _pass_on(self) -> None:
         """Give the turn to the role whose it is: its first prompt, or the answer it waits for."""
@@ -261,22 +226,20 @@ class Match:
                 player.prompt.set_result([])
             player.settle(self._last)
 
-    def _fail(self, error: TinkermqError) -> None:
+    def _fail(self, error: errors.TinkermqError) -> None:
         self._over, self._error = True, error
         for player in self._players.values():
             player.fail(error)
 
 
+Player: TypeAlias = SinglePlayer | RolePlayer | Match
+
+
 def _promise() -> "asyncio.Future[Any]":
     """Return a future whose error need not be retrieved."""
     future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    future.add_done_callback(_retrieve_error)
+    future.add_done_callback(retrieve_error)
     return future
-
-
-def _retrieve_error(future: "asyncio.Future[Any]") -> None:
-    if not future.cancelled():
-        future.exception()
 
 
 @dataclass
@@ -307,17 +270,17 @@ class HostedEpisode:
         if self.answer is not None and turn == self.turn - 1:
             return True
         if turn != self.turn:
-            raise StateError(
+            raise errors.StateError(
                 f"turn {turn} is out of order: the next turn of this episode is {self.turn}",
                 hint="step each turn once, in order; the last may be repeated",
             )
         if self.ended:
-            raise StateError(
+            raise errors.StateError(
                 f"the episode has ended after turn {self.turn - 1}",
                 hint="close it and reset another",
             )
         if self.answer is not None and not self.answer.done():
-            raise StateError(
+            raise errors.StateError(
                 f"turn {turn} was asked for while turn {self.turn - 1} is being played",
                 hint="wait for the answer of a turn before the next",
             )
@@ -441,16 +404,16 @@ class EnvironmentHost:
     async def _serve(self, stopping: asyncio.Event) -> None:
         async with await self._service("episodes") as episodes:
             for verb, request, handler in (
-                ("reset", ResetRequest, self._reset),
-                ("step", StepRequest, self._step),
-                ("close", CloseRequest, self._close),
+                ("reset", env.ResetRequest, self._reset),
+                ("step", env.StepRequest, self._step),
+                ("close", env.CloseRequest, self._close),
             ):
                 await episodes.endpoint(verb, self._scope.env(self.name, verb), request, handler)
             async with await self._service("resets") as resets:
                 await resets.endpoint(
-                    "describe", self._scope.env_describe, DescribeRequest, self._describe
+                    "describe", self._scope.env_describe, env.DescribeRequest, self._describe
                 )
-                await resets.endpoint("reset", self._scope.env_reset, ResetRequest, self._reset)
+                await resets.endpoint("reset", self._scope.env_reset, env.ResetRequest, self._reset)
                 self.ready.set()
                 _log.info("host_ready", host=self.name, game=self._facts.name)
                 unusable = await self._until_stopped(stopping)
@@ -458,7 +421,7 @@ class EnvironmentHost:
             if unusable is not None:
                 raise unusable
 
-    async def _until_stopped(self, stopping: asyncio.Event) -> TinkermqError | None:
+    async def _until_stopped(self, stopping: asyncio.Event) -> errors.TinkermqError | None:
         """Wait until the host is to end; return why rewards make it end, if they do."""
         if self._rewards is None:
             await stopping.wait()
@@ -524,8 +487,8 @@ class EnvironmentHost:
             self._rewards.forget(episode)
         self._changed.set()
 
-    async def _describe(self, _: DescribeRequest) -> DescribeReply:
-        return DescribeReply(
+    async def _describe(self, _: env.DescribeRequest) -> env.DescribeReply:
+        return env.DescribeReply(
             game=self._facts.name,
             num_train=self._data.num_train,
             num_val=self._data.num_val,
@@ -538,7 +501,7 @@ class EnvironmentHost:
         """Bytes of one episode in an answer: with the megabyte of the others it fits a message."""
         return most_bytes(self._broker.max_payload_bytes) * 3 // 4
 
-    async def _reset(self, request: ResetRequest, context: RequestContext) -> ResetReply:
+    async def _reset(self, request: env.ResetRequest, context: RequestContext) -> env.ResetReply:
         """Start what is not held yet; return what is ready, and errors."""
         trace = trace_of(context.traceparent)
         held = [self._hold(episode, request, trace) for episode in request.episodes]
@@ -546,7 +509,7 @@ class EnvironmentHost:
         answer = ResetAnswer(self._most_bytes)
         for episode in held:
             answer.add(episode.opening)
-        return ResetReply(
+        return env.ResetReply(
             host=self.name,
             episodes=answer.episodes,
             prompts=answer.prompts,
@@ -556,17 +519,17 @@ class EnvironmentHost:
             lease_s=self._config.lease_s,
         )
 
-    def _tools_of(self, request: ResetRequest) -> list[dict[str, Any]]:
+    def _tools_of(self, request: env.ResetRequest) -> list[dict[str, Any]]:
         """Return the tools of a row; all episodes of a request have the same one."""
         if not self._facts.environments:
             return self._facts.tools
         try:
             record = self._data.record(request.split, request.sample)
-        except DataError:
+        except errors.DataError:
             return []  # the start of the episode reports it
         return self._facts.tools_of(record)
 
-    def _hold(self, episode: str, request: ResetRequest, trace: str) -> HostedEpisode:
+    def _hold(self, episode: str, request: env.ResetRequest, trace: str) -> HostedEpisode:
         held = self._held.get(episode)
         if held is None and request.only_held:
             raise self._not_held(episode)
@@ -575,23 +538,23 @@ class EnvironmentHost:
             begin = self._join if request.table else self._begin
             held = begin(episode, request)
             held.trace = trace
-            held.opening.add_done_callback(_retrieve_error)
+            held.opening.add_done_callback(retrieve_error)
             self._held[episode] = held
         held.touch()
         return held
 
-    def _join(self, episode: str, request: ResetRequest) -> HostedEpisode:
+    def _join(self, episode: str, request: env.ResetRequest) -> HostedEpisode:
         """Take a role of a match that is held here."""
         match = self._held.get(request.table or "")
         if match is None or not isinstance(match.player, Match):
-            raise NotFoundError(f"host {self.name} holds no table {request.table!r}")
+            raise errors.NotFoundError(f"host {self.name} holds no table {request.table!r}")
         player = match.player.join(request.role)
         record = self._data.record(request.split, request.sample)
         return HostedEpisode(
             asyncio.ensure_future(self._opened(episode, record, player.prompt)), player
         )
 
-    def _begin(self, episode: str, request: ResetRequest) -> HostedEpisode:
+    def _begin(self, episode: str, request: env.ResetRequest) -> HostedEpisode:
         """Start a game: an episode of its own, or the table of a game with roles."""
         if self._facts.roles:
             player: SinglePlayer | Match = Match(self._games, episode, self._facts.roles)
@@ -600,7 +563,7 @@ class EnvironmentHost:
         return HostedEpisode(asyncio.ensure_future(self._open(episode, request, player)), player)
 
     async def _open(
-        self, episode: str, request: ResetRequest, player: SinglePlayer | Match
+        self, episode: str, request: env.ResetRequest, player: SinglePlayer | Match
     ) -> list[ChatMessage]:
         self.counts.resets += 1
         try:
@@ -628,12 +591,12 @@ class EnvironmentHost:
         for episode in [name for name, held in self._held.items() if held.ended]:
             self._free(episode)
         if len(self._held) >= self._max_episodes:
-            raise StateError(
+            raise errors.StateError(
                 f"host {self.name} holds {self._max_episodes} episodes, its limit",
                 hint="add an environment host, or lower generator.max_episodes",
             )
 
-    async def _step(self, request: StepRequest) -> StepReply:
+    async def _step(self, request: env.StepRequest) -> env.StepReply:
         """Play the actions; return what is ready, and errors."""
         columns = zip(
             request.episodes, request.turns, request.actions, request.is_final, strict=True
@@ -647,7 +610,7 @@ class EnvironmentHost:
 
     def _play(
         self, episode: str, turn: int, action: str, final: bool
-    ) -> "asyncio.Future[StepResult] | TinkermqError":
+    ) -> "asyncio.Future[StepResult] | errors.TinkermqError":
         held = self._held.get(episode)
         if held is None:
             return self._not_held(episode)
@@ -658,13 +621,13 @@ class EnvironmentHost:
                 held.answer.add_done_callback(partial(self._settle, held))
                 held.turn += 1
                 self.counts.steps += 1
-        except TinkermqError as error:
+        except errors.TinkermqError as error:
             return error
         assert held.answer is not None
         return held.answer
 
-    def _not_held(self, episode: str) -> NotFoundError:
-        return NotFoundError(
+    def _not_held(self, episode: str) -> errors.NotFoundError:
+        return errors.NotFoundError(
             f"host {self.name} holds no episode {episode!r}",
             hint=f"it was closed, or freed after {self._config.lease_s:g} s without a step",
         )
@@ -684,7 +647,7 @@ class EnvironmentHost:
     def _finish(self, player: Player, episode: str) -> "asyncio.Future[StepResult]":
         """Reward an episode that a limit ends."""
         if self._rewards is None and not self._facts.rewards_ends:
-            raise StateError("the episode is to be rewarded, but its turns have earned all")
+            raise errors.StateError("the episode is to be rewarded, but its turns have earned all")
         finishing = player.finish() if self._facts.rewards_ends else None
         if self._rewards is not None:
             return asyncio.ensure_future(self._rewards.finish(episode, finishing))
@@ -701,6 +664,6 @@ class EnvironmentHost:
             held.touch()
         self._changed.set()
 
-    async def _close(self, request: CloseRequest) -> Empty:
+    async def _close(self, request: env.CloseRequest) -> Empty:
         self._free(request.episode)
         return Empty()

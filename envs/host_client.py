@@ -19,18 +19,8 @@ from ..broker.client.connection import Broker
 from ..broker.client.faults import ConnectionLost
 from ..broker.client.rpc import call
 from ..broker.jetstream.direct_get import RequestBatcher
+from ..schemas import env
 from ..schemas.config.job import EnvConfig
-from ..schemas.env import (
-    CloseRequest,
-    DescribeReply,
-    DescribeRequest,
-    Opened,
-    ResetReply,
-    ResetRequest,
-    Split,
-    StepReply,
-    StepRequest,
-)
 from ..schemas.wire.codec import pack
 from ..schemas.wire.errors import DeadlineError, NotFoundError, TinkermqError
 from ..schemas.wire.subjects import JobScope
@@ -68,7 +58,7 @@ class RoleAddress:
 class Start:
     """What an episode starts from; alike for all episodes of a task."""
 
-    split: Split
+    split: env.Split
     sample: int | None
     seed: int
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -80,9 +70,9 @@ class Start:
     only_held: bool = False
     """Start nothing, but ask after an episode that was started before."""
 
-    def request(self, episodes: list[str], wait_s: float) -> ResetRequest:
+    def request(self, episodes: list[str], wait_s: float) -> env.ResetRequest:
         """Return the message that starts these episodes."""
-        return ResetRequest(
+        return env.ResetRequest(
             episodes=episodes,
             split=self.split,
             sample=self.sample,
@@ -130,7 +120,7 @@ class Environments:
         self._closing: set[asyncio.Task[None]] = set()
         self._last_host = ""
 
-    async def describe(self) -> DescribeReply:
+    async def describe(self) -> env.DescribeReply:
         """Ask any host what it serves; waits for the first host."""
         return await self._patiently(self._describe)
 
@@ -144,15 +134,18 @@ class Environments:
             return await self._sit(episode, start, start.seat)
         key = pack([start.split, start.sample, start.seed, start.kwargs])
         answer = await self._patiently(lambda: self._resets.ask(key, (episode, start)))
-        return await self._opened(answer, episode, start)
+        return await self.rejoin(answer, episode, start)
 
-    async def rejoin(self, host: str, episode: str, start: Start) -> Started:
-        """Ask a host for an episode that another caller has started there.
+    async def rejoin(self, answer: Started | str, episode: str, start: Start) -> Started:
+        """Ask a host for an episode that it starts, or has started for another caller.
 
         A host that does not hold it starts it anew, unless `start` says `only_held`. Raises
         HostGone when there is no such host, or it holds no such episode.
         """
-        return await self._opened(host, episode, start)
+        deadline = self._broker.clock() + self._config.reset_timeout_s + _MARGIN_S
+        while isinstance(answer, str):
+            answer = await self._ask_after_reset(answer, episode, start, deadline)
+        return answer
 
     @property
     def rewards_ends(self) -> bool:
@@ -208,13 +201,6 @@ class Environments:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _opened(self, answer: Started | str, episode: str, start: Start) -> Started:
-        """Ask a host after an episode until it is ready."""
-        deadline = self._broker.clock() + self._config.reset_timeout_s + _MARGIN_S
-        while isinstance(answer, str):
-            answer = await self._ask_after_reset(answer, episode, start, deadline)
-        return answer
-
     async def _sit(self, episode: str, start: Start, seat: RoleAddress) -> Started:
         """Take a seat and wait for its first turn; the other roles have leases at the host."""
         while True:
@@ -222,10 +208,10 @@ class Environments:
             if isinstance(answer, Started):
                 return answer
 
-    async def _describe(self) -> DescribeReply:
-        request = DescribeRequest()
-        reply: DescribeReply = await self._call(
-            self._scope.env_describe, request, DescribeReply, "any host"
+    async def _describe(self) -> env.DescribeReply:
+        request = env.DescribeRequest()
+        reply: env.DescribeReply = await self._call(
+            self._scope.env_describe, request, env.DescribeReply, "any host"
         )
         self._last_host = reply.host
         return reply
@@ -245,7 +231,7 @@ class Environments:
         request = start.request(episodes, hold_s)
         try:
             reply = await self._call(
-                self._scope.env_reset, request, ResetReply, "any host", start.traceparent
+                self._scope.env_reset, request, env.ResetReply, "any host", start.traceparent
             )
         except TinkermqError as error:
             return [error] * len(episodes)
@@ -259,7 +245,7 @@ class Environments:
         self._check(deadline, host, "reset")
         request = start.request([episode], _HOLD_S)
         try:
-            reply = await self._call(self._scope.env(host, "reset"), request, ResetReply, host)
+            reply = await self._call(self._scope.env(host, "reset"), request, env.ResetReply, host)
         except _NOBODY as error:
             raise _gone(host, error) from error
         answer = _started(reply.episodes[0], reply)
@@ -278,14 +264,14 @@ class Environments:
         self, host: str, actions: list[Action], hold_s: float
     ) -> Sequence[StepResult | TinkermqError | None]:
         episodes, turns, texts, final = zip(*actions, strict=True)
-        request = StepRequest(
+        request = env.StepRequest(
             episodes=list(episodes),
             turns=list(turns),
             actions=list(texts),
             final=list(final) if any(final) else [],
             wait_s=hold_s,
         )
-        reply = await self._call(self._scope.env(host, "step"), request, StepReply, host)
+        reply = await self._call(self._scope.env(host, "step"), request, env.StepReply, host)
         return _results(reply)
 
     async def _call(
@@ -309,7 +295,7 @@ class Environments:
 
     async def _close(self, host: str, episode: str) -> None:
         await self._broker.publish(
-            self._scope.env(host, "close"), CloseRequest(episode=episode).to_bytes()
+            self._scope.env(host, "close"), env.CloseRequest(episode=episode).to_bytes()
         )
 
     async def _patiently(self, attempt: Callable[[], Awaitable[T]]) -> T:
@@ -332,7 +318,7 @@ class Environments:
         return f"{game} (none has answered yet)"
 
 
-def _started(opened: Opened, reply: ResetReply) -> Started | str | TinkermqError:
+def _started(opened: env.Opened, reply: env.ResetReply) -> Started | str | TinkermqError:
     """Return an episode that has started, the host that is still at it, or an error."""
     if opened.error is not None:
         return opened.error.to_error()
@@ -357,7 +343,7 @@ def _parts(actions: list[Action]) -> list[list[Action]]:
     return parts
 
 
-def _results(reply: StepReply) -> list[StepResult | TinkermqError | None]:
+def _results(reply: env.StepReply) -> list[StepResult | TinkermqError | None]:
     """Return for each action the game's answer, an error, or None where it is not ready."""
     roles = reply.roles or ["user"] * len(reply.observations)
     several = reply.tool_results or [[]] * len(reply.observations)

@@ -26,6 +26,7 @@ from typing import Any, TypeAlias, cast
 
 import structlog
 
+from ..broker.fair_queue import end_tasks
 from ..schemas.wire.errors import BusyError, ConfigError, StorageError
 
 try:
@@ -566,12 +567,7 @@ class HttpServer:
         for server in self._servers:
             server.close()
         self._connections.close()
-        if tasks := set(self._state.tasks):
-            _, late = await asyncio.wait(tasks, timeout=drain_s)
-            for task in late:
-                task.cancel()
-            if late:
-                await asyncio.wait(late)
+        await end_tasks(self._state.tasks, drain_s)
         self._connections.abort()
         if self._watching is not None:
             self._watching.cancel()

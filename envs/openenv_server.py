@@ -18,15 +18,8 @@ from urllib.parse import urlsplit
 import structlog
 
 from ..schemas.config.job import EnvConfig
+from ..schemas.wire import errors
 from ..schemas.wire.codec import read_json
-from ..schemas.wire.errors import (
-    ConfigError,
-    DeniedError,
-    MessageError,
-    NotFoundError,
-    StateError,
-    TinkermqError,
-)
 from ..schemas.wire.foreign import shown
 from .http_server import ConnectionBounds, Connections, HttpServer
 from .openenv_sessions import (
@@ -48,7 +41,7 @@ try:
     from starlette.routing import Route, WebSocketRoute
     from starlette.websockets import WebSocket, WebSocketDisconnect
 except ImportError as error:
-    raise ConfigError(
+    raise errors.ConfigError(
         "the packages starlette, uvicorn and websockets are not all installed",
         hint="install them: pip install 'tinkermq[openenv]'",
     ) from error
@@ -226,7 +219,7 @@ class OpenEnvServer:
     def _check_name(self, request: Request) -> None:
         name = str(request.path_params["env_name"])
         if name.lower() != self.game.name.lower():
-            raise NotFoundError(
+            raise errors.NotFoundError(
                 f"there is no environment {shown(name)} here", hint=f"it is {self.game.name}"
             )
 
@@ -248,7 +241,7 @@ class OpenEnvServer:
         self,
         socket: WebSocket,
         answer: Callable[[EnvSession, str], Awaitable[_Json | None]],
-        refusal: Callable[[TinkermqError], _Json],
+        refusal: Callable[[errors.TinkermqError], _Json],
     ) -> None:
         """Answer the messages of a connection until it closes or is idle for too long."""
         if _is_of_another_site(socket):
@@ -258,7 +251,7 @@ class OpenEnvServer:
         name = socket.query_params.get("session_id")
         try:
             session = self.sessions.attach(name) if name else self.sessions.open()
-        except TinkermqError as error:
+        except errors.TinkermqError as error:
             with contextlib.suppress(WebSocketDisconnect):
                 await self._send(socket, refusal(_session_error(error)))
                 await _close(socket)
@@ -282,7 +275,7 @@ class OpenEnvServer:
         socket: WebSocket,
         session: EnvSession,
         answer: Callable[[EnvSession, str], Awaitable[_Json | None]],
-        refusal: Callable[[TinkermqError], _Json],
+        refusal: Callable[[errors.TinkermqError], _Json],
     ) -> None:
         """Answer messages until one asks for the end; TimeoutError without any for too long."""
         while True:
@@ -306,7 +299,7 @@ class OpenEnvServer:
     async def _mcp(self, request: Request) -> Response:
         try:
             value: Any = read_json(await self._text(request))
-        except MessageError as error:
+        except errors.MessageError as error:
             return JSONResponse(_rpc_error(None, error))
         return JSONResponse(await self._mcp_answer(value, None))
 
@@ -321,7 +314,7 @@ class OpenEnvServer:
             return _rpc_error(number, ActionError("params must be an object"))
         try:
             result = await self._call(method, cast("_Json", parameters), session)
-        except TinkermqError as error:
+        except errors.TinkermqError as error:
             return _rpc_error(number, error)
         return {"jsonrpc": "2.0", "id": number, "result": result}
 
@@ -332,7 +325,7 @@ class OpenEnvServer:
         if method == "openenv/session/close":
             return self._close(_text(parameters, "session_id"))
         if not self.game.has_tools:
-            raise StateError("this game has no tools", hint="act with a text over /ws")
+            raise errors.StateError("this game has no tools", hint="act with a text over /ws")
         if method not in ("tools/list", "tools/call"):
             raise _NoMethodError(f"there is no method {shown(method)}")
         if session is None and parameters.get("session_id"):
@@ -374,7 +367,7 @@ class OpenEnvServer:
 
     async def _text(self, request: Request) -> str:
         if _is_of_another_site(request):
-            raise DeniedError("a page of another site may not play here")
+            raise errors.DeniedError("a page of another site may not play here")
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
@@ -385,13 +378,13 @@ class OpenEnvServer:
         return body.decode(errors="replace")
 
 
-class _TooLargeError(MessageError):
+class _TooLargeError(errors.MessageError):
     """A body over its bound."""
 
     status: ClassVar[int] = 413
 
 
-class _SessionError(TinkermqError):
+class _SessionError(errors.TinkermqError):
     """A session that a connection cannot have."""
 
 
@@ -403,28 +396,28 @@ class _NoRequestError(ActionError):
     """JSON that is no request of JSON-RPC."""
 
 
-class _NoMethodError(NotFoundError):
+class _NoMethodError(errors.NotFoundError):
     """A method that there is not."""
 
 
-_SOCKET_CODES: tuple[tuple[type[TinkermqError], str], ...] = (
+_SOCKET_CODES: tuple[tuple[type[errors.TinkermqError], str], ...] = (
     (CapacityError, "CAPACITY_REACHED"),
     (_SessionError, "SESSION_ERROR"),
     (_UnknownTypeError, "UNKNOWN_TYPE"),
-    (MessageError, "INVALID_JSON"),
+    (errors.MessageError, "INVALID_JSON"),
     (ActionError, "VALIDATION_ERROR"),
     (NoTaskError, "VALIDATION_ERROR"),
-    (TinkermqError, "EXECUTION_ERROR"),
+    (errors.TinkermqError, "EXECUTION_ERROR"),
 )
 """OpenEnv's codes of our errors, the first that fits."""
-_RPC_CODES: tuple[tuple[type[TinkermqError], int], ...] = (
+_RPC_CODES: tuple[tuple[type[errors.TinkermqError], int], ...] = (
     (CapacityError, -32000),
-    (MessageError, -32700),
+    (errors.MessageError, -32700),
     (_NoRequestError, -32600),
     (_NoMethodError, -32601),
     (ActionError, -32602),
-    (NotFoundError, -32602),
-    (TinkermqError, -32603),
+    (errors.NotFoundError, -32602),
+    (errors.TinkermqError, -32603),
 )
 """Those of JSON-RPC."""
 
@@ -465,45 +458,45 @@ async def _answered(
     session: EnvSession,
     text: str,
     answer: Callable[[EnvSession, str], Awaitable[_Json | None]],
-    refusal: Callable[[TinkermqError], _Json],
+    refusal: Callable[[errors.TinkermqError], _Json],
 ) -> _Json | None:
     try:
         return await answer(session, text)
-    except TinkermqError as error:
+    except errors.TinkermqError as error:
         return refusal(error)
 
 
-def _error_message(error: TinkermqError) -> _Json:
+def _error_message(error: errors.TinkermqError) -> _Json:
     data: _Json = {"message": _words(error), "code": _code(_SOCKET_CODES, error)}
     if isinstance(error, ActionError) and error.details:
         data["errors"] = list(error.details)
     return {"type": "error", "data": {**data, **_capacity(error)}}
 
 
-def _session_error(error: TinkermqError) -> TinkermqError:
+def _session_error(error: errors.TinkermqError) -> errors.TinkermqError:
     """Return the error of a session that is not there, or held; one of capacity stays."""
     if isinstance(error, CapacityError):
         return error
     return _SessionError(error.message, hint=error.hint)
 
 
-def _rpc_error(number: str | int | None, error: TinkermqError) -> _Json:
+def _rpc_error(number: str | int | None, error: errors.TinkermqError) -> _Json:
     code = _code(_RPC_CODES, error)
     fields = {"code": code, "message": _words(error), "data": _capacity(error) or None}
     return {"jsonrpc": "2.0", "id": number, "error": fields}
 
 
-def _capacity(error: TinkermqError) -> _Json:
+def _capacity(error: errors.TinkermqError) -> _Json:
     if not isinstance(error, CapacityError):
         return {}
     return {"active_sessions": error.num_open, "max_sessions": error.most}
 
 
-def _code(codes: Iterable[tuple[type[TinkermqError], T]], error: TinkermqError) -> T:
+def _code(codes: Iterable[tuple[type[errors.TinkermqError], T]], error: errors.TinkermqError) -> T:
     return next(code for kind, code in codes if isinstance(error, kind))
 
 
-def _words(error: TinkermqError) -> str:
+def _words(error: errors.TinkermqError) -> str:
     return f"{error.message}: {error.hint}" if error.hint else error.message
 
 
@@ -511,7 +504,7 @@ def _mcp_result(answer: Answer) -> _Json:
     """Return the answer of a call as MCP has it, with the reward beside it."""
     observation = answer["observation"]
     if observation["error"] is not None:
-        raise NotFoundError(observation["error"]["message"])
+        raise errors.NotFoundError(observation["error"]["message"])
     meta = {"reward": answer["reward"], "done": answer["done"]}
     return {**observation["result"], "isError": False, "meta": meta, "_meta": meta}
 
@@ -522,7 +515,7 @@ def _answering(handler: _Handler) -> _Handler:
     async def answer(request: Request) -> Response:
         try:
             return await handler(request)
-        except TinkermqError as error:
+        except errors.TinkermqError as error:
             detail = {"detail": _words(error), **_capacity(error)}
             return JSONResponse(detail, status_code=error.status)
 

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import httpx
 import stamina
@@ -78,22 +78,6 @@ class Score:
 
 class SourceUnusableError(errors.ConfigError):
     """A source that would fail every episode for the same reason: the job is to end with it."""
-
-
-class Source(Protocol):
-    """Says what a case is worth."""
-
-    async def start(self) -> None:
-        """Get ready; raises what makes the source unusable."""
-        ...
-
-    async def score(self, case: Case) -> Score:
-        """Judge a case; RewardError when that is not possible, SourceUnusableError for any."""
-        ...
-
-    async def stop(self) -> None:
-        """Give back what it holds."""
-        ...
 
 
 def read_score(answer: Any, whose: str) -> Score:

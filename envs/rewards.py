@@ -12,7 +12,7 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..broker.client.connection import Broker
 from ..schemas.config.sections import RewardConfig
@@ -32,7 +32,6 @@ from .reward_sources import (
     EndpointSource,
     JudgeSource,
     Score,
-    Source,
     SourceUnusableError,
     read_score,
 )
@@ -43,7 +42,7 @@ from .running.runners import ForeignLoop
 class Rewards:
     """Follows the episodes of one host and adds to each answer what it is worth."""
 
-    def __init__(self, config: RewardConfig, source: Source) -> None:
+    def __init__(self, config: RewardConfig, source: "Source") -> None:
         self._source = source
         self._config = config
         self._cases: dict[str, Case] = {}
@@ -146,6 +145,9 @@ class Rewards:
             f"{lines_of(error, (__file__,))}",
             hint="see what it is asked: the conversation, the row's gold answer and its extra_info",
         )
+
+
+Source: TypeAlias = "FunctionSource | EndpointSource | JudgeSource"
 
 
 def make_rewards(

@@ -16,17 +16,8 @@ import nkeys
 import structlog
 from nats.aio.msg import Msg
 
+from ...broker.client import keys
 from ...broker.client.faults import INVITED
-from ...broker.client.keys import (
-    EPISODE_KEY,
-    check_episode_key,
-    check_job_key,
-    id_of_invitation,
-    inbox_of_invited,
-    is_same,
-    key_hash,
-    user_of_key,
-)
 from ...broker.credentials import ACCOUNT
 from ...broker.fair_queue import FairQueue, Rates
 from ...broker.jobs import JobStore, is_final
@@ -66,7 +57,7 @@ class Authenticator:
     async def admit(self, user: str, secret: str) -> Admission:
         """Return a client's permissions; raises AuthError with the reason of a refusal."""
         if user == "job":
-            of_program = secret.startswith(EPISODE_KEY)
+            of_program = secret.startswith(keys.EPISODE_KEY)
             return await (self._program(secret) if of_program else self._process(secret))
         if user == "invited":
             return await self._invited(secret)
@@ -74,7 +65,7 @@ class Authenticator:
 
     async def _user(self, user: str, key: str) -> Admission:
         try:
-            named = user_of_key(key)
+            named = keys.user_of_key(key)
         except TinkermqError as error:
             raise AuthError("no API key") from error
         if named != user:
@@ -87,7 +78,7 @@ class Authenticator:
 
     async def _process(self, key: str) -> Admission:
         """Let an actor in for as long as this attempt of its job has it."""
-        identity = check_job_key(key, self._job_secret)
+        identity = keys.check_job_key(key, self._job_secret)
         if identity is None:
             raise AuthError("no job key of this pool")
         record = await self._jobs.find_by_id(identity.user, identity.job)
@@ -105,7 +96,7 @@ class Authenticator:
 
     async def _program(self, key: str) -> Admission:
         """Admit a client with the key of an episode while its job runs."""
-        identity = check_episode_key(key, self._job_secret)
+        identity = keys.check_episode_key(key, self._job_secret)
         if identity is None:
             raise AuthError("no key of an episode of this pool")
         record = await self._jobs.find_by_id(identity.user, identity.job)
@@ -115,8 +106,8 @@ class Authenticator:
         return Admission(name, episode_permissions(identity))
 
     async def _invited(self, secret: str) -> Admission:
-        code, own_inbox = secret.partition(".")[0], inbox_of_invited(secret)
-        number = id_of_invitation(code) if own_inbox else None
+        code, own_inbox = secret.partition(".")[0], keys.inbox_of_invited(secret)
+        number = keys.id_of_invitation(code) if own_inbox else None
         invitation = await self._users.invitation(number) if number else None
         if invitation is None:
             raise AuthError("no invitation")
@@ -127,7 +118,7 @@ class Authenticator:
 
 def check_record(record: UserRecord | None, key: str) -> None:
     """Raise AuthError unless `key` is the key of the user, and lets him in now."""
-    if record is None or not is_same(record.key_hash, key_hash(key)):
+    if record is None or not keys.is_same(record.key_hash, keys.key_hash(key)):
         raise AuthError("an unknown key")
     if record.revoked is not None:
         raise AuthError("a revoked user")
@@ -137,7 +128,7 @@ def check_record(record: UserRecord | None, key: str) -> None:
 
 def check_invitation(invitation: Invitation, code: str) -> None:
     """Raise AuthError unless `code` is that of the invitation, with uses left."""
-    if not is_same(invitation.code_hash, key_hash(code)):
+    if not keys.is_same(invitation.code_hash, keys.key_hash(code)):
         raise AuthError("no invitation", hint="ask an admin for one")
     if invitation.uses_left < 1 or invitation.expires < time.time():
         raise AuthError("an invitation that is used up", hint="ask an admin for another")
@@ -313,14 +304,14 @@ class Logins:
     def _line(self, request: LoginRequest) -> str:
         """Return the queue of a log-in, which depends on nothing that the client claims."""
         if request.user == "job":
-            identity = check_job_key(request.password, self._job_secret)
+            identity = keys.check_job_key(request.password, self._job_secret)
             if identity is not None:
                 return f"job {identity.user}"
-            program = check_episode_key(request.password, self._job_secret)
+            program = keys.check_episode_key(request.password, self._job_secret)
             if program is not None:
                 return f"programs {program.user}"
         record = self._user(request.user)
-        if record is not None and is_same(record.key_hash, key_hash(request.password)):
+        if record is not None and keys.is_same(record.key_hash, keys.key_hash(request.password)):
             return f"user {request.user}"
         return f"address {request.address}"
 
@@ -335,7 +326,7 @@ class Logins:
             if why:
                 return why
         if kind == "job":
-            identity = check_job_key(request.password, self._job_secret)
+            identity = keys.check_job_key(request.password, self._job_secret)
             has = self._connections.num_of(JobConnection.of(identity).name) if identity else 0
             owner = self._user(name)
             most = owner.max_actors if owner is not None else None

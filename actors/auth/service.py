@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from nats.aio.client import Client
 
@@ -61,7 +61,7 @@ from ...schemas.wire.message import Empty, Message
 from ...schemas.wire.subjects import JobScope, rpc, user_name
 from ..runtime import ActorContext
 from .callout import Authenticator, ClaimIssuer, Logins, check_invitation
-from .connections import EVERY_S, GRACE_S, LOOK_S, JobEnds, UserConnections, disconnect_user
+from .connections import EVERY_S, GRACE_S, JobEnds, UserConnections, disconnect_user
 from .store_proxy import StorageBounds, StoreProxy, UserCache
 
 # -- keys for the processes of jobs ----------------------------------------------------------------
@@ -146,29 +146,18 @@ async def serve(
     *,
     look_s: float = EVERY_S,
     grace_s: float = GRACE_S,
-    load_s: float = LOOK_S,
 ) -> None:
     """Serve with these secrets until `context.stopping` is set.
 
-    Every `look_s` the connections of jobs that ended more than `grace_s` ago are closed; every
-    `load_s` floods are looked for.
+    Every `look_s` the connections of jobs that ended more than `grace_s` ago are closed.
     """
     async with request_connection(context.broker, context.stopping) as requests:
         if requests is not None:
-            times = _Times(look_s, grace_s, load_s)
-            await _answer(context, requests, secrets, times)
-
-
-class _Times(NamedTuple):
-    """See `serve`."""
-
-    look_s: float
-    grace_s: float
-    load_s: float
+            await _answer(context, requests, secrets, look_s, grace_s)
 
 
 async def _answer(
-    context: ActorContext, requests: Broker, secrets: PoolSecrets, times: _Times
+    context: ActorContext, requests: Broker, secrets: PoolSecrets, look_s: float, grace_s: float
 ) -> None:
     """Answer users over `requests`, everybody else over the context's own connection."""
     broker = context.broker
@@ -184,7 +173,7 @@ async def _answer(
     known = UserCache(broker)
     await known.open()
     store = StoreProxy(requests, broker, audit, StorageBounds(broker, known), known.requests)
-    connections = UserConnections(system, audit, known.get, look_s=times.load_s)
+    connections = UserConnections(system, audit, known.get)
     logins = Logins(authenticator, issuer, audit, connections, known.get, job_secret)
     asking = await Service.start(
         requests,
@@ -201,7 +190,7 @@ async def _answer(
         await listen(callout, CALLOUT, logins.handle_login, queue="auth")
         context.set_state("working")
         async with asyncio.TaskGroup() as tasks:
-            ends = JobEnds(system, jobs, every_s=times.look_s, grace_s=times.grace_s)
+            ends = JobEnds(system, jobs, every_s=look_s, grace_s=grace_s)
             dropping = drop_old_requests(requests, asking.share, store.share)
             looking = (
                 tasks.create_task(ends.run(), name="connections of ended jobs"),

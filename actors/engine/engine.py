@@ -142,6 +142,12 @@ class PromptScores:
     top_logprobs: FloatVector
     """float32[N, K]: their log-probs; NaN at the first place."""
 
+    @classmethod
+    def unknown(cls, num: int, top_k: int) -> "PromptScores":
+        """Return those of `num` tokens of which nothing is known yet."""
+        nan = np.float32(np.nan)
+        return cls(np.full(num, nan), np.zeros((num, top_k), np.int32), np.full((num, top_k), nan))
+
 
 OnToken: TypeAlias = Callable[[Drawn], None]
 

@@ -46,24 +46,11 @@ from ...envs.model_apis.chat import (
 from ...envs.model_apis.messages import MESSAGES
 from ...envs.model_apis.request import ModelRequest, RequestError, is_label
 from ...envs.model_apis.responses import RESPONSES
-from ...schemas.infer import (
-    CancelInference,
-    ChatRequest,
-    CompletionRequest,
-    Decoding,
-    Delta,
-    InferPart,
-)
+from ...schemas import infer
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.tinker.names import is_path
+from ...schemas.wire import errors
 from ...schemas.wire.codec import read_json
-from ...schemas.wire.errors import (
-    ConfigError,
-    MessageError,
-    NobodyAnswersError,
-    NotFoundError,
-    TinkermqError,
-)
 from .limits import MAX_INFERENCE_BYTES
 from .tinker.trainers import Trainers
 
@@ -102,18 +89,18 @@ class Serving:
         return name in (record.name, record.job, self.model, record.serves)
 
     def ask(
-        self, broker: Broker, query: ChatRequest | CompletionRequest
-    ) -> AsyncGenerator[InferPart, None]:
+        self, broker: Broker, query: infer.ChatRequest | infer.CompletionRequest
+    ) -> AsyncGenerator[infer.InferPart, None]:
         """Ask one of the job's servers; closing the generator cancels the work."""
         scope = self.record.scope
-        verb = "chat" if isinstance(query, ChatRequest) else "complete"
+        verb = "chat" if isinstance(query, infer.ChatRequest) else "complete"
         return ask_parts(
             broker,
             scope.infer(verb),
             query,
-            InferPart,
+            infer.InferPart,
             waiting_for=f"a server of {self.record.name}",
-            cancel=(scope.infer("cancel"), CancelInference(request=query.request)),
+            cancel=(scope.infer("cancel"), infer.CancelInference(request=query.request)),
         )
 
     def shown(self) -> dict[str, Any]:
@@ -163,13 +150,13 @@ class ServingJobs:
                     return serving
         if called:
             record = called[0].record
-            raise NobodyAnswersError(
+            raise errors.NobodyAnswersError(
                 f"no server of job {record.name} answers for model {name!r} now: the job is "
                 f"{record.state}",
                 hint=f"ask again when its servers have started; see `tinkermq logs {record.name}`",
             )
         there = ", ".join(serving.model for serving in await self.list(broker))
-        raise NotFoundError(
+        raise errors.NotFoundError(
             f"no model {name!r} is served to user {broker.user!r}",
             hint=f"there are: {there}" if there else "serve one: `tinkermq serve RUN@STEP`",
         )
@@ -198,25 +185,6 @@ async def _serving(broker: Broker, record: JobRecord) -> Serving:
     return Serving(record, max(versions, default=None), is_ready=is_ready)
 
 
-class ServedModel(Protocol):
-    """Something that answers."""
-
-    @property
-    def adapter(self) -> str:
-        """What a request names, so that it is answered with that."""
-        ...
-
-    def ask(
-        self, broker: Broker, query: ChatRequest | CompletionRequest
-    ) -> AsyncGenerator[InferPart, None]:
-        """Have a request answered; closing the generator cancels the work."""
-        ...
-
-    def shown(self) -> dict[str, Any]:
-        """Return it as OpenAI tells of a model."""
-        ...
-
-
 @dataclass(frozen=True)
 class SampledPath:
     """A checkpoint that the samplers of a Tinker service answer with."""
@@ -228,8 +196,8 @@ class SampledPath:
     trainers: Trainers
 
     def ask(
-        self, broker: Broker, query: ChatRequest | CompletionRequest
-    ) -> AsyncGenerator[InferPart, None]:
+        self, broker: Broker, query: infer.ChatRequest | infer.CompletionRequest
+    ) -> AsyncGenerator[infer.InferPart, None]:
         """Ask one of the samplers; closing the generator cancels the work."""
         return self.trainers.answer(broker, self.job, query)
 
@@ -248,7 +216,7 @@ class ServedModels:
         """The jobs that serve."""
         self._trainers = trainers
 
-    async def find(self, broker: Broker, name: str) -> ServedModel:
+    async def find(self, broker: Broker, name: str) -> Serving | SampledPath:
         """Return what answers under a name; raises NotFoundError, NobodyAnswersError."""
         if is_path(name):
             for serving in await self.serving.list(broker):
@@ -260,7 +228,7 @@ class ServedModels:
     async def _sampled(self, broker: Broker, path: str) -> SampledPath:
         name = await self._trainers.source(broker, path)
         if name.kind == "external_weights":
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{path} was saved to be downloaded, and is not sampled from",
                 hint="save the model with save_weights_for_sampler, and name that path",
             )
@@ -269,7 +237,7 @@ class ServedModels:
 
 
 T = TypeVar("T")
-Query: TypeAlias = ChatRequest | CompletionRequest
+Query: TypeAlias = infer.ChatRequest | infer.CompletionRequest
 
 _STATEFUL = "x-tinkermq-stateful"
 _LARGE = 64 << 10
@@ -279,7 +247,7 @@ _GONE_S = 0.5
 _CLIENT_CLOSED = 499
 _MAX_SEED = 1 << 63
 _SHOWN = 100
-_SAMPLED = frozenset(Decoding.model_fields)
+_SAMPLED = frozenset(infer.Decoding.model_fields)
 """What of sampling a server takes."""
 _NAMES = {
     ("", "num_choices"): "n",
@@ -344,7 +312,7 @@ def read_query(raw: bytes, api: answers.ModelApi) -> tuple[ModelRequest, Query]:
     """Read a body; return it and what a server is asked. RequestError names what is refused."""
     try:
         value: Any = read_json(raw)
-    except MessageError as error:
+    except errors.MessageError as error:
         raise RequestError(f"the body is not valid JSON: {error.message}") from error
     if isinstance(value, dict) and cast("dict[str, Any]", value).get("stateful") is not None:
         _refuse_stateful("the parameter 'stateful'", "stateful")
@@ -391,7 +359,7 @@ def _check(model_request: ModelRequest) -> None:
 
 def _query(model_request: ModelRequest) -> Query:
     """Return what a server is asked; ValidationError for a value that is out of bounds."""
-    decoding = Decoding(
+    decoding = infer.Decoding(
         max_tokens=model_request.max_tokens,
         stop=list(model_request.stop),
         num_choices=model_request.num_choices,
@@ -407,13 +375,13 @@ def _query(model_request: ModelRequest) -> Query:
         "token_ids": model_request.return_token_ids,
     }
     if model_request.prompts:
-        return CompletionRequest(
+        return infer.CompletionRequest(
             prompts=list(model_request.prompts),
             prompt_logprobs=model_request.prompt_logprobs,
             add_special_tokens=model_request.add_special_tokens,
             **common,
         )
-    return ChatRequest(
+    return infer.ChatRequest(
         messages=model_request.template_messages(), tools=model_request.template_tools(), **common
     )
 
@@ -447,12 +415,12 @@ class ServedAnswer:
         self._prompt_ids: list[list[int]] = []
         self._vocabulary = ""
 
-    def start(self, first: InferPart) -> Iterator[str]:
+    def start(self, first: infer.InferPart) -> Iterator[str]:
         """Yield the first events, for which the first part has the counts."""
         self._usage = answers.Usage(first.prompt_tokens, 0)
         yield from self._begun(first).start(self._usage)
 
-    def push(self, part: InferPart) -> Iterator[str]:
+    def push(self, part: infer.InferPart) -> Iterator[str]:
         """Take a part; yield what is new as events."""
         answer = self._begun(part)
         self._vocabulary = part.vocabulary or self._vocabulary
@@ -476,11 +444,11 @@ class ServedAnswer:
         """Return the answer as one object."""
         return {**self._ended().whole(self._usage), **self._extra()}
 
-    def fail(self, error: TinkermqError) -> str:
+    def fail(self, error: errors.TinkermqError) -> str:
         """Return the event that ends a stream which cannot go on."""
-        return self._begun(InferPart()).fail(self._api.error(error, error.status))
+        return self._begun(infer.InferPart()).fail(self._api.error(error, error.status))
 
-    def _begun(self, part: InferPart) -> answers.Answer:
+    def _begun(self, part: infer.InferPart) -> answers.Answer:
         """Return what writes the answer, begun with the first part."""
         if self._answer is None:
             head = answers.AnswerHead(
@@ -498,15 +466,15 @@ class ServedAnswer:
                 self._answer.prompt_ids = self._prompt_ids
         return self._answer
 
-    def _reader(self, part: InferPart, number: int) -> ReplyReader | None:
+    def _reader(self, part: infer.InferPart, number: int) -> ReplyReader | None:
         """Return what reads a choice of a chat."""
-        if not isinstance(self._query, ChatRequest):
+        if not isinstance(self._query, infer.ChatRequest):
             return None
         keeps = self._api is CHAT and not (part.is_thinking and self._asked.format is not None)
         name = call_name(self._query.request, number)
         return ReplyReader(name, calls=bool(self._query.tools), keeps_reasoning=keeps)
 
-    def _pieces(self, delta: Delta) -> list[Piece]:
+    def _pieces(self, delta: infer.Delta) -> list[Piece]:
         """Return what a choice has gained; where it ends, what was held back as well."""
         reader = self._readers[delta.choice]
         if reader is None:
@@ -524,7 +492,7 @@ class ServedAnswer:
                 self._full.add(choice)
             yield piece
 
-    def _tokens(self, delta: Delta) -> answers.NewTokens | None:
+    def _tokens(self, delta: infer.Delta) -> answers.NewTokens | None:
         """Return the new tokens of a choice, as far as they were asked for."""
         wants_ids, wants_logprobs = self._asked.return_token_ids, self._query.logprobs
         if not delta.token_ids or not (wants_ids or wants_logprobs):
@@ -536,7 +504,7 @@ class ServedAnswer:
 
     def _ended(self) -> answers.Answer:
         """Return what writes the answer, once every choice has ended."""
-        answer = self._begun(InferPart())
+        answer = self._begun(infer.InferPart())
         for number in sorted(self._open):
             for _ in answer.finish("stop", number):
                 pass
@@ -553,7 +521,7 @@ class ServedAnswer:
         return {"tinkermq": {"prompt_token_ids": prompt, "answers": [{"token_ids": self._ids}]}}
 
 
-def _logprobs(delta: Delta) -> list[answers.TokenLogprob]:
+def _logprobs(delta: infer.Delta) -> list[answers.TokenLogprob]:
     """Return the log-probs of new tokens, each with the likeliest in its place."""
     rows: list[tuple[answers.TokenLogprob, ...]] = [() for _ in delta.tokens]
     if delta.top_tokens:
@@ -569,7 +537,9 @@ def _logprobs(delta: Delta) -> list[answers.TokenLogprob]:
     return [answers.TokenLogprob(*token) for token in tokens]
 
 
-async def _whole(parts: AsyncGenerator[InferPart, None], reading: ServedAnswer) -> dict[str, Any]:
+async def _whole(
+    parts: AsyncGenerator[infer.InferPart, None], reading: ServedAnswer
+) -> dict[str, Any]:
     async with aclosing(parts):
         async for part in parts:
             _exhaust(reading.push(part))
@@ -577,7 +547,7 @@ async def _whole(parts: AsyncGenerator[InferPart, None], reading: ServedAnswer) 
 
 
 async def _stream(
-    first: InferPart, parts: AsyncGenerator[InferPart, None], reading: ServedAnswer
+    first: infer.InferPart, parts: AsyncGenerator[infer.InferPart, None], reading: ServedAnswer
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of an answer; the server stops when the reader goes away."""
     async with aclosing(parts):
@@ -587,7 +557,7 @@ async def _stream(
             async for part in parts:
                 for text in reading.push(part):
                     yield _encoded(text)
-        except TinkermqError as error:
+        except errors.TinkermqError as error:
             yield _encoded(reading.fail(error))
             return
         for text in reading.end():
@@ -626,7 +596,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
         task.cancel()
 
 
-async def _first_of(parts: AsyncGenerator[InferPart, None]) -> InferPart:
+async def _first_of(parts: AsyncGenerator[infer.InferPart, None]) -> infer.InferPart:
     """Return the first part, so that what is refused at once gets a status of its own."""
     try:
         return await anext(parts)
@@ -720,7 +690,7 @@ def guarded(
     async def answer(request: Request) -> Response:
         try:
             return await endpoint(request)
-        except TinkermqError as error:
+        except errors.TinkermqError as error:
             headers = answers.retry_headers(error, error.status)
             return JSONResponse(worded(error, error.status, api), error.status, headers=headers)
         except HTTPException as error:
@@ -736,7 +706,7 @@ def api_of(path: str) -> answers.ModelApi:
     return {"/v1/messages": MESSAGES, "/v1/responses": RESPONSES}.get(path, CHAT)
 
 
-def worded(error: TinkermqError, status: int, api: answers.ModelApi) -> dict[str, Any]:
+def worded(error: errors.TinkermqError, status: int, api: answers.ModelApi) -> dict[str, Any]:
     """Return an error as the API words it; what is not there is a model that is not served."""
     value = api.error(error, status)
     if status == 404 and "code" in value["error"]:

@@ -20,7 +20,6 @@ from ...schemas.config.load_config import (
     apply_override,
     parse_config,
     parse_yaml,
-    write_yaml,
 )
 from ...schemas.config.sections import MAX_NOTES, MAX_TAGS, Label
 from ...schemas.job import FINAL_STATES, JobRecord, Priority
@@ -269,11 +268,6 @@ def _read_config(body: SubmitBody) -> tuple[dict[str, Any], dict[str, Any]]:
         if override.strip():
             apply_override(config, override.strip())
     return config, parse_config(config).model_dump(mode="json")
-
-
-def to_yaml(config: Mapping[str, Any]) -> str:
-    """Return a configuration as YAML text."""
-    return write_yaml(config)
 
 
 def effective(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...broker.client.connection import connect
 from ...broker.client.keys import EPISODE_KEY, EpisodeIdentity, read_episode_key
 from ...broker.client.login import of_program
+from ...broker.fair_queue import end_tasks
 from ...envs.agents.proxy.calls import bare_key
 from ...envs.agents.proxy.exchange import BodyRoom, ClientGone, HttpExchange, KeyRefused
 from ...envs.agents.proxy.model_calls import MAX_BODY_BYTES
@@ -46,11 +47,10 @@ _SWEEP_S = 5.0
 class ProgramEpisodes:
     """Finds the episode of a key."""
 
-    def __init__(self, url: str, *, with_keys: bool, idle_s: float = IDLE_S) -> None:
+    def __init__(self, url: str, *, with_keys: bool) -> None:
         """Speak to the broker at `url`, which asks for keys or does not; nothing is opened yet."""
         self._url = url
         self._with_keys = with_keys
-        self._idle_s = idle_s
         self._episodes: dict[str, RemoteEpisode] = {}
         self._opening: dict[str, asyncio.Task[RemoteEpisode]] = {}
         self._refused: TTLCache[bytes, KeyRefused, float] = TTLCache(
@@ -100,18 +100,14 @@ class ProgramEpisodes:
             await asyncio.sleep(_SWEEP_S)
             now = time.monotonic()
             for key, one in list(self._episodes.items()):
-                idle_s = _OVER_IDLE_S if one.over else self._idle_s
+                idle_s = _OVER_IDLE_S if one.over else IDLE_S
                 is_idle = not one.num_requests and now - one.used > idle_s
                 if is_idle or one.broker.closed.is_set():
                     await self._drop(key)
 
     async def close(self) -> None:
         """Close all of them."""
-        opening = list(self._opening.values())
-        for task in opening:
-            task.cancel()
-        if opening:
-            await asyncio.wait(opening)
+        await end_tasks(self._opening.values())
         await asyncio.gather(*(self._drop(key) for key in list(self._episodes)))
 
     async def _open(self, key: str) -> RemoteEpisode:

@@ -41,17 +41,9 @@ from ...schemas.metric import Presence
 from ...schemas.wire import errors
 from ...schemas.wire.subjects import SERVICES
 from ..runtime import settle_memory
-from . import openai, rest, user_episodes
+from . import limits, openai, rest, user_episodes
 from .data.jobs import Query, select
 from .guard import LOOPBACK, Guard
-from .limits import (
-    MAX_CONNECTIONS,
-    MAX_OF_HOLDER,
-    NUM_RESERVED,
-    Counters,
-    gateway_connections,
-    pool_text,
-)
 from .operations import Scheduler
 from .pages import routes as pages
 from .pages.render import STATIC, VERSION, compile_templates, make_templates
@@ -75,7 +67,7 @@ def make_app(sessions: Sessions, *, local_only: bool, secure: bool = False) -> S
 
     `local_only`: answer only under names of this machine. `secure`: cookies are for TLS only.
     """
-    counters = Counters()
+    counters = limits.Counters()
     programs = ProgramEpisodes(sessions.url, with_keys=sessions.with_keys)
     gateway = Gateway(sessions, make_templates(), programs, counters, secure=secure)
     handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
@@ -185,7 +177,7 @@ async def _pool_text(gateway: Gateway, visitor: Visitor) -> bytes:
         for place in places:
             actors += await list_presences(visitor.broker, place)
     counts = select(records, Query(limit=0)).counts
-    return pool_text(counts, rows, nodes, [(entry.key, entry.value) for entry in actors])
+    return limits.pool_text(counts, rows, nodes, [(entry.key, entry.value) for entry in actors])
 
 
 def _wants_json(request: Request) -> bool:
@@ -240,7 +232,7 @@ async def _crash(request: Request, error: Exception) -> Response:
 
 DRAIN_S = 5
 _RETRY_S = 0.5
-_OPEN_FILES = 4 * MAX_CONNECTIONS
+_OPEN_FILES = 4 * limits.MAX_CONNECTIONS
 """Files: one for each connection, and those towards the broker."""
 
 
@@ -282,9 +274,12 @@ async def run(options: Options) -> None:
     secure = options.certificate is not None or options.behind_tls
     app = make_app(sessions, local_only=not with_keys, secure=secure)
     gateway: Gateway = app.state.gateway
-    of_address = MAX_CONNECTIONS if options.behind_tls else MAX_OF_HOLDER  # the proxy's is one
-    bounds = ConnectionBounds(MAX_CONNECTIONS, of_address, MAX_OF_HOLDER, NUM_RESERVED)
-    connections = gateway_connections(bounds)
+    # the proxy's is one
+    of_address = limits.MAX_CONNECTIONS if options.behind_tls else limits.MAX_OF_HOLDER
+    bounds = ConnectionBounds(
+        limits.MAX_CONNECTIONS, of_address, limits.MAX_OF_HOLDER, limits.NUM_RESERVED
+    )
+    connections = limits.gateway_connections(bounds)
     with _listen(options.host, options.port) as listener:
         server = _Server(
             uvicorn.Config(

@@ -82,21 +82,11 @@ class _Session:
 class Sessions:
     """The log-ins of this gateway and their connections."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        with_keys: bool,
-        max_visitors: int = MAX_VISITORS,
-        idle_s: float = IDLE_S,
-        session_s: float = SESSION_S,
-    ) -> None:
+    def __init__(self, url: str, *, with_keys: bool, max_visitors: int = MAX_VISITORS) -> None:
         """Speak to the broker at `url`; nothing is opened yet."""
         self.url = url
         self.with_keys = with_keys
         self._max_visitors = max_visitors
-        self._idle_s = idle_s
-        self._session_s = session_s
         self._sessions: dict[str, _Session] = {}
         self._visitors: dict[str, Visitor] = {}
         self._opening: dict[str, asyncio.Task[Visitor]] = {}
@@ -125,7 +115,7 @@ class Sessions:
         if len(self._sessions) >= MAX_SESSIONS:
             raise errors.BusyError("too many people are logged in", hint="try again later")
         session = secrets.token_urlsafe(32)
-        self._sessions[session] = _Session(user, key, now + self._session_s)
+        self._sessions[session] = _Session(user, key, now + SESSION_S)
         return session
 
     async def log_out(self, session: str) -> None:
@@ -184,7 +174,7 @@ class Sessions:
         """Close unused connections, for ever."""
         while True:
             await asyncio.sleep(_SWEEP_S)
-            before = time.monotonic() - self._idle_s
+            before = time.monotonic() - IDLE_S
             for key, visitor in list(self._visitors.items()):
                 idle = not visitor.share.num_running and visitor.used < before
                 if idle or visitor.broker.closed.is_set():

@@ -8,14 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ...schemas.control import (
-    MAX_TRACED_STEPS,
-    ControlRequest,
-    PublishTasksReply,
-    PublishTasksRequest,
-    ReserveReply,
-    ReserveRequest,
-)
+from ...schemas import control
 from ...schemas.wire.errors import StorageError
 from ..runtime import JobContext
 from .intake import Intake
@@ -89,7 +82,7 @@ class TorchTracer:
             self._folder.mkdir(parents=True, exist_ok=True)
             trace.export_chrome_trace(str(hidden))
             hidden.replace(file)
-            for old in sorted(self._folder.glob("step_*.json"))[:-MAX_TRACED_STEPS]:
+            for old in sorted(self._folder.glob("step_*.json"))[: -control.MAX_TRACED_STEPS]:
                 old.unlink()
         except (OSError, RuntimeError):
             return
@@ -129,10 +122,10 @@ class LearnerControl:
         await context.serve_control(self._control)
         subject = context.scope.control(context.name)
         await context.service.endpoint(
-            "reserve", f"{subject}.reserve", ReserveRequest, self._reserve
+            "reserve", f"{subject}.reserve", control.ReserveRequest, self._reserve
         )
         await context.service.endpoint(
-            "tasks", f"{subject}.tasks", PublishTasksRequest, self._tasks
+            "tasks", f"{subject}.tasks", control.PublishTasksRequest, self._tasks
         )
 
     @property
@@ -147,7 +140,7 @@ class LearnerControl:
             if not future.done():
                 future.set_result(folder)
 
-    async def _control(self, request: ControlRequest) -> dict[str, Any]:
+    async def _control(self, request: control.ControlRequest) -> dict[str, Any]:
         context = self._context
         if request.verb == "stop":
             context.stop_asked = True
@@ -169,9 +162,9 @@ class LearnerControl:
         self._wake()
         return {"paused": self.paused}
 
-    async def _reserve(self, request: ReserveRequest) -> ReserveReply:
+    async def _reserve(self, request: control.ReserveRequest) -> control.ReserveReply:
         await self._issuer.check_owner()
-        return ReserveReply(
+        return control.ReserveReply(
             tasks=self._issuer.reserve(request, self._version()),
             group_size=self._context.config.rollout.group_size,
             version=self._version(),
@@ -179,9 +172,9 @@ class LearnerControl:
             max_tokens=self._context.config.rollout.max_tokens,
         )
 
-    async def _tasks(self, request: PublishTasksRequest) -> PublishTasksReply:
+    async def _tasks(self, request: control.PublishTasksRequest) -> control.PublishTasksReply:
         queued = await self._issuer.publish_for_client(request, self._version())
-        return PublishTasksReply(queued=queued)
+        return control.PublishTasksReply(queued=queued)
 
     def _wake(self) -> None:
         self.changed.set()

@@ -127,7 +127,7 @@ class Evaluations:
     async def follow(self) -> None:
         """Issue the tasks of what is asked for, and report results as they come, for ever."""
         forget = self._broker.on_reconnect(self._changed.set)
-        async with self._changes() as changes:
+        async with KeyChanges(self._broker, BUCKET_EVALS, self._scope.key) as changes:
             listening = await self._broker.listen(self._scope.validated, self._hear)
             try:
                 async with asyncio.TaskGroup() as group:
@@ -260,9 +260,6 @@ class Evaluations:
         )
         who = "the evaluator" if self._config.has_evaluator else "generators"
         return f"{who} to validate {left}"
-
-    def _changes(self) -> KeyChanges:
-        return KeyChanges(self._broker, BUCKET_EVALS, self._scope.key)
 
     async def _report(self, entry: Entry[EvalRecord]) -> None:
         """Publish a result, then mark it: after a crash in between it is published again."""

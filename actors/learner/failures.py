@@ -13,14 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from ...schemas.task import Blame, Dropped, DropReason
-from ...schemas.wire.errors import (
-    ConfigError,
-    DataError,
-    GameError,
-    RewardError,
-    TinkermqError,
-    of_boundary,
-)
+from ...schemas.wire import errors
 
 LEAST_IN_A_ROW = 32
 LEAST_UNTRAINABLE = 256
@@ -30,45 +23,45 @@ _HICCUP = 32
 """After a step so many groups in a row that cannot be trained are nothing special."""
 _NOT_COUNTED: frozenset[DropReason] = frozenset({"failed", "duplicate"})
 """Failed tasks are counted by `Failures`; of a duplicate the first was trained or counted."""
-_WHY: dict[DropReason, tuple[str, type[TinkermqError], str]] = {
+_WHY: dict[DropReason, tuple[str, type[errors.TinkermqError], str]] = {
     "equal_rewards": (
         "all returns of each group were equal (algorithm.filter_equal_rewards)",
-        RewardError,
+        errors.RewardError,
         "read some of them (`tinkermq rollouts RUN`): the tasks are too hard or too easy for the "
         "model, or the reward is constant; change data, prompt, reward or "
         "rollout.temperature, or raise rollout.group_size",
     ),
     "filtered": (
         "algorithm.own_filter left them out",
-        ConfigError,
+        errors.ConfigError,
         "see what the filter looks at, or leave it out",
     ),
     "stale": (
         "their tokens are older than training.max_staleness allows",
-        ConfigError,
+        errors.ConfigError,
         "raise training.max_staleness, or set training.staleness_policy to train",
     ),
     "malformed": (
         "they are malformed (event `groups_dropped` says why)",
-        DataError,
+        errors.DataError,
         "see whether generators, model and configuration belong together",
     ),
 }
 
 
-def deserted(idle_s: float, *, external: bool = False) -> TinkermqError:
+def deserted(idle_s: float, *, external: bool = False) -> errors.TinkermqError:
     """Return the error of a job of which nothing was heard for too long.
 
     `external`: its tasks or trajectories come from outside.
     """
     if external:
-        return DataError(
+        return errors.DataError(
             f"nobody published a task or a group for {idle_s:g} s (limits.idle_s), and the run "
             "needs more of them for its last steps",
             hint="groups that could not be trained (event `groups_dropped`) have to be replaced: "
             "resume the run and publish more; it goes on from its last checkpoint",
         )
-    return GameError(
+    return errors.GameError(
         f"no task was finished for {idle_s:g} s (limits.idle_s): the environments may have gone",
         hint="bring them back and resume the run; it goes on from its last checkpoint",
     )
@@ -97,7 +90,7 @@ class Failures:
         """Take notice that the job is not idle, or not to blame for it."""
         self._heard = self._clock()
 
-    def idle(self) -> TinkermqError | None:
+    def idle(self) -> errors.TinkermqError | None:
         """Return the error of a job of which nothing was heard for too long, or None."""
         late = self._clock() - self._heard >= self._idle_s
         return deserted(self._idle_s, external=self._external) if late else None
@@ -114,7 +107,7 @@ class Failures:
         elif blame.code != RESERVATION_EXPIRED:
             self._num_in_a_row += 1
         if blame is not None and self._num_in_a_row >= self._limit:
-            raise of_boundary(blame.boundary)(
+            raise errors.of_boundary(blame.boundary)(
                 f"{self._num_in_a_row} tasks in a row failed, the last one: {blame.message}",
                 hint=blame.hint,
             )
@@ -176,7 +169,7 @@ class Untrainable:
         ends = f"; after {self._limit} the run ends" if self._limit else ""
         return f"{self._summary()}{ends} (limits.untrainable_groups)\n{self._main[2]}"
 
-    def error(self) -> TinkermqError | None:
+    def error(self) -> errors.TinkermqError | None:
         """Return the error of a job that has had too many of them, or None."""
         if not self._limit or self.num_in_a_row < self._limit:
             return None
@@ -188,7 +181,7 @@ class Untrainable:
         )
 
     @property
-    def _main(self) -> tuple[str, type[TinkermqError], str]:
+    def _main(self) -> tuple[str, type[errors.TinkermqError], str]:
         return _WHY[self._counts.most_common(1)[0][0]]
 
     def _summary(self) -> str:

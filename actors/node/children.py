@@ -25,16 +25,8 @@ from ...broker.service_process import die_with
 from ...schemas.node import WantedActor
 from ...schemas.wire.errors import ConfigError, StorageError
 from ..storage.access import below_roots
+from . import sandbox
 from .fork_server import PACKET_BYTES, ForkRequest
-from .sandbox import (
-    ENVIRONMENT,
-    PathRefused,
-    SandboxStarter,
-    StartRefused,
-    actor_argv,
-    actor_module,
-    check_programs,
-)
 
 IDLE_S = 300.0
 _START_DEADLINE_S = 120.0
@@ -112,7 +104,7 @@ class ActorStarter:
         functions of their job's owner.
         """
         self._server = ForkServer()
-        self._sandboxes = SandboxStarter() if sandbox_games else None
+        self._sandboxes = sandbox.SandboxStarter() if sandbox_games else None
 
     async def start(
         self,
@@ -133,12 +125,16 @@ class ActorStarter:
                 await asyncio.to_thread(_refuse_led_away, Path(wanted.run_dir))
         except (ConfigError, StorageError) as error:
             may_pass = isinstance(error, StorageError) and error.is_full
-            raise (OSError(str(error)) if may_pass else StartRefused.of(error)) from error
+            raise (OSError(str(error)) if may_pass else sandbox.StartRefused.of(error)) from error
         if sys.platform == "linux" and wanted.role in _FORKED_ROLES and not is_sandboxed:
             with contextlib.suppress(CannotFork):
                 return await self._server.fork(wanted, environment, output)
         command = list(
-            program or [sys.executable, "-P", "-m", actor_module(wanted), *actor_argv(wanted)]
+            program
+            or [
+                *(sys.executable, "-P", "-m", sandbox.actor_module(wanted)),
+                *sandbox.actor_argv(wanted),
+            ]
         )
         if is_sandboxed and self._sandboxes is not None:
             return await self._sandboxes.start(command, wanted, environment, output)
@@ -146,9 +142,9 @@ class ActorStarter:
             if wanted.programs is None:
                 return await self._sandboxes.start(command, wanted, environment, output)
             try:
-                await asyncio.to_thread(check_programs, wanted)  # disks may be slow
-            except PathRefused as error:
-                raise StartRefused.of(error) from error
+                await asyncio.to_thread(sandbox.check_programs, wanted)  # disks may be slow
+            except sandbox.PathRefused as error:
+                raise sandbox.StartRefused.of(error) from error
         return await spawn(command, environment, output)
 
     async def close(self) -> None:
@@ -221,8 +217,8 @@ class ForkServer:
             self._idle.cancel()
         request = ForkRequest(
             next(self._numbers),
-            f"{actor_module(wanted)}.__main__",
-            actor_argv(wanted),
+            f"{sandbox.actor_module(wanted)}.__main__",
+            sandbox.actor_argv(wanted),
             dict(environment),
         )
         future = self._asked[request.number] = loop.create_future()
@@ -261,7 +257,7 @@ class ForkServer:
                 "tinkermq.actors.node.fork_server",
                 str(theirs.fileno()),
                 stdin=asyncio.subprocess.DEVNULL,
-                env={**os.environ, **ENVIRONMENT, **WITHOUT_THREADS},
+                env={**os.environ, **sandbox.ENVIRONMENT, **WITHOUT_THREADS},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 preexec_fn=die_with(os.getpid()),

@@ -24,6 +24,7 @@ import structlog
 from ...broker.client.faults import server_urls, shown_url
 from ...broker.client.keys import read_job_key
 from ...broker.client.login import KEY_VARIABLE, tls_options
+from ...broker.fair_queue import end_tasks
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import AuthError, TinkermqError
 
@@ -95,10 +96,7 @@ class Forwarder:
                 await self._task
         for server in self._servers:
             server.close()
-        for item in tuple(self._open):
-            item.cancel()
-        if self._open:
-            await asyncio.wait(self._open)
+        await end_tasks(self._open)
 
     async def _serve(self, listening: Sequence[socket.socket]) -> None:
         for way, one in zip(self.ways, listening, strict=True):

@@ -230,9 +230,8 @@ class _CheckOutput:
 class _ModelInspection:
     """Looks into models of jobs that may be submitted, one at a time."""
 
-    def __init__(self, deadline_s: float = _INSPECT_S) -> None:
+    def __init__(self) -> None:
         """Look into nothing yet."""
-        self._deadline_s = deadline_s
         self._is_busy = False
 
     async def answer(self, question: InspectQuestion) -> PlayAnswer:
@@ -258,11 +257,11 @@ class _ModelInspection:
         parameters: dict[str, Any] = {"config": question.config, "conversations": [], "gold": False}
         parameters["job"] = True
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(_INSPECT_S):
                 said, errors = await process.communicate(pack(parameters))
         except TimeoutError:
             return PlayAnswer(
-                trouble=f"its model was not looked into within {self._deadline_s:.0f} s",
+                trouble=f"its model was not looked into within {_INSPECT_S:.0f} s",
                 hint="see whether its folder lies on a disk that answers",
             )
         finally:
@@ -484,7 +483,7 @@ class Node:
                 hint="let it wait for its lease",
             )
         self._epoch = request.epoch
-        wanted = {_key(actor): actor for actor in request.actors}
+        wanted = {(actor.user, actor.job, actor.name): actor for actor in request.actors}
         for key in set(self._actors) - set(wanted):
             self._remove(key, kill=f"{key[0]}.{key[1]}" in request.kill)
         if not self._draining:
@@ -672,10 +671,6 @@ def _refuse_to_start(why: str) -> StartChild:
         raise StartRefused(why)
 
     return refuse
-
-
-def _key(wanted: WantedActor) -> ActorKey:
-    return (wanted.user, wanted.job, wanted.name)
 
 
 def _reported(actor: ActorProcess) -> ActorStatus:

@@ -33,15 +33,8 @@ from ...schemas.config.job import JobConfig, ModelConfig
 from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import DataError, ModelError
 from ...schemas.wire.images import encoded_image, image_parts, images_of, replace_images
+from . import model_folder
 from .call_form import CallForm, find_call_form
-from .model_folder import (
-    check_tokenizer,
-    load_model_config,
-    load_stop_token_ids,
-    load_tokenizer,
-    sees_images,
-    vocabulary_digest,
-)
 from .token_text import SpecialText, TokenBytes, special_tokens
 from .vision import check_seen, with_room
 
@@ -414,7 +407,7 @@ class ChatTokenizer:
 
     def vocabulary(self) -> str:
         """Return a digest of all tokens and their ids: equal for equal tokenizers."""
-        return vocabulary_digest(self._tokenizer)
+        return model_folder.vocabulary_digest(self._tokenizer)
 
     def check_template(self, *, multi_turn: bool = True) -> None:
         """Prove that template and tokenizer only append; raise ModelError saying where they do not.
@@ -723,15 +716,15 @@ def open_chat(model: ModelConfig, *, must_chat: bool = True) -> ChatTokenizer:
     Raises ModelError for a tokenizer that is missing or does not match the model.
     """
     trust = model.trust_remote_code
-    config = load_model_config(model.path, trust_remote_code=trust)
-    tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=trust)
-    check_tokenizer(tokenizer, config, model.path)
+    config = model_folder.load_model_config(model.path, trust_remote_code=trust)
+    tokenizer = model_folder.load_tokenizer(model.tokenizer or model.path, trust_remote_code=trust)
+    model_folder.check_tokenizer(tokenizer, config, model.path)
     reader = None
-    if sees_images(config):
+    if model_folder.sees_images(config):
         from .vision import load_image_reader  # needs torch, which text alone does not
 
         reader = load_image_reader(model.path, trust_remote_code=trust)
-    stops, kwargs = load_stop_token_ids(model.path), model.template_kwargs
+    stops, kwargs = model_folder.load_stop_token_ids(model.path), model.template_kwargs
     return ChatTokenizer(tokenizer, kwargs, stops, reader, must_chat=must_chat)
 
 

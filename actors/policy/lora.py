@@ -407,7 +407,7 @@ def _refuse_fused(model: "PreTrainedModel", config: LoraConfig) -> None:
         name
         for name, module in modules
         if isinstance(module, ParamWrapper)
-        or (isinstance(module, LoraLayer) and _is_router(module.base_layer))
+        or (isinstance(module, LoraLayer) and type(module.base_layer).__name__.endswith("Router"))
     ]
     if fused:
         raise ModelError(
@@ -415,11 +415,6 @@ def _refuse_fused(model: "PreTrainedModel", config: LoraConfig) -> None:
             "of experts and routers are not trained here",
             hint="name layers of the attention: lora.targets=[q_proj, k_proj, v_proj, o_proj]",
         )
-
-
-def _is_router(layer: "nn.Module") -> bool:
-    """Whether a linear layer is a router by its class: it answers more than a product."""
-    return type(layer).__name__.endswith("Router")
 
 
 def _matched(model: "nn.Module", folder: str | Path) -> "list[tuple[Tensor, Tensor]]":

@@ -116,7 +116,7 @@ class HistoryRenderer:
     ) -> _Cut | None:
         """Find the end of the turn: the first token behind it that ends one, or else the first
         that depends on what follows. None where that is no special token."""
-        mark = _new_mark()
+        mark = f"mark{secrets.token_hex(16)}"
         turn = _marked(reply, mark)
         try:
             alone = self._render([*history, turn], tools, prompt=False)
@@ -139,11 +139,6 @@ class HistoryRenderer:
     def _render(self, messages: Sequence[CanonicalMessage], tools: Tools, *, prompt: bool) -> str:
         template_messages = [message.for_template() for message in messages]
         return self._chat.render(template_messages, prompt=prompt, tools=tools)
-
-
-def _new_mark() -> str:
-    """Return a text that no program can have guessed."""
-    return f"mark{secrets.token_hex(16)}"
 
 
 def _marked(reply: CanonicalMessage, mark: str) -> CanonicalMessage:

@@ -26,16 +26,8 @@ from ...envs.running.episodes import TimedOut
 from ...schemas.config.sections import RolloutConfig
 from ...schemas.rollout import Finish, Teaching, Trajectory
 from ...schemas.task import Blame
+from ...schemas.wire import errors
 from ...schemas.wire.array import IntVector
-from ...schemas.wire.errors import (
-    Boundary,
-    ConfigError,
-    DataError,
-    EngineError,
-    RewardError,
-    SandboxError,
-    TinkermqError,
-)
 from ...schemas.wire.trace import trace_of
 from ..engine.engine import Drawn, Engine, Generation, OnToken, Sampling, nothing
 from ..policy.chat import ChatMessage, ChatTokenizer
@@ -49,10 +41,12 @@ PromptForTeacher: TypeAlias = Callable[
 the game's `info`, and the episode's time (`EpisodePlan.time`)."""
 
 
-class EpisodeFailed(TinkermqError):
+class EpisodeFailed(errors.TinkermqError):
     """An episode that ended without a trajectory; says whom to blame and what it cost."""
 
-    def __init__(self, cause: TinkermqError, boundary: Boundary, tokens_wasted: int) -> None:
+    def __init__(
+        self, cause: errors.TinkermqError, boundary: errors.Boundary, tokens_wasted: int
+    ) -> None:
         super().__init__(cause.message, hint=cause.hint)
         self.cause = cause
         self.blame = Blame(
@@ -66,7 +60,7 @@ class EpisodeFailed(TinkermqError):
         return self.cause.is_mistake
 
 
-class NoTurn(TinkermqError):
+class NoTurn(errors.TinkermqError):
     """The game ended before this role's first turn: there is no conversation to record."""
 
 
@@ -242,7 +236,7 @@ class AgentLoop:
             )
             if rest.finish_reason == "cancelled" or not len(rest.token_ids):
                 await recorder.settle()  # raises the reason if another generator has the episode
-                raise EngineError(f"the engine ended request {request} without a turn")
+                raise errors.EngineError(f"the engine ended request {request} without a turn")
         transcript.end_turn(begun, rest)
         transcript.note_text(self._chat.answer(*transcript.turn(turn)))
 
@@ -369,7 +363,7 @@ class AgentLoop:
             )
 
 
-class PromptTooLong(TinkermqError, ValueError):
+class PromptTooLong(errors.TinkermqError, ValueError):
     """A first prompt over the limit: a mistake in the task, so it is not tried again."""
 
     code = "prompt_too_long"
@@ -378,7 +372,7 @@ class PromptTooLong(TinkermqError, ValueError):
 
 
 @contextmanager
-def blaming(boundary: Boundary, transcript: Transcript | None = None) -> Iterator[None]:
+def blaming(boundary: errors.Boundary, transcript: Transcript | None = None) -> Iterator[None]:
     """Blame a boundary for the errors in here, or the one that an error names, by EpisodeFailed.
 
     `transcript` says what the failure has cost.
@@ -387,9 +381,10 @@ def blaming(boundary: Boundary, transcript: Transcript | None = None) -> Iterato
         yield
     except (Fenced, NoTurn):
         raise
-    except TinkermqError as error:
-        is_image = boundary == "engine" and isinstance(error, DataError)  # one that cannot be read
-        if is_image or isinstance(error, SandboxError | RewardError):
+    except errors.TinkermqError as error:
+        # an image that cannot be read
+        is_image = boundary == "engine" and isinstance(error, errors.DataError)
+        if is_image or isinstance(error, errors.SandboxError | errors.RewardError):
             boundary = error.boundary or boundary
         wasted = 0 if transcript is None else transcript.num_generated
         raise EpisodeFailed(error, boundary, wasted) from error
@@ -399,7 +394,7 @@ def _refuse_table(plan: EpisodePlan) -> NoReturn:
     """There is no first prompt: the role's turn never came, or the episode is no seat at all."""
     if plan.start.seat is not None:
         raise NoTurn(f"the game ended before {plan.start.seat.role!r} had a turn")
-    raise ConfigError(
+    raise errors.ConfigError(
         "the game has several roles, and this command plays games for one",
         hint="train it, or evaluate it with `tinkermq eval`",
     )

@@ -14,6 +14,7 @@ from itertools import count
 from typing import Any, Literal, TypeAlias
 
 from ...broker.client.parts import Tell
+from ...broker.fair_queue import end_tasks
 from ...broker.metering import TimeUse
 from ...broker.partial_rollouts import Fenced
 from ...envs.agents.episode import ContextTooLong, EpisodeLimit, EpisodeOver
@@ -22,17 +23,12 @@ from ...envs.model_apis.request import history_of
 from ...schemas.agent import CallDelivered, CallPart, CallRequest
 from ...schemas.config.job import JobConfig
 from ...schemas.output_format import MAX_PENALTY, MAX_REPETITION
-from ...schemas.wire.errors import (
-    BusyError,
-    ConfigError,
-    EngineError,
-    NotFoundError,
-    root_cause,
-)
+from ...schemas.wire import errors
 from ..engine.engine import Drawn, Engine, Sampling, nothing
 from ..policy.chat import ChatTokenizer
 from ..policy.grammar import OtherCallForm, OutputGrammars, TokenGrammar
 from ..policy.template_facts import TemplateFacts, facts_of
+from . import exact_calls
 from .agent_loop import EpisodeSampling
 from .answer import (
     GrowingAnswer,
@@ -42,15 +38,6 @@ from .answer import (
     is_asked_again,
 )
 from .call_tree import CallTree
-from .exact_calls import (
-    CallLog,
-    ExactCalls,
-    LoggedAnswer,
-    PastAnswers,
-    PreparedCall,
-    choices_of_answers,
-    restored,
-)
 
 # -- limits and sampling ---------------------------------------------------------------------------
 
@@ -221,13 +208,13 @@ class KnownAnswers:
         that its successor gives to another one."""
         self._presumed = set[int]()
 
-    def restore(self, answered: Sequence[LoggedAnswer]) -> None:
+    def restore(self, answered: Sequence[exact_calls.LoggedAnswer]) -> None:
         """Take the calls of the tree, which were written down; they count as delivered."""
         for call in self._tree.calls:
             if call.delivered is None:  # or its program's proxy asks for it once more
                 self._presumed.add(call.number)
                 call.delivered = True
-        for numbers in choices_of_answers(answered):
+        for numbers in exact_calls.choices_of_answers(answered):
             first = answered[numbers[0]]
             self.add(first.request, [first.asked], numbers)
 
@@ -281,7 +268,7 @@ class CallAnswers:
         chat: ChatTokenizer,
         config: JobConfig,
         sampling: EpisodeSampling,
-        log: CallLog,
+        log: exact_calls.CallLog,
         time_use: TimeUse,
         facts: TemplateFacts | None = None,
         message_bytes: int | None = None,
@@ -315,17 +302,17 @@ class CallAnswers:
         self._generations = count()
         """Numbers in the engine; a name may be that of two choices, see `KnownAnswers`."""
         self._begin_tree()
-        self._answered = restored(log.segments, self._exact)
+        self._answered = exact_calls.restored(log.segments, self._exact)
         self._known.restore(self._answered)
         for call, answered in zip(self.tree.calls, self._answered, strict=True):
             self._count_sample(answered.prepared)
             self._limits.show(pictures_of(call.given))
 
     def _begin_tree(self) -> None:
-        self._exact = ExactCalls(
+        self._exact = exact_calls.ExactCalls(
             self._chat, keeps_reasoning=self._keeps_reasoning, facts=self._facts
         )
-        self._past = PastAnswers()
+        self._past = exact_calls.PastAnswers()
         self._open: list[GrowingAnswer] = []
         self._known = KnownAnswers(self.tree)
         self._num_drawn: dict[bytes, int] = {}
@@ -372,7 +359,7 @@ class CallAnswers:
         await self._end_open()
         answered, self._answered = self._answered, []
         self._begin_tree()
-        self._past = PastAnswers(answered)
+        self._past = exact_calls.PastAnswers(answered)
 
     async def close(self, why: str) -> None:
         """Answer no more calls, for the reason given; those that are under way end."""
@@ -382,28 +369,24 @@ class CallAnswers:
             self._engine.release(conversation)
 
     async def _end_open(self) -> None:
-        tasks = [answer.task for answer in self._open]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await end_tasks(answer.task for answer in self._open)
 
     def _check_open(self) -> None:
         if self._over:
             raise EpisodeOver(f"the episode is over: {self._over}", hint="end the program")
         if len(self._open) >= MAX_OPEN:
-            raise BusyError(
+            raise errors.BusyError(
                 f"{MAX_OPEN} calls of this episode are under way, the most that there may be",
                 hint="wait for one of them",
             )
 
-    async def _prepare(self, request: CallRequest) -> PreparedCall:
+    async def _prepare(self, request: CallRequest) -> exact_calls.PreparedCall:
         """Render what is new, beside the event loop where that is much."""
         history = history_of(request)
         previous = None
         if request.previous is not None:
             if request.previous >= len(self.tree.calls):
-                raise NotFoundError(
+                raise errors.NotFoundError(
                     f"the episode has no answer {request.previous} that could be continued",
                     hint="send the whole history",
                 )
@@ -423,7 +406,9 @@ class CallAnswers:
             self._limits.show(pictures_of(prepared.attachment.given))
         return prepared
 
-    async def _grammar(self, request: CallRequest, prepared: PreparedCall) -> TokenGrammar | None:
+    async def _grammar(
+        self, request: CallRequest, prepared: exact_calls.PreparedCall
+    ) -> TokenGrammar | None:
         """Return what holds an answer to its form; raises ConfigError for one that cannot be.
 
         None where the template writes calls in another form: as all that has no effect, that is
@@ -431,7 +416,7 @@ class CallAnswers:
         """
         assert request.format is not None
         if prepared.prefill:
-            raise ConfigError(
+            raise errors.ConfigError(
                 "the program begins the answer itself, and demands a form of it",
                 hint="leave the assistant's message at the end out, or the form",
             )
@@ -444,7 +429,7 @@ class CallAnswers:
             return None
 
     def _earlier(
-        self, request: CallRequest, prepared: PreparedCall, digest: bytes
+        self, request: CallRequest, prepared: exact_calls.PreparedCall, digest: bytes
     ) -> GrowingAnswer | None:
         """Return the answer that this request has already; None: it is a new sample."""
         if running := self._running(request, digest):
@@ -476,7 +461,9 @@ class CallAnswers:
             asked = left or (alike if request.is_retry else [])
         return asked[-1] if asked else None
 
-    def _opening(self, request: CallRequest, prepared: Sequence[PreparedCall]) -> CallPart:
+    def _opening(
+        self, request: CallRequest, prepared: Sequence[exact_calls.PreparedCall]
+    ) -> CallPart:
         first = prepared[0]
         parent = first.attachment.parent
         return CallPart(
@@ -494,9 +481,9 @@ class CallAnswers:
     def _begin(
         self,
         request: CallRequest,
-        prepared: PreparedCall,
+        prepared: exact_calls.PreparedCall,
         digest: bytes,
-        known: Sequence[LoggedAnswer] = (),
+        known: Sequence[exact_calls.LoggedAnswer] = (),
         numbers: Sequence[int] = (),
     ) -> GrowingAnswer:
         """Begin an answer: the first choices are `known`, the others are generated.
@@ -553,7 +540,7 @@ class CallAnswers:
             return answer
         return self._started(answer, self._generate_all(answer, samplings, numbers))
 
-    def _count_sample(self, prepared: PreparedCall, num: int = 1) -> tuple[bytes, int]:
+    def _count_sample(self, prepared: exact_calls.PreparedCall, num: int = 1) -> tuple[bytes, int]:
         """Return the digest of a prompt, and how many samples of it were begun before these."""
         prompt = prepared.digest()
         drawn = self._num_drawn.get(prompt, 0)
@@ -597,7 +584,7 @@ class CallAnswers:
                 for choice, sampling in zip(more, samplings, strict=True):
                     group.create_task(self._generate(answer, choice, sampling))
         except BaseExceptionGroup as raised:
-            raise root_cause(raised) from raised
+            raise errors.root_cause(raised) from raised
         finally:
             self.generate_s += time.perf_counter() - started
         calls = [*numbers, *await self._commit(answer.choices[len(numbers) :])]
@@ -634,11 +621,11 @@ class CallAnswers:
                 images=prepared.images,
             )
             if generation.finish_reason == "cancelled" and not choice.stopped:
-                raise EngineError(f"the engine ended request {name} without an answer")
+                raise errors.EngineError(f"the engine ended request {name} without an answer")
         choice.end(generation, answer.digest, answer.askings[0])
         answer.changed()
 
-    def _conversation(self, prepared: PreparedCall) -> str:
+    def _conversation(self, prepared: exact_calls.PreparedCall) -> str:
         """Return under which name the cache of a call is kept: that of its root."""
         parent = prepared.attachment.parent
         name = f"{self._episode}.{(parent.root if parent else prepared).name}"

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import isfinite
-from typing import Any, Literal, Protocol, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,23 +47,7 @@ history is another (`edited`), or it is a root: because the template writes the 
 (`compacted`), with nothing in common (`apart`)."""
 
 
-class PathDigest(Protocol):
-    """A digest that goes on behind what it has seen, as those of hashlib do."""
-
-    def update(self, data: bytes, /) -> None:
-        """Go on behind `data`."""
-        ...
-
-    def copy(self) -> "PathDigest":
-        """Return another one that goes on from here."""
-        ...
-
-    def digest(self) -> bytes:
-        """Return 16 bytes for all that it has seen."""
-        ...
-
-
-def new_path_digest() -> PathDigest:
+def new_path_digest() -> blake2b:
     """Return what digests the ids of a path from its beginning."""
     return blake2b(digest_size=16)
 
@@ -102,7 +86,7 @@ class ModelCall:
     """Digest of all tokens to its last: the same however calls of one episode interleave."""
     num_tokens: int = 0
     """Tokens of its path, its own included."""
-    digesting: PathDigest = field(default_factory=new_path_digest)
+    digesting: blake2b = field(default_factory=new_path_digest)
     """What goes on digesting behind the ids of its path."""
 
     @property
@@ -269,7 +253,7 @@ class CallTree:
         return "apart"
 
 
-def digest_behind(parent: ModelCall | None, given_ids: IntVector) -> PathDigest:
+def digest_behind(parent: ModelCall | None, given_ids: IntVector) -> blake2b:
     """Return what goes on digesting behind the ids of a path and those that are new."""
     digesting = new_path_digest() if parent is None else parent.digesting.copy()
     digesting.update(given_ids.tobytes())
@@ -362,7 +346,7 @@ def rows_of(
     waiting = set(trained)
     rows: list[CallRow] = []
     for leaf in _leaves(trained, main):
-        path = _within(leaf.path, max_tokens)
+        path = [call for call in leaf.path if call.num_tokens <= max_tokens]
         taken = [call for call in path if call in waiting]
         if taken:
             waiting.difference_update(taken)
@@ -384,10 +368,6 @@ def _leaves(trained: Collection[ModelCall], main: ModelCall | None) -> list[Mode
     inner = {call.parent for leaf in trained for call in leaf.path}
     leaves = [call for call in trained if call not in inner]
     return sorted(leaves, key=lambda leaf: (leaf.origin is not main, -leaf.num_tokens, leaf.digest))
-
-
-def _within(path: Sequence[ModelCall], max_tokens: int) -> list[ModelCall]:
-    return [call for call in path if call.num_tokens <= max_tokens]
 
 
 def _kind(leaf: ModelCall, main: ModelCall | None) -> Kind:
@@ -462,10 +442,9 @@ class EpisodeCredit:
     """Finds the places of the rows of one ended episode."""
 
     def __init__(self, tree: CallTree, tree_rows: TreeRows, posted: PostedRewards) -> None:
-        """`found` are the rows of the tree."""
+        """Take what was posted for the episode of a tree, and the rows of the tree."""
         self._tree = tree
         self._main = main_root(tree.calls)
-        self._rows = tree_rows.rows
         self._posted = posted
         self._trained = {number for row in tree_rows.rows for number in row.calls}
         self._nexts = _nexts(
@@ -488,7 +467,7 @@ class EpisodeCredit:
         return CallPlaces(
             numbers=_ints(row.calls),
             nexts=_ints([self._nexts.get(number, -1) for number in row.calls]),
-            depths=_ints([_depth(call) for call in calls]),
+            depths=_ints([len(_before(call)) - 1 for call in calls]),
             observed=_ints([len(call.given_ids) for call in calls]),
             rewards=np.array([self.rewards.get(n, 0.0) for n in row.calls], np.float32),
             branches=_ints([self._branch(call) for call in calls]),
@@ -521,12 +500,9 @@ class EpisodeCredit:
         named = (
             self._posted.names[earlier.number]
             for earlier in _before(call)
-            if self._is_named(earlier)
+            if earlier.number in self._posted.names
         )
         return next(named, self._kind(call))
-
-    def _is_named(self, call: ModelCall) -> bool:
-        return call.number in self._posted.names
 
     def _kind(self, call: ModelCall) -> str:
         if call.origin is self._main:
@@ -553,10 +529,6 @@ def _before(call: ModelCall) -> list[ModelCall]:
         calls.append(at)
         at = at.parent if at.parent is not None else at.follows
     return calls
-
-
-def _depth(call: ModelCall) -> int:
-    return len(_before(call)) - 1
 
 
 def _nexts(tree: CallTree, trained: Collection[int], end: int) -> dict[int, int]:

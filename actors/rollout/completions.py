@@ -22,15 +22,8 @@ from ...schemas.infer import (
     InferPart,
     PromptScore,
 )
+from ...schemas.wire import errors
 from ...schemas.wire.array import IntVector
-from ...schemas.wire.errors import (
-    BusyError,
-    ConfigError,
-    DeadlineError,
-    MessageError,
-    TinkermqError,
-    root_cause,
-)
 from ...schemas.wire.images import images_of
 from ..engine.engine import Drawn, Generation, OnToken, PromptScores, Sampling, tops_of
 from ..policy.chat import ChatTokenizer
@@ -260,10 +253,10 @@ class Answers:
             ids = self._chat.at(time.time()).prompt(request.messages, request.tools)
             thinking = self._chat.opens_thinking(ids)
             return _Prompt(ids, images, opened=self._chat.opened(ids), is_thinking=thinking)
-        except TinkermqError:
+        except errors.TinkermqError:
             raise
         except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
-            raise MessageError(
+            raise errors.MessageError(
                 f"the conversation cannot be read: {type(error).__name__}: {str(error)[:_SHOWN]}",
                 hint="a message has a role and a content: a text, or a list of parts",
             ) from error
@@ -312,12 +305,12 @@ class Answers:
                     if request.stream and draws:
                         await self._stream(choices, changed, head, tell)
             except TimeoutError:
-                raise DeadlineError(
+                raise errors.DeadlineError(
                     f"the answer was not complete after {request.deadline_s:g} s",
                     hint="allow more time, or fewer tokens",
                 ) from None
             except BaseExceptionGroup as group:
-                raise root_cause(group) from group
+                raise errors.root_cause(group) from group
             *told, last = _messages_of(_deltas(choices))
             for deltas in told:
                 await tell(InferPart(model=self._model_name(), deltas=deltas, **head.next_fields()))
@@ -426,7 +419,7 @@ class Answers:
         wanted = room if decoding.max_tokens is None else decoding.max_tokens
         if min(room, wanted) < int(decoding.max_tokens != 0) or wanted > room:
             limit = f" and max_tokens is {decoding.max_tokens}" if decoding.max_tokens else ""
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"the prompt has {prompt_tokens} tokens{limit}: the context of this model holds "
                 f"{self._max_context}",
                 hint="shorten the prompt, lower max_tokens, or serve with a larger max_model_len",
@@ -448,14 +441,14 @@ class Answers:
     @contextlib.contextmanager
     def _room(self, num_choices: int) -> Iterator[None]:
         if num_choices > self._max_open:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{num_choices} answers were asked for by one request, and this server generates "
                 f"or queues {self._max_open} at most",
                 hint="ask for fewer prompts or choices in one request, or serve with more "
                 "generator.max_requests",
             )
         if self._num_open + num_choices > self._max_open:
-            raise BusyError(
+            raise errors.BusyError(
                 f"this server generates or queues {self._num_open} answers, at most "
                 f"{self._max_open} are allowed, and {num_choices} more were asked for",
                 hint="ask again later, or add servers: `tinkermq scale RUN servers=N`",
@@ -472,7 +465,7 @@ def _draws(request: Request) -> bool:
     if request.decoding.max_tokens != 0:
         return True
     if isinstance(request, ChatRequest) or request.prompt_logprobs is None:
-        raise ConfigError(
+        raise errors.ConfigError(
             "max_tokens is 0: nothing would be generated",
             hint="give 1 or more; 0 is for completions with prompt_logprobs",
         )

@@ -29,17 +29,9 @@ from ..engine.engine import Engine
 from ..policy.chat import ChatTokenizer
 from ..policy.grammar import OutputGrammars
 from ..policy.template_facts import facts_of
+from . import call_tree
 from .agent_loop import EpisodePlan, EpisodeSampling, blaming
 from .call_answers import CallAnswers
-from .call_tree import (
-    CallRow,
-    CallTree,
-    EpisodeCredit,
-    ModelCall,
-    PostedRewards,
-    TreeRows,
-    rows_of,
-)
 from .exact_calls import CallLog
 from .recording import EpisodeRecorder, Transcript
 
@@ -59,9 +51,9 @@ def rows_of_episode(
     """Return the rows of an episode, the main one first; its reward stands at the end of that."""
     tree, agent = calls.tree, config.agent
     left_out = _left_out(result.info.get("untrained_calls"))
-    posted = PostedRewards.of(result.info, tree)
-    tree_rows = rows_of(tree, config.rollout.max_tokens, agent.train, left_out)
-    credit = EpisodeCredit(tree, tree_rows, posted)
+    posted = call_tree.PostedRewards.of(result.info, tree)
+    tree_rows = call_tree.rows_of(tree, config.rollout.max_tokens, agent.train, left_out)
+    credit = call_tree.EpisodeCredit(tree, tree_rows, posted)
     info = {
         **result.info,
         "agent": {**_figures(calls, tree_rows), **_branch_figures(posted, credit)},
@@ -89,7 +81,7 @@ def _left_out(named: Any) -> set[int]:
 
 
 def _trajectory(
-    row: CallRow,
+    row: call_tree.CallRow,
     places: CallPlaces,
     plan: EpisodePlan,
     started: Started,
@@ -124,7 +116,7 @@ def _trajectory(
     )
 
 
-def _figures(calls: CallAnswers, tree_rows: TreeRows) -> dict[str, float]:
+def _figures(calls: CallAnswers, tree_rows: call_tree.TreeRows) -> dict[str, float]:
     """Return numbers of an episode, for the metrics."""
     tree = calls.tree
     prompts = sum(call.num_tokens - len(call.generated.token_ids) for call in tree.calls)
@@ -143,7 +135,7 @@ def _figures(calls: CallAnswers, tree_rows: TreeRows) -> dict[str, float]:
     }
 
 
-def _masked(tree: CallTree, tree_rows: TreeRows) -> dict[str, float]:
+def _masked(tree: call_tree.CallTree, tree_rows: call_tree.TreeRows) -> dict[str, float]:
     """Return how much formats took out of the choice of trained tokens, if some were demanded.
 
     Each token counts by the share of the probability that was taken from it.
@@ -154,7 +146,9 @@ def _masked(tree: CallTree, tree_rows: TreeRows) -> dict[str, float]:
     return {"masked_tokens": sum(float(x.masked.sum()) for x in trained if x.masked is not None)}
 
 
-def _branch_figures(posted: PostedRewards, credit: EpisodeCredit) -> dict[str, float]:
+def _branch_figures(
+    posted: call_tree.PostedRewards, credit: call_tree.EpisodeCredit
+) -> dict[str, float]:
     """Return what parts of the episode were rewarded with, where they were."""
     branches, calls = posted.branches, posted.calls
     return {
@@ -164,7 +158,9 @@ def _branch_figures(posted: PostedRewards, credit: EpisodeCredit) -> dict[str, f
     }
 
 
-def _describe_call(call: ModelCall, tree_rows: TreeRows, posted: PostedRewards) -> dict[str, Any]:
+def _describe_call(
+    call: call_tree.ModelCall, tree_rows: call_tree.TreeRows, posted: call_tree.PostedRewards
+) -> dict[str, Any]:
     """Return what people are shown of a call (`envs/agents/call_selection.py` reads it)."""
     rows = [place for place, row in enumerate(tree_rows.rows) if call.number in row.calls]
     return {
@@ -260,7 +256,7 @@ class ProgramLoop:
             engine,
             self._chat if plan.time is None else self._chat.at(plan.time),
             config,
-            self._sampling_of(plan),
+            EpisodeSampling(0.0) if plan.greedy else self._sampling,
             log,
             self._time_use,
             self._facts,
@@ -301,9 +297,6 @@ class ProgramLoop:
                 "programs post rewards of branches, which have no effect: "
                 "algorithm.branch_credit is episode, set own or both",
             )
-
-    def _sampling_of(self, plan: EpisodePlan) -> EpisodeSampling:
-        return EpisodeSampling(0.0) if plan.greedy else self._sampling
 
     def _rows(
         self, plan: EpisodePlan, calls: CallAnswers, started: Started, result: StepResult

@@ -28,13 +28,7 @@ from ...envs.host import HostGone
 from ...envs.host_client import Environments, Start, Started
 from ...schemas.rollout import Finish, Segment, Teaching, Trajectory
 from ...schemas.task import Task
-from ...schemas.wire.errors import (
-    DeadlineError,
-    EngineError,
-    NotFoundError,
-    StateError,
-    TinkermqError,
-)
+from ...schemas.wire import errors
 from ...schemas.wire.images import images_of
 from ...schemas.wire.subjects import JobScope
 from ..engine.engine import Drawn, ExpertRecord, Generation
@@ -195,7 +189,7 @@ class Transcript:
         known = sum(map(len, self.experts))
         computed_from = len(self.token_ids) - 1 - len(experts)
         if computed_from > known:
-            raise EngineError(
+            raise errors.EngineError(
                 f"the engine recorded no experts for the tokens {known} to {computed_from - 1}",
                 hint="set algorithm.router_replay=false, and report this",
             )
@@ -339,12 +333,12 @@ async def find_game(
         started = await environments.rejoin(recorded.host, recorded.episode, start)
         await _check(environments, chat, recorded, started, recorded.episode, last_only=True)
         return GameAt(started, recorded.episode)
-    except (HostGone, NotFoundError, StateError):
+    except (HostGone, errors.NotFoundError, errors.StateError):
         environments.close(recorded.host, recorded.episode)
         started = await environments.reset(episode, start)
         try:
             await _check(environments, chat, recorded, started, episode, last_only=False)
-        except TinkermqError:
+        except errors.TinkermqError:
             environments.close(started.host, episode)
             raise
         return GameAt(started, episode)
@@ -569,5 +563,5 @@ class TaskSegments(TaskRecorder):
         task = self.task.task
         try:
             await purge_segments(self.broker, self.scope, task)
-        except DeadlineError as error:  # they are bounded, and void
+        except errors.DeadlineError as error:  # they are bounded, and void
             _log.warning("segments_left", task=task, reason=error.message)

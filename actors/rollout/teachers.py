@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol, cast
+from typing import Any, TypeAlias, cast
 
 import httpx
 import numpy as np
@@ -24,14 +24,8 @@ import numpy as np
 from ...broker.client.connection import Broker
 from ...broker.client.faults import ConnectionLost
 from ...broker.client.parts import ask_parts
+from ...schemas import infer
 from ...schemas.config.algorithm import AlgorithmConfig, endpoint, served_job
-from ...schemas.infer import (
-    CancelInference,
-    CompletionRequest,
-    Decoding,
-    InferPart,
-    PromptScore,
-)
 from ...schemas.job import TEACHER_KEY
 from ...schemas.rollout import Group, Teaching, Trajectory
 from ...schemas.wire.array import IntVector
@@ -68,21 +62,6 @@ class TeacherAway(TinkermqError):
     code = "teacher_away"
 
 
-class Teacher(Protocol):
-    """Something that scores tokens."""
-
-    async def score(self, ids: IntVector, top_k: int) -> PromptScores:
-        """Return the log-probs of tokens, each behind those before it.
-
-        Raises TeacherAway for what may pass, ConfigError for what does not.
-        """
-        ...
-
-    async def close(self) -> None:
-        """Let go of what is open."""
-        ...
-
-
 class JobTeacher:
     """A job that serves a model, asked through the broker."""
 
@@ -101,21 +80,21 @@ class JobTeacher:
             raise TeacherAway(error.message, hint="see whether it runs: `tinkermq ps`") from error
 
     async def _request_scores(self, ids: IntVector, top_k: int) -> PromptScores:
-        request = CompletionRequest(
+        request = infer.CompletionRequest(
             request=uuid.uuid4().hex,
             prompts=[ids.tolist()],
             prompt_logprobs=top_k,
-            decoding=Decoding(max_tokens=0),
+            decoding=infer.Decoding(max_tokens=0),
             deadline_s=ANSWER_S,
         )
-        scores: list[PromptScore] = []
+        scores: list[infer.PromptScore] = []
         parts = ask_parts(
             self._broker,
             self._scope.infer("complete"),
             request,
-            InferPart,
+            infer.InferPart,
             waiting_for=f"the teacher {self._name}",
-            cancel=(self._scope.infer("cancel"), CancelInference(request=request.request)),
+            cancel=(self._scope.infer("cancel"), infer.CancelInference(request=request.request)),
         )
         async with aclosing(parts):
             async for part in parts:
@@ -212,7 +191,7 @@ def other_tokenizer(name: str) -> ConfigError:
     )
 
 
-def _whole(pieces: list[PromptScore], num: int, name: str) -> PromptScores:
+def _whole(pieces: list[infer.PromptScore], num: int, name: str) -> PromptScores:
     rows = sorted(pieces, key=lambda piece: piece.start)
     if sum(len(piece.logprobs) for piece in rows) != num:
         raise TeacherAway(f"the teacher {name} scored only some of the {num} tokens")
@@ -227,11 +206,7 @@ def _read_rows(
     num = len(ids)
     if len(rows) != num:
         raise other_tokenizer(name)
-    scores = PromptScores(
-        np.full(num, np.nan, np.float32),
-        np.zeros((num, top_k), np.int32),
-        np.full((num, top_k), np.nan, np.float32),
-    )
+    scores = PromptScores.unknown(num, top_k)
     for place in range(1, num):
         row = cast("dict[str, Any]", rows[place])
         own = row.get(str(ids[place]))
@@ -267,6 +242,9 @@ _AT_ONCE = 32
 """Episodes that one generator has scored at the same time."""
 _FIRST_S, _LONGEST_S = 0.5, 20.0
 """Pauses between two tries."""
+
+
+Teacher: TypeAlias = JobTeacher | EndpointTeacher
 
 
 class AskedTeachers:

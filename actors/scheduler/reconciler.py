@@ -25,28 +25,10 @@ from ...schemas.config.sections import BROKER
 from ...schemas.control import ControlReply, ControlRequest
 from ...schemas.job import FINAL_STATES, ActorPlacement, JobRecord
 from ...schemas.node import ActorStatus, NodeStatus, NodeSync, WantedActor
-from ...schemas.wire.errors import (
-    BrokerError,
-    ConfigError,
-    ConflictError,
-    DeadlineError,
-    MessageError,
-    NotFoundError,
-    TinkermqError,
-)
+from ...schemas.wire import errors
 from ...schemas.wire.subjects import JobScope
+from .jobs import states
 from .jobs.removal import Remover
-from .jobs.states import (
-    ACTIVE,
-    Transition,
-    at_rest,
-    main_actor,
-    next_state,
-    unplaced,
-    vital,
-    wanted_actor,
-    with_statuses,
-)
 from .jobs.view import JobsView, Versions, key_of
 from .lease import DecisionTimes, LeaderLease, Timing
 from .machines.keeper import Demand
@@ -127,7 +109,7 @@ class LearnerCommands:
         try:
             await tell_learner(self._broker, record, "hand_over")
             _log.info("learner_told_to_end", job=record.job)
-        except TinkermqError as error:
+        except errors.TinkermqError as error:
             _log.debug("learner_not_ordered", job=record.job, verb="hand_over", error=error.message)
 
     def forget(self, key: str) -> None:
@@ -141,7 +123,7 @@ class LearnerCommands:
         try:
             await tell_learner(self._broker, record, verb)
             self._ordered[key] = (verb, pid)
-        except TinkermqError as error:  # it may not listen yet: again next turn
+        except errors.TinkermqError as error:  # it may not listen yet: again next turn
             _log.debug("learner_not_ordered", job=record.job, verb=verb, error=error.message)
         finally:
             self._telling.discard(key)
@@ -153,17 +135,17 @@ async def tell_learner(
     """Send a control request to the learner of a job."""
     return await call(
         broker,
-        record.scope.control(main_actor(record.actors).name),
+        record.scope.control(states.main_actor(record.actors).name),
         ControlRequest(verb=verb, reason=f"{verb} of the job"),
         ControlReply,
         timeout_s=_CONTROL_TIMEOUT_S,
-        waiting_for=f"the {main_actor(record.actors).role} of {record.name}",
+        waiting_for=f"the {states.main_actor(record.actors).role} of {record.name}",
         idempotent=True,
     )
 
 
 def _verb_for(record: JobRecord, *, is_astray: bool) -> Literal["stop", "pause", "resume"] | None:
-    if record.state in ACTIVE and record.stop == "drain":
+    if record.state in states.ACTIVE and record.stop == "drain":
         return "stop"
     if record.state == "PAUSED":
         return "pause"
@@ -174,7 +156,7 @@ WHO = "scheduler"
 _STARTS_PER_TURN = 32
 _PAUSE_S = 0.01  # what comes at the same time is looked at in one turn
 _IDLE_SHARE = 3.0  # of the time a turn took: so that clients are answered while many jobs wait
-_MEANWHILE = (ConflictError, NotFoundError, MessageError)
+_MEANWHILE = (errors.ConflictError, errors.NotFoundError, errors.MessageError)
 """Somebody has written, removed or damaged the record since it was read: next turn."""
 
 Wanted = Mapping[str, list[WantedActor]]
@@ -276,7 +258,7 @@ class Reconciler:
                 try:
                     if self._lease.is_fresh:
                         await self._turn(group)
-                except TinkermqError as error:
+                except errors.TinkermqError as error:
                     _log.warning("turn_failed", error=error.message, hint=error.hint)
                 took_s = time.monotonic() - started
                 hurry = asyncio.create_task(self._hurry.wait())
@@ -298,7 +280,7 @@ class Reconciler:
                 await self._advance(record, group)
         self._events.publish(self._view.untold(), group)
         self._remover.start_removals(group)
-        active = [item for item in self._view.live.values() if item.state in ACTIVE]
+        active = [item for item in self._view.live.values() if item.state in states.ACTIVE]
         beats = await self._versions.refresh(active)
         if beats is not None:
             for record in active:
@@ -318,9 +300,9 @@ class Reconciler:
         for record in self._view.unread():
             try:
                 self._view.config(record)
-            except ConfigError as error:
+            except errors.ConfigError as error:
                 with contextlib.suppress(*_MEANWHILE):
-                    await self._move(record, Transition("FAILED", str(error)))
+                    await self._move(record, states.Transition("FAILED", str(error)))
 
     async def _place(self) -> None:
         started = time.thread_time()
@@ -382,12 +364,13 @@ class Reconciler:
                 checkpoints=config.storage.url == BROKER,
                 validation=config.validates and record.kind in ("train", "sft"),
             )
-        except BrokerError as error:
-            await self._move(record, Transition("FAILED", str(error)))
-            with contextlib.suppress(BrokerError, DeadlineError):  # those that were made before
+        except errors.BrokerError as error:
+            await self._move(record, states.Transition("FAILED", str(error)))
+            # those that were made before
+            with contextlib.suppress(errors.BrokerError, errors.DeadlineError):
                 await settle_job_streams(self._broker, record.scope)
             return
-        fresh = record.model_copy(update={"actors": unplaced(record.actors)})
+        fresh = record.model_copy(update={"actors": states.unplaced(record.actors)})
         where = ", ".join(sorted({item.node for item in by_actor.values()}))
         actors = with_nodes(fresh, by_actor).actors
         await self._jobs.transition(
@@ -415,11 +398,11 @@ class Reconciler:
 
     def _wanted_by(self, record: JobRecord) -> Wanted:
         wanted: dict[str, list[WantedActor]] = defaultdict(list)
-        if record.state in ACTIVE:
+        if record.state in states.ACTIVE:
             config = self._view.config(record)
             for actor in record.actors:
                 if actor.node is not None:
-                    wanted[actor.node].append(wanted_actor(record, actor, config))
+                    wanted[actor.node].append(states.wanted_actor(record, actor, config))
         return wanted
 
     async def _sync(self, group: asyncio.TaskGroup) -> None:
@@ -454,12 +437,12 @@ class Reconciler:
         )
 
         def updated(now: JobRecord) -> JobRecord:
-            return now.model_copy(update={"actors": with_statuses(now, statuses, silent)})
+            return now.model_copy(update={"actors": states.with_statuses(now, statuses, silent)})
 
         try:
             if updated(record) != record:
                 record = await self._jobs.update(record, updated)
-            step = next_state(record, statuses, silent, max_node_failures)
+            step = states.next_state(record, statuses, silent, max_node_failures)
             if step is not None:
                 record = await self._move(record, step)
         except _MEANWHILE:
@@ -469,7 +452,7 @@ class Reconciler:
         elif step is not None and step.state == "LOST":
             self._messenger.hand_over(record, group)
         elif record.actors:
-            main = statuses.get(main_actor(record.actors).name)
+            main = statuses.get(states.main_actor(record.actors).name)
             self._messenger.send_pending(key_of(record), record, main, group)
 
     def _statuses(self, record: JobRecord) -> dict[str, ActorStatus]:
@@ -479,17 +462,17 @@ class Reconciler:
         )
         return {name: status for name, status in reported if status is not None}
 
-    async def _move(self, record: JobRecord, step: Transition) -> JobRecord:
+    async def _move(self, record: JobRecord, step: states.Transition) -> JobRecord:
         _log.info("job_moved", job=record.job, state=step.state, reason=step.reason)
         changes: dict[str, object] = {}
         if step.state == "QUEUED":
-            changes["actors"] = unplaced(record.actors)
+            changes["actors"] = states.unplaced(record.actors)
         elif step.state == "LOST":
-            gone = self._pool.silent(actor.node for actor in vital(record.actors))
+            gone = self._pool.silent(actor.node for actor in states.vital(record.actors))
             drained = all(map(self._pool.has_drained, gone))
             changes["losses"] = record.losses + (not drained)
         if step.state in FINAL_STATES:
-            changes["actors"] = at_rest(record.actors)
+            changes["actors"] = states.at_rest(record.actors)
         self.hurry()
         ended = step.state in ("CANCELLED", "COMPLETED")
         who = (ended and record.stopped_by) or WHO

@@ -53,18 +53,9 @@ from ...schemas.wire.errors import BrokerError, FencedError, QuotaError, StateEr
 from ...schemas.wire.message import Empty, Message
 from ...schemas.wire.subjects import DEFAULT_USER, acting, rpc
 from ..runtime import ActorContext, settle_memory
+from .jobs import states
 from .jobs.removal import Remover
 from .jobs.secrets import SecretStore
-from .jobs.states import (
-    ACTIVE,
-    check_priority,
-    check_room,
-    reserved_bytes,
-    scaled,
-    slots_of,
-    stored_bytes,
-    with_usage,
-)
 from .jobs.view import DamageReport, JobsView, RetentionLimits
 from .lease import LeaderLease, Timing
 from .machines.keeper import MachineKeeper
@@ -156,7 +147,7 @@ async def _lead(
             answers = _SchedulerRequests(broker, jobs, view, pool, reconciler, secrets, keeper)
             await answers.open(service)
             growing = group.create_task(
-                keeper.run(reconciler, lambda: lease.is_fresh), name="machines"
+                keeper.run(reconciler.demand, lambda: lease.is_fresh), name="machines"
             )
             dropping = group.create_task(
                 drop_old_requests(requests, service.share), name="requests behind a flood"
@@ -340,8 +331,8 @@ class _SchedulerRequests:
                 f"job {record.name} is of kind {record.kind} and has no usage to report",
                 hint="services for the Tinker API report what their users have used",
             )
-        if with_usage(record, usage) is not record:
-            await self._jobs.update(record, lambda now: with_usage(now, usage))
+        if states.with_usage(record, usage) is not record:
+            await self._jobs.update(record, lambda now: states.with_usage(now, usage))
         return TenantShares(users={user: self._share(user) for user in usage.tokens})
 
     async def weights_room(self, request: WeightsRoom, context: RequestContext) -> WeightsBound:
@@ -351,7 +342,7 @@ class _SchedulerRequests:
         """
         async with self._rooms.setdefault(context.user, asyncio.Lock()):  # each counts the others
             record = await self._view.get(context.user, request.job)
-            if record.state not in ACTIVE:
+            if record.state not in states.ACTIVE:
                 raise StateError(
                     f"job {record.job} is {record.state} and publishes no weights",
                     hint="resume it: `tinkermq resume`",
@@ -363,12 +354,12 @@ class _SchedulerRequests:
 
     async def _bound_weights(self, record: JobRecord, num_bytes: int) -> WeightsBound:
         """Set the bound, which counts among the bytes of streams that the user may have."""
-        stored = reserved_bytes(self._view.config(record)) + num_bytes
-        user, more = record.user, stored - stored_bytes(record)
+        stored = states.reserved_bytes(self._view.config(record)) + num_bytes
+        user, more = record.user, stored - states.stored_bytes(record)
         quota, held = self._view.quota(user), self._view.held(user)
-        check_room(user, quota, held, max_stored_bytes=more)
+        states.check_room(user, quota, held, max_stored_bytes=more)
         await bound_weights(self._broker, record.scope, num_bytes)
-        update = {"stored_bytes": stored}
+        update = {"states.stored_bytes": stored}
         await self._jobs.update(record, lambda now: now.model_copy(update=update))
         return WeightsBound(num_bytes=num_bytes)
 
@@ -472,7 +463,7 @@ class _SchedulerRequests:
             )
         config = self._view.config(record)
         slots = 0 if request.role == "environment" else config.generator_slots
-        wanted = scaled(record.actors, request.role, request.count, slots)
+        wanted = states.scaled(record.actors, request.role, request.count, slots)
         if request.role == "generator" and record.is_colocated and wanted != record.actors:
             raise StateError(
                 f"the generator of job {record.name} shares the learner's GPU, on which there is "
@@ -483,18 +474,18 @@ class _SchedulerRequests:
             self._reconciler.refuse_impossible(wanted)
             added, held = wanted[len(record.actors) :], self._view.held(record.user)
             for more, has in ((wanted, {}), (added, held)):  # by itself, and beside the others
-                check_room(
+                states.check_room(
                     record.user,
                     self._view.quota(record.user),
                     has,
-                    max_slots=slots_of(more),
+                    max_slots=states.slots_of(more),
                     max_actors=len(more),
                 )
             grown = record.model_copy(update={"actors": wanted})
             self._submission.check_growth(record, grown)
 
         def resize(current: JobRecord) -> JobRecord:
-            actors = scaled(current.actors, request.role, request.count, slots)
+            actors = states.scaled(current.actors, request.role, request.count, slots)
             return current.model_copy(update={"actors": actors})
 
         return await self._jobs.update(record, resize)
@@ -507,7 +498,7 @@ class _SchedulerRequests:
                 f"job {record.name} is {record.state}, its priority decides nothing any more",
                 hint="see what waits: `tinkermq ps`",
             )
-        check_priority(context.user, request.priority, self._view.quota(context.user))
+        states.check_priority(context.user, request.priority, self._view.quota(context.user))
 
         def change(current: JobRecord) -> JobRecord:
             return current.model_copy(update={"priority": request.priority})

@@ -24,14 +24,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 from urllib.parse import urlsplit
 
 from ...broker.client.connection import Broker
+from ...broker.jetstream import streams
 from ...broker.jetstream.objects import ObjectInfo, ObjectStore
-from ...broker.jetstream.streams import (
-    WEIGHTS_BYTES,
-    delete_stream,
-    ensure_stream,
-    job_streams,
-    stream_info,
-)
 from ...schemas.config.job import LimitsConfig
 from ...schemas.config.sections import BROKER
 from ...schemas.wire.errors import BrokerError, NotFoundError, StorageError, StoreAwayError
@@ -270,7 +264,7 @@ class BrokerStore:
     def remove(self) -> None:
         """Delete the job's bucket with all that it holds. Raises StoreAwayError."""
         bucket = f"OBJ_{self._scope.object_checkpoints}"
-        self._wait("remove its bucket", delete_stream(self._broker, bucket))
+        self._wait("remove its bucket", streams.delete_stream(self._broker, bucket))
 
     def sweep(self) -> None:
         """Remove what killed uploads have left. Raises StoreAwayError."""
@@ -351,13 +345,13 @@ async def _grow_bucket(broker: Broker, scope: JobScope, num_bytes: int) -> None:
     Raises BrokerError when the server has no room, DeadlineError.
     """
     name = f"OBJ_{scope.object_checkpoints}"
-    configs = job_streams(scope, LimitsConfig(), WEIGHTS_BYTES)
+    configs = streams.job_streams(scope, LimitsConfig(), streams.WEIGHTS_BYTES)
     config = next(stream for stream in configs if stream["name"] == name)
     held = 0
     with contextlib.suppress(NotFoundError):
-        held = int((await stream_info(broker, name))["state"]["bytes"])
+        held = int((await streams.stream_info(broker, name))["state"]["bytes"])
     room = num_bytes + num_bytes // 50 + _BUCKET_ROOM_BYTES
-    await ensure_stream(broker, {**config, "max_bytes": held + room})
+    await streams.ensure_stream(broker, {**config, "max_bytes": held + room})
 
 
 Store = UrlStore | BrokerStore

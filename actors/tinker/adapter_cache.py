@@ -196,7 +196,6 @@ class AdapterCache:
         *,
         most: int,
         most_bytes: int,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Keep at most so many models in memory, and at most so many bytes of them."""
         self._adapters = adapters
@@ -204,7 +203,6 @@ class AdapterCache:
         self._models = models
         self._most = most
         self._most_bytes = most_bytes
-        self._clock = clock
         self._bytes: dict[str, int] = {}
         self._since: dict[str, float] = {}
         self._suspended: set[str] = set()
@@ -229,7 +227,7 @@ class AdapterCache:
                 f"{model.name} cannot be brought back: {error.message}", hint=error.hint
             ) from error
         self._bytes[model.key] = self._bytes_of(model)
-        self._since[model.key] = self._clock()
+        self._since[model.key] = time.monotonic()
 
     def _reload(self, model: TrainedModel) -> None:
         if model.key in self._suspended:
@@ -247,7 +245,7 @@ class AdapterCache:
 
     def evict_idle(self, idle_s: float) -> None:
         """Write models to disk that were unused for so long; a full disk is only logged."""
-        now = self._clock()
+        now = time.monotonic()
         for model in self._in_memory():
             if model.running is None and not model.waiting and now - model.used > idle_s:
                 try:
@@ -292,7 +290,7 @@ class AdapterCache:
 
     def _choose_evicted(self) -> TrainedModel | None:
         """Return who makes room: not used for the longest time, and not in use; or None."""
-        now = self._clock()
+        now = time.monotonic()
         matches = [model for model in self._in_memory() if self._may_evict(model, now)]
         return min(matches, key=lambda model: model.used, default=None)
 

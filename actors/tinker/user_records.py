@@ -12,6 +12,7 @@ from typing import Any
 
 from ...broker.client.rpc import RequestContext, Service
 from ...schemas.config.sections import ADAPTER_FILES
+from ...schemas.tinker import sampling
 from ...schemas.tinker.checkpoints import (
     ChangeCheckpoint,
     CheckpointExport,
@@ -33,12 +34,6 @@ from ...schemas.tinker.checkpoints import (
 )
 from ...schemas.tinker.names import CheckpointName, ModelName, session_name
 from ...schemas.tinker.operation import AboutCheckpoint, ModelInfo
-from ...schemas.tinker.sampling import (
-    FetchSnapshot,
-    FindSnapshot,
-    FoundSnapshot,
-    SnapshotPart,
-)
 from ...schemas.wire.errors import MessageError, NotFoundError, SessionOverError
 from ...schemas.wire.subjects import JobScope, rpc
 from ..storage.tinker_checkpoints import CheckpointFolders, StoredCheckpoint, missing
@@ -425,30 +420,30 @@ class SnapshotEndpoints:
         """Answer from now on."""
         await asyncio.to_thread(self._set_mark)
         found, part = scope.snapshot("find"), scope.snapshot("fetch")
-        await service.endpoint("snapshot-find", found, FindSnapshot, self._find)
-        await service.endpoint("snapshot-fetch", part, FetchSnapshot, self._fetch)
+        await service.endpoint("snapshot-find", found, sampling.FindSnapshot, self._find)
+        await service.endpoint("snapshot-fetch", part, sampling.FetchSnapshot, self._fetch)
 
-    async def _find(self, request: FindSnapshot) -> FoundSnapshot:
+    async def _find(self, request: sampling.FindSnapshot) -> sampling.FoundSnapshot:
         return await asyncio.to_thread(self._found, request)
 
-    def _found(self, request: FindSnapshot) -> FoundSnapshot:
+    def _found(self, request: sampling.FindSnapshot) -> sampling.FoundSnapshot:
         mark = mark_of(self._folder)
         if not request.path:
-            return FoundSnapshot(mark=mark)
+            return sampling.FoundSnapshot(mark=mark)
         name = CheckpointName.parse(request.path)
         stored = find_snapshot(self._folders, request.user, name, moves=request.moves)
         try:
             sizes = {file: (stored.folder / file).stat().st_size for file in ADAPTER_FILES}
         except OSError as error:
             raise missing(name) from error
-        return FoundSnapshot(
+        return sampling.FoundSnapshot(
             mark=mark, owner=stored.user, path=str(stored.name), seq=stored.seq, files=sizes
         )
 
-    async def _fetch(self, request: FetchSnapshot) -> SnapshotPart:
+    async def _fetch(self, request: sampling.FetchSnapshot) -> sampling.SnapshotPart:
         return await asyncio.to_thread(self._part, request)
 
-    def _part(self, request: FetchSnapshot) -> SnapshotPart:
+    def _part(self, request: sampling.FetchSnapshot) -> sampling.SnapshotPart:
         name = CheckpointName.parse(request.path)
         stored = self._folders.find(request.user, name)
         if stored.seq != request.seq or request.file not in ADAPTER_FILES:
@@ -456,7 +451,7 @@ class SnapshotEndpoints:
         try:
             with (stored.folder / request.file).open("rb") as file:
                 file.seek(request.offset)
-                return SnapshotPart(data=file.read(self._part_bytes))
+                return sampling.SnapshotPart(data=file.read(self._part_bytes))
         except OSError as error:  # removed meanwhile
             raise missing(name) from error
 

@@ -24,15 +24,7 @@ from transformers import GenerationConfig
 from ...schemas.wire.errors import NotFoundError, StorageError, TinkermqError
 from ..policy.model_folder import check_reread, save_model, save_plain_weights, unsavable
 from ..policy.policies import policy_folder
-from ..storage.files import (
-    check_digests,
-    flush,
-    flush_entries,
-    permit_as_folder,
-    read_file,
-    storage_error,
-    write_digests,
-)
+from ..storage import files
 from ..storage.run_folders import checkpoint_name, step_of
 from .state import LearnerState
 
@@ -80,14 +72,15 @@ class CheckpointStore:
             write(temporary)
             state.has_digests = True
             (temporary / _STATE).write_text(state.model_dump_json(indent=1))
-            permit_as_folder(temporary)
-            write_digests(temporary)
-            flush(temporary)
+            files.permit_as_folder(temporary)
+            files.write_digests(temporary)
+            files.flush(temporary)
             self._put_in_place(temporary, final)
-            self._point_latest(final)
+            self._point("latest", final)
             self.remove_old()
         except Exception as error:
-            failure = storage_error(final, error, SafetensorError)  # before room is made again
+            # before room is made again
+            failure = files.storage_error(final, error, SafetensorError)
             shutil.rmtree(temporary, ignore_errors=True)
             if failure is None:
                 raise
@@ -134,7 +127,7 @@ class CheckpointStore:
                 self.put_aside(folder, step)
                 continue
             if damaged:
-                self._point_latest(folder)
+                self._point("latest", folder)
             return folder, damaged
         return None, damaged
 
@@ -169,11 +162,8 @@ class CheckpointStore:
             shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
         temporary.rename(final)
-        flush_entries(self.folder)
+        files.flush_entries(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
-
-    def _point_latest(self, final: Path) -> None:
-        self._point("latest", final)
 
     def _point(self, name: str, final: Path) -> None:
         link = self.folder.parent / name
@@ -211,7 +201,7 @@ def load_state(folder: Path) -> LearnerState:
     Raises StorageError that names a damaged file, StoreAwayError for one that cannot be read now,
     NotFoundError when it has no state.
     """
-    check_digests(folder)
+    files.check_digests(folder)
     file = folder / _STATE
     if not file.is_file():
         raise NotFoundError(
@@ -219,13 +209,13 @@ def load_state(folder: Path) -> LearnerState:
             hint="name a folder such as outputs/<run>/checkpoints/step_000040",
         )
     state = _read_state(folder)
-    check_digests(folder, required=state.has_digests)
+    files.check_digests(folder, required=state.has_digests)
     return state
 
 
 def _read_state(folder: Path) -> LearnerState:
     try:
-        return LearnerState.model_validate_json(read_file(folder, _STATE))
+        return LearnerState.model_validate_json(files.read_file(folder, _STATE))
     except ValidationError as error:
         raise StorageError(
             f"checkpoint {folder} is damaged: {_STATE} cannot be read",
@@ -296,8 +286,8 @@ def keep_weights(
         try:
             for policy, tensors in policies.items():
                 _keep(policy_folder(folder, policy), tensors)
-            permit_as_folder(folder)
-            flush(folder)
+            files.permit_as_folder(folder)
+            files.flush(folder)
         except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(folder, ignore_errors=True)
             failure = error

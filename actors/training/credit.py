@@ -12,18 +12,7 @@ import torch
 from torch import Tensor
 
 from ...schemas.config.job import JobConfig
-from .advantages import (
-    AdvantageInputs,
-    Values,
-    ValueTargets,
-    advantage_over_chains,
-    between_tokens,
-    compute_advantages,
-    generalized_advantage,
-    length_reward,
-    overlong_penalty,
-    peers_of,
-)
+from . import advantages
 from .batch import (
     BatchCalls,
     Samples,
@@ -46,7 +35,7 @@ class Credit:
     rewards_E: Tensor
     """What each episode earned, with all that the configuration adds and takes off."""
     advantages_N: Tensor
-    targets: ValueTargets | None
+    targets: advantages.ValueTargets | None
     """What the critic is trained towards; None without one."""
     kept_S: Tensor
     """bool: sequences that are trained; the others are in no loss and in no denominator."""
@@ -74,8 +63,8 @@ def assign_credit(
     batch: TrainingBatch,
     old_N: Tensor | None,
     reference_N: Tensor | None,
-    values: Values | None,
-    own: Callable[[AdvantageInputs], Tensor] | None = None,
+    values: advantages.Values | None,
+    own: Callable[[advantages.AdvantageInputs], Tensor] | None = None,
 ) -> Credit:
     """Compute the advantages of a batch, by the configuration's function or the user's `own`.
 
@@ -104,7 +93,7 @@ def assign_credit(
     values_N = None if values is None else values.values_N
     if values is not None and values.after_S is not None:
         rewards_N = _with_ends(rewards_N, values.after_S, batch.seq_N, algorithm.end_discount)
-    inputs = AdvantageInputs(
+    inputs = advantages.AdvantageInputs(
         rewards_S=sum_by_sequence(rewards_N, samples.sample_N, samples.num).float(),
         group_S=samples.group_M,
         seq_N=samples.sample_N,
@@ -118,7 +107,7 @@ def assign_credit(
         kept_N=kept_N,
         gamma=algorithm.token_discount,
     )
-    compute = own or partial(compute_advantages, algorithm.advantage, **_options(config))
+    compute = own or partial(advantages.compute_advantages, algorithm.advantage, **_options(config))
     advantages_N = _advantages(config, batch, inputs, compute)
     whole = episodes(batch)
     return Credit(
@@ -140,8 +129,8 @@ def _with_ends(rewards_N: Tensor, after_S: Tensor, seq_N: Tensor, gamma: float) 
 def _advantages(
     config: JobConfig,
     batch: TrainingBatch,
-    inputs: AdvantageInputs,
-    compute: Callable[[AdvantageInputs], Tensor],
+    inputs: advantages.AdvantageInputs,
+    compute: Callable[[advantages.AdvantageInputs], Tensor],
 ) -> Tensor:
     """Compare episodes, and branches that are credited with rewards of their own.
 
@@ -173,15 +162,17 @@ def _advantages(
 
 
 def _with_calls(
-    inputs: AdvantageInputs, batch: TrainingBatch, calls: BatchCalls
-) -> AdvantageInputs:
+    inputs: advantages.AdvantageInputs, batch: TrainingBatch, calls: BatchCalls
+) -> advantages.AdvantageInputs:
     """Let advantages by turn and by token follow chains of calls."""
     posted_N = batch.token_rewards_N
     further_N = inputs.token_rewards_N if inputs.token_rewards_N is not None else posted_N
     return replace(inputs, calls=calls, token_rewards_N=calls.token_rewards(further_N - posted_N))
 
 
-def _by_branch(inputs: AdvantageInputs, calls: BatchCalls, further_N: Tensor) -> AdvantageInputs:
+def _by_branch(
+    inputs: advantages.AdvantageInputs, calls: BatchCalls, further_N: Tensor
+) -> advantages.AdvantageInputs:
     """Take each branch with a reward as one sequence; for tokens that are in one.
 
     `further_N` is what its tokens earn beside the reward, 0 for the others.
@@ -189,7 +180,7 @@ def _by_branch(inputs: AdvantageInputs, calls: BatchCalls, further_N: Tensor) ->
     seq_N = calls.branch_K[calls.call_N].clamp(min=0)
     key_B, episode_B = calls.branch_key_B, calls.branch_episode_B
     size_B = torch.bincount(inputs.group_S)[inputs.group_S[episode_B]]
-    is_only_B = peers_of(calls.branch_reward_B, key_B, episode_B).count == 1
+    is_only_B = advantages.peers_of(calls.branch_reward_B, key_B, episode_B).count == 1
     return replace(
         inputs,
         rewards_S=calls.branch_reward_B + sum_by_sequence(further_N, seq_N, len(key_B)),
@@ -200,7 +191,7 @@ def _by_branch(inputs: AdvantageInputs, calls: BatchCalls, further_N: Tensor) ->
     )
 
 
-def _of_tokens(inputs: AdvantageInputs, kept_N: Tensor) -> AdvantageInputs:
+def _of_tokens(inputs: advantages.AdvantageInputs, kept_N: Tensor) -> advantages.AdvantageInputs:
     """Return what advantages of some of the tokens are computed from."""
     names = ("seq_N", "token_rewards_N", "turn_N", "state_N", "values_N", "kept_N")
     given = {name: getattr(inputs, name) for name in names}
@@ -240,7 +231,7 @@ def _rewards(
     rewards_N = batch.token_rewards_N.double()
     last_N = is_last_of_sequence(batch.seq_N)
     if algorithm.overlong_buffer:
-        rewards_N[last_N] += overlong_penalty(
+        rewards_N[last_N] += advantages.overlong_penalty(
             batch.lengths_S,
             config.rollout.response_limit,
             algorithm.overlong_buffer,
@@ -249,7 +240,7 @@ def _rewards(
         )
     if algorithm.length_coef:
         solved_S = batch.rewards_S > config.evaluation.success_reward
-        rewards_N[last_N] += length_reward(
+        rewards_N[last_N] += advantages.length_reward(
             batch.lengths_S, batch.group_S, solved_S, algorithm.length_coef
         )
     if old_N is not None and reference_N is not None and algorithm.kl_in == "reward":
@@ -263,9 +254,9 @@ def _targets(
     config: JobConfig,
     batch: TrainingBatch,
     samples: Samples,
-    inputs: AdvantageInputs,
+    inputs: advantages.AdvantageInputs,
     kept_N: Tensor,
-) -> ValueTargets:
+) -> advantages.ValueTargets:
     algorithm = config.algorithm
     values_N, rewards_N = inputs.values_N, inputs.token_rewards_N
     assert values_N is not None
@@ -274,20 +265,24 @@ def _targets(
     gae_lambda = algorithm.gae_lambda if own is None else own
     if batch.calls is None:
         between = (samples.sample_N, batch.turn_N)
-        advantages_N = generalized_advantage(
+        advantages_N = advantages.generalized_advantage(
             rewards_N,
             values_N,
             samples.sample_N,
             samples.num,
-            between_tokens(gamma, algorithm.turn_gamma, *between),
-            between_tokens(gae_lambda, algorithm.turn_lambda if own is None else None, *between),
+            advantages.between_tokens(gamma, algorithm.turn_gamma, *between),
+            advantages.between_tokens(
+                gae_lambda, algorithm.turn_lambda if own is None else None, *between
+            ),
         )
     else:
         is_own = algorithm.branch_credit == "own"
         calls = batch.calls.own_chains() if is_own else batch.calls
         by_call = _with_calls(inputs, batch, calls)
         assert by_call.token_rewards_N is not None
-        advantages_N = advantage_over_chains(
+        advantages_N = advantages.advantage_over_chains(
             by_call.token_rewards_N, values_N, calls, gamma, gae_lambda
         )
-    return ValueTargets(values_N, (advantages_N + values_N).float(), samples.sample_N, kept_N)
+    return advantages.ValueTargets(
+        values_N, (advantages_N + values_N).float(), samples.sample_N, kept_N
+    )

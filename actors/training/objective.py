@@ -15,18 +15,10 @@ from torch import Tensor
 
 from ...schemas.config.algorithm import AlgorithmConfig
 from ...schemas.config.job import JobConfig
+from . import losses
 from .batch import TrainingBatch, renumber
 from .custom import custom_function
 from .distillation import TeacherTargets, forward_kl
-from .losses import (
-    Denominators,
-    LossInputs,
-    TokenLoss,
-    aggregate,
-    compute_loss,
-    kl_per_token,
-    log_ratio,
-)
 from .micro_batch import MicroBatch
 from .model import ScoreOptions, TokenScores
 from .off_policy import Correction, CorrectionInputs, correct, masked, normalised
@@ -150,10 +142,10 @@ class Objective:
             return correction
         return replace(correction, weight_N=correction.weight_N * self._custom_mask.mask(inputs))
 
-    def _policy_loss(self, inputs: LossInputs) -> TokenLoss:
+    def _policy_loss(self, inputs: losses.LossInputs) -> losses.TokenLoss:
         if self._custom_loss is not None:
             return self._custom_loss.loss(inputs)
-        return compute_loss(self._algorithm.loss, inputs, **self._loss_options)
+        return losses.compute_loss(self._algorithm.loss, inputs, **self._loss_options)
 
     def has_gradient(self, inputs: StepInputs) -> Tensor:
         """Mark the sequences that move the weights: the others need no pass at all."""
@@ -182,7 +174,7 @@ class Objective:
         inputs: StepInputs,
         micro: MicroBatch,
         scores: TokenScores,
-        denominators: Denominators,
+        denominators: losses.Denominators,
     ) -> MicroLoss:
         """Compute the loss of a micro-batch from the scores of its tokens."""
         algorithm = self._algorithm
@@ -192,7 +184,7 @@ class Objective:
         current_N = scores.logprobs_N
         old_N = current_N.detach() if inputs.old_N is None else inputs.old_N[index_N]
         correction = self._correction(inputs, index_N, current_N, old_N)
-        read = LossInputs(
+        read = losses.LossInputs(
             logprobs_N=current_N,
             advantages_N=inputs.advantages_N[index_N],
             old_logprobs_N=correction.old_logprobs_N,
@@ -203,19 +195,23 @@ class Objective:
         policy_N, sums = self._policy_loss(read)
 
         def total(values_N: Tensor) -> Tensor:
-            return aggregate(algorithm.loss_agg, values_N, sample_N, len(numbers_M), part)
+            return losses.aggregate(algorithm.loss_agg, values_N, sample_N, len(numbers_M), part)
 
         loss = total(policy_N * correction.weight_N)
         sums |= {"pg_loss": loss.detach(), "entropy": scores.entropy_N.detach().sum()}
         sums["correction_dropped"] = (correction.weight_N == 0).sum().float()
         sums["correction_weight"] = correction.weight_N.sum()
         if inputs.reference_N is not None:
-            before_N = kl_per_token(algorithm.kl_estimator, old_N, inputs.reference_N[index_N])
+            before_N = losses.kl_per_token(
+                algorithm.kl_estimator, old_N, inputs.reference_N[index_N]
+            )
             sums["reference_kl"] = before_N.sum()
         if inputs.reference_N is not None and algorithm.kl_in == "loss":
-            kl_N = kl_per_token(algorithm.kl_estimator, current_N, inputs.reference_N[index_N])
+            kl_N = losses.kl_per_token(
+                algorithm.kl_estimator, current_N, inputs.reference_N[index_N]
+            )
             if algorithm.kl_importance:
-                kl_N = kl_N * log_ratio(current_N, read.behaviour_logprobs_N).exp()
+                kl_N = kl_N * losses.log_ratio(current_N, read.behaviour_logprobs_N).exp()
             kl = total(kl_N)
             sums["kl_loss"] = kl.detach()
             loss = loss + algorithm.kl_coef * kl

@@ -31,7 +31,7 @@ from ...schemas.wire.subjects import (
     DEFAULT_USER,
     stream_of,
 )
-from ..fair_queue import FairQueue
+from ..fair_queue import FairQueue, end_tasks
 from . import faults
 from .availability import (
     RECONNECT_WAIT_S,
@@ -623,9 +623,7 @@ async def _unless(stopping: asyncio.Event, awaited: Coroutine[Any, Any, T]) -> T
         await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
         return work.result() if work.done() else None
     finally:
-        for task in (work, stop):
-            task.cancel()
-        await asyncio.wait({work, stop})
+        await end_tasks((work, stop))
 
 
 # -- a connection for requests of users alone, made anew when a flood has filled it ----------------

@@ -26,14 +26,7 @@ from ...schemas.wire.subjects import (
     user_store,
 )
 from ..service_process import erase_variable
-from .keys import (
-    id_of_invitation,
-    inbox_of_invited,
-    read_episode_key,
-    read_job_key,
-    user_of_key,
-    with_own_inbox,
-)
+from . import keys
 
 KEY_VARIABLE = "TINKERMQ_API_KEY"
 CREDENTIALS_VARIABLE = "TINKERMQ_CREDENTIALS"
@@ -107,7 +100,7 @@ def of_program(key: str, *, with_users: bool = True) -> Login:
 
     Without users the broker admits everyone, and the episode's host checks its key.
     """
-    episode = read_episode_key(key)
+    episode = keys.read_episode_key(key)
     if episode is None:
         raise AuthError("this is not the key of an episode", hint="a key looks like tmqe_…")
     options = {"user": "job", "password": key} if with_users else {}
@@ -136,7 +129,7 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _of_key(key: str) -> Login:
     key = key.strip()  # a file's line end, which secrets and editors add
-    process = read_job_key(key)
+    process = keys.read_job_key(key)
     if process is not None:
         return Login(
             user=process.user,
@@ -145,14 +138,14 @@ def _of_key(key: str) -> Login:
             store=process.scope.store(process.role),
             is_guest=process.role in _GUESTS,
         )
-    if read_episode_key(key) is not None:
+    if keys.read_episode_key(key) is not None:
         return of_program(key)
-    if id_of_invitation(key) is not None:
-        secret = with_own_inbox(key)
-        own_inbox, store = inbox_of_invited(secret), user_store("invited")
+    if keys.id_of_invitation(key) is not None:
+        secret = keys.with_own_inbox(key)
+        own_inbox, store = keys.inbox_of_invited(secret), user_store("invited")
         options = {"user": "invited", "password": secret}
         return Login("invited", own_inbox, options=options, store=store, is_guest=True)
-    owner = user_of_key(key)
+    owner = keys.user_of_key(key)
     options = {"user": owner, "password": key}
     user = token(os.environ.get(AS_VARIABLE) or owner, what=f"${AS_VARIABLE}")
     caller = owner if user != owner else ""

@@ -18,15 +18,8 @@ from nats.aio.subscription import Subscription
 
 from ...schemas.wire.errors import BrokerError, BusyError, TinkermqError
 from ...schemas.wire.message import ErrorReply
+from . import nats_internals
 from .faults import Refused, nobody_listens
-from .nats_internals import (
-    ERROR_CODE,
-    ERROR_TEXT,
-    NO_RESPONDERS,
-    RETRY_AFTER,
-    header,
-    status_of,
-)
 
 _MAX_ERROR_CHARS = 200
 
@@ -78,7 +71,7 @@ class Replies:
         waiting = self._waiting.get(message.subject)
         if waiting is None or waiting.future.done():
             return
-        if status_of(message) == NO_RESPONDERS:
+        if nats_internals.status_of(message) == nats_internals.NO_RESPONDERS:
             error = nobody_listens(waiting.subject, message.headers or {})
             waiting.future.set_exception(error)
         else:
@@ -114,9 +107,9 @@ def error_reply(code: str, message: str, hint: str) -> tuple[bytes, dict[str, st
     """Return payload and headers of the answer of a service that has failed."""
     line = " ".join(message.encode("ascii", "replace").decode().split())[:_MAX_ERROR_CHARS]
     body = ErrorReply.of(code, message, hint).to_bytes()
-    headers = {ERROR_CODE: code, ERROR_TEXT: line or code}
+    headers = {nats_internals.ERROR_CODE: code, nats_internals.ERROR_TEXT: line or code}
     if code == BusyError.code:
-        headers[RETRY_AFTER] = f"{BusyError.retry_after_s:g}"
+        headers[nats_internals.RETRY_AFTER] = f"{BusyError.retry_after_s:g}"
     return body, headers
 
 
@@ -125,7 +118,8 @@ def error_of(reply: Msg) -> TinkermqError:
     try:
         error = ErrorReply.from_bytes(reply.data)
     except ValueError:  # a service of other make: only the headers are common
-        text = f"{header(reply, ERROR_CODE)} {header(reply, ERROR_TEXT)}"
+        names = (nats_internals.ERROR_CODE, nats_internals.ERROR_TEXT)
+        text = " ".join(nats_internals.header(reply, name) for name in names)
         return BrokerError(f"the request was refused: {text}".strip())
     return error.to_error()
 

@@ -31,7 +31,7 @@ from ...schemas.wire.foreign import ends_this_task
 from ...schemas.wire.message import Message
 from ...schemas.wire.subjects import PREFIX, caller_of_rpc, user_of_rpc
 from ...schemas.wire.trace import TRACEPARENT
-from ..fair_queue import FairQueue, Rates
+from ..fair_queue import FairQueue, Rates, end_tasks
 from .availability import RETRY_PAUSE_S
 from .connection import Broker, flush
 from .faults import ConnectionLost, NoResponders
@@ -224,12 +224,7 @@ class Service:
                 with contextlib.suppress(nats.errors.BadSubscriptionError):  # ended already
                     await subscription.unsubscribe()
         await self.share.settle(drain_s)
-        running = set(self._running)
-        if running:
-            _, late = await asyncio.wait(running, timeout=drain_s)
-            for task in late:
-                task.cancel()
-            await asyncio.wait(running)
+        await end_tasks(self._running, drain_s)
 
     async def __aenter__(self) -> "Service":
         return self

@@ -310,7 +310,7 @@ class StreamReader:
                     pause_s = FIRST_PAUSE_S
                 ahead = asyncio.create_task(self._read()) if more else None
                 for message in messages:
-                    if self._is_wanted(message):
+                    if len(self._subjects) == 1 or message.subject in self._subjects:
                         yield message
                 if not more and await self._rest(pause_s):
                     pause_s = FIRST_PAUSE_S
@@ -332,9 +332,6 @@ class StreamReader:
             deadline_s=_DEADLINE_S,
             waiting_for=f"stream {self._stream}",
         )
-
-    def _is_wanted(self, message: StoredMessage) -> bool:
-        return len(self._subjects) == 1 or message.subject in self._subjects
 
     async def _rest(self, pause_s: float) -> bool:
         """Wait for a sign, or `pause_s`: the sign may come before the message is stored."""

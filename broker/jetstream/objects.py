@@ -33,15 +33,9 @@ from ...schemas.wire.errors import (
     LogInRefusedError,
     NotFoundError,
 )
-from ..client import faults
+from ..client import faults, nats_internals
 from ..client.connection import Broker
 from ..client.faults import ConnectionLost, NoResponders, Refused
-from ..client.nats_internals import (
-    END_OF_BATCH,
-    NO_RESPONDERS,
-    connect_command,
-    parse_headers,
-)
 from ..client.replies import checked
 from .direct_get import get_all, get_last
 from .streams import num_messages, stream_subjects
@@ -113,7 +107,7 @@ class BulkLink:
             if info.get("tls_required"):
                 context: ssl.SSLContext = self._broker.nc.ssl_context
                 self._socket = context.wrap_socket(self._socket, server_hostname=url.hostname)
-            self._send(connect_command(self._broker.nc, info))
+            self._send(nats_internals.connect_command(self._broker.nc, info))
             self._send(b"SUB %s.* %d\r\nPING\r\n" % (self.inbox.encode(), _SID))
             while self._line() != b"PONG":
                 pass
@@ -140,7 +134,7 @@ class BulkLink:
                 words = self._line().split(b" ")
                 if words[0] == b"HMSG":
                     head_bytes, total_bytes = int(words[-2]), int(words[-1])
-                    status, headers = parse_headers(self._take(head_bytes))
+                    status, headers = nats_internals.parse_headers(self._take(head_bytes))
                     return Incoming(headers, status, total_bytes - head_bytes)
                 if words[0] == b"MSG":
                     return Incoming({}, "", int(words[-1]))
@@ -525,11 +519,11 @@ class _Reading:
 
     def _check_end(self, message: Incoming) -> None:
         """Read the server's word at the end of a window."""
-        if message.status == NO_RESPONDERS:
+        if message.status == nats_internals.NO_RESPONDERS:
             raise NoResponders("no server answers the read", stream=self._stream)
         pending = int(message.headers.get("Nats-Num-Pending", "0"))
         complete = self._num_bytes == len(self._buffer)
-        if message.status != END_OF_BATCH or (not complete and pending == 0):
+        if message.status != nats_internals.END_OF_BATCH or (not complete and pending == 0):
             if self._lag_s > 0:
                 self._lag_s -= _LAG_PAUSE_S
                 time.sleep(_LAG_PAUSE_S)  # in the thread of this transfer
@@ -561,7 +555,7 @@ def _confirm(link: BulkLink, stream: str) -> None:
     """Read one confirmation; raises NoResponders, Refused."""
     message = link.next()
     payload = link.read(message.num_bytes)
-    if message.status == NO_RESPONDERS:
+    if message.status == nats_internals.NO_RESPONDERS:
         raise NoResponders("no server stores the chunk", stream=stream)
     checked(payload, "a chunk")
 

@@ -12,15 +12,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from ...broker.client.connection import Broker
-from ...envs.agents.agent_check import (
-    LIMIT_S,
-    AgentReport,
-    CallReport,
-    check_program,
-    function_of,
-    tool_name,
-    write_call,
-)
+from ...envs.agents import agent_check
 from ...envs.agents.episode import EpisodeOver
 from ...envs.agents.local_run import LocalCall, LocalRun, open_program
 from ...envs.model_apis.canonical import CanonicalMessage
@@ -42,7 +34,7 @@ def check(
     *overrides: str,
     row: int | None = None,
     seed: int = 0,
-    timeout: Annotated[float, Parameter(validator=positive)] = LIMIT_S,
+    timeout: Annotated[float, Parameter(validator=positive)] = agent_check.LIMIT_S,
     json: bool = False,
 ) -> int:
     """Run an agent program once, here, against a scripted model, and report what it does.
@@ -69,8 +61,8 @@ def check(
     """
     job = agent_job(config, overrides)
 
-    async def work(broker: Broker) -> AgentReport:
-        return await check_program(broker, job, row=row, seed=seed, limit_s=timeout)
+    async def work(broker: Broker) -> agent_check.AgentReport:
+        return await agent_check.check_program(broker, job, row=row, seed=seed, limit_s=timeout)
 
     report = with_private_broker(work)
     if json:
@@ -81,7 +73,7 @@ def check(
     return 0 if report.ok else FAILED
 
 
-def report_lines(report: AgentReport) -> Iterator[str]:
+def report_lines(report: agent_check.AgentReport) -> Iterator[str]:
     """Yield the lines of a report, with rich markup."""
     for endpoint, number in report.endpoints.items():
         times = "once" if number == 1 else f"{number} times"
@@ -106,7 +98,7 @@ def report_lines(report: AgentReport) -> Iterator[str]:
         yield f"the end of its output:\n{literal(report.output[-_SHOWN_OUTPUT:].rstrip())}"
 
 
-def _call_line(call: CallReport) -> str:
+def _call_line(call: agent_check.CallReport) -> str:
     where = "root" if call.parent is None else f"continues {call.parent}"
     parts = [
         f"{call.number:<3} {where:<13} {call.messages} messages, {call.new} new",
@@ -267,7 +259,7 @@ def _answer_line(line: str, call: LocalCall) -> str:
         return line
     _, _, rest = line.partition(" ")
     name, _, arguments = rest.strip().partition(" ")
-    names = [tool_name(tool) for tool in call.request.tools]
+    names = [agent_check.tool_name(tool) for tool in call.request.tools]
     if name not in names:
         raise MessageError(
             f"there is no tool {name!r}", hint=f"there are {', '.join(names) or 'none'}"
@@ -278,13 +270,13 @@ def _answer_line(line: str, call: LocalCall) -> str:
         raise MessageError(f"{arguments!r} is not JSON", hint='write {"key": "value"}') from error
     if not isinstance(value, dict):
         raise MessageError(f"{arguments!r} is no object", hint='write {"key": "value"}')
-    return write_call(name, arguments or "{}")
+    return agent_check.write_call(name, arguments or "{}")
 
 
 def _tool_line(tool: Mapping[str, Any]) -> str:
-    function = function_of(tool)
+    name, function = agent_check.tool_name(tool), agent_check.function_of(tool)
     parameters: Any = function.get("parameters")
-    return f"[tool {tool_name(tool)}] {function.get('description') or ''} {json.dumps(parameters)}"
+    return f"[tool {name}] {function.get('description') or ''} {json.dumps(parameters)}"
 
 
 def _shown(message: CanonicalMessage) -> str:

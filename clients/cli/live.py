@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TypeAlias
 
 from rich.console import Group
 from rich.live import Live
@@ -38,21 +38,8 @@ _LAG_WIDTH = 10
 _SHOWN_EVENTS = 3
 
 
-class Display(Protocol):
-    """A display of a run in progress."""
-
-    @property
-    def needs_actors(self) -> bool:
-        """Whether it shows the states of the run's actors."""
-        ...
-
-    def show(self, update: Update) -> None:
-        """Show an update of the run."""
-        ...
-
-
 @contextmanager
-def open_display(progress: RunProgress, *, as_json: bool) -> Iterator[Display]:
+def open_display(progress: RunProgress, *, as_json: bool) -> Iterator["Display"]:
     """Yield the display that fits the output: live on a terminal, lines in a pipe, or JSON."""
     if as_json:
         yield JsonDisplay(progress)
@@ -133,6 +120,9 @@ class LiveDisplay:
     def draw(self) -> Group:
         """Return the whole display as of now."""
         return render(self._progress, self._events)
+
+
+Display: TypeAlias = JsonDisplay | LineDisplay | LiveDisplay
 
 
 def update_progress(progress: RunProgress, update: Update) -> bool:

@@ -20,7 +20,6 @@ import contextlib
 import inspect
 import math
 import queue
-import threading
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -346,7 +345,6 @@ class AgentEpisodes(_LeasingEnvironment):
         tree = {"agent": dict(config)} if config is not None else None
         super().__init__(tree, None, api_key, _checked_url(gateway))
         self._given: queue.SimpleQueue[AgentEpisode | None] = queue.SimpleQueue()
-        self._closed = threading.Event()
         self.setup(job)
         assert self.hosting is not None
         self.hosting.add_done_callback(self._end_of_host)

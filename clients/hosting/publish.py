@@ -18,13 +18,7 @@ from pydantic import ValidationError
 from ...broker.client.rpc import call
 from ...broker.jobs import JobStore
 from ...broker.rollouts import RolloutLog
-from ...schemas.control import (
-    PublishTasksReply,
-    PublishTasksRequest,
-    ReserveReply,
-    ReserveRequest,
-    TaskSpec,
-)
+from ...schemas import control
 from ...schemas.job import FINAL_STATES
 from ...schemas.rollout import Group, Trajectory, check_group, episodes_of
 from ...schemas.task import Task
@@ -54,7 +48,7 @@ class AsyncTrajectoryPublisher(PoolClient):
         self._address = parse_server_url(server_url)
         super().__init__(self._address.broker_url, api_key)
         self._source = source
-        self._limits: ReserveReply | None = None
+        self._limits: control.ReserveReply | None = None
 
     async def publish_group(
         self,
@@ -87,7 +81,7 @@ class AsyncTrajectoryPublisher(PoolClient):
         return number
 
     async def publish_tasks(
-        self, tasks: Sequence[TaskSpec | Mapping[str, Any]], *, timeout_s: float = 60
+        self, tasks: Sequence[control.TaskSpec | Mapping[str, Any]], *, timeout_s: float = 60
     ) -> int:
         """Have the job's generators roll out given tasks; return the number of issued tasks.
 
@@ -107,21 +101,21 @@ class AsyncTrajectoryPublisher(PoolClient):
                 await self._pause(deadline, f"{len(specs) - num_issued} of {len(specs)} tasks wait")
         return num_issued
 
-    async def _issue(self, specs: list[TaskSpec], deadline: float) -> int:
+    async def _issue(self, specs: list[control.TaskSpec], deadline: float) -> int:
         """Issue as many tasks as the learner accepts now; wait for a starting learner."""
         while True:
             try:
-                request = PublishTasksRequest(tasks=specs)
-                return (await self._ask("tasks", request, PublishTasksReply)).queued
+                request = control.PublishTasksRequest(tasks=specs)
+                return (await self._ask("tasks", request, control.PublishTasksReply)).queued
             except errors.StateError as error:
                 await self._pause(deadline, error.message)
 
-    async def _reserve(self, deadline: float) -> ReserveReply:
+    async def _reserve(self, deadline: float) -> control.ReserveReply:
         """Reserve one task number, waiting for the learner and while its bound is reached."""
-        request = ReserveRequest(count=1, source=self._source, deadline_s=RESERVATION_S)
+        request = control.ReserveRequest(count=1, source=self._source, deadline_s=RESERVATION_S)
         while True:
             try:
-                return await self._ask("reserve", request, ReserveReply)
+                return await self._ask("reserve", request, control.ReserveReply)
             except errors.StateError as error:
                 await self._pause(deadline, error.message)
 
@@ -130,7 +124,7 @@ class AsyncTrajectoryPublisher(PoolClient):
         trajectories: Sequence[Trajectory],
         number: int,
         sample: int | None,
-        limits: ReserveReply | None,
+        limits: control.ReserveReply | None,
     ) -> Group:
         """Make and check a group; unknown limits are not checked."""
         sampled = [trajectory for trajectory in trajectories if not trajectory.greedy]
@@ -243,17 +237,17 @@ def _batches(sizes: Sequence[int], most: int) -> list[int]:
     return ends
 
 
-def _spec(task: TaskSpec | Mapping[str, Any]) -> TaskSpec:
-    if isinstance(task, TaskSpec):
+def _spec(task: control.TaskSpec | Mapping[str, Any]) -> control.TaskSpec:
+    if isinstance(task, control.TaskSpec):
         return task
-    unknown = set(task) - set(TaskSpec.model_fields)
+    unknown = set(task) - set(control.TaskSpec.model_fields)
     if unknown:
         raise errors.MessageError(
             f"a task has no {sorted(unknown)[0]!r}",
-            hint=f"its keys are {', '.join(TaskSpec.model_fields)}",
+            hint=f"its keys are {', '.join(control.TaskSpec.model_fields)}",
         )
     try:
-        return TaskSpec(**dict(task))
+        return control.TaskSpec(**dict(task))
     except ValidationError as error:
         raise errors.MessageError(f"a task is malformed: {summarize(error)}") from error
 

@@ -14,18 +14,12 @@ from ...schemas.model_catalogue import CATALOGUE, find_model
 from ...schemas.tinker.names import is_path
 from ...schemas.wire.codec import merged
 from ...schemas.wire.errors import ConfigError, DeadlineError, ModelError, NotFoundError
+from .. import validation
 from ..base import SyncTwin, make_sync
 from ..home import find_openai
 from ..opentinker import as_tree, translate, warn_needless
 from ..pool import Pool, is_token
 from ..scheduler_client import AsyncSchedulerClient, job_failure
-from ..validation import (
-    did_you_mean,
-    full_checkpoint_name,
-    is_local_pool,
-    resolve_paths,
-    split_checkpoint_name,
-)
 
 # The model to serve: a model folder, a run, or `run@step`.
 
@@ -51,14 +45,14 @@ async def find_source(pool: Pool, name: str) -> ModelSource:
         return await _tinker_source(pool, name)
     folder, run = _folder(name), name.partition("@")[0]
     if name in CATALOGUE and folder is None and not await pool.has_run(run):
-        folder = _folder(find_model(name)) if is_local_pool(pool.broker.url) else None
+        folder = _folder(find_model(name)) if validation.is_local_pool(pool.broker.url) else None
         return ModelSource(model_config(name, folder))
     if is_token(run) and (folder is None or await pool.has_run(run)):
         return await _run_source(pool, name)
     if folder is not None:
         return ModelSource(model_config(name, folder))
     is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
-    if not is_hub_name and is_local_pool(pool.broker.url):
+    if not is_hub_name and validation.is_local_pool(pool.broker.url):
         raise ModelError(
             f"there is no model folder {name!r}",
             hint="give a Hugging Face folder, a model of the hub (owner/name), a run, or RUN@STEP",
@@ -79,14 +73,14 @@ async def _tinker_source(pool: Pool, path: str) -> ModelSource:
 
 
 async def _run_source(pool: Pool, name: str) -> ModelSource:
-    run, step = split_checkpoint_name(name)
+    run, step = validation.split_checkpoint_name(name)
     try:
         record = await pool.find(run)
     except NotFoundError as error:
         runs = [record.name for record in await pool.list_jobs(all=True)]
         raise NotFoundError(
             f"there is no model folder and no run {run!r}",
-            hint=did_you_mean(run, runs, otherwise="list runs with `tinkermq ps --all`"),
+            hint=validation.did_you_mean(run, runs, otherwise="list runs with `tinkermq ps --all`"),
         ) from error
     if record.kind == "infer" or not record.configured:
         raise ConfigError(
@@ -171,7 +165,7 @@ def with_options(
         config = merged(config, merged(lengths, {"generator": {"max_context": max_model_len}}))
     if overrides:
         config = merged(config, overrides)
-    return resolve_paths(config, broker_url, has_users=has_users)
+    return validation.resolve_paths(config, broker_url, has_users=has_users)
 
 
 START_S = 600.0
@@ -235,7 +229,6 @@ class AsyncInferenceSchedulerClient(AsyncSchedulerClient):
             trust_remote_code=trust_remote_code,
             overrides=translate(as_tree(config)) if config is not None else None,
         )
-        self._submitted = record
         if wait:
             record = await wait_until_served(pool, record, self.timeout)
         return self.describe_job(record)
@@ -313,7 +306,7 @@ async def submit_inference(
         kind="infer",
         fork_of=source.fork_of,
         follow=source.follow,
-        adapters=[full_checkpoint_name(adapter) for adapter in adapters],
+        adapters=[validation.full_checkpoint_name(adapter) for adapter in adapters],
         request_id=new_request_id(),
     )
 

@@ -24,19 +24,7 @@ import httpx
 from ...schemas.wire.errors import ConfigError, SandboxError
 from ...schemas.wire.foreign import shown
 from ..running.episodes import GameHung
-from .mcp_channels import (
-    CallRefused,
-    Channel,
-    GameServer,
-    HttpChannel,
-    McpServerError,
-    StdioChannel,
-    farewells,
-    http_client,
-    printable,
-    rpc_message,
-    who,
-)
+from . import mcp_channels
 
 T = TypeVar("T")
 PROTOCOLS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
@@ -49,7 +37,7 @@ _MAX_PAGES = 64
 class McpSession:
     """A conversation with one server."""
 
-    def __init__(self, server: GameServer, channel: Channel) -> None:
+    def __init__(self, server: mcp_channels.GameServer, channel: mcp_channels.Channel) -> None:
         """`connect` makes sessions."""
         self._server = server
         self._channel = channel
@@ -74,19 +62,19 @@ class McpSession:
         params = {"protocolVersion": PROTOCOLS[0], "capabilities": {}, "clientInfo": client}
         try:
             result = await self.request("initialize", params)
-        except CallRefused as error:
-            raise McpServerError(
+        except mcp_channels.CallRefused as error:
+            raise mcp_channels.McpServerError(
                 f"{self._who} refused to begin: {error.message}",
                 hint=f"it must speak MCP {' or '.join(PROTOCOLS)}",
             ) from error
         version = result.get("protocolVersion")
         if version not in PROTOCOLS:
-            raise McpServerError(
+            raise mcp_channels.McpServerError(
                 f"{self._who} speaks MCP {shown(version)}",
                 hint=f"use a version of it that speaks {' or '.join(PROTOCOLS)}",
             )
         self._channel.use_protocol(cast("str", version))
-        await self._channel.notify(rpc_message("notifications/initialized"))
+        await self._channel.notify(mcp_channels.rpc_message("notifications/initialized"))
 
     async def tools(self) -> list[dict[str, Any]]:
         """Return the tools that the server lists, as it describes them; checks names alone."""
@@ -107,9 +95,11 @@ class McpSession:
             if len(tools) > MAX_TOOLS or not isinstance(cursor, str):
                 break
         else:
-            raise McpServerError(f"{self._who} lists tools without end", hint="see the server")
+            raise mcp_channels.McpServerError(
+                f"{self._who} lists tools without end", hint="see the server"
+            )
         if len(tools) > MAX_TOOLS:
-            raise McpServerError(
+            raise mcp_channels.McpServerError(
                 f"{self._who} lists more than {MAX_TOOLS} tools", hint="use a server with fewer"
             )
         return tools
@@ -121,7 +111,7 @@ class McpSession:
         """
         try:
             result = await self.request("tools/call", {"name": tool, "arguments": arguments})
-        except CallRefused as error:
+        except mcp_channels.CallRefused as error:
             return error.message, True
         return self._text("tools/call", result, "content"), result.get("isError") is True
 
@@ -138,7 +128,7 @@ class McpSession:
     async def request(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the result of a request; CallRefused, McpServerError, GameHung."""
         self._num_requests += 1
-        message = rpc_message(method, params) | {"id": self._num_requests}
+        message = mcp_channels.rpc_message(method, params) | {"id": self._num_requests}
         limit_s = self._server.call_timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -155,11 +145,11 @@ class McpSession:
             if not self.is_shared:
                 self.close()
             raise
-        except McpServerError:
+        except mcp_channels.McpServerError:
             self.close()
             raise
         if (refusal := answer.get("error")) is not None:
-            raise CallRefused(f"error: {_refusal(refusal)}", hint=f"of {self._who}")
+            raise mcp_channels.CallRefused(f"error: {_refusal(refusal)}", hint=f"of {self._who}")
         result = answer.get("result")
         if not isinstance(result, dict):
             raise self._wrong(method, answer)
@@ -189,9 +179,9 @@ class McpSession:
             texts = [json.dumps(structured, ensure_ascii=False)]
         return "\n".join(texts)
 
-    def _wrong(self, method: str, answer: object) -> McpServerError:
+    def _wrong(self, method: str, answer: object) -> mcp_channels.McpServerError:
         self.close()
-        return McpServerError(
+        return mcp_channels.McpServerError(
             f"{self._who} answered {method} with {shown(answer)}, which is no such answer",
             hint="see the server: its answers must be as MCP defines them",
         )
@@ -203,7 +193,7 @@ class McpSession:
 
     @property
     def _who(self) -> str:
-        return who(self._server)
+        return mcp_channels.who(self._server)
 
 
 def _named(method: str, params: Mapping[str, Any]) -> str:
@@ -215,7 +205,7 @@ def _refusal(error: Any) -> str:
     if isinstance(error, dict):
         fields = cast("dict[str, Any]", error)
         message = fields.get("message")
-        return printable(message) if isinstance(message, str) else shown(fields)
+        return mcp_channels.printable(message) if isinstance(message, str) else shown(fields)
     return shown(error)
 
 
@@ -263,7 +253,7 @@ _of_loops: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopSessions]"
 )
 
 
-async def connect(server: GameServer) -> McpSession:
+async def connect(server: mcp_channels.GameServer) -> McpSession:
     """Return a session with a server: a new one, or the one that all share.
 
     Raises McpServerError, GameHung, SandboxError and ConfigError, each with what is to be done.
@@ -285,7 +275,9 @@ async def close_all() -> None:
     for task in here.shared.values():
         if task.done() and _is_usable(task):
             task.result().close()
-    if mine := [task for task in farewells if task.get_loop() is asyncio.get_running_loop()]:
+    if mine := [
+        task for task in mcp_channels.farewells if task.get_loop() is asyncio.get_running_loop()
+    ]:
         await asyncio.wait(mine)
     await here.client.aclose()
 
@@ -293,7 +285,7 @@ async def close_all() -> None:
 def _here() -> _LoopSessions:
     loop = asyncio.get_running_loop()
     if loop not in _of_loops:
-        _of_loops[loop] = _LoopSessions(http_client())
+        _of_loops[loop] = _LoopSessions(mcp_channels.http_client())
     return _of_loops[loop]
 
 
@@ -301,7 +293,7 @@ def _is_usable(task: "asyncio.Task[McpSession]") -> bool:
     return not task.cancelled() and task.exception() is None and task.result().is_open
 
 
-async def _new_session(server: GameServer) -> McpSession:
+async def _new_session(server: mcp_channels.GameServer) -> McpSession:
     """Open a session once there is a place for it."""
     limit_s = server.start_timeout_s
     places = _here().places.setdefault(server.key(), asyncio.Semaphore(server.max_sessions))
@@ -309,9 +301,9 @@ async def _new_session(server: GameServer) -> McpSession:
         async with asyncio.timeout(limit_s):
             await places.acquire()
     except TimeoutError as error:
-        raise McpServerError(
-            f"{server.max_sessions} sessions with {who(server)} are open, and none ended within "
-            f"{limit_s:g} s",
+        raise mcp_channels.McpServerError(
+            f"{server.max_sessions} sessions with {mcp_channels.who(server)} are open, and none "
+            f"ended within {limit_s:g} s",
             hint="raise its max_sessions, lower generator.max_episodes, or set shared",
         ) from error
     try:
@@ -321,24 +313,24 @@ async def _new_session(server: GameServer) -> McpSession:
         places.release()
         if not isinstance(error, TimeoutError):
             raise
-        raise McpServerError(
-            f"{who(server)} did not start within {limit_s:g} s",
+        raise mcp_channels.McpServerError(
+            f"{mcp_channels.who(server)} did not start within {limit_s:g} s",
             hint="raise its start_timeout_s, and see what it does as it starts",
         ) from error
     session.on_close = places.release
     return session
 
 
-async def _begun(server: GameServer) -> McpSession:
+async def _begun(server: mcp_channels.GameServer) -> McpSession:
     if server.command:
-        channel = StdioChannel(server)
+        channel = mcp_channels.StdioChannel(server)
         try:
             await channel.start()
         except (SandboxError, ConfigError) as error:
-            error.message = f"{who(server)}: {error.message}"
+            error.message = f"{mcp_channels.who(server)}: {error.message}"
             raise
     else:
-        channel = HttpChannel(server, _here().client)
+        channel = mcp_channels.HttpChannel(server, _here().client)
     session = McpSession(server, channel)
     try:
         await session.begin()

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal, cast
 from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, StepResult
 from ..registry import extra
+from ..running.episodes import retrieve_error
 from ..running.global_random import GlobalRandom
 
 # The policy as an agent of a verifiers environment.
@@ -169,7 +170,7 @@ class VerifiersEpisode:
         self._asked: asyncio.Future[list[Any]] = _event_loop().create_future()
         self._answer: asyncio.Future[str]
         self._run = _event_loop().create_task(self._play())
-        self._run.add_done_callback(_look)
+        self._run.add_done_callback(retrieve_error)
 
     def start(self) -> list[Any] | None:
         """Return the messages before the policy's first turn; None when it never gets one."""
@@ -248,12 +249,6 @@ def _close(loop: asyncio.AbstractEventLoop) -> None:
     if left:
         loop.run_until_complete(asyncio.wait(left))
     loop.close()
-
-
-def _look(run: "asyncio.Task[None]") -> None:
-    """Look at an error that nobody may ask for any more."""
-    if not run.cancelled():
-        run.exception()
 
 
 class VerifiersGame(AbstractGame):

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Protocol
 
 from ...broker.client.connection import Broker
+from ...broker.fair_queue import end_tasks
 from ...schemas.agent import GiveReply, GiveRequest
 from ...schemas.config.agent import AgentConfig
 from ...schemas.wire.errors import BusyError, NotFoundError, RewardError, StateError
 from ...schemas.wire.subjects import JobScope
 from ..game import ChatMessage, StepResult
-from ..running.episodes import GameFacts, Opening
+from ..running.episodes import GameFacts, Opening, retrieve_error
 from .episode import ProgramEpisode
 from .programs.agent_run import (
     Ending,
@@ -142,7 +143,7 @@ class LeaseRunner:
         url = self._endpoint.outer_url
         lease = EpisodeLease(episode, prompt, url, self._endpoint.env_of(episode, url))
         self._running[name] = asyncio.create_task(self._live(lease), name=f"episode {name}")
-        self._running[name].add_done_callback(_seen)
+        self._running[name].add_done_callback(retrieve_error)
         return prompt
 
     async def step(self, episode: str, action: str) -> StepResult:
@@ -170,11 +171,7 @@ class LeaseRunner:
 
     async def stop(self) -> None:
         """End all episodes."""
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await end_tasks(self._running.values())
         await self._opened.aclose()
 
     async def _live(self, lease: EpisodeLease) -> StepResult:
@@ -223,12 +220,6 @@ class LeaseRunner:
                     await episode.said_end.wait()
             except TimeoutError:
                 continue
-
-
-def _seen(task: "asyncio.Task[StepResult]") -> None:
-    """Retrieve an error that may not be awaited any more."""
-    if not task.cancelled():
-        task.exception()
 
 
 # Requests: an episode starts when one is requested.

@@ -20,14 +20,7 @@ from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import ConfigError
 from ..dataset import answer_text
 from ..game import AbstractGame, ChatMessage, StepResult
-from ..math.grading import (
-    ANSWER,
-    INSTRUCTION,
-    MathRewards,
-    answer_of,
-    said_in_the_end,
-    shared_grader,
-)
+from ..math import grading
 from ..sandbox.interpreters import CodeSession, Outcome, SandboxSettings
 from ..sandbox.served import shared_sandbox
 from ..tool_calls import OPEN, parse_tool_calls
@@ -73,7 +66,9 @@ class MathCodeGame(AbstractGame):
         self._format = tool_format
         self._settings = SandboxSettings.parse(dict(sandbox or {}))
         self._sandbox = shared_sandbox(self._settings)
-        self._rewards = MathRewards(rewards or {ANSWER: 1.0}, shared_grader())
+        self._rewards = grading.MathRewards(
+            rewards or {grading.ANSWER: 1.0}, grading.shared_grader()
+        )
         self._max_output_chars = max_output_chars
         self._system_prompt = system_prompt
         self._session: CodeSession | None = None
@@ -92,13 +87,13 @@ class MathCodeGame(AbstractGame):
 
     def step(self, action: str) -> StepResult:
         """Judge an answer, or run programs; without either, say what is missing."""
-        if answer_of(action) is not None:
+        if grading.answer_of(action) is not None:
             self.close()
             judged = self._rewards.judge(action, self._truth)
             return StepResult(
                 "", judged.reward, done=True, info={**self._counts(), **judged_info(judged)}
             )
-        programs = self._programs(said_in_the_end(action))
+        programs = self._programs(grading.said_in_the_end(action))
         if not programs:
             return StepResult(self._reminder(), 0.0, done=False, info={"no_action": True})
         role = "tool" if self._format == "hermes" else "user"
@@ -118,7 +113,7 @@ class MathCodeGame(AbstractGame):
         if self._system_prompt is not None:
             return self._system_prompt
         how = "Write programs in ```python blocks; " if self._format == "fenced" else ""
-        return f"You solve math problems. {how}{self._about()} {INSTRUCTION}"
+        return f"You solve math problems. {how}{self._about()} {grading.INSTRUCTION}"
 
     def get_initial_user_message(self) -> str:
         """Return nothing: the question is in the data."""

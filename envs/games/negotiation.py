@@ -57,7 +57,7 @@ class NegotiationGame(AbstractGame):
         if len(self._offers) == self._max_offers:  # the last offer was left
             return StepResult("", 0.0, done=True, info=self._info())
         self._offers.append(int(text))
-        self.role = self._other()
+        self.role = self.roles[1 - self.roles.index(self.role)]
         return StepResult(text, 0.0, done=False, info=self._info())
 
     def _deal(self, price: int) -> StepResult:
@@ -76,9 +76,6 @@ class NegotiationGame(AbstractGame):
             "senseless_rate": float(senseless),
             "offers": len(self._offers),
         }
-
-    def _other(self) -> str:
-        return self.roles[1 - self.roles.index(self.role)]
 
     def get_system_prompt(self) -> str:
         """Return the role and its secret."""

@@ -6,15 +6,7 @@ from itertools import count
 from typing import Any
 
 from ...schemas.wire.images import data_url
-from .answers import (
-    AnswerHead,
-    FinishReason,
-    ModelApi,
-    NewTokens,
-    Usage,
-    event,
-    openai_error,
-)
+from . import answers
 from .canonical import (
     CanonicalCall,
     CanonicalMessage,
@@ -215,7 +207,7 @@ def _worded_part(part: str | Picture, role: str) -> dict[str, Any]:
 class ResponseAnswer:
     """An answer of Responses, which has one choice; see `Answer`."""
 
-    def __init__(self, head: AnswerHead, request: ModelRequest) -> None:
+    def __init__(self, head: answers.AnswerHead, request: ModelRequest) -> None:
         """Word the answer to a request."""
         self._head = head
         self._echo = request.echo or _ECHOED
@@ -225,14 +217,14 @@ class ResponseAnswer:
         self._open: dict[str, Any] | None = None
         self._status = "completed"
 
-    def start(self, usage: Usage) -> Iterator[str]:
+    def start(self, usage: answers.Usage) -> Iterator[str]:
         """Yield the first events, without counts."""
         del usage
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=self._response("in_progress"))
 
     def push(
-        self, pieces: Sequence[Piece], choice: int = 0, tokens: NewTokens | None = None
+        self, pieces: Sequence[Piece], choice: int = 0, tokens: answers.NewTokens | None = None
     ) -> Iterator[str]:
         """Add to the answer; yield it as events without token ids."""
         del choice, tokens
@@ -243,13 +235,15 @@ class ResponseAnswer:
             else:
                 yield from self._add(piece)
 
-    def finish(self, reason: FinishReason, choice: int = 0, stop: str = "") -> Iterator[str]:
+    def finish(
+        self, reason: answers.FinishReason, choice: int = 0, stop: str = ""
+    ) -> Iterator[str]:
         """End the last item."""
         del choice, stop
         self._status = "incomplete" if reason == "length" else "completed"
         yield from self._close()
 
-    def end(self, usage: Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
+    def end(self, usage: answers.Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
         """Yield the last event, which has the whole answer."""
         whole = {**self.whole(usage), **(extra or {})}
         yield self._event(f"response.{self._status}", response=whole)
@@ -261,7 +255,7 @@ class ResponseAnswer:
         failed = {"error": {"code": code, "message": fields["message"]}}
         return self._event("response.failed", response={**self._response("failed"), **failed})
 
-    def whole(self, usage: Usage) -> dict[str, Any]:
+    def whole(self, usage: answers.Usage) -> dict[str, Any]:
         """Return the answer as one object, once it is finished."""
         counts = {
             "input_tokens": usage.prompt,
@@ -357,7 +351,9 @@ class ResponseAnswer:
         }
 
     def _event(self, kind: str, **fields: Any) -> str:
-        return event({"type": kind, "sequence_number": next(self._numbers), **fields}, kind)
+        return answers.event({"type": kind, "sequence_number": next(self._numbers), **fields}, kind)
 
 
-RESPONSES = ModelApi("responses", "resp_", read_response, ResponseAnswer, openai_error)
+RESPONSES = answers.ModelApi(
+    "responses", "resp_", read_response, ResponseAnswer, answers.openai_error
+)

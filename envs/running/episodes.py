@@ -425,3 +425,9 @@ def hung(game: str, verb: str, limit_s: float) -> GameHung:
         f"{game} hung in {verb} for {limit_s:g} s",
         hint=f"fix the game, or raise {key} if it may take longer",
     )
+
+
+def retrieve_error(future: "asyncio.Future[Any]") -> None:
+    """Look at an error that nobody may ask for any more."""
+    if not future.cancelled():
+        future.exception()

@@ -25,7 +25,7 @@ from ...schemas.wire import errors
 from ...schemas.wire.codec import MAX_MESSAGE_BYTES, too_large, unpack
 from ..game import ChatMessage, StepResult
 from ..sandbox.sandbox import descendants
-from .episodes import Call, GameFacts, Opening, TimeLimits
+from .episodes import Call, GameFacts, Opening, TimeLimits, retrieve_error
 from .worker import LENGTH
 
 START_TIMEOUT_S = 60.0
@@ -204,7 +204,7 @@ class ProcessRunner:
         self._forget(episode)
         if process is not None and process.lives:
             dropped = self._send(process, "drop", episode, (episode,))
-            dropped.add_done_callback(_look)  # it is not awaited
+            dropped.add_done_callback(retrieve_error)  # it is not awaited
 
     def end_overdue(self) -> None:
         """Kill processes whose game has hung past its limit."""
@@ -405,8 +405,3 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
         return str(number)
-
-
-def _look(future: "asyncio.Future[Any]") -> None:
-    if not future.cancelled():
-        future.exception()

@@ -38,11 +38,6 @@ class GpuCard:
     has_fp8: bool = False
     """Whether its matrix units read FP8."""
 
-    @property
-    def memory_gib(self) -> float:
-        """Memory in GiB."""
-        return self.memory_bytes / _GIB
-
 
 @dataclass(frozen=True)
 class CardSet:

@@ -11,27 +11,8 @@ from typing import Any, NamedTuple
 from ..config.job import JobConfig
 from ..config.sections import resolve_dtype
 from ..wire.errors import ConfigError, ModelError
+from . import memory, model_shape
 from .cards import GpuCard
-from .memory import (
-    GIB,
-    PASSING,
-    VLLM_SHARE,
-    EngineLoad,
-    LearnerLoad,
-    Term,
-    engine_terms,
-    learner_load,
-    learner_terms,
-    stored_bytes,
-    usable_bytes,
-)
-from .model_shape import (
-    ModelShape,
-    find_max_positions,
-    find_shape,
-    refuse_long_sequences,
-    unknown_shape,
-)
 
 _MICROBATCHES = (32768, 24576, 16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024, 512)
 """Tokens that are tried for a forward and backward pass, the most first."""
@@ -41,7 +22,7 @@ _CHOSEN_SHARE = 0.9
 """Of what a card can hold, for settings that are chosen: estimates err."""
 _SHARED_PASSES = 0.25
 """Of a card that learner and engine share, for activations and logits."""
-_LARGE_CARD = 70 * GIB
+_LARGE_CARD = 70 * memory.GIB
 _LARGE_REQUESTS, _SMALL_REQUESTS = 1024, 256
 _LARGE_BATCHED, _SMALL_BATCHED = 16384, 8192
 """Requests, and tokens of a pass, of an engine that is bound by neither memory nor the job: as vLLM
@@ -63,12 +44,12 @@ _MOST_SHARE = 0.9
 class JobModels:
     """The shapes of all models that a job loads."""
 
-    policy: ModelShape
-    updated: tuple[ModelShape, ...] = ()
+    policy: model_shape.ModelShape
+    updated: tuple[model_shape.ModelShape, ...] = ()
     """The critic and the policies of other roles."""
-    roles: tuple[ModelShape, ...] = ()
+    roles: tuple[model_shape.ModelShape, ...] = ()
     """The policies of other roles, which generators load, too."""
-    frozen: tuple[ModelShape, ...] = ()
+    frozen: tuple[model_shape.ModelShape, ...] = ()
     """The reference and teachers that the learner loads."""
     adapter: int | None = None
     """Weights of the adapter, if they were counted; None: they follow from the shape."""
@@ -80,11 +61,11 @@ def counted_models(job: JobConfig, *, weights: int, trained: int, critics: int =
     `weights` are those of the policy with its adapter, of which `trained` are trained.
     """
     adapter = trained if trained < weights else 0
-    policy = unknown_shape(weights - adapter)
+    policy = model_shape.unknown_shape(weights - adapter)
     has_reference = job.algorithm.kl_coef > 0 and not job.lora.rank
     return JobModels(
         policy,
-        updated=(unknown_shape(critics),) if critics else (),
+        updated=(model_shape.unknown_shape(critics),) if critics else (),
         frozen=(policy,) if has_reference else (),
         adapter=adapter,
     )
@@ -98,7 +79,7 @@ def find_models(job: JobConfig) -> JobModels | None:
     reference = [algorithm.reference.path or job.model.path] if has_reference else []
     frozen = [*reference, *algorithm.loaded_teachers.values()]
     try:
-        policy = find_shape(job.model.path)
+        policy = model_shape.find_shape(job.model.path)
         roles = _shapes(job.policies.values())
         updated, others = _shapes(critic), _shapes(frozen)
     except ModelError:
@@ -108,8 +89,8 @@ def find_models(job: JobConfig) -> JobModels | None:
     return JobModels(policy, (*updated, *roles), roles, others)
 
 
-def _shapes(paths: Iterable[str]) -> tuple[ModelShape, ...] | None:
-    found = [find_shape(path) for path in paths]
+def _shapes(paths: Iterable[str]) -> tuple[model_shape.ModelShape, ...] | None:
+    found = [model_shape.find_shape(path) for path in paths]
     known = tuple(shape for shape in found if shape is not None)
     return known if len(known) == len(found) else None
 
@@ -128,7 +109,7 @@ def refuse_long_contexts(job: JobConfig) -> None:
     needed = [(path, _max_context(job)) for path in played]
     needed += [(path, job.rollout.max_tokens) for path in scored if path is not None]
     for path, max_tokens in needed:
-        refuse_long_sequences(path, max_tokens, find_max_positions(path))
+        model_shape.refuse_long_sequences(path, max_tokens, model_shape.find_max_positions(path))
 
 
 # -- settings --------------------------------------------------------------------------------------
@@ -173,7 +154,7 @@ def choose_learner_settings(
     sizes = [tokens for tokens in _MICROBATCHES if tokens > learner.max_row_tokens]
     sizes = [*sizes, learner.max_row_tokens] if given == "auto" else [given]
     ways = _ways_of_activations(job)
-    usable = _CHOSEN_SHARE * usable_bytes(card.memory_bytes)
+    usable = _CHOSEN_SHARE * memory.usable_bytes(card.memory_bytes)
     for way in ways:
         for tokens in sizes:
             is_slow = tokens < _WITHOUT_CHECKPOINTING and tokens != sizes[0]
@@ -181,7 +162,7 @@ def choose_learner_settings(
                 break
             settings = LearnerSettings(tokens, way.checkpointing, way.offloads)
             terms = _terms(job, models, settings)
-            passing = sum(term.num_bytes for term in terms if term.name in PASSING)
+            passing = sum(term.num_bytes for term in terms if term.name in memory.PASSING)
             if shared and passing > _SHARED_PASSES * card.memory_bytes:
                 continue
             if sum(term.num_bytes for term in terms) <= usable:
@@ -206,13 +187,15 @@ def _ways_of_activations(job: JobConfig) -> list[_Way]:
     ]
 
 
-def _terms(job: JobConfig, models: JobModels, settings: LearnerSettings) -> list[Term]:
-    return learner_terms(find_learner_load(job, models, settings))
+def _terms(job: JobConfig, models: JobModels, settings: LearnerSettings) -> list[memory.Term]:
+    return memory.learner_terms(find_learner_load(job, models, settings))
 
 
-def find_learner_load(job: JobConfig, models: JobModels, settings: LearnerSettings) -> LearnerLoad:
+def find_learner_load(
+    job: JobConfig, models: JobModels, settings: LearnerSettings
+) -> memory.LearnerLoad:
     """Return what decides the memory of a learner with these settings."""
-    return learner_load(
+    return memory.learner_load(
         job,
         models.policy,
         microbatch_tokens=settings.microbatch_tokens,
@@ -235,7 +218,7 @@ def choose_engine_settings(
     generator = job.generator
     is_vllm = generator.engine == "vllm"
     is_large = card.memory_bytes >= _LARGE_CARD and not card.name.startswith("A100")
-    share = generator.memory_share or (VLLM_SHARE if is_vllm else None)
+    share = generator.memory_share or (memory.VLLM_SHARE if is_vllm else None)
     most = _LARGE_REQUESTS if is_large and is_vllm else _SMALL_REQUESTS
     if not serves and not job.agent.runs_programs:  # a program may call several times at once
         most = min(most, job.episodes_at_once)
@@ -243,7 +226,7 @@ def choose_engine_settings(
     if generator.max_requests is None:
         most = min(most, batched)  # each has a token of a pass
         load = find_engine_load(job, models, EngineSettings(most, batched, share))
-        cache = engine_terms(load, card.memory_bytes)[-1].num_bytes
+        cache = memory.engine_terms(load, card.memory_bytes)[-1].num_bytes
         # Episodes are on average half as long as they may get.
         longest = load.token_bytes * load.max_context  # 0: the shape is not known
         requests = max(1, min(most, 2 * cache // longest)) if longest else most
@@ -276,12 +259,14 @@ def _max_context(job: JobConfig) -> int:
     return job.generator.max_context or job.rollout.max_tokens
 
 
-def find_engine_load(job: JobConfig, models: JobModels, settings: EngineSettings) -> EngineLoad:
+def find_engine_load(
+    job: JobConfig, models: JobModels, settings: EngineSettings
+) -> memory.EngineLoad:
     """Return what decides the memory of an engine with these settings."""
     generator = job.generator
     num_bytes = 4 if resolve_dtype(generator.dtype, on_gpu=True) == "float32" else 2
     quantised = "fp8" in (generator.quantization, models.policy.quantization)
-    return EngineLoad(
+    return memory.EngineLoad(
         shape=models.policy,
         is_vllm=generator.engine == "vllm",
         weight_bytes=1 if quantised else num_bytes,
@@ -331,8 +316,12 @@ def held_bytes(
     if models.policy.is_unknown:
         step += round(_UNKNOWN_PASSES * card.memory_bytes)
     engine = choose_engine_settings(job, models, card)
-    *without_cache, _ = engine_terms(find_engine_load(job, models, engine), card.memory_bytes)
-    return HeldBytes(stored_bytes(terms), step, sum(term.num_bytes for term in without_cache))
+    *without_cache, _ = memory.engine_terms(
+        find_engine_load(job, models, engine), card.memory_bytes
+    )
+    return HeldBytes(
+        memory.stored_bytes(terms), step, sum(term.num_bytes for term in without_cache)
+    )
 
 
 def with_memory_share(job: JobConfig, share: float | None) -> JobConfig:
@@ -360,9 +349,10 @@ def choose_gpu_use(job: JobConfig, held: HeldBytes, card_bytes: int) -> GpuUse:
         return GpuUse(generator.memory_share, sleeps)
     if room < needed:
         raise ConfigError(
-            f"learner and generator do not fit on one GPU of {card_bytes / GIB:.0f} GiB: the "
-            f"learner holds {held.stored / GIB:.1f} from step to step and {held.step / GIB:.1f} "
-            f"in a step, the engine {held.engine / GIB:.1f} without a cache",
+            f"learner and generator do not fit on one GPU of {card_bytes / memory.GIB:.0f} GiB: "
+            f"the learner holds {held.stored / memory.GIB:.1f} from step to step and "
+            f"{held.step / memory.GIB:.1f} in a step, the engine {held.engine / memory.GIB:.1f} "
+            "without a cache",
             hint="train an adapter (lora.rank), keep the optimiser in the machine's memory "
             "(learner.cpu_offload=true), take a smaller model, or two GPUs"
             + (", or validate afterwards (env.num_val=0)" if job.sft.data else ""),

@@ -24,17 +24,10 @@ from ....schemas.config.sections import LoraConfig
 from ....schemas.plan.model_shape import count_positions, refuse_long_sequences
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import ModelError
+from ...policy import vision
 from ...policy.devices import DECODED_WEIGHTS, exact_products, use_onednn
 from ...policy.experts import RouterRecorder
 from ...policy.model_folder import load_model_config, load_policy
-from ...policy.vision import (
-    ImageReader,
-    SeenImages,
-    embed,
-    load_image_reader,
-    plain_inputs,
-    probe_image,
-)
 from ..engine import ExpertRecord
 from .adapters import EngineAdapter, RowAdapters, RowsOfAdapters
 from .kv_cache import ATTENTION, PREFIX_CACHE_BYTES, CacheShape, SlotCache, cache_cells
@@ -57,7 +50,7 @@ class FedTokens:
     slot: int
     start: int
     tokens: IntVector
-    images: SeenImages | None = None
+    images: vision.SeenImages | None = None
     """Images in the slot's tokens; those of a span that begins at 0 are fed with it."""
     adapter: EngineAdapter | None = None
     """What the slot computes with beside the model."""
@@ -100,7 +93,7 @@ def load_decoder(
         trust_remote_code=trust_remote_code,
     )
     torch.nn.Module.to(model.requires_grad_(False), torch.device(device))
-    reader = load_image_reader(path, trust_remote_code=trust_remote_code)
+    reader = vision.load_image_reader(path, trust_remote_code=trust_remote_code)
     return SlotDecoder(path, model, max_slots=max_slots, max_tokens=max_tokens, reader=reader)
 
 
@@ -114,7 +107,7 @@ class SlotDecoder:
         *,
         max_slots: int,
         max_tokens: int,
-        reader: ImageReader | None = None,
+        reader: vision.ImageReader | None = None,
     ) -> None:
         self.model = model
         self.reader = reader
@@ -234,7 +227,7 @@ class SlotDecoder:
         columns = np.concatenate([columns for _, columns in fed])
         columns_Q = torch.as_tensor(columns, device=self.device)
         images = [seen.images for seen, _ in fed]
-        return {"inputs_embeds": embed(self.model, ids_BN, columns_Q, images)}
+        return {"inputs_embeds": vision.embed(self.model, ids_BN, columns_Q, images)}
 
     def _prefill_mask(
         self, positions_BN: torch.Tensor, valid_BN: torch.Tensor | None, length: int | None
@@ -377,15 +370,15 @@ class _Probe:
     tokens: IntVector
     first: int
     """Tokens of the first prefill."""
-    images: SeenImages | None = None
+    images: vision.SeenImages | None = None
 
 
-def _probes(model: PreTrainedModel, reader: ImageReader | None) -> list[_Probe]:
+def _probes(model: PreTrainedModel, reader: vision.ImageReader | None) -> list[_Probe]:
     """Return a text, and for a model that sees a text with an image."""
     text = _Probe(np.array(_PROBE, np.int32), 3)
     if reader is None:
         return [text]
-    encoded = [probe_image()]
+    encoded = [vision.probe_image()]
     pads = [reader.token_id] * sum(reader.read(encoded).tokens)
     tokens = np.array([*_PROBE[:2], *pads, *_PROBE[2:]], np.int32)
     return [text, _Probe(tokens, len(pads) + 3, reader.read_images(model, tokens, encoded))]
@@ -395,7 +388,7 @@ def _probes(model: PreTrainedModel, reader: ImageReader | None) -> list[_Probe]:
 def _plain(model: PreTrainedModel, probe: _Probe) -> tuple[torch.Tensor, DynamicCache]:
     """Run a plain forward pass; return its logits [N, V], and its keys and values."""
     ids = torch.as_tensor(probe.tokens.astype(np.int64), device=model.device)[None]
-    more = {} if probe.images is None else plain_inputs(ids, probe.images)
+    more = {} if probe.images is None else vision.plain_inputs(ids, probe.images)
     output = model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True, **more)
     return cast("torch.Tensor", output.logits)[0].float(), output.past_key_values
 

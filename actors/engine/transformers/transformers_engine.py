@@ -24,24 +24,7 @@ from ....schemas.wire.errors import EngineError, TinkermqError
 from ...policy.lora import check_base, policy_tensors, read_lora
 from ...policy.vision import SeenImages, digest_of
 from ...weights.tensors import TensorSource
-from ..engine import (
-    Drawn,
-    EngineStats,
-    Generation,
-    ImageReads,
-    KvOnSwap,
-    OnToken,
-    PromptScores,
-    Sampling,
-    again,
-    check_prompt,
-    check_queue,
-    check_sampling,
-    check_scored,
-    no_adapter,
-    no_weights,
-    require_reader,
-)
+from .. import engine
 from .adapters import DoubleBuffer, EngineAdapter, LowRankTensors
 from .decoder import SlotDecoder, load_decoder
 from .kv_cache import PREFIX_CACHE_BYTES
@@ -50,7 +33,7 @@ from .worker import EngineWorker, Outcome, ScoreRequest
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _CLOSE_DEADLINE_S = 30.0
-R = TypeVar("R", Generation, PromptScores)
+R = TypeVar("R", engine.Generation, engine.PromptScores)
 
 
 class TransformersEngine:
@@ -75,13 +58,13 @@ class TransformersEngine:
         self._pending: dict[str, asyncio.Future[Any]] = {}
         """Each is done with a Generation or with PromptScores, as it was asked for."""
         self._adapters: dict[str, EngineAdapter] = {}
-        self._listeners: dict[str, OnToken] = {}
+        self._listeners: dict[str, engine.OnToken] = {}
         self._swaps: set[asyncio.Future[None]] = set()
         self._commands: list[Callable[[], None]] = []
         self._ended: EngineError | None = None
         self._seeds = itertools.count(secrets.randbits(63))
         self._loading = asyncio.Lock()
-        self._reads = ImageReads[SeenImages]()
+        self._reads = engine.ImageReads[SeenImages]()
         self._weights = DoubleBuffer(policy_tensors(decoder.model))
         self._worker = EngineWorker(
             decoder,
@@ -147,14 +130,14 @@ class TransformersEngine:
     async def generate(
         self,
         prompt_ids: Sequence[int] | IntVector,
-        sampling: Sampling,
+        sampling: engine.Sampling,
         *,
         request_id: str,
         conversation: str | None = None,
-        on_token: OnToken | None = None,
+        on_token: engine.OnToken | None = None,
         images: Sequence[bytes] = (),
         adapter: str = "",
-    ) -> Generation:
+    ) -> engine.Generation:
         """Generate from a prompt; see `engine.AdapterEngine.generate`."""
         prompt = np.ascontiguousarray(prompt_ids, dtype=np.int32)
         self._check(prompt, sampling, request_id)
@@ -172,7 +155,7 @@ class TransformersEngine:
             seen,
             self._adapter(adapter),
         )
-        future: asyncio.Future[Generation] = self._loop.create_future()
+        future: asyncio.Future[engine.Generation] = self._loop.create_future()
         if on_token is not None:
             self._listeners[request_id] = on_token
         return await self._submit(request_id, future, partial(self._worker.submit, request))
@@ -184,16 +167,18 @@ class TransformersEngine:
         request_id: str,
         top_k: int = 0,
         adapter: str = "",
-    ) -> PromptScores:
+    ) -> engine.PromptScores:
         """Score a prompt; see `engine.Engine.score`."""
         prompt = np.ascontiguousarray(prompt_ids, dtype=np.int32)
         self._check_alive()
         running = request_id in self._pending
-        check_queue(request_id, len(self._pending), self._max_pending, running=running)
+        engine.check_queue(request_id, len(self._pending), self._max_pending, running=running)
         vocab = self._decoder.vocab_size
-        check_scored(prompt, top_k, max_context=self._decoder.cache.max_tokens, vocab_size=vocab)
+        engine.check_scored(
+            prompt, top_k, max_context=self._decoder.cache.max_tokens, vocab_size=vocab
+        )
         request = ScoreRequest(request_id, prompt, top_k, self._adapter(adapter))
-        future: asyncio.Future[PromptScores] = self._loop.create_future()
+        future: asyncio.Future[engine.PromptScores] = self._loop.create_future()
         return await self._submit(request_id, future, partial(self._worker.score, request))
 
     async def _submit(
@@ -236,12 +221,12 @@ class TransformersEngine:
 
     def _adapter(self, name: str) -> EngineAdapter | None:
         if name and name not in self._adapters:
-            raise no_adapter(name)
+            raise engine.no_adapter(name)
         return self._adapters[name] if name else None
 
     async def _read_images(self, prompt: IntVector, images: Sequence[bytes]) -> SeenImages:
         """Read images; all who ask for the same ones at a time go on together."""
-        reader = require_reader(self._decoder.reader)
+        reader = engine.require_reader(self._decoder.reader)
         remembered = reader.remembered(prompt, images)
         if remembered is not None:
             return remembered
@@ -249,7 +234,7 @@ class TransformersEngine:
         return await self._reads.share((digest_of(images), prompt.tobytes()), look)
 
     async def load_weights(
-        self, version: int, tensors: Mapping[str, TensorSource], kv: KvOnSwap = "keep"
+        self, version: int, tensors: Mapping[str, TensorSource], kv: engine.KvOnSwap = "keep"
     ) -> None:
         """Swap weights between two decode steps; see `engine.Engine.load_weights`."""
         async with self._loading:
@@ -275,7 +260,7 @@ class TransformersEngine:
     async def wake(self) -> None:
         """Take the memory back and go on; see `engine.Engine.wake`."""
         if not self.has_weights:
-            raise no_weights()
+            raise engine.no_weights()
         await self._in_worker(self._worker.wake)
 
     async def _in_worker(self, command: Callable[[Callable[[], None]], None]) -> None:
@@ -295,7 +280,7 @@ class TransformersEngine:
         """Forget the kept cache of a conversation."""
         self._command(partial(self._worker.release, conversation))
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> engine.EngineStats:
         """Say what the engine is doing."""
         return self._worker.stats()
 
@@ -333,7 +318,7 @@ class TransformersEngine:
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         for request_id, outcome in outcomes:
-            if isinstance(outcome, Drawn):
+            if isinstance(outcome, engine.Drawn):
                 if request_id in self._pending and request_id in self._listeners:
                     self._listeners[request_id](outcome)
                 continue
@@ -359,16 +344,16 @@ class TransformersEngine:
         self._swaps.clear()
         for future in futures:
             if not future.done():
-                future.set_exception(again(self._ended))
+                future.set_exception(engine.again(self._ended))
 
     # What can be refused at once --------------------------------------------------------------
 
-    def _check(self, prompt: IntVector, sampling: Sampling, request_id: str) -> None:
+    def _check(self, prompt: IntVector, sampling: engine.Sampling, request_id: str) -> None:
         self._check_alive()
-        check_sampling(sampling)
+        engine.check_sampling(sampling)
         running = request_id in self._pending
-        check_queue(request_id, len(self._pending), self._max_pending, running=running)
-        check_prompt(
+        engine.check_queue(request_id, len(self._pending), self._max_pending, running=running)
+        engine.check_prompt(
             prompt,
             sampling,
             max_context=self._decoder.cache.max_tokens,
@@ -377,7 +362,7 @@ class TransformersEngine:
 
     def _check_alive(self) -> None:
         if self._ended is not None:
-            raise again(self._ended)
+            raise engine.again(self._ended)
 
 
 def _run_all(commands: Sequence[Callable[[], None]]) -> None:

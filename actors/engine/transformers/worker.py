@@ -27,18 +27,7 @@ from numpy.typing import NDArray
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import EngineError, TinkermqError
 from ...policy.vision import SeenImages
-from ..engine import (
-    Drawn,
-    EngineStats,
-    FinishReason,
-    Generation,
-    KvOnSwap,
-    Meter,
-    PromptScores,
-    left_grammar,
-    not_finite,
-    nothing,
-)
+from .. import engine
 from ..sampling import Constraining, Draw, draw
 from .adapters import (
     DoubleBuffer,
@@ -94,7 +83,7 @@ class PromptScorer:
         return batch
 
     @torch.inference_mode()
-    def score(self, batch: Sequence[ScoreRequest]) -> list[PromptScores]:
+    def score(self, batch: Sequence[ScoreRequest]) -> list[engine.PromptScores]:
         """Return the scores of some prompts."""
         if self._head_is_all is None:
             self._head_is_all = self._is_head_all()
@@ -120,13 +109,9 @@ class PromptScorer:
         )
         return cast("torch.Tensor", output.logits if logits else output.last_hidden_state)
 
-    def _read(self, states_ND: torch.Tensor, request: ScoreRequest) -> PromptScores:
+    def _read(self, states_ND: torch.Tensor, request: ScoreRequest) -> engine.PromptScores:
         num, k = len(request.prompt), request.top_k
-        scores = PromptScores(
-            np.full(num, np.nan, np.float32),
-            np.zeros((num, k), np.int32),
-            np.full((num, k), np.nan, np.float32),
-        )
+        scores = engine.PromptScores.unknown(num, k)
         targets = torch.as_tensor(request.prompt[1:].astype(np.int64), device=states_ND.device)
         chunk = max(1, _LOGITS_BYTES // (4 * self._decoder.vocab_size))
         for start in range(0, num - 1, chunk):
@@ -179,7 +164,7 @@ class _PromptGroup:
         return self.requests[0].serial
 
 
-Outcome = tuple[str, Generation | PromptScores | TinkermqError | Drawn]
+Outcome = tuple[str, engine.Generation | engine.PromptScores | TinkermqError | engine.Drawn]
 """A request's id and what became of it, or its next token."""
 
 
@@ -220,7 +205,7 @@ class EngineWorker:
         self._closing = False
         self._asleep: OffloadedWeights | None = None
         self._slept_at = 0.0
-        self._meter = Meter()
+        self._meter = engine.Meter()
 
     def do(self, command: Callable[[], None]) -> None:
         """Have a command run in the engine's thread, between two ticks."""
@@ -279,7 +264,7 @@ class EngineWorker:
             if request.request_id == request_id:
                 self._waiting.remove(request)
                 self._count(request, -1)
-                self._outcomes.append((request_id, nothing()))
+                self._outcomes.append((request_id, engine.nothing()))
                 return
         for row, request in enumerate(self._rows.requests):
             if request.request_id == request_id:
@@ -293,7 +278,7 @@ class EngineWorker:
         self._prefix_cache.drop(conversation)
 
     def swap(
-        self, version: int, fresh: list[torch.Tensor], kv: KvOnSwap, done: Callable[[], None]
+        self, version: int, fresh: list[torch.Tensor], kv: engine.KvOnSwap, done: Callable[[], None]
     ) -> None:
         """Take prepared weights; then call `done` (in this thread)."""
         started = time.perf_counter()
@@ -334,7 +319,7 @@ class EngineWorker:
         """End `run`."""
         self._closing = True
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> engine.EngineStats:
         """Read the counters; safe in any thread."""
         return self._meter.stats(
             version=self.version,
@@ -576,7 +561,7 @@ class EngineWorker:
             request = self._rows.requests[int(rows[place])]
             if request.streams:
                 version = self._version_of(request)
-                token = Drawn(
+                token = engine.Drawn(
                     int(drawn.tokens_B[place]),
                     float(drawn.logprobs_B[place]),
                     version,
@@ -595,15 +580,15 @@ class EngineWorker:
             request = self._rows.requests[row]
             self._count(request, -1)
             if broken[row]:
-                failure = not_finite(self._version_of(request))
+                failure = engine.not_finite(self._version_of(request))
                 self._outcomes.append((request.request_id, failure))
                 continue
             if left[row]:
                 assert request.constraint is not None
                 why = request.constraint.error
-                self._outcomes.append((request.request_id, left_grammar(why)))
+                self._outcomes.append((request.request_id, engine.left_grammar(why)))
                 continue
-            reason: FinishReason = "stop" if stop[row] else "length"
+            reason: engine.FinishReason = "stop" if stop[row] else "length"
             self._outcomes.append((request.request_id, self._rows.result(row, reason)))
             self._keep_prefix(row, request)
         if broken.any():

@@ -47,6 +47,7 @@ from ....schemas.wire.array import IntVector
 from ....schemas.wire.bounds import MAX_TOP_K
 from ....schemas.wire.errors import EngineError, ModelError
 from ...policy.devices import own_device
+from .. import gpu_requirements
 from ..engine import (
     Concurrency,
     Drawn,
@@ -58,13 +59,6 @@ from ..engine import (
     RequestLimit,
     Sampling,
     nothing,
-)
-from ..gpu_requirements import (
-    check_instances,
-    check_kernels,
-    lack_of_memory,
-    read_own_gpu,
-    start_beside_others,
 )
 from .constraints import PROCESSOR
 from .request import (
@@ -186,16 +180,16 @@ _FREED_S = 30.0
 async def check_gpu(config: GeneratorConfig, num_engines: int) -> None:
     """Raise ConfigError or EngineError for a GPU on which vLLM would not start."""
     own_device()
-    card = await asyncio.to_thread(read_own_gpu)
-    check_instances(config, card)
-    check_kernels(config, card)
+    card = await asyncio.to_thread(gpu_requirements.read_own_gpu)
+    gpu_requirements.check_instances(config, card)
+    gpu_requirements.check_kernels(config, card)
     share = engine_share(config, num_engines)
     deadline = time.monotonic() + _FREED_S
-    while card is not None and (error := lack_of_memory(card, share)) is not None:
+    while card is not None and (error := gpu_requirements.lack_of_memory(card, share)) is not None:
         if time.monotonic() > deadline:
             raise error
         await asyncio.sleep(1)
-        card = await asyncio.to_thread(read_own_gpu)
+        card = await asyncio.to_thread(gpu_requirements.read_own_gpu)
 
 
 class Recorder(StatLoggerBase):
@@ -314,7 +308,7 @@ class VllmModel:
             path, config, max_context, trust_remote_code, ranks, sees, tokenizer, num_engines
         )
         try:
-            llm = await start_beside_others(
+            llm = await gpu_requirements.start_beside_others(
                 partial(
                     AsyncLLM.from_engine_args,
                     AsyncEngineArgs(**arguments),

@@ -116,11 +116,7 @@ def scores_of(output: RequestOutput, num: int, top_k: int) -> PromptScores:
     At each place stand the prompt's token and the likeliest ones, in this order.
     """
     prompt_logprobs = output.prompt_logprobs
-    scores = PromptScores(
-        np.full(num, np.nan, np.float32),
-        np.zeros((num, top_k), np.int32),
-        np.full((num, top_k), np.nan, np.float32),
-    )
+    scores = PromptScores.unknown(num, top_k)
     if prompt_logprobs is None or num == 1:
         return scores
     width = top_k + 1

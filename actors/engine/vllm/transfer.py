@@ -36,15 +36,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from ...weights.broadcast_group import (
-    INSTEAD,
-    Group,
-    ProcessGroupFailed,
-    Store,
-    meet_group,
-    own_address,
-    reach_store,
-)
+from ...weights import broadcast_group
 from ...weights.tensors import PART_BYTES, Assembler, Fingerprint
 
 BACKEND = "tinkermq"
@@ -97,8 +89,8 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
         """Whether the last version has replaced every parameter of the model."""
         self._loaded: set[str] | None = set()
         """Parameters that were loaded since an update began; None: the model does not tell."""
-        self._store: Store | None = None
-        self._group: Group | None = None
+        self._store: broadcast_group.Store | None = None
+        self._group: broadcast_group.Group | None = None
 
     def init_transfer_engine(self, init_info: JoinGroup) -> None:
         """Begin to connect, or to form a group; `outcome` tells when that is done.
@@ -156,20 +148,20 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
             group.leave()
 
     def _connect(self, info: JoinGroup) -> None:
-        self._store = reach_store(info.address, info.port, INSTEAD)
+        self._store = broadcast_group.reach_store(info.address, info.port, broadcast_group.INSTEAD)
 
     def _meet(self, info: JoinGroup) -> None:
         self.shutdown()
         if self._store is None:
-            raise ProcessGroupFailed("this worker is not connected to the learner")
-        self._group = meet_group(
+            raise broadcast_group.ProcessGroupFailed("this worker is not connected to the learner")
+        self._group = broadcast_group.meet_group(
             info.route,
             self._store,
             info.group,
             info.rank + self.parallel_config.rank,
             info.size,
             self.device,
-            own_address(info.address, info.port),
+            broadcast_group.own_address(info.address, info.port),
         )
 
     def _take(self, info: TakeVersion) -> str:
@@ -198,7 +190,7 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
         if info.path:
             return file_parts(Path(info.path), info.num_bytes, self.device)
         if self._group is None:
-            raise ProcessGroupFailed("this worker is in no group")
+            raise broadcast_group.ProcessGroupFailed("this worker is in no group")
         return self._group.stream(info.num_bytes)
 
     def _experts(self) -> list[Any]:
@@ -237,7 +229,7 @@ def _through_pinned(parts: Iterable[Tensor], device: torch.device) -> Generator[
 def _outcome_of(work: Callable[[], str | None]) -> Outcome:
     try:
         trouble = work()
-    except ProcessGroupFailed as error:
+    except broadcast_group.ProcessGroupFailed as error:
         return "failed", str(error)
     except Exception as error:  # noqa: BLE001  of whatever library: told to who asks
         return "failed", f"{type(error).__name__}: {error}"

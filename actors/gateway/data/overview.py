@@ -15,6 +15,7 @@ from typing import Any
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
 
+from ....broker.fair_queue import end_tasks
 from ....broker.feed import parse_feed_message
 from ....broker.jetstream.direct_get import StoredMessage, StreamReader
 from ....broker.jetstream.kv import Entry
@@ -187,9 +188,7 @@ class _Updates:
                 yield event
         finally:
             streams.dec()
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            await end_tasks(tasks)
 
     async def _end(self, ends: asyncio.Event) -> None:
         await ends.wait()

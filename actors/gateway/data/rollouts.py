@@ -96,7 +96,7 @@ def show_episode(group: Group, number: int, *, estimator: str, step: int | None)
     one = group.trajectories[number]
     name, advantages = _advantages(group, estimator)
     made = one.logprobs[one.mask == 1]
-    turns = _turns(one)
+    turns, rows = _turns(one), _rows(group, one)
     return {
         "task": group.task.task,
         "sample": group.task.sample,
@@ -122,9 +122,9 @@ def show_episode(group: Group, number: int, *, estimator: str, step: int | None)
         "logprob_mean": float(made.mean()) if len(made) else None,
         "logprob_min": float(made.min()) if len(made) else None,
         "kind": one.kind,
-        "calls": [vars(line) for line in call_lines(_main_row(group, one).info)],
-        "row": _rows(group, one).index(number),
-        "rows": _rows(group, one),
+        "calls": [vars(line) for line in call_lines(group.trajectories[rows[0]].info)],
+        "row": rows.index(number),
+        "rows": rows,
         "info": {name: value for name, value in one.info.items() if name != "calls"},
         "messages": _messages(one, turns, group.images),
         "turns": turns,
@@ -151,10 +151,6 @@ def _rows(group: Group, one: Trajectory) -> list[int]:
         for index, item in enumerate(group.trajectories)
         if item is one or (not is_whole and (item.episode, item.role) == (one.episode, one.role))
     ]
-
-
-def _main_row(group: Group, one: Trajectory) -> Trajectory:
-    return group.trajectories[_rows(group, one)[0]]
 
 
 def _advantages(group: Group, estimator: str) -> tuple[str, dict[int, float]]:

@@ -18,6 +18,7 @@ from ....broker.client.connection import Broker
 from ....broker.jetstream.streams import stream_info
 from ....broker.presence import list_presences
 from ....broker.run_folder import Folder
+from ....schemas.config.load_config import write_yaml
 from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.wire.errors import MessageError, NotFoundError, StorageError, TinkermqError
 from .. import operations
@@ -179,8 +180,8 @@ async def job_config(request: Request) -> Response:
     """Show a job's configuration."""
     visitor, record = await rollouts.job_of(request)
     texts = {
-        "given": operations.to_yaml(record.config),
-        "effective": operations.to_yaml(operations.effective(record.config)),
+        "given": write_yaml(record.config),
+        "effective": write_yaml(operations.effective(record.config)),
     }
     return await job_page(request, visitor, record, "config", texts)
 
@@ -418,9 +419,7 @@ async def submit_page(request: Request) -> Response:
     text, fork_of, like = "", "", request.query_params.get("like", "")
     if like:
         record = await operations.Scheduler(visitor).get(like)
-        text = operations.to_yaml(
-            {key: value for key, value in record.config.items() if key != "name"}
-        )
+        text = write_yaml({key: value for key, value in record.config.items() if key != "name"})
         at = number_in(request, "at")
         fork_of = "" if at is None else f"{record.job}@{at}"
     shown = {"config": text, "overrides": "", "fork_of": fork_of, "priority": "0"}
@@ -451,7 +450,7 @@ async def submit_form(request: Request) -> Response:
         )
         if form.get("do") == "check":
             _, full = await operations.checked_config(visitor.share, body)
-            shown["checked"] = operations.to_yaml(full)
+            shown["checked"] = write_yaml(full)
             return render(request, "submit.html", shown)
         record = await operations.submit(operations.Scheduler(visitor), body)
     except (TinkermqError, ValueError) as error:
@@ -494,7 +493,7 @@ async def pool(request: Request) -> Response:
     shown = {
         "user": visitor.user,
         "nodes": nodes,
-        "names": _names(records),
+        "names": {record.job: record.name for record in records},
         "queue": [row(record, {}) for record in rollouts.queue_of(records)],
         "services": services,
         "slots": sum(node.slots for node in nodes),
@@ -509,10 +508,6 @@ async def _services(broker: Broker) -> list[Any]:
         return [entry.value for entry in await list_presences(broker, "pool")]
     except TinkermqError:
         return []
-
-
-def _names(records: list[JobRecord]) -> dict[str, str]:
-    return {record.job: record.name for record in records}
 
 
 async def tinker(request: Request) -> Response:

@@ -15,16 +15,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ....schemas.tinker import sampling
 from ....schemas.tinker.checkpoints import TellSession
 from ....schemas.tinker.names import ModelName, OperationName, session_name
 from ....schemas.tinker.operation import AwaitResult, ModelOperation, OperationKind
-from ....schemas.tinker.sampling import (
-    MAX_SAMPLE_BYTES,
-    AwaitSample,
-    SampleName,
-    SampleRequest,
-    SamplerName,
-)
 from ....schemas.wire import errors
 from ..sessions import Visitor
 from . import requests
@@ -271,7 +265,7 @@ class TinkerApi:
         visitor = await requests.visitor_of_key(request)
         _, body = await requests.json_body(request)
         text = requests.text_in(body, "request_id")
-        if (sample := SampleName.parse(text)) is not None:
+        if (sample := sampling.SampleName.parse(text)) is not None:
             return await self._sampled(visitor, sample)
         name = OperationName.parse(text)
         wanted = AwaitResult(model=str(name.model), seq=name.seq)
@@ -287,13 +281,13 @@ class TinkerApi:
         """End a cancelled sample."""
         visitor = await requests.visitor_of_key(request)
         _, body = await requests.json_body(request)
-        name = SampleName.parse(text := requests.text_in(body, "request_id"))
+        name = sampling.SampleName.parse(text := requests.text_in(body, "request_id"))
         if name is None:
             raise errors.MessageError(
                 f"request {text[:80]!r} cannot be cancelled", hint="only samples can be"
             )
         job = await self._trainers.job_of_sampler(visitor.broker, name.sampler)
-        wanted = AwaitSample(request=f"{name.sampler}:{name.seq}", wait_s=0, cancel=True)
+        wanted = sampling.AwaitSample(request=f"{name.sampler}:{name.seq}", wait_s=0, cancel=True)
         with suppress(
             errors.NotFoundError, errors.DeadlineError
         ):  # it has ended, with its sampler maybe
@@ -311,9 +305,11 @@ class TinkerApi:
         if body.get("model_path") is not None:
             path = await self._trainers.source(visitor.broker, requests.text_in(body, "model_path"))
             await self._trainers.checkpoint(visitor.broker, path)
-            name = SamplerName.of_checkpoint(session, number, path)
+            name = sampling.SamplerName.of_checkpoint(session, number, path)
         else:
-            name = SamplerName.of_base(session, number, requests.text_in(body, "base_model"))
+            name = sampling.SamplerName.of_base(
+                session, number, requests.text_in(body, "base_model")
+            )
             await self._trainers.job_of_sampler(visitor.broker, name)
         opened = TellSession(session=session_name(session), event="sampler", sampler=str(name))
         await self._records.report_event(visitor, opened)
@@ -323,7 +319,7 @@ class TinkerApi:
     async def sampler(self, request: Request) -> Response:
         """Tell from what a session samples."""
         visitor = await requests.visitor_of_key(request)
-        name = SamplerName.parse(request.path_params["sampler"])
+        name = sampling.SamplerName.parse(request.path_params["sampler"])
         if (base := name.base) is None:
             held = await self._trainers.checkpoint(visitor.broker, name.checkpoint)
             base = held.base
@@ -334,21 +330,21 @@ class TinkerApi:
         """Hand a prompt to a sampler; its continuations are asked for by `retrieve_future`."""
         visitor = await requests.visitor_of_key(request)
         raw, body = await requests.json_body(request)
-        if len(raw) > MAX_SAMPLE_BYTES:
-            raise HTTPException(413, f"a prompt may have {MAX_SAMPLE_BYTES:,} bytes")
-        sampler = SamplerName.parse(requests.text_in(body, "sampling_session_id"))
+        if len(raw) > sampling.MAX_SAMPLE_BYTES:
+            raise HTTPException(413, f"a prompt may have {sampling.MAX_SAMPLE_BYTES:,} bytes")
+        sampler = sampling.SamplerName.parse(requests.text_in(body, "sampling_session_id"))
         seq = requests.number_in_body(body.get("seq_id"), "seq_id", 0, 10**19)
         job = await self._trainers.job_of_sampler(visitor.broker, sampler)
-        wanted = SampleRequest(source=sampler.source, request=f"{sampler}:{seq}", body=raw)
+        wanted = sampling.SampleRequest(source=sampler.source, request=f"{sampler}:{seq}", body=raw)
         taken = await self._trainers.sample(visitor.broker, job, wanted)
-        name = SampleName(sampler, seq, taken.actor)
+        name = sampling.SampleName(sampler, seq, taken.actor)
         ids = [f"{sampler}:{seq}:{number}" for number in range(taken.num_samples)]
         return JSONResponse({"request_id": str(name), "sample_sequence_ids": ids})
 
-    async def _sampled(self, visitor: Visitor, name: SampleName) -> Response:
+    async def _sampled(self, visitor: Visitor, name: sampling.SampleName) -> Response:
         """Answer with continuations; where their sampler has died the client samples again."""
         job = await self._trainers.job_of_sampler(visitor.broker, name.sampler)
-        wanted = AwaitSample(request=f"{name.sampler}:{name.seq}")
+        wanted = sampling.AwaitSample(request=f"{name.sampler}:{name.seq}")
         try:
             result = await self._trainers.sampled(visitor.broker, job, name.actor, wanted)
         except (errors.NotFoundError, errors.DeadlineError) as error:

@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 
@@ -201,14 +200,6 @@ def spent(
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
-class DemandSource(Protocol):
-    """The source of the waiting jobs."""
-
-    def demand(self) -> Demand:
-        """Return the queue and the nodes as of now."""
-        ...
-
-
 class MachineKeeper:
     """Keeps as many machines as the queue needs, within bounds."""
 
@@ -239,29 +230,29 @@ class MachineKeeper:
         """Return what became of asking."""
         return self._state
 
-    async def run(self, demanding: DemandSource, may_act: Callable[[], bool]) -> None:
+    async def run(self, waiting: Callable[[], Demand], may_act: Callable[[], bool]) -> None:
         """Look for ever; acts only while `may_act`, which another scheduler ends."""
         while self._config.most:
             if may_act():
-                await self._try(demanding)
+                await self._try(waiting)
             await asyncio.sleep(self._config.look_s)
 
-    async def _try(self, demanding: DemandSource) -> None:
+    async def _try(self, waiting: Callable[[], Demand]) -> None:
         """Poll once; report a cluster that does not answer, and try again at the next poll."""
         try:
-            await self._look(demanding)
+            await self._look(waiting)
         except TinkermqError as error:
             self._state = self._state.model_copy(update={"trouble": error.message})
             _log.warning("machines_not_seen", error=error.message, hint=error.hint)
 
-    async def _look(self, demanding: DemandSource) -> None:
+    async def _look(self, waiting: Callable[[], Demand]) -> None:
         reply = await self._source.list_machines()
         used_s = await self._spending.record_use(reply, time.time())
         single = await self._without_doubles(reply)
         nodes = {node.node: node for node in self._pool.nodes()}
         seen = {item.name: SeenMachine(item, _state(item, nodes)) for item in single}
         self._note_fates(seen.values())
-        demand = demanding.demand()
+        demand = waiting()
         self._note_idle(seen, demand.busy)
         decision = self._decide(seen, demand, used_s * self._config.slots / 3600)
         await self._do(decision, seen, nodes)

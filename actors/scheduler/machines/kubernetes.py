@@ -218,16 +218,12 @@ def _deleted(api: "CoreV1Api", namespace: str, name: str, uid: str, grace_s: int
 
 
 def _machine(one: "V1Pod") -> Machine:
-    metadata, name = one.metadata, _name(one)
+    metadata, name = one.metadata, (one.metadata.name if one.metadata else None) or ""
     leaving = metadata is not None and metadata.deletion_timestamp is not None
     started = _started(one)
     state: Literal["asked", "started", "leaving"] = "asked" if started is None else "started"
     log = f"`kubectl logs {name}`"
     return Machine(name, _uid(one), "leaving" if leaving else state, started, None, _why(one), log)
-
-
-def _name(one: "V1Pod") -> str:
-    return (one.metadata.name if one.metadata else None) or ""
 
 
 def _uid(one: "V1Pod") -> str:

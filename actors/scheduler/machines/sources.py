@@ -9,13 +9,7 @@ from typing import Literal
 from ....broker.client.connection import Broker
 from ....broker.client.login import CREDENTIALS_VARIABLE, OF_PERSONS
 from ....schemas.machines import MachinesConfig
-from ....schemas.wire.errors import (
-    DeadlineError,
-    NotFoundError,
-    PlacementError,
-    TinkermqError,
-    root_cause,
-)
+from ....schemas.wire import errors
 from ....schemas.wire.foreign import blaming_awaited, words_of
 from ..nodes import Nodes
 from .keeper import MachineKeeper
@@ -59,7 +53,7 @@ class SSHSource:
         Raises PlacementError with ssh's reason, or where there are no more hosts.
         """
         if name not in self._hosts:
-            raise PlacementError(
+            raise errors.PlacementError(
                 f"all {len(self._hosts)} hosts are in use", hint="add some to `hosts:`"
             )
         node = f"echo $$ > {name}.pid; exec {self._node(name)}"
@@ -79,7 +73,7 @@ class SSHSource:
         tell = f"flock -n -s {name}.lock true || stat --format=%Y {name}.pid || true"
         try:
             output = await self._run(name, f"{_FOLDER}; {tell}")
-        except (PlacementError, DeadlineError, NotFoundError) as error:
+        except (errors.PlacementError, errors.DeadlineError, errors.NotFoundError) as error:
             return Machine(name, host, "leaving", why=error.message, log=log)
         # Files that a shell reads first, such as .bashrc, may have written something before.
         started = output.rstrip().rpartition("\n")[2]
@@ -228,7 +222,7 @@ class NoSource:
 
     async def request_machine(self, name: str) -> None:
         """Raise PlacementError."""
-        raise PlacementError(f"{name} is not available here", hint="start nodes by hand")
+        raise errors.PlacementError(f"{name} is not available here", hint="start nodes by hand")
 
     async def release_machine(self, machine: Machine, *, drain: bool) -> None:
         """Return nothing: nothing was requested."""
@@ -256,11 +250,11 @@ class _Named:
             await self._source.release_machine(machine, drain=drain)
 
 
-def _failure(error: BaseException) -> TinkermqError:
-    ours = root_cause(error)
-    if isinstance(ours, TinkermqError):
+def _failure(error: BaseException) -> errors.TinkermqError:
+    ours = errors.root_cause(error)
+    if isinstance(ours, errors.TinkermqError):
         return ours
-    return PlacementError(
+    return errors.PlacementError(
         f"the cluster cannot be asked: {words_of(ours)}",
         hint="see the file of `--machines`, and what the cluster's own command says",
     )

@@ -71,7 +71,7 @@ def refuse_own_algorithms(config: JobConfig, user: str) -> None:
     A learner can read every run folder: the operator names the trusted users.
     """
     for key, target in config.own_functions.items():
-        if user not in _authors():
+        if user not in _listed(AUTHORS_VARIABLE):
             raise ConfigError(
                 f"{key}={target}: code of one's own runs in the learner, which is not "
                 f"allowed for user {user}",
@@ -163,10 +163,6 @@ def refuse_endpoints(config: JobConfig, user: str) -> None:
                 hint=f"let the operator add it to ${ENDPOINTS_VARIABLE} of the scheduler, or name "
                 "a job that serves: job:NAME",
             )
-
-
-def _authors() -> list[str]:
-    return _listed(AUTHORS_VARIABLE)
 
 
 def _listed(variable: str) -> list[str]:

@@ -30,14 +30,7 @@ from ....schemas.node import (
     PlayAnswer,
     PlayQuestion,
 )
-from ....schemas.wire.errors import (
-    BusyError,
-    ConfigError,
-    DataError,
-    GameError,
-    ModelError,
-    TinkermqError,
-)
+from ....schemas.wire import errors
 from ..jobs.states import slots_of, wanted_actor
 from ..reconciler import Reconciler
 from .access import check_game
@@ -74,7 +67,7 @@ class DryRun:
         """Say of everything that a job needs whether it is there; nothing is made."""
         try:
             record, config = await self.submission.tried(context.user, request)
-        except TinkermqError as error:
+        except errors.TinkermqError as error:
             return SubmissionFindings(findings=[_failed("job", error)])
         nodes = self._reconciler.nodes()
         reply = await asyncio.gather(
@@ -101,7 +94,7 @@ class DryRun:
         reader = self.submission.reader(record.user, [Path(root) for root in record.output_roots])
         try:
             await self.submission.refuse_long_contexts(config, reader)
-        except ModelError as error:
+        except errors.ModelError as error:
             return [_failed("model", error)]
         if record.fork_of:
             text = f"it begins with {record.fork_of}: {record.fork_dir}"
@@ -144,11 +137,11 @@ class DryRun:
         having = [item.node for item in seen if item.answer.game and not item.answer.missing]
         if having:
             return having
-        findings = [(DataError, _data(nodes, seen, files))] if files else []
-        for kind, finding in [*findings, (GameError, _game(nodes, seen, game))]:
+        findings = [(errors.DataError, _data(nodes, seen, files))] if files else []
+        for kind, finding in [*findings, (errors.GameError, _game(nodes, seen, game))]:
             if not finding.ok:
                 raise kind(f"{finding.by}: {finding.text}", hint=finding.hint)
-        raise GameError(
+        raise errors.GameError(
             f"no node has both game {game} and its data, as far as they could say",
             hint="`tinkermq train FILE --dry-run` shows what each of them lacks",
         )
@@ -182,7 +175,7 @@ class DryRun:
     ) -> SubmissionFinding:
         try:
             self.submission.refuse_placing(user, actors)
-        except TinkermqError as error:
+        except errors.TinkermqError as error:
             return _failed("slots", error)
         there = sum(node.slots for node in nodes)
         text = f"{slots_of(actors)} of {there} on {len(nodes)} node(s)"
@@ -206,7 +199,7 @@ def _data(
 def _game(nodes: Sequence[NodeStatus], seen: Sequence[_Seen], game: str) -> SubmissionFinding:
     try:
         check_game({"env": {"game": game}})
-    except TinkermqError as error:
+    except errors.TinkermqError as error:
         return _failed("game", error)
     having = [item for item in seen if item.answer.game]
     if having:
@@ -222,7 +215,7 @@ def _nobody_knows(nodes: Sequence[NodeStatus]) -> str:
     return "no node could say in time" if nodes else "no node is there to ask"
 
 
-def _failed(what: What, error: TinkermqError) -> SubmissionFinding:
+def _failed(what: What, error: errors.TinkermqError) -> SubmissionFinding:
     return SubmissionFinding(
         what=what, ok=False, text=error.message, hint=error.hint, by=_SCHEDULER
     )
@@ -280,7 +273,7 @@ class EnvChecks:
             check = self._checks[user] = _Check(request.request_id, task)
             task.add_done_callback(lambda _: self._forget_later(user, check))
         elif check.request_id != request.request_id:
-            raise BusyError(f"another check of user {user!r} runs", hint="wait for its end")
+            raise errors.BusyError(f"another check of user {user!r} runs", hint="wait for its end")
         await asyncio.wait({check.task}, timeout=GAME_ANSWER_S)
         if not check.task.done():
             return GameCheckReply(done=False)
@@ -305,10 +298,10 @@ class EnvChecks:
         for name in await self._trial.having_game(config):
             answer = await self._play(name, record, host, config)
             if answer.trouble:
-                raise GameError(f"node {name}: {answer.trouble}", hint=answer.hint)
+                raise errors.GameError(f"node {name}: {answer.trouble}", hint=answer.hint)
             if answer.known:
                 return GameCheckReply(done=True, node=name, checks=answer.checks)
-        raise BusyError(
+        raise errors.BusyError(
             "the nodes that have the game try another one, or are leaving",
             hint="ask again in a minute",
         )
@@ -323,7 +316,7 @@ class EnvChecks:
                 self._broker, name, "inspect", question, unknown, timeout_s=_INSPECT_S
             )
             if answer.trouble:
-                raise ModelError(f"node {name}: {answer.trouble}", hint=answer.hint)
+                raise errors.ModelError(f"node {name}: {answer.trouble}", hint=answer.hint)
             if answer.known:
                 return GameCheckReply(done=True, node=name, checks=answer.checks)
         return GameCheckReply(done=True)
@@ -343,12 +336,12 @@ class EnvChecks:
 def _host(config: JobConfig, actors: list[ActorPlacement]) -> ActorPlacement:
     """Return the environment host that a job would have; ConfigError for one without."""
     if config.agent.runs_programs:
-        raise ConfigError(
+        raise errors.ConfigError(
             "an agent job has no game", hint="try its program: `tinkermq agent check FILE`"
         )
     host = next((actor for actor in actors if actor.role == "environment"), None)
     if host is None:
-        raise ConfigError(
+        raise errors.ConfigError(
             "no node would play this game: env.hosts=0 leaves it to clients",
             hint="check it here, without --on-node",
         )

@@ -24,14 +24,8 @@ from ....schemas.config.sections import is_url, rename_keys
 from ....schemas.job import BEST_STEP, LAST_STEP, JobRecord, SubmitRequest
 from ....schemas.tinker.names import CheckpointName, is_path, run_in
 from ....schemas.tinker.operation import ModelInfo
+from ....schemas.wire import errors
 from ....schemas.wire.codec import merged
-from ....schemas.wire.errors import (
-    ConfigError,
-    NotFoundError,
-    QuotaError,
-    StateError,
-    StorageError,
-)
 from ...policy.lora import config_of
 from ...storage.access import without_tilde
 from ...storage.adapters import base_of, is_adapter
@@ -73,12 +67,12 @@ def make_run_dir(config: JobConfig, owner: str = "") -> Path:
             inside = {*(entry.name for entry in made.entries()), *made.strange()}
         occupied = not inside <= {_FORK, _ADAPTERS, _MODELS}
     except OSError as error:
-        raise StorageError(
+        raise errors.StorageError(
             f"cannot make the run folder {folder}: {error.strerror}",
             hint="set output_dir to a folder that the pool can write to",
         ) from error
     if occupied:
-        raise StateError(
+        raise errors.StateError(
             f"the run folder {folder} holds another run",
             hint=f"go on with it (`tinkermq resume {config.name}`), or choose another name",
         )
@@ -104,7 +98,7 @@ def find_checkpoint(
     if step == BEST_STEP:
         number = best_of(scores or {}, there)
         if number is None:
-            raise NotFoundError(
+            raise errors.NotFoundError(
                 f"no checkpoint that run {origin.name!r} has left was validated",
                 hint=f"{_where_else(origin, there)}; a run with training.keep_best=true and "
                 "training.test_freq keeps the best",
@@ -113,7 +107,7 @@ def find_checkpoint(
     number = max(there, default=0) if step == LAST_STEP else int(step)
     if number not in there:
         which = "yet" if step == LAST_STEP else f"of step {number}"
-        raise NotFoundError(
+        raise errors.NotFoundError(
             f"run {origin.name!r} has no checkpoint {which} ({store or origin.run_dir})",
             hint=_where_else(origin, there),
         )
@@ -172,12 +166,12 @@ def pin_checkpoint(
                 run.remove(place)
                 raise
     except FileNotFoundError as error:
-        raise NotFoundError(
+        raise errors.NotFoundError(
             f"the checkpoint {checkpoint} has been removed meanwhile",
             hint="fork from a newer one, or set training.keep_every in the run that makes them",
         ) from error
     except OSError as error:
-        raise StorageError(
+        raise errors.StorageError(
             f"cannot keep {checkpoint} in {run_dir / place}: {error}",
             hint="see the folder's rights, and df",
         ) from error
@@ -236,7 +230,7 @@ class Origins:
         """Return what a job begins with and its folder; None and nothing if with no checkpoint."""
         if request.fork_of is None:
             if request.weights_only:
-                raise ConfigError(
+                raise errors.ConfigError(
                     "weights_only is for a job that starts from a checkpoint",
                     hint="name it: fork_of=my-run@40",
                 )
@@ -246,13 +240,13 @@ class Origins:
     async def adapters(self, user: str, request: SubmitRequest) -> dict[str, str]:
         """Return the further adapters of an inference job by their names, with their folders."""
         if request.adapters and request.kind != "infer":
-            raise ConfigError(
+            raise errors.ConfigError(
                 "adapters are for inference jobs", hint="begin a training run with fork_of"
             )
         matches = [await self._find(user, source) for source in request.adapters]
         for name, folder in matches:
             if not is_url(folder) and not is_adapter(folder):
-                raise ConfigError(
+                raise errors.ConfigError(
                     f"{name} is no LoRA checkpoint: it cannot be served beside another model",
                     hint=f"serve it by itself: `tinkermq serve {name}`",
                 )
@@ -263,13 +257,13 @@ class Origins:
         if request.follow is None:
             return None
         if request.kind != "infer" or request.fork_of is not None:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"follow={request.follow!r} is for inference jobs without fork_of",
                 hint="name either a live run or one of its checkpoints",
             )
         record = await self._view.get(user, request.follow)
         if not record.trains or is_final(record):
-            raise StateError(
+            raise errors.StateError(
                 f"job {record.name} is a job of kind {record.kind} and {record.state}: it has no "
                 "new versions",
                 hint=f"serve a checkpoint of a run: {record.name}@STEP",
@@ -303,7 +297,7 @@ class Origins:
         """Return the inference job that a key names; ConfigError for another kind of job."""
         record = await self._view.get(user, name)
         if record.kind != "infer" or is_final(record):
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{key}={name}: job {record.name} is of kind {record.kind} and {record.state}, "
                 "which answers no requests",
                 hint="serve the model first (`tinkermq serve …`) and name that job",
@@ -318,18 +312,18 @@ class Origins:
         """
         run = run_in(path)
         if run is None:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{path[:200]!r} does not name a checkpoint of a run",
                 hint="write tinker://RUN@STEP, such as tinker://my-run@40",
             )
         source, folder = await self._find(user, f"{run[0]}@{run[1]}")
         if is_url(folder):
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{source} lies in a store ({folder}), and services for Tinker read folders",
                 hint="train the run without storage.url, on machines that share a disk",
             )
         if not is_adapter(folder):
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{source} holds all weights of a model, and programs for Tinker train adapters",
                 hint="train the run with lora.rank",
             )
@@ -346,13 +340,13 @@ class Origins:
             return source, await asyncio.to_thread(self._tinker, user, CheckpointName.parse(source))
         run, _, step = source.partition("@")
         if step not in (LAST_STEP, BEST_STEP) and not step.isdecimal():
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"fork_of={source!r} does not name a checkpoint",
                 hint=f"write run@step, such as my-run@40, run@{LAST_STEP} or run@{BEST_STEP}",
             )
         origin = await self._view.get(user, run)
         if origin.removal == "delete":
-            raise StateError(f"run {origin.name} is being deleted", hint="fork another one")
+            raise errors.StateError(f"run {origin.name} is being deleted", hint="fork another one")
         scores = await read_scores(self._broker, origin.scope) if step == BEST_STEP else {}
         number, folder = await asyncio.to_thread(
             find_checkpoint, origin, step, Stores(self._broker), scores
@@ -370,7 +364,7 @@ class Origins:
                 try:
                     folders = CheckpointFolders(Path(record.run_dir) / TINKER_FOLDER)
                     return str(folders.find(user, name).folder)
-                except NotFoundError as error:
+                except errors.NotFoundError as error:
                     failure = error
         raise failure
 
@@ -406,7 +400,7 @@ def _copy_to_service(
     for service, config in services:
         if os.path.realpath(config.model.path) == base:
             return _copy_checkpoint(folder, service, config, user, path)
-    raise NotFoundError(
+    raise errors.NotFoundError(
         f"no service for the Tinker API has the base model of {path}, {base}",
         hint=f"an admin starts one: `tinkermq tinker up --model NAME={base}`",
     )
@@ -424,7 +418,7 @@ def _copy_checkpoint(
         size = sum(entry.num_bytes for entry in taken.files())
     used = folders.size_of(user)
     if used + size > config.tinker.checkpoint_mb << 20:
-        raise QuotaError(
+        raise errors.QuotaError(
             f"the checkpoints of user {user!r} have {used:,} bytes; {size:,} more are over the "
             f"limit of {config.tinker.checkpoint_mb} MiB (tinker.checkpoint_mb)",
             hint="delete some",
@@ -444,7 +438,7 @@ def _copy_checkpoint(
             place.remove(seq)  # of a copy that was cut off
             run.copy(folder.name, place, seq, leave_out=["learner"])
     except OSError as error:
-        raise StorageError(
+        raise errors.StorageError(
             f"{folder} cannot be copied to {stored.folder}: {error}", hint="see the pool's disk"
         ) from error
     folders.commit(stored)
@@ -497,13 +491,13 @@ def changed_config(record: JobRecord, changes: Mapping[str, Any]) -> JobConfig:
     """
     refuse_removed(record)
     if not record.configured:
-        raise StateError(f"job {record.name} was never configured", hint="submit a new job")
+        raise errors.StateError(f"job {record.name} was never configured", hint="submit a new job")
     before = parse_config({**record.config, "name": record.name})
     known = before.model_dump(mode="json", exclude_unset=True)
     after = parse_config(merged(known, rename_keys(changes)))
     for key, why in _KEPT:
         if _value(before, key) != _value(after, key):
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{key} of run {record.name} cannot be changed when it is resumed: {why}",
                 hint=f"start a new run from its checkpoint: `{_instead(record.name, key)}`",
             )
@@ -520,7 +514,7 @@ def _instead(name: str, key: str) -> str:
 def refuse_changes(record: JobRecord, changes: Mapping[str, Any]) -> None:
     """Raise StateError for a change of a live job."""
     if changes:
-        raise StateError(
+        raise errors.StateError(
             f"run {record.name} is {record.state}: its configuration changes only when it is "
             "resumed after its end",
             hint=f"stop it first, with a checkpoint: `tinkermq stop {record.name}`",
@@ -551,7 +545,7 @@ def already_configured(record: JobRecord, config: dict[str, Any]) -> JobRecord:
     """Answer a `configure` that was sent again after it had started the job."""
     same = {**config, "name": record.name} == {**record.config, "name": record.name}
     if not same:
-        raise StateError(
+        raise errors.StateError(
             f"job {record.name} has its configuration already and is {record.state}",
             hint="submit a new job, or fork this one",
         )

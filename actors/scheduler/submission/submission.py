@@ -17,17 +17,11 @@ from ....broker.client.connection import Broker
 from ....broker.client.rpc import call
 from ....broker.disk import DiskThreads
 from ....broker.jobs import JobStore, is_final
+from ....schemas.config import sections
 from ....schemas.config.agent import runs_programs
 from ....schemas.config.algorithm import is_checkpoint
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import check_keys, parse_config
-from ....schemas.config.sections import (
-    RewardConfig,
-    check_judge_prompt,
-    is_url,
-    model_paths,
-    rename_keys,
-)
 from ....schemas.job import ActorPlacement, ConfigureRequest, JobRecord, SubmitRequest
 from ....schemas.node import ModelAnswer, ModelQuestion, NodeStatus
 from ....schemas.plan.plan import Plan, plan_for_pool
@@ -144,10 +138,10 @@ async def ask_for_model(
 
 def models_of(config: JobConfig) -> Iterable[str]:
     """Return the models that a job starts from, but those of a store and of other runs."""
-    named = model_paths(config)
+    named = sections.model_paths(config)
     named.pop("model.tokenizer", None)  # it needs no weights
     return dict.fromkeys(
-        item for item in named.values() if not (is_url(item) or is_checkpoint(item))
+        item for item in named.values() if not (sections.is_url(item) or is_checkpoint(item))
     )
 
 
@@ -362,7 +356,7 @@ class Submission:
         """
         async with self.lock(user):
             record = await self._view.get(user, request.job)
-            config = merged(record.config, rename_keys(request.config))
+            config = merged(record.config, sections.rename_keys(request.config))
             if record.configured:
                 return origins.already_configured(record, config)
             if record.state != "QUEUED":
@@ -441,7 +435,7 @@ class Submission:
         config = parse_config({**record.config, "name": record.name})
         if record.weights_only:
             config = config.with_model(origins.begins_with(record))
-        check_judge_prompt(config.env.reward)
+        sections.check_judge_prompt(config.env.reward)
         config, roots = await self._allowed(config, record)
         kind = "sft" if record.kind == "train" and config.sft.data else record.kind
         named = await self.origins.teachers(record, config)
@@ -597,7 +591,7 @@ class Submission:
     def _has_users(self) -> bool:
         return self._broker.user != DEFAULT_USER
 
-    async def _judge(self, user: str, reward: RewardConfig) -> str | None:
+    async def _judge(self, user: str, reward: sections.RewardConfig) -> str | None:
         """Return the job that judges episodes through the broker; ConfigError if it cannot."""
         if reward.judge is None or reward.url is not None:
             return None

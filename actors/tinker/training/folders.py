@@ -27,14 +27,7 @@ from ....schemas.config.sections import ADAPTER_CONFIG
 from ....schemas.tinker.datum import LoraSpec
 from ....schemas.wire.errors import ConfigError, ModelError, NotFoundError
 from ...policy.lora import layer_settings, read_lora, uniform
-from ...storage.files import (
-    check_digests,
-    flush,
-    flush_entries,
-    permit_as_folder,
-    storage_error,
-    write_digests,
-)
+from ...storage import files
 from .adapter import ALPHA, LayerKind, LayerShape, Moments, tensor_shapes
 
 _WEIGHTS = "adapter_model.safetensors"
@@ -98,15 +91,15 @@ def write_adapter(
             named = {_FIRST + name: value for name, value in moments.first.items()}
             named |= {_SECOND + name: value for name, value in moments.second.items()}
             save_file(named, temporary / _OPTIMIZER)
-        permit_as_folder(temporary)
+        files.permit_as_folder(temporary)
         if lasting:
-            write_digests(temporary)
-            flush(temporary)
+            files.write_digests(temporary)
+            files.flush(temporary)
         _put_in_place(temporary, folder)
         if lasting:
-            flush_entries(folder.parent)
+            files.flush_entries(folder.parent)
     except Exception as error:
-        failure = storage_error(folder, error, SafetensorError)  # before room is made again
+        failure = files.storage_error(folder, error, SafetensorError)  # before room is made again
         shutil.rmtree(temporary, ignore_errors=True)
         if failure is None:
             raise
@@ -123,7 +116,7 @@ def read_adapter(folder: Path, *, with_optimizer: bool) -> StoredAdapter:
         folder = _replaced(folder)  # a write was killed between two renames
     if not (folder / ADAPTER_CONFIG).is_file():
         raise NotFoundError(f"there is no adapter in {folder}", hint="see what was saved")
-    check_digests(folder)
+    files.check_digests(folder)
     settings = _read_json(folder / ADAPTER_CONFIG)
     ours = _read_ours(folder)
     if with_optimizer and not (ours is not None and ours.has_optimizer):

@@ -22,13 +22,7 @@ from typing import Protocol, TypeVar
 
 from ....schemas.config.agent import AgentConfig
 from ....schemas.wire.errors import GameError, SandboxError, StorageError
-from ...sandbox.bubblewrap import (
-    CommandError,
-    Program,
-    SandboxProcess,
-    finish,
-    start_in_thread,
-)
+from ...sandbox import bubblewrap
 from ...sandbox.sandbox import Limit, Sandbox, holds_more
 from ..episode import ProgramEpisode
 from .folders import ProgramFolder, ProgramFolders, RootFiles, check_folder, check_shown
@@ -217,7 +211,7 @@ class Running:
 class RunningProgram:
     """A program that runs."""
 
-    def __init__(self, process: SandboxProcess, printed: Printed) -> None:
+    def __init__(self, process: bubblewrap.SandboxProcess, printed: Printed) -> None:
         self.first = process.first
         """The first process of its sandbox."""
         self.printed = printed
@@ -301,7 +295,7 @@ class ProgramLauncher:
                 ) from error
             yield folder
         finally:
-            await finish(self.blocking(folder.remove))
+            await bubblewrap.finish(self.blocking(folder.remove))
 
     @contextlib.asynccontextmanager
     async def running(
@@ -327,7 +321,7 @@ class ProgramLauncher:
             sandbox = sandboxes.task_sandbox(folder, reach, view)
             await self.blocking(folder.clear_root)
         program, listening = await self._start(
-            sandbox, Program(command, environment=sandboxes.variables(environment, view))
+            sandbox, bubblewrap.Program(command, environment=sandboxes.variables(environment, view))
         )
         loop = asyncio.get_running_loop()
         over: asyncio.Future[Limit] = loop.create_future()
@@ -345,7 +339,7 @@ class ProgramLauncher:
                 yield Running(program, over)
         finally:
             self._watch.remove(watched)
-            await finish(self._end(program))
+            await bubblewrap.finish(self._end(program))
 
     async def close(self) -> None:
         """Give everything back; no program runs any more."""
@@ -363,13 +357,13 @@ class ProgramLauncher:
             self._image.close()
 
     async def _start(
-        self, sandbox: Sandbox, program: Program
+        self, sandbox: Sandbox, program: bubblewrap.Program
     ) -> tuple[RunningProgram, socket.socket | None]:
         """Start a program; return it with the socket on which it finds the model, if it is to."""
         out, out_in = os.pipe()
         errors, errors_in = os.pipe()
         try:
-            process = await start_in_thread(
+            process = await bubblewrap.start_in_thread(
                 sandbox, program, stdout=out_in, stderr=errors_in, executor=self._workers
             )
         except BaseException as error:
@@ -458,7 +452,7 @@ class LimitWatch:
 
 def _explained(error: BaseException) -> GameError | SandboxError | None:
     """Return the error of a start in the words of a job; None for one that says all."""
-    if isinstance(error, CommandError):
+    if isinstance(error, bubblewrap.CommandError):
         return GameError(
             error.message,
             hint="see agent.command; programs see the system's folders, the pool's interpreter and "

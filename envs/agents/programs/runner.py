@@ -5,11 +5,12 @@ import contextlib
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
+from ....broker.fair_queue import end_tasks
 from ....schemas.config.agent import AgentConfig
 from ....schemas.wire.errors import ConfigError, NotFoundError, SandboxError, StateError
 from ...game import ChatMessage, StepResult
 from ...host import HostGone
-from ...running.episodes import GameFacts, Opening
+from ...running.episodes import GameFacts, Opening, retrieve_error
 from ...sandbox.self_test import absent_commands
 from .agent_run import AgentRun
 from .environment import filled, plain_variables
@@ -129,10 +130,7 @@ class ProgramRunner:
 
     async def stop(self) -> None:
         """End all programs, and whatever looks after them."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await end_tasks(self._tasks)
         await self._opened.aclose()
 
     async def _play(self, run: AgentRun, begun: asyncio.Event) -> StepResult:
@@ -183,13 +181,7 @@ class _RunningEpisode:
     def __init__(self, task: "asyncio.Task[StepResult]", begun: asyncio.Event) -> None:
         self.task = task
         self.begun = begun
-        task.add_done_callback(_seen)
-
-
-def _seen(task: "asyncio.Task[StepResult]") -> None:
-    """Retrieve an error that may not be awaited any more."""
-    if not task.cancelled():
-        task.exception()
+        task.add_done_callback(retrieve_error)
 
 
 async def prove(config: AgentConfig, launcher: ProgramLauncher, *, has_tasks: bool = False) -> None:

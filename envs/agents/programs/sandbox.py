@@ -39,15 +39,7 @@ from ...sandbox.sandbox import (
     system_mounts,
     writable,
 )
-from .folders import (
-    ProgramFolder,
-    RootFiles,
-    check_folder,
-    check_shown,
-    is_own_folder,
-    place_folder,
-    remove_tree,
-)
+from . import folders
 
 # Container images as the root of a sandbox.
 #
@@ -117,7 +109,7 @@ class ImageRoot:
     def place(self, path: str) -> None:
         """Make a folder in it where something else will be shown; SandboxError if it is a link."""
         try:
-            place_folder(self.path, path)
+            folders.place_folder(self.path, path)
         except ValueError as error:
             raise SandboxError(
                 f"the image has a link or a file at {error}, where programs are to be shown {path}",
@@ -132,7 +124,7 @@ class ImageRoot:
         os.close(self._lock)
         self._lock = _held(self._folder, exclusive=True)
         if not self._is_complete():
-            remove_tree(self.path)
+            folders.remove_tree(self.path)
             self.path.mkdir()
             _unpack(tool, name, self.path, self._key)
             for folder in _FOLDERS:
@@ -252,7 +244,7 @@ def _held(folder: Path, *, exclusive: bool) -> int:
 def _sweep(mine: Path) -> None:
     """Remove images that no host of this user holds any more."""
     for left in mine.parent.glob(f"{_PREFIX}{os.getuid()}-*"):
-        if left != mine and is_own_folder(left):
+        if left != mine and folders.is_own_folder(left):
             with _unused(left) as is_unused:
                 if is_unused:
                     _remove(left)
@@ -279,7 +271,7 @@ def _remove(folder: Path) -> None:
     """Remove a folder in which some others may not be written."""
     if os.getuid():
         subprocess.run(["chmod", "-R", "u+rwX", str(folder)], check=False, capture_output=True)
-    remove_tree(folder)
+    folders.remove_tree(folder)
 
 
 @cache
@@ -369,7 +361,7 @@ class TaskEnvironment:
 
     is_image: bool
     """Whether it is that of an image; else the sandbox has followed its Dockerfile."""
-    root: RootFiles
+    root: folders.RootFiles
     system: tuple[Mount, ...]
     """The system's folders, read-only: those of an image, or of the machine."""
     variables: Mapping[str, str]
@@ -403,12 +395,14 @@ class ProgramSandboxes:
         """
         bubblewrap_program()
         self._config = config
-        read = {f"agent.read: {one}": check_folder("agent.read", one) for one in config.read}
+        read = {
+            f"agent.read: {one}": folders.check_folder("agent.read", one) for one in config.read
+        }
         own = {"this interpreter": Path(sys.prefix), "its library": Path(sys.base_prefix)}
         own = own if image is None else {}
         refuse_shown({**read, **own}, private)
         for one in config.read:
-            check_shown("agent.read", one)
+            folders.check_shown("agent.read", one)
         self._read = sorted({*read.values()})
         self._shown = sorted({*read.values(), *own.values()})
         above = {parent for path in self._shown for parent in path.parents}
@@ -445,7 +439,7 @@ class ProgramSandboxes:
         """Return the folders that programs read at their own places: not ours in an image."""
         return self._read if in_image else self._shown
 
-    def task_sandbox(self, folder: ProgramFolder, reach: Reach, view: TaskView) -> Sandbox:
+    def task_sandbox(self, folder: folders.ProgramFolder, reach: Reach, view: TaskView) -> Sandbox:
         """Return the sandbox of one stage of a task.
 
         Nothing is mounted below what an earlier stage could write, where it might have left a link:
@@ -476,7 +470,7 @@ class ProgramSandboxes:
         )
 
     def sandbox(
-        self, folder: ProgramFolder, reach: Reach, more: Mapping[str, Path] | None = None
+        self, folder: folders.ProgramFolder, reach: Reach, more: Mapping[str, Path] | None = None
     ) -> Sandbox:
         """Return the sandbox of a program in its folder.
 
@@ -507,7 +501,7 @@ class ProgramSandboxes:
             listens=(f"127.0.0.1:{PORT}",) if reach == "model" else (),
         )
 
-    def _system(self, folder: ProgramFolder, is_open: bool) -> Iterator[Mount]:
+    def _system(self, folder: folders.ProgramFolder, is_open: bool) -> Iterator[Mount]:
         """Yield the machine's programs and libraries, or this Python for an image; and /etc."""
         if self._image is None:
             yield from system_mounts()
