@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from ...envs.model_apis.canonical import THOUGHT
 from ...envs.tool_calls import CLOSE, OPEN, parse_tool_calls
-from ...schemas.output_format import OutputFormat, closed
+from ...schemas.output_format import OutputFormat, check_multiples, check_schema, closed
 from ...schemas.wire.errors import BusyError, ConfigError, DeadlineError, ModelError
 from .chat import ChatTokenizer
 
@@ -194,6 +194,13 @@ class GrammarCompiler:
                 hint="change the schema accordingly",
             )
         grammar = TokenGrammar(text, matcher, read.vocab_size)
+        first = grammar.begin()
+        MaskFiller().allowed([first], grammar.num_tokens)
+        if first.error:
+            raise ConfigError(
+                f"the output format allows no answer at all: {first.error.splitlines()[0]}",
+                hint="see that no $ref leads to itself alone",
+            )
         with self._lock:
             self._cached[text] = grammar
             while len(self._cached) > MAX_GRAMMARS or sum(map(len, self._cached)) > MAX_KEPT_CHARS:
@@ -324,6 +331,10 @@ class OutputGrammars:
         self, wanted: OutputFormat, tools: Sequence[Mapping[str, Any]], *, thinking: bool = False
     ) -> str:
         """Return the grammar's text; raises ConfigError."""
+        schemas = _schemas(wanted, tools)
+        for place, schema in schemas:  # not every client has checked them
+            check_schema(schema, place)
+        check_multiples([schema for _, schema in schemas])
         rules: list[str] = []
         kinds: list[str] = []
         if wanted.json_schema is not None:
@@ -481,8 +492,8 @@ def _space_rule() -> str:
     return r"SPACE: /\s{0,4}/"
 
 
-def _unsupported(wanted: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return the place of the innermost part that is not supported by itself; empty: unknown."""
+def _schemas(wanted: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    """Return the schemas of a form, each with its place in a request."""
     schemas: list[tuple[str, Any]] = []
     if wanted.json_schema is not None:
         schemas.append(("schema", wanted.json_schema))
@@ -490,8 +501,13 @@ def _unsupported(wanted: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> st
         function = _function(tool)
         if function.get("name") in wanted.functions and function.get("parameters"):
             schemas.append((f"tools[{number}].function.parameters", function["parameters"]))
+    return schemas
+
+
+def _unsupported(wanted: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the place of the innermost part that is not supported by itself; empty: unknown."""
     tried = 0
-    for place, schema in schemas:
+    for place, schema in _schemas(wanted, tools):
         named = place
         inner: list[tuple[str, Any]] = [(place, schema)]
         while inner and tried < _MOST_TRIED:

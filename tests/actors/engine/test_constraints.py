@@ -297,6 +297,53 @@ async def test_grammars_are_kept_and_forgotten_within_bounds(
         await compiler.compile('start: "too long for it" <[1]>')
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {
+            "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+            "$ref": "#/$defs/a",
+        },
+    ],
+)
+async def test_a_form_that_refers_to_itself_alone_is_refused(
+    chat: ChatTokenizer, schema: Any
+) -> None:
+    with pytest.raises(ConfigError, match="allows no answer at all"):
+        await grammar_of(chat, schema)
+
+
+async def test_multiples_of_all_schemas_of_an_answer_are_bounded_together(
+    chat: ChatTokenizer,
+) -> None:
+    await grammar_of(chat, {"type": "number", "multipleOf": 0.01})
+    for schema in (
+        {"type": "integer", "multipleOf": 99_999_989},
+        {"type": "integer", "allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]},
+        {"anyOf": [{"type": "number", "multipleOf": 1.000003}, {"type": "null"}]},
+    ):
+        with pytest.raises(ConfigError, match="least common multiple"):
+            await grammar_of(chat, schema)
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": f"go_{number}",
+                "parameters": {"properties": {"a": {"type": "integer", "multipleOf": number}}},
+            },
+        }
+        for number in (99_991, 99_989)
+    ]
+    with pytest.raises(ConfigError, match="least common multiple"):
+        await OutputGrammars(chat).of(OutputFormat(functions=["go_99991", "go_99989"]), tools)
+
+
+async def test_a_schema_that_no_client_has_checked_is_checked(chat: ChatTokenizer) -> None:
+    with pytest.raises(ConfigError, match="required must be a list of names"):
+        await grammar_of(chat, {"properties": {"a": {}}, "required": 3})
+
+
 async def test_a_state_is_that_of_its_tokens_alone(folder: Path) -> None:
     grammar = await GrammarCompiler(load_tokenizer(str(folder))).compile('start: "ab"* <[1]>')
     one = RowConstraint(Sampling(9, grammar=grammar), PROMPT)
