@@ -362,7 +362,7 @@ class OutputGrammars:
 
     def _calls(self, wanted: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> list[str]:
         form = self._form = self._form or call_form(self._chat)
-        functions = {_function(tool).get("name"): _function(tool) for tool in tools}
+        places = {_function(tool).get("name"): number for number, tool in enumerate(tools)}
         more = "" if wanted.is_single or form.separator is None else "more*"
         rules = [f"calls: call {more}".rstrip()]
         if more:
@@ -370,17 +370,18 @@ class OutputGrammars:
         names = [f"call_{number}" for number in range(len(wanted.functions))]
         rules.append(f"call: {' | '.join(names)}")
         for rule, name in zip(names, wanted.functions, strict=True):
-            if name not in functions:
+            if name not in places:
                 raise ConfigError(
                     f"tool_choice names the tool {name!r:.80}, which is not among the tools",
                     hint="name one of `tools`",
                 )
-            schema = functions[name].get("parameters") or _NO_PARAMETERS
+            place = f"tools[{places[name]}].function.parameters"
+            schema = _function(tools[places[name]]).get("parameters") or _NO_PARAMETERS
             parts = (
                 self._with_mark_tokens(form.before),
-                _text(name),
+                _text(json.dumps(name, ensure_ascii=False)[1:-1]),  # within a text of JSON
                 self._with_mark_tokens(form.between),
-                _json(_arguments(schema)),
+                _json(_arguments(schema, place)),
                 self._with_mark_tokens(form.after),
             )
             rules.append(f"{rule}: {' '.join(part for part in parts if part)}")
@@ -467,12 +468,16 @@ def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return cast("dict[str, Any]", inner) if isinstance(inner, dict) else tool
 
 
-def _arguments(schema: Any) -> Any:
+def _arguments(schema: Any, place: str) -> dict[str, Any]:
     """Return the schema of arguments, which are an object whatever their schema leaves open."""
-    if not isinstance(schema, dict):
-        return schema
-    fields = cast("dict[str, Any]", schema)
-    return fields if "type" in fields or "$ref" in fields else {**fields, "type": "object"}
+    fields = cast("dict[str, Any]", schema) if isinstance(schema, dict) else {}
+    types: Any = fields.get("type", "object")
+    if "object" not in (types if isinstance(types, list) else [types]):
+        raise ConfigError(
+            f"{place}.type is {types!r:.80}: the arguments of a call are an object",
+            hint="give an object with a property for what it takes",
+        )
+    return {**fields, "type": "object"}
 
 
 def _json(schema: Any) -> str:

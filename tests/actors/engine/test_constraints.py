@@ -21,6 +21,7 @@ from tinkermq.actors.policy.grammar import (
 )
 from tinkermq.actors.policy.model_folder import load_tokenizer
 from tinkermq.actors.policy.tiny_models import make_tokenizer
+from tinkermq.envs.tool_calls import parse_tool_calls
 from tinkermq.schemas.output_format import OutputFormat
 from tinkermq.schemas.wire.errors import ConfigError, DeadlineError
 from transformers import PreTrainedModel
@@ -406,3 +407,39 @@ async def test_marks_of_calls_are_the_tokens_that_the_template_writes() -> None:
 async def test_a_tokenizer_without_known_tokens_is_refused() -> None:
     with pytest.raises(ConfigError, match="tokenizers library"):
         read_tokenizer(object())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ['say "hi"', "C:\\new", "über"])
+async def test_a_call_of_any_name_is_read_again(name: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = HERMES
+    chat = ChatTokenizer(tokenizer)
+    tool = {"type": "function", "function": {"name": name}}
+    grammar = await OutputGrammars(chat).of(OutputFormat(functions=[name]), [tool])
+    written = json.dumps(name, ensure_ascii=False)
+    said = f'<tool_call>\n{{"name": {written}, "arguments": {{}}}}\n</tool_call>'
+    assert not grammar.begin([*chat.encode(said), chat.stop_token_ids[0]]).error
+    _, calls = parse_tool_calls(said)
+    assert [call["function"]["name"] for call in calls] == [name]
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        True,
+        {"type": ["object", "null"]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"enum": [None, {}]}}},
+    ],
+)
+async def test_the_arguments_of_a_call_are_an_object(parameters: Any) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = HERMES
+    chat = ChatTokenizer(tokenizer)
+    tool = {"type": "function", "function": {"name": "go", "parameters": parameters}}
+    grammar = await OutputGrammars(chat).of(OutputFormat(functions=["go"]), [tool])
+    for arguments, fits in (("{}", True), ("null", False)):
+        said = f'<tool_call>\n{{"name": "go", "arguments": {arguments}}}\n</tool_call>'
+        assert (not grammar.begin(chat.encode(said)).error) is fits
+    tool["function"] = {"name": "go", "parameters": {"type": "string"}}
+    with pytest.raises(ConfigError, match=r"tools\[0\]\.function\.parameters\.type is 'string'"):
+        await OutputGrammars(chat).of(OutputFormat(functions=["go"]), [tool])
