@@ -19,9 +19,9 @@ MAX_SCHEMA_CHARS = 128 << 10
 """Length of a schema as JSON."""
 MAX_SCHEMA_DEPTH = 64
 """Nested objects and lists of a schema."""
-MAX_MULTIPLE = 100_000
+MAX_MULTIPLE = 10_000
 """Least common multiple of the `multipleOf` of an answer's schemas, each without its decimal point:
-what is compiled of a schema grows with it, to gigabytes and minutes."""
+what is compiled of a schema grows with it, at 100 million to gigabytes and minutes."""
 MAX_PENALTY = 2.0
 """Absolute value of presence and frequency penalties, as OpenAI bounds them."""
 MAX_REPETITION = 10.0

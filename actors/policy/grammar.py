@@ -66,11 +66,14 @@ class TokenGrammar:
         self.text = text
         self.num_tokens = num_tokens
         """Tokens of the tokenizer."""
+        self.failed = False
+        """Whether an answer could not go on: what is held of one that became too complex takes much
+        memory."""
         self._matcher = matcher
 
     def begin(self, drawn: Sequence[int] = ()) -> "GrammarState":
         """Return the state of an answer behind the tokens that it has already."""
-        state = GrammarState(self._matcher.deep_copy(), self.num_tokens)
+        state = GrammarState(self, self._matcher.deep_copy())
         for token in drawn:
             state.accept_token(int(token))
         return state
@@ -79,17 +82,21 @@ class TokenGrammar:
 class GrammarState:
     """Where one answer stands in its grammar."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, num_tokens: int) -> None:
+    def __init__(self, grammar: TokenGrammar, matcher: llguidance.LLMatcher) -> None:
+        self.grammar = grammar
         self.matcher = matcher
-        self.num_tokens = num_tokens
         self.error = ""
         """Why the answer cannot go on; empty: it can."""
 
     def accept_token(self, token: int) -> None:
         """Go on behind a token."""
         if not self.error and not self.matcher.consume_token(token):
-            reason = self.matcher.get_error() or f"token {token} is not allowed there"
-            self.error = reason.strip()[:_SHOWN]
+            self.fail(self.matcher.get_error() or f"token {token} is not allowed there")
+
+    def fail(self, reason: str) -> None:
+        """Take notice of why the answer cannot go on."""
+        self.error = reason.strip()[:_SHOWN]
+        self.grammar.failed = True
 
 
 class MaskFiller:
@@ -104,7 +111,7 @@ class MaskFiller:
         What the model has beyond the tokenizer never may. A state that fails says so in its
         `error`, and allows everything.
         """
-        known = states[0].num_tokens
+        known = states[0].grammar.num_tokens
         words = np.zeros((len(states), -(-known // _WORDS)), np.int32)
         if len(states) == 1:
             llguidance.numpy.fill_next_token_bitmask(states[0].matcher, words, 0)
@@ -118,7 +125,7 @@ class MaskFiller:
         allowed[:, :both] = bits[:, :both]
         for row, state in enumerate(states):
             if state.matcher.is_error() and not state.error:
-                state.error = state.matcher.get_error().strip()[:_SHOWN]
+                state.fail(state.matcher.get_error())
             if state.error:
                 allowed[row] = True
         return allowed
@@ -202,6 +209,8 @@ class GrammarCompiler:
                 hint="see that no $ref leads to itself alone",
             )
         with self._lock:
+            for failed in [key for key, one in self._cached.items() if one.failed]:
+                del self._cached[failed]
             self._cached[text] = grammar
             while len(self._cached) > MAX_GRAMMARS or sum(map(len, self._cached)) > MAX_KEPT_CHARS:
                 self._cached.popitem(last=False)
@@ -210,8 +219,9 @@ class GrammarCompiler:
     def _remembered(self, text: str) -> TokenGrammar | None:
         with self._lock:
             known = self._cached.get(text)
-            if known is not None:
-                self._cached.move_to_end(text)
+            if known is None or known.failed:
+                return None
+            self._cached.move_to_end(text)
             return known
 
     def _ended(self, text: str, done: "asyncio.Future[TokenGrammar]") -> None:

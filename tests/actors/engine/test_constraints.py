@@ -1,8 +1,10 @@
 """Answers that are held to a form, and penalties, in each engine."""
 
 import asyncio
+import gc
 import json
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tinkermq.actors.policy import grammar as token_grammar
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.grammar import (
     GrammarCompiler,
+    MaskFiller,
     OutputGrammars,
     TokenGrammar,
     read_tokenizer,
@@ -343,6 +346,22 @@ async def test_multiples_of_all_schemas_of_an_answer_are_bounded_together(
 async def test_a_schema_that_no_client_has_checked_is_checked(chat: ChatTokenizer) -> None:
     with pytest.raises(ConfigError, match="required must be a list of names"):
         await grammar_of(chat, {"properties": {"a": {}}, "required": 3})
+
+
+async def test_a_grammar_that_became_too_complex_is_not_kept(folder: Path) -> None:
+    compiler = GrammarCompiler(load_tokenizer(str(folder)))
+    schema = {"type": "string", "pattern": f"^{'(a|b|c)?' * 2000}$"}
+    text = f"start: json <[1]>\njson: %json {json.dumps(schema)}\n"
+    grammar = await compiler.compile(text)
+    state = grammar.begin(read_tokenizer(load_tokenizer(str(folder))).tokenize_str('"'))
+    MaskFiller().allowed([state], grammar.num_tokens)
+    assert "too many expressions" in state.error
+    freed = weakref.ref(grammar)
+    del grammar, state
+    await compiler.compile('start: "other" <[1]>')
+    gc.collect()
+    assert freed() is None
+    assert not (await compiler.compile(text)).failed
 
 
 async def test_a_state_is_that_of_its_tokens_alone(folder: Path) -> None:
