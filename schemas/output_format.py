@@ -19,6 +19,8 @@ MAX_SCHEMA_CHARS = 128 << 10
 """Length of a schema as JSON."""
 MAX_SCHEMA_DEPTH = 64
 """Nested objects and lists of a schema."""
+MAX_PATTERN_PROPERTIES = 32
+"""Of an object's `patternProperties`, each of which is compared with each other."""
 MAX_MULTIPLE = 10_000
 """Least common multiple of the `multipleOf` of an answer's schemas, each without its decimal point:
 what is compiled of a schema grows with it, at 100 million to gigabytes and minutes."""
@@ -116,7 +118,7 @@ def check_multiples(schemas: Sequence[Any]) -> None:
 def _divisors(value: Any) -> Iterator[int | float]:
     if isinstance(value, dict):
         divisor = cast("dict[str, Any]", value).get("multipleOf")
-        if _is_number(divisor):
+        if isinstance(divisor, int | float):
             yield divisor
     for inner in _within(value):
         yield from _divisors(inner)
@@ -187,6 +189,13 @@ def _check(schema: Any, place: str, root: Any) -> None:
         elif key in _SCHEMA_MAPS:
             if not isinstance(value, dict):
                 raise SchemaError(f"{at} must be an object, and is {_shown(value)}", place=at)
+            num = len(cast("dict[str, Any]", value))
+            if key == "patternProperties" and num > MAX_PATTERN_PROPERTIES:
+                raise SchemaError(
+                    f"{at} has {num} patterns, and may have {MAX_PATTERN_PROPERTIES}",
+                    place=at,
+                    hint="join patterns of the same schema: ^(a|b)",
+                )
             for name, inner in cast("dict[str, Any]", value).items():
                 _check(inner, f"{at}.{name}", root)
         elif key == "items":

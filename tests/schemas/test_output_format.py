@@ -114,6 +114,7 @@ def test_formats_that_are_known_are_taken(name: str) -> None:
         ({"$ref": 3}, "s.$ref"),
         ({"$ref": "#/$defs/a/b", "$defs": {"a": {}}}, "s.$ref"),
         ({"format": "colour"}, "s.format"),
+        ({"patternProperties": {f"^{n}_": {} for n in range(33)}}, "s.patternProperties"),
     ],
 )
 def test_what_is_no_schema_is_told_with_its_place(schema: Any, place: str) -> None:
