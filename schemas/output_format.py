@@ -5,7 +5,9 @@ schema can be decoded is found when it is compiled. Pure.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any, cast
 
 from pydantic import Field
@@ -17,6 +19,11 @@ MAX_SCHEMA_CHARS = 128 << 10
 """Length of a schema as JSON."""
 MAX_SCHEMA_DEPTH = 64
 """Nested objects and lists of a schema."""
+MAX_PATTERN_PROPERTIES = 32
+"""Of an object's `patternProperties`, each of which is compared with each other."""
+MAX_MULTIPLE = 10_000
+"""Least common multiple of the `multipleOf` of an answer's schemas, each without its decimal point:
+what is compiled of a schema grows with it, at 100 million to gigabytes and minutes."""
 MAX_PENALTY = 2.0
 """Absolute value of presence and frequency penalties, as OpenAI bounds them."""
 MAX_REPETITION = 10.0
@@ -96,6 +103,33 @@ def check_schema(schema: Any, place: str) -> None:
     raise SchemaError(f"{place} is no schema: {_shown(schema)}", place=place, hint="give an object")
 
 
+def check_multiples(schemas: Sequence[Any]) -> None:
+    """Raise ConfigError for schemas of one answer whose `multipleOf` would take too much memory."""
+    found = sorted({divisor for schema in schemas for divisor in _divisors(schema)})
+    if (common := math.lcm(*map(_digits, found))) > MAX_MULTIPLE:
+        shown = ", ".join(f"{divisor:g}" for divisor in found)[:_SHOWN]
+        raise ConfigError(
+            f"multipleOf {shown}: the least common multiple is {_shown(common)}, and may be "
+            f"{MAX_MULTIPLE:,}",
+            hint="leave multipleOf out, and check the answer for it",
+        )
+
+
+def _divisors(value: Any) -> Iterator[int | float]:
+    if isinstance(value, dict):
+        divisor = cast("dict[str, Any]", value).get("multipleOf")
+        if isinstance(divisor, int | float):
+            yield divisor
+    for inner in _within(value):
+        yield from _divisors(inner)
+
+
+def _digits(divisor: int | float) -> int:
+    if divisor == int(divisor):
+        return int(divisor)
+    return int("".join(map(str, Decimal(str(divisor)).as_tuple().digits)))
+
+
 def _check_size(schema: Any, place: str) -> None:
     """Refuse a schema that is too deep or large, before any recursion."""
     level, depth = [schema], 0
@@ -155,6 +189,13 @@ def _check(schema: Any, place: str, root: Any) -> None:
         elif key in _SCHEMA_MAPS:
             if not isinstance(value, dict):
                 raise SchemaError(f"{at} must be an object, and is {_shown(value)}", place=at)
+            num = len(cast("dict[str, Any]", value))
+            if key == "patternProperties" and num > MAX_PATTERN_PROPERTIES:
+                raise SchemaError(
+                    f"{at} has {num} patterns, and may have {MAX_PATTERN_PROPERTIES}",
+                    place=at,
+                    hint="join patterns of the same schema: ^(a|b)",
+                )
             for name, inner in cast("dict[str, Any]", value).items():
                 _check(inner, f"{at}.{name}", root)
         elif key == "items":
@@ -234,7 +275,8 @@ _PLAIN: Mapping[str, _Rule] = {
     "multipleOf": ("a number over 0", lambda value: _is_number(value) and value > 0),
 }
 _SCHEMAS = frozenset({"additionalProperties", "additionalItems"})
-_SCHEMA_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+_CHOICES = ("anyOf", "oneOf", "allOf")
+_SCHEMA_LISTS = frozenset({*_CHOICES, "prefixItems"})
 _SCHEMA_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 
 
@@ -242,8 +284,8 @@ def closed(schema: Any) -> Any:
     """Return a schema whose objects have only named properties unless it says otherwise.
 
     The original schema allows all that this one allows. Otherwise a model may invent properties
-    without end. Schemas combined by `allOf` stay open, since closing one part would exclude
-    another's properties.
+    without end. Schemas that combine the properties of several parts stay open, since closing one
+    part would exclude another's, and so does an object that requires a property it does not name.
     """
     return schema if _is_composed(schema) else _closed(schema)
 
@@ -254,7 +296,19 @@ def _is_composed(value: Any) -> bool:
         parts = fields.get("allOf")
         if isinstance(parts, list) and (len(cast("Any", parts)) > 1 or "properties" in fields):
             return True
+        others = {key: fields[key] for key in (*_CHOICES, "$ref") if key in fields}
+        if "properties" in fields and _has_properties(others):
+            return True
     return any(_is_composed(inner) for inner in _within(value))
+
+
+def _has_properties(schema: Any) -> bool:
+    """Whether a schema, or one that it is combined of, names properties, maybe by reference."""
+    if not isinstance(schema, dict):
+        return False
+    fields = cast("dict[str, Any]", schema)
+    parts = [inner for key in _CHOICES for inner in _within(fields.get(key))]
+    return "properties" in fields or "$ref" in fields or any(map(_has_properties, parts))
 
 
 def _closed(value: Any) -> Any:
@@ -272,6 +326,7 @@ def _closed(value: Any) -> Any:
         if key != "uniqueItems"  # false, or it was refused
     }
     is_open = "additionalProperties" in closed or "patternProperties" in closed
-    if isinstance(closed.get("properties"), dict) and not is_open:
+    names = closed.get("properties")
+    if isinstance(names, dict) and not is_open and {*closed.get("required", ())} <= {*names}:
         closed["additionalProperties"] = False
     return closed

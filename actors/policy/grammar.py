@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from ...envs.model_apis.canonical import THOUGHT
 from ...envs.tool_calls import CLOSE, OPEN, parse_tool_calls
-from ...schemas.output_format import OutputFormat, closed
+from ...schemas.output_format import OutputFormat, check_multiples, check_schema, closed
 from ...schemas.wire.errors import BusyError, ConfigError, DeadlineError, ModelError
 from .chat import ChatTokenizer
 
@@ -66,11 +66,14 @@ class TokenGrammar:
         self.text = text
         self.num_tokens = num_tokens
         """Tokens of the tokenizer."""
+        self.failed = False
+        """Whether an answer could not go on: what is held of one that became too complex takes much
+        memory."""
         self._matcher = matcher
 
     def begin(self, drawn: Sequence[int] = ()) -> "GrammarState":
         """Return the state of an answer behind the tokens that it has already."""
-        state = GrammarState(self._matcher.deep_copy(), self.num_tokens)
+        state = GrammarState(self, self._matcher.deep_copy())
         for token in drawn:
             state.accept_token(int(token))
         return state
@@ -79,17 +82,21 @@ class TokenGrammar:
 class GrammarState:
     """Where one answer stands in its grammar."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, num_tokens: int) -> None:
+    def __init__(self, grammar: TokenGrammar, matcher: llguidance.LLMatcher) -> None:
+        self.grammar = grammar
         self.matcher = matcher
-        self.num_tokens = num_tokens
         self.error = ""
         """Why the answer cannot go on; empty: it can."""
 
     def accept_token(self, token: int) -> None:
         """Go on behind a token."""
         if not self.error and not self.matcher.consume_token(token):
-            reason = self.matcher.get_error() or f"token {token} is not allowed there"
-            self.error = reason.strip()[:_SHOWN]
+            self.fail(self.matcher.get_error() or f"token {token} is not allowed there")
+
+    def fail(self, reason: str) -> None:
+        """Take notice of why the answer cannot go on."""
+        self.error = reason.strip()[:_SHOWN]
+        self.grammar.failed = True
 
 
 class MaskFiller:
@@ -104,7 +111,7 @@ class MaskFiller:
         What the model has beyond the tokenizer never may. A state that fails says so in its
         `error`, and allows everything.
         """
-        known = states[0].num_tokens
+        known = states[0].grammar.num_tokens
         words = np.zeros((len(states), -(-known // _WORDS)), np.int32)
         if len(states) == 1:
             llguidance.numpy.fill_next_token_bitmask(states[0].matcher, words, 0)
@@ -118,7 +125,7 @@ class MaskFiller:
         allowed[:, :both] = bits[:, :both]
         for row, state in enumerate(states):
             if state.matcher.is_error() and not state.error:
-                state.error = state.matcher.get_error().strip()[:_SHOWN]
+                state.fail(state.matcher.get_error())
             if state.error:
                 allowed[row] = True
         return allowed
@@ -194,7 +201,16 @@ class GrammarCompiler:
                 hint="change the schema accordingly",
             )
         grammar = TokenGrammar(text, matcher, read.vocab_size)
+        first = grammar.begin()
+        MaskFiller().allowed([first], grammar.num_tokens)
+        if first.error:
+            raise ConfigError(
+                f"the output format allows no answer at all: {first.error.splitlines()[0]}",
+                hint="see that no $ref leads to itself alone",
+            )
         with self._lock:
+            for failed in [key for key, one in self._cached.items() if one.failed]:
+                del self._cached[failed]
             self._cached[text] = grammar
             while len(self._cached) > MAX_GRAMMARS or sum(map(len, self._cached)) > MAX_KEPT_CHARS:
                 self._cached.popitem(last=False)
@@ -203,8 +219,9 @@ class GrammarCompiler:
     def _remembered(self, text: str) -> TokenGrammar | None:
         with self._lock:
             known = self._cached.get(text)
-            if known is not None:
-                self._cached.move_to_end(text)
+            if known is None or known.failed:
+                return None
+            self._cached.move_to_end(text)
             return known
 
     def _ended(self, text: str, done: "asyncio.Future[TokenGrammar]") -> None:
@@ -324,6 +341,10 @@ class OutputGrammars:
         self, wanted: OutputFormat, tools: Sequence[Mapping[str, Any]], *, thinking: bool = False
     ) -> str:
         """Return the grammar's text; raises ConfigError."""
+        schemas = _schemas(wanted, tools)
+        for place, schema in schemas:  # not every client has checked them
+            check_schema(schema, place)
+        check_multiples([schema for _, schema in schemas])
         rules: list[str] = []
         kinds: list[str] = []
         if wanted.json_schema is not None:
@@ -351,7 +372,7 @@ class OutputGrammars:
 
     def _calls(self, wanted: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> list[str]:
         form = self._form = self._form or call_form(self._chat)
-        functions = {_function(tool).get("name"): _function(tool) for tool in tools}
+        places = {_function(tool).get("name"): number for number, tool in enumerate(tools)}
         more = "" if wanted.is_single or form.separator is None else "more*"
         rules = [f"calls: call {more}".rstrip()]
         if more:
@@ -359,17 +380,18 @@ class OutputGrammars:
         names = [f"call_{number}" for number in range(len(wanted.functions))]
         rules.append(f"call: {' | '.join(names)}")
         for rule, name in zip(names, wanted.functions, strict=True):
-            if name not in functions:
+            if name not in places:
                 raise ConfigError(
                     f"tool_choice names the tool {name!r:.80}, which is not among the tools",
                     hint="name one of `tools`",
                 )
-            schema = functions[name].get("parameters") or _NO_PARAMETERS
+            place = f"tools[{places[name]}].function.parameters"
+            schema = _function(tools[places[name]]).get("parameters") or _NO_PARAMETERS
             parts = (
                 self._with_mark_tokens(form.before),
-                _text(name),
+                _text(json.dumps(name, ensure_ascii=False)[1:-1]),  # within a text of JSON
                 self._with_mark_tokens(form.between),
-                _json(_arguments(schema)),
+                _json(_arguments(schema, place)),
                 self._with_mark_tokens(form.after),
             )
             rules.append(f"{rule}: {' '.join(part for part in parts if part)}")
@@ -456,12 +478,16 @@ def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return cast("dict[str, Any]", inner) if isinstance(inner, dict) else tool
 
 
-def _arguments(schema: Any) -> Any:
+def _arguments(schema: Any, place: str) -> dict[str, Any]:
     """Return the schema of arguments, which are an object whatever their schema leaves open."""
-    if not isinstance(schema, dict):
-        return schema
-    fields = cast("dict[str, Any]", schema)
-    return fields if "type" in fields or "$ref" in fields else {**fields, "type": "object"}
+    fields = cast("dict[str, Any]", schema) if isinstance(schema, dict) else {}
+    types: Any = fields.get("type", "object")
+    if "object" not in (types if isinstance(types, list) else [types]):
+        raise ConfigError(
+            f"{place}.type is {types!r:.80}: the arguments of a call are an object",
+            hint="give an object with a property for what it takes",
+        )
+    return {**fields, "type": "object"}
 
 
 def _json(schema: Any) -> str:
@@ -481,8 +507,8 @@ def _space_rule() -> str:
     return r"SPACE: /\s{0,4}/"
 
 
-def _unsupported(wanted: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return the place of the innermost part that is not supported by itself; empty: unknown."""
+def _schemas(wanted: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    """Return the schemas of a form, each with its place in a request."""
     schemas: list[tuple[str, Any]] = []
     if wanted.json_schema is not None:
         schemas.append(("schema", wanted.json_schema))
@@ -490,8 +516,13 @@ def _unsupported(wanted: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> st
         function = _function(tool)
         if function.get("name") in wanted.functions and function.get("parameters"):
             schemas.append((f"tools[{number}].function.parameters", function["parameters"]))
+    return schemas
+
+
+def _unsupported(wanted: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the place of the innermost part that is not supported by itself; empty: unknown."""
     tried = 0
-    for place, schema in schemas:
+    for place, schema in _schemas(wanted, tools):
         named = place
         inner: list[tuple[str, Any]] = [(place, schema)]
         while inner and tried < _MOST_TRIED:

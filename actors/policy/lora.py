@@ -12,7 +12,6 @@ folders, and the tensors have the names that they have there. Names of tensors f
 import contextlib
 import copy
 import json
-import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import ValidationError
 
-from ...schemas.config.sections import ADAPTER_CONFIG, LoraConfig
+from ...schemas.config.sections import ADAPTER_CONFIG, LoraConfig, pattern_of
 from ...schemas.wire.errors import ModelError
 from ..storage.adapters import adapter_settings, base_of, is_adapter
 
@@ -136,9 +135,7 @@ def config_of(folder: str | Path) -> LoraConfig:
     }
     try:
         config = LoraConfig.model_validate(fields)
-        for name in (*config.rank_pattern, *config.alpha_pattern):
-            re.compile(name)
-    except (ValidationError, re.error) as error:
+    except ValidationError as error:
         raise ModelError(
             f"{folder} holds no LoRA adapter that is known here: {error}",
             hint=f"see r, lora_alpha and target_modules in its {ADAPTER_CONFIG}, or merge it into "
@@ -263,6 +260,38 @@ def add_adapter(
         with torch.no_grad():
             for tensor, stored in _matched(model, folder):
                 tensor.copy_(stored)
+
+
+def refuse_unmatched(model: "nn.Module", config: LoraConfig) -> None:
+    """Raise ModelError for a name in the configuration of a fresh adapter that names no layer.
+
+    One that is misspelt would leave layers without an adapter, or with another rank, unnoticed.
+    """
+    adapted = [layer_of(name) for name in policy_tensors(model)]
+    modules: Iterable[tuple[str, nn.Module]] = cast(Any, model).named_modules()
+    present = [name for name, _ in modules]
+    targets = () if isinstance(config.targets, str) else config.targets
+    unmatched = [
+        *(("targets", one) for one in targets if not _is_named(one, adapted)),
+        *(("exclude", one) for one in config.exclude if not _is_named(one, present)),
+        *(("rank_pattern", one) for one in config.rank_pattern if not _matches(one, adapted)),
+        *(("alpha_pattern", one) for one in config.alpha_pattern if not _matches(one, adapted)),
+    ]
+    if unmatched:
+        key, name = unmatched[0]
+        layers = sorted({layer.rpartition(".")[2] for layer in adapted})
+        raise ModelError(
+            f"lora.{key} has {name!r:.80}, which names no layer",
+            hint=f"correct it, or leave it out; adapted are {', '.join(layers[:_SHOWN])}",
+        )
+
+
+def _is_named(name: str, layers: Iterable[str]) -> bool:
+    return any(f".{layer}".endswith(f".{name}") for layer in layers)
+
+
+def _matches(pattern: str, layers: Iterable[str]) -> bool:
+    return any(pattern_of([pattern], layer) for layer in layers)
 
 
 def merge(model: "PreTrainedModel", folder: str | Path) -> "PreTrainedModel":

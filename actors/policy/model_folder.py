@@ -15,7 +15,7 @@ from ...schemas.model_catalogue import find_model
 from ...schemas.wire.errors import ModelError, TinkermqError
 from ..storage.adapters import base_of, is_adapter
 from ..storage.files import check_digests
-from .lora import add_adapter, beside, merge, untie
+from .lora import add_adapter, beside, merge, refuse_unmatched, untie
 
 if TYPE_CHECKING:
     import torch
@@ -396,7 +396,10 @@ def load_policy(
         )
     )
     if lora.rank:
-        add_adapter(model, lora, seed=seed, folder=adapter or begins_with)
+        folder = adapter or begins_with
+        add_adapter(model, lora, seed=seed, folder=folder)
+        if folder is None:
+            refuse_unmatched(model, lora)
     return model
 
 

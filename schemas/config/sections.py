@@ -410,6 +410,15 @@ class LoraConfig(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1, json_schema_extra=when("rank"))
     """Dropout of the adapters' inputs in updates; log-probs are computed without."""
 
+    @model_validator(mode="after")
+    def _patterns_are_expressions(self) -> Self:
+        for pattern in (*self.rank_pattern, *self.alpha_pattern):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"the pattern {pattern!r:.80} cannot be read: {error}") from error
+        return self
+
     @property
     def is_uniform(self) -> bool:
         """Whether all layers have the same rank and the scale alpha / rank."""
@@ -422,16 +431,16 @@ class LoraConfig(Section):
 
     def rank_of(self, layer: str) -> int:
         """Return the rank of a layer by its name."""
-        return self.rank_pattern.get(_pattern(self.rank_pattern, layer), self.rank)
+        return self.rank_pattern.get(pattern_of(self.rank_pattern, layer), self.rank)
 
     def scale_of(self, layer: str) -> float:
         """Return the factor of a layer's adapter."""
-        alpha = self.alpha_pattern.get(_pattern(self.alpha_pattern, layer), self.alpha)
+        alpha = self.alpha_pattern.get(pattern_of(self.alpha_pattern, layer), self.alpha)
         rank = self.rank_of(layer)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
-def _pattern(patterns: Iterable[str], layer: str) -> str:
+def pattern_of(patterns: Iterable[str], layer: str) -> str:
     """Return the first pattern that matches a layer's name, as PEFT does; "" for none."""
     return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", layer)), "")
 

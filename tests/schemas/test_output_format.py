@@ -114,6 +114,7 @@ def test_formats_that_are_known_are_taken(name: str) -> None:
         ({"$ref": 3}, "s.$ref"),
         ({"$ref": "#/$defs/a/b", "$defs": {"a": {}}}, "s.$ref"),
         ({"format": "colour"}, "s.format"),
+        ({"patternProperties": {f"^{n}_": {} for n in range(33)}}, "s.patternProperties"),
     ],
 )
 def test_what_is_no_schema_is_told_with_its_place(schema: Any, place: str) -> None:
@@ -170,3 +171,31 @@ def test_objects_are_closed_unless_they_say_otherwise() -> None:
     assert closed({"items": {"properties": {}, "uniqueItems": False}}) == {
         "items": {"properties": {}, "additionalProperties": False}
     }
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {
+            "properties": {"kind": {}},
+            "required": ["kind"],
+            "anyOf": [{"properties": {"a": {}}, "required": ["a"]}, {"$ref": "#/$defs/b"}],
+            "$defs": {"b": {"properties": {"b": {}}, "required": ["b"]}},
+        },
+        {"properties": {"kind": {}}, "anyOf": [{"allOf": [{"properties": {"a": {}}}]}]},
+        {
+            "$ref": "#/$defs/base",
+            "properties": {"b": {}},
+            "$defs": {"base": {"properties": {"a": {}}, "required": ["a"]}},
+        },
+        {"properties": {"a": {}}, "required": ["a", "b"]},
+    ],
+)
+def test_no_part_of_an_object_excludes_what_another_names(schema: dict[str, Any]) -> None:
+    assert closed(schema) == schema
+    assert not compiles(closed(schema))
+
+
+def test_alternatives_that_only_require_leave_an_object_closed() -> None:
+    schema = {"properties": {"a": {}, "b": {}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    assert closed(schema) == {**schema, "additionalProperties": False}

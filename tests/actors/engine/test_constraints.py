@@ -1,8 +1,10 @@
 """Answers that are held to a form, and penalties, in each engine."""
 
 import asyncio
+import gc
 import json
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,14 @@ from tinkermq.actors.policy import grammar as token_grammar
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.grammar import (
     GrammarCompiler,
+    MaskFiller,
     OutputGrammars,
     TokenGrammar,
     read_tokenizer,
 )
 from tinkermq.actors.policy.model_folder import load_tokenizer
 from tinkermq.actors.policy.tiny_models import make_tokenizer
+from tinkermq.envs.tool_calls import parse_tool_calls
 from tinkermq.schemas.output_format import OutputFormat
 from tinkermq.schemas.wire.errors import ConfigError, DeadlineError
 from transformers import PreTrainedModel
@@ -297,6 +301,69 @@ async def test_grammars_are_kept_and_forgotten_within_bounds(
         await compiler.compile('start: "too long for it" <[1]>')
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {
+            "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+            "$ref": "#/$defs/a",
+        },
+    ],
+)
+async def test_a_form_that_refers_to_itself_alone_is_refused(
+    chat: ChatTokenizer, schema: Any
+) -> None:
+    with pytest.raises(ConfigError, match="allows no answer at all"):
+        await grammar_of(chat, schema)
+
+
+async def test_multiples_of_all_schemas_of_an_answer_are_bounded_together(
+    chat: ChatTokenizer,
+) -> None:
+    await grammar_of(chat, {"type": "number", "multipleOf": 0.01})
+    for schema in (
+        {"type": "integer", "multipleOf": 99_999_989},
+        {"type": "integer", "allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]},
+        {"anyOf": [{"type": "number", "multipleOf": 1.000003}, {"type": "null"}]},
+    ):
+        with pytest.raises(ConfigError, match="least common multiple"):
+            await grammar_of(chat, schema)
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": f"go_{number}",
+                "parameters": {"properties": {"a": {"type": "integer", "multipleOf": number}}},
+            },
+        }
+        for number in (99_991, 99_989)
+    ]
+    with pytest.raises(ConfigError, match="least common multiple"):
+        await OutputGrammars(chat).of(OutputFormat(functions=["go_99991", "go_99989"]), tools)
+
+
+async def test_a_schema_that_no_client_has_checked_is_checked(chat: ChatTokenizer) -> None:
+    with pytest.raises(ConfigError, match="required must be a list of names"):
+        await grammar_of(chat, {"properties": {"a": {}}, "required": 3})
+
+
+async def test_a_grammar_that_became_too_complex_is_not_kept(folder: Path) -> None:
+    compiler = GrammarCompiler(load_tokenizer(str(folder)))
+    schema = {"type": "string", "pattern": f"^{'(a|b|c)?' * 2000}$"}
+    text = f"start: json <[1]>\njson: %json {json.dumps(schema)}\n"
+    grammar = await compiler.compile(text)
+    state = grammar.begin(read_tokenizer(load_tokenizer(str(folder))).tokenize_str('"'))
+    MaskFiller().allowed([state], grammar.num_tokens)
+    assert "too many expressions" in state.error
+    freed = weakref.ref(grammar)
+    del grammar, state
+    await compiler.compile('start: "other" <[1]>')
+    gc.collect()
+    assert freed() is None
+    assert not (await compiler.compile(text)).failed
+
+
 async def test_a_state_is_that_of_its_tokens_alone(folder: Path) -> None:
     grammar = await GrammarCompiler(load_tokenizer(str(folder))).compile('start: "ab"* <[1]>')
     one = RowConstraint(Sampling(9, grammar=grammar), PROMPT)
@@ -359,3 +426,39 @@ async def test_marks_of_calls_are_the_tokens_that_the_template_writes() -> None:
 async def test_a_tokenizer_without_known_tokens_is_refused() -> None:
     with pytest.raises(ConfigError, match="tokenizers library"):
         read_tokenizer(object())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ['say "hi"', "C:\\new", "über"])
+async def test_a_call_of_any_name_is_read_again(name: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = HERMES
+    chat = ChatTokenizer(tokenizer)
+    tool = {"type": "function", "function": {"name": name}}
+    grammar = await OutputGrammars(chat).of(OutputFormat(functions=[name]), [tool])
+    written = json.dumps(name, ensure_ascii=False)
+    said = f'<tool_call>\n{{"name": {written}, "arguments": {{}}}}\n</tool_call>'
+    assert not grammar.begin([*chat.encode(said), chat.stop_token_ids[0]]).error
+    _, calls = parse_tool_calls(said)
+    assert [call["function"]["name"] for call in calls] == [name]
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        True,
+        {"type": ["object", "null"]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"enum": [None, {}]}}},
+    ],
+)
+async def test_the_arguments_of_a_call_are_an_object(parameters: Any) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = HERMES
+    chat = ChatTokenizer(tokenizer)
+    tool = {"type": "function", "function": {"name": "go", "parameters": parameters}}
+    grammar = await OutputGrammars(chat).of(OutputFormat(functions=["go"]), [tool])
+    for arguments, fits in (("{}", True), ("null", False)):
+        said = f'<tool_call>\n{{"name": "go", "arguments": {arguments}}}\n</tool_call>'
+        assert (not grammar.begin(chat.encode(said)).error) is fits
+    tool["function"] = {"name": "go", "parameters": {"type": "string"}}
+    with pytest.raises(ConfigError, match=r"tools\[0\]\.function\.parameters\.type is 'string'"):
+        await OutputGrammars(chat).of(OutputFormat(functions=["go"]), [tool])

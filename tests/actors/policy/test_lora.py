@@ -227,6 +227,42 @@ def test_an_adapter_that_does_not_fit_is_refused(
         trainer(job(folder, lora=lora))
 
 
+@pytest.mark.filterwarnings("ignore:.*did not match any:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.*no modules were excluded:UserWarning")
+@pytest.mark.parametrize(
+    ("lora", "key"),
+    [
+        ({"targets": ["q_proj", "v_projj"]}, "targets"),
+        ({"exclude": ["layers.2.self_attn.q_proj"]}, "exclude"),
+        ({"rank_pattern": {"q_projj": 2}}, "rank_pattern"),
+        ({"targets": ["q_proj"], "alpha_pattern": {"v_proj": 2}}, "alpha_pattern"),
+    ],
+)
+def test_a_name_that_names_no_layer_is_refused(
+    base: Path, lora: dict[str, object], key: str
+) -> None:
+    with pytest.raises(ModelError, match=rf"lora\.{key} has .* names no layer") as caught:
+        trainer(job(base, lora={"rank": 4, **lora}))
+    assert "q_proj" in caught.value.hint
+
+
+def test_names_that_name_layers_are_taken(base: Path) -> None:
+    lora = {
+        "rank": 4,
+        "targets": ["q_proj", "model.layers.1.mlp.up_proj"],
+        "exclude": ["layers.0.self_attn.q_proj", "lm_head"],
+        "rank_pattern": {r"layers\.1\..*": 2, "q_proj": 3},
+    }
+    learner = trainer(job(base, lora=lora))
+    assert {len(one) for one in policy_tensors(learner.model).values() if len(one) < 8} == {2}
+
+
+def test_a_pattern_that_cannot_be_read_is_refused(base: Path) -> None:
+    for key in ("rank_pattern", "alpha_pattern"):
+        with pytest.raises(ValueError, match=r"the pattern 'q_\(proj' cannot be read"):
+            job(base, lora={"rank": 4, key: {"q_(proj": 2}})
+
+
 def test_a_run_goes_on_from_a_checkpoint_of_its_own_kind_only(base: Path, tmp_path: Path) -> None:
     folder = save(trainer(job(base)), tmp_path, base, 1)
     refuse_other_kind(folder, LoraConfig(rank=4))
