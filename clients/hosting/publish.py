@@ -52,7 +52,7 @@ class AsyncTrajectoryPublisher(PoolClient):
     ) -> None:
         """Name the job by its `server_url`, and the agent by `source`."""
         self._address = parse_server_url(server_url)
-        super().__init__(self._address.broker_url, api_key)
+        super().__init__(self._address.broker_url, api_key, self._address.scope.user)
         self._source = source
         self._limits: ReserveReply | None = None
 

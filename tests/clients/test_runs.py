@@ -387,6 +387,20 @@ async def test_a_game_whose_host_ends_ends_the_fit(
     env.cleanup()
 
 
+async def test_a_job_of_another_user_is_not_taken_for_an_own_one_of_that_name(
+    record: JobRecord, url: str, broker: Broker
+) -> None:
+    other = JobAddress(broker.url, JobScope("bob", record.job)).server_url
+    refused = pytest.raises(NotFoundError, match="belongs to user 'bob', and you are 'local'")
+    async with AsyncServiceClient(other) as client, AsyncTrajectoryPublisher(other) as publisher:
+        with refused:
+            await client.status()
+        with refused:
+            await publisher.publish_tasks([])
+    with GameEnvironment(EchoGame) as env, refused:
+        await asyncio.to_thread(env.setup, other)
+
+
 def test_uploading_a_reward_is_refused_with_the_remedy() -> None:
     client = ServiceClient("nats://127.0.0.1:4222/local/a")
     with pytest.raises(ConfigError, match="cannot be uploaded") as caught:
