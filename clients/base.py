@@ -38,9 +38,7 @@ class PoolClient:
     the child of a fork) the client opens a new one and leaves the old one alone.
     """
 
-    def __init__(
-        self, broker_url: str, api_key: str | None, owner: str | None = None
-    ) -> None:
+    def __init__(self, broker_url: str, api_key: str | None, owner: str | None = None) -> None:
         """Name the broker; nothing is connected yet. `owner` is the user whose job it is for."""
         self._broker_url, self._owner = broker_url, owner
         self.api_key = api_key
