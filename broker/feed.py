@@ -5,11 +5,12 @@ late, or comes back, sees what happened without it.
 """
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from contextlib import aclosing
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import structlog
 
@@ -260,27 +261,58 @@ def parse_message(stored: StoredMessage, model: type[M]) -> M | None:
 
 # Scores of evaluations, by version.
 
-SCORE = "val/mean_score"
-"""What the best version has most of."""
+
+class ValidationScore(NamedTuple):
+    """What is compared of a version's validation."""
+
+    mean: float
+    """Mean return of the episodes that ended."""
+    worst: float
+    """The lowest of them."""
+    num_episodes: float
+    num_missing: float
+    """Episodes that failed, or had not ended at the deadline."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, float]) -> "ValidationScore | None":
+        """Return the score of a version with these metrics; None where no episode ended."""
+        if "val/mean_score" not in values:
+            return None
+        mean = values["val/mean_score"]
+        return cls(
+            mean,
+            values.get("val/min_score", mean),
+            values.get("val/num_episodes", 1.0),
+            values.get("val/failed_episodes", 0.0),
+        )
 
 
-async def read_scores(broker: Broker, scope: JobScope) -> dict[int, float]:
-    """Return the mean validation score of each version of a run that was evaluated.
+async def read_scores(broker: Broker, scope: JobScope) -> dict[int, ValidationScore]:
+    """Return the validation score of each version of a run that was evaluated.
 
     Raises BrokerError, NotFoundError where there is no bucket of evaluations.
     """
     entries = await Bucket(broker, BUCKET_EVALS, EvalRecord).items(scope.key)
-    records = [entry.value for entry in entries]
-    return {record.version: record.values[SCORE] for record in records if SCORE in record.values}
+    scores = {entry.value.version: ValidationScore.of(entry.value.values) for entry in entries}
+    return {version: score for version, score in scores.items() if score is not None}
 
 
-def best_of(scores: Mapping[int, float], versions: Iterable[int]) -> int | None:
+def best_of(scores: Mapping[int, ValidationScore], versions: Iterable[int]) -> int | None:
     """Return which of these versions has the highest score, the earliest of equals; None if none.
 
-    A score that is not a number counts for nothing.
+    Episodes that a validation lacks count as the worst that any version had: what is cut off at a
+    deadline are the long ones, which tell more than a mean of the others. A score that is not a
+    number counts for nothing.
     """
-    scored = [one for one in versions if one in scores and scores[one] == scores[one]]
-    return max(scored, key=lambda version: (scores[version], -version), default=None)
+    known = {version: score for version, score in scores.items() if not math.isnan(score.mean)}
+    worst = min((score.worst for score in known.values()), default=0.0)
+
+    def bound(version: int) -> float:
+        mean, _, done, missing = known[version]
+        return mean if not missing else (mean * done + worst * missing) / (done + missing)
+
+    scored = [version for version in versions if version in known]
+    return max(scored, key=lambda version: (bound(version), -version), default=None)
 
 
 # The newest metrics, without reading the whole history.

@@ -66,21 +66,29 @@ async def save_all(broker: Broker, folder: Path) -> list[Saved]:
 async def restore_all(broker: Broker, folder: Path) -> list[Saved]:
     """Bring all streams of a back-up to a server that has none of them, or empty ones.
 
-    Raises StateError when a stream holds something, StorageError for what is no back-up,
-    BrokerError.
+    Done again after it broke off, it brings what is missing, and returns that: a stream is there
+    whole or not at all. Raises StateError when a stream holds something else or nothing is missing,
+    StorageError for what is no back-up, BrokerError.
     """
     names: list[str] = _read(folder, MANIFEST, "streams")["streams"]
     present = {stream["config"]["name"]: stream["state"] for stream in await _streams(broker)}
-    for name in names:
-        if int(present.get(name, {}).get("messages", 0)):
-            raise StateError(
-                f"the broker holds messages in {name} already",
-                hint="restore into a new server, before the scheduler and the auth service start",
-            )
-    for name in names:
+    held = [name for name in names if name in present and int(present[name]["messages"])]
+    others = [name for name in held if not _is_restored(folder, name, present[name])]
+    if others:
+        raise StateError(
+            f"the broker holds messages in {others[0]} already, and not those of the back-up",
+            hint="restore into a new server, before the scheduler and the auth service start",
+        )
+    if held and present.keys() >= set(names):
+        raise StateError(
+            f"the broker holds messages in {held[0]} already: all of this back-up is there",
+            hint="start the scheduler and the other services",
+        )
+    missing = [name for name in names if name not in held]
+    for name in missing:
         if name in present:
             await delete_stream(broker, name)
-    return [await _restore(broker, name, folder) for name in names]
+    return [await _restore(broker, name, folder) for name in missing]
 
 
 async def save_streams(broker: Broker, names: Sequence[str], folder: Path) -> None:
@@ -113,6 +121,15 @@ async def restore_streams(broker: Broker, configs: Sequence[StreamConfig], folde
             except NotFoundError:
                 held = int(_read(folder, f"{name}.json", "state")["state"]["bytes"])
                 await _restore(broker, name, folder, {**config, "max_bytes": max(held, 1)})
+
+
+def _is_restored(folder: Path, name: str, state: dict[str, Any]) -> bool:
+    """Whether a stream is as it was when it was saved, but for messages that have expired since."""
+    saved = _read(folder, f"{name}.json", "state")
+    then, fields = saved["state"], ["last_seq", "last_ts"]
+    if not saved["config"].get("max_age"):
+        fields += ["messages", "bytes", "first_seq"]
+    return all(state.get(field) == then.get(field) for field in fields)
 
 
 def _read(folder: Path, name: str, key: str) -> dict[str, Any]:
@@ -191,9 +208,14 @@ async def _restore(
             try:
                 reply = await broker.request(place, chunk, timeout_s=_SILENCE_S)
             except TimeoutError:
-                raise ConnectionLost(f"{name} is not restored: no answer") from None
+                raise ConnectionLost(
+                    f"{name} is not restored: no answer", hint="restore again: it goes on here"
+                ) from None
             if error := _error_in(reply):
-                raise BrokerError(f"{name} is not restored: {error}", hint="see the server's log")
+                raise BrokerError(
+                    f"{name} is not restored: {error}",
+                    hint="see the server's log; restored again, it goes on here",
+                )
     return _saved(name, stream["state"])
 
 

@@ -22,7 +22,7 @@ import structlog
 
 from ..broker.client.connection import Broker, connect
 from ..broker.client.faults import shown_url, split_servers
-from ..schemas.wire.errors import ConfigError, StateError, root_cause
+from ..schemas.wire.errors import ConfigError, NotFoundError, StateError, root_cause
 from ..schemas.wire.subjects import DEFAULT_USER, JobScope
 from .pool import Pool
 
@@ -38,9 +38,9 @@ class PoolClient:
     the child of a fork) the client opens a new one and leaves the old one alone.
     """
 
-    def __init__(self, broker_url: str, api_key: str | None) -> None:
-        """Name the broker; nothing is connected yet."""
-        self._broker_url = broker_url
+    def __init__(self, broker_url: str, api_key: str | None, owner: str | None = None) -> None:
+        """Name the broker; nothing is connected yet. `owner` is the user whose job it is for."""
+        self._broker_url, self._owner = broker_url, owner
         self.api_key = api_key
         self._pool: Pool | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -63,7 +63,7 @@ class PoolClient:
         self._enter_loop()
         async with self._opening:
             if self._pool is None:
-                self._pool = Pool(await open_broker(self._broker_url, self.api_key))
+                self._pool = Pool(await open_broker(self._broker_url, self.api_key, self._owner))
             return self._pool
 
     def _enter_loop(self) -> None:
@@ -72,16 +72,26 @@ class PoolClient:
             self._loop, self._opening, self._pool = loop, asyncio.Lock(), None
 
 
-async def open_broker(url: str, api_key: str | None) -> Broker:
-    """Connect for a client, with `api_key` or that of $TINKERMQ_API_KEY."""
+async def open_broker(url: str, api_key: str | None, owner: str | None = None) -> Broker:
+    """Connect for a client, with `api_key` or that of $TINKERMQ_API_KEY.
+
+    Raises NotFoundError where this is not the user who owns the job that the client is for.
+    """
     quiet_logs()
-    return await connect(
+    broker = await connect(
         url,
         name="tinkermq-client",
         user=DEFAULT_USER,
         api_key=api_key,
         deadline_s=CONNECT_DEADLINE_S,
     )
+    if owner not in (None, broker.user):
+        await broker.close()
+        raise NotFoundError(
+            f"the job belongs to user {owner!r}, and you are {broker.user!r}",
+            hint=f"name a job of your own, or give the key of {owner}: api_key, $TINKERMQ_API_KEY",
+        )
+    return broker
 
 
 def quiet_logs() -> None:

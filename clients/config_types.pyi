@@ -513,7 +513,7 @@ class TrainingConfigDict(TypedDict, total=False):
     keep_every: int
     """Keep checkpoints of every N steps for good; 0: none."""
     keep_best: bool
-    """Write a checkpoint at each validated step, and keep the best by mean score: `RUN@best`, link `best` in the run folder."""
+    """Write a checkpoint at each validated step, and keep the best by mean score: `RUN@best`, link `best` in the run folder. An episode that a validation lacks counts as the worst of all of them."""
     keep_rollouts: bool
     """Never trim the rollout log, so that the run can be replayed. Otherwise only the newest groups remain at its end."""
     kept_rollout_bytes: int

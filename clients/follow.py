@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any, TypeAlias
 
-from ..broker.feed import follow
+from ..broker.feed import ValidationScore, best_of, follow
 from ..broker.presence import INTERVAL_S, list_presences
 from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.metric import Event, LogLines, Metric, Presence
@@ -173,6 +173,7 @@ class RunProgress:
     rewards: dict[int, float] = field(default_factory=dict[int, float])
     """By step; of a run that learns from conversations, the loss."""
     validation: dict[int, float] = field(default_factory=dict[int, float])
+    _scores: dict[int, ValidationScore] = field(default_factory=dict[int, ValidationScore])
     values: dict[str, float] = field(default_factory=dict[str, float])
     bottleneck: str = ""
     event: Event | None = None
@@ -235,9 +236,9 @@ class RunProgress:
         total = metric.values.get("training/total_steps")
         if total is not None and math.isfinite(total):
             self.total_steps = int(total)
-        score = metric.values.get(VALIDATION)
-        if score is not None and math.isfinite(score):
-            self.validation[metric.step] = score
+        score = ValidationScore.of(metric.values)
+        if score is not None and math.isfinite(score.mean):
+            self.validation[metric.step], self._scores[metric.step] = score.mean, score
         reward = metric.values.get(LOSS if self.measure == "loss" else REWARD)
         if reward is None:
             return False
@@ -266,8 +267,9 @@ class RunProgress:
         return max(self.validation.items(), default=None)
 
     def best_validation(self) -> tuple[int, float] | None:
-        """Return step and score of the best validation, the first of equal ones."""
-        return max(self.validation.items(), key=lambda item: (item[1], -item[0]), default=None)
+        """Return step and score of the best validation, as `RUN@best` is chosen."""
+        best = best_of(self._scores, self._scores)
+        return None if best is None else (best, self.validation[best])
 
     def smoothed_rewards(self, width: int) -> list[float]:
         """Return at most `width` means of consecutive rewards, oldest first."""

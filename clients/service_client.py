@@ -49,7 +49,7 @@ class AsyncServiceClient(PoolClient):
         """Name the job by the `server_url` that `submit_job` returned."""
         del config  # trackers get the job's own
         self._address = parse_server_url(server_url)
-        super().__init__(self._address.broker_url, api_key)
+        super().__init__(self._address.broker_url, api_key, self._address.scope.user)
         self._project_name = project_name
         self._experiment_name = experiment_name
         self._logger_backends = listed(logger_backends or [])

@@ -68,7 +68,8 @@ class MachinesConfig(Section):
     idle_s: float = Field(default=300.0, ge=0)
     """Seconds after which an idle machine is returned."""
     join_s: float = Field(default=300.0, gt=0)
-    """Seconds after which a started machine whose node has not joined is returned."""
+    """Seconds after which a started machine whose node has not joined, or is not heard of any more,
+    is returned."""
     look_s: float = Field(default=5.0, gt=0)
     """Seconds between polls of the cluster."""
     drain_s: int = Field(default=120, ge=1, le=65_535, json_schema_extra=_CLUSTERS)

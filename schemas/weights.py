@@ -1,10 +1,12 @@
 """Published weights: manifests and transfers."""
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from .wire.message import Message, Request
+from .wire.subjects import JobScope
 
 LATEST = "latest"
 """Key of the newest version's manifest."""
@@ -16,6 +18,17 @@ _MAX_BYTES = 1 << 44
 def manifest_key(version: int) -> str:
     """Return the key of a version's manifest in the KV bucket of the job's weights."""
     return f"v{version}"
+
+
+def payload_label(scope: JobScope, what: str) -> str:
+    """Return how the name of a job's file of weights begins: others may share its folder."""
+    return f"{what}-{scope.key}"
+
+
+def payload_of(scope: JobScope) -> re.Pattern[str]:
+    """Return what the names of a job's files of weights match, those of half written ones, too."""
+    label = f"v[0-9]+(-from-v[0-9]+)?-{re.escape(scope.key)}"
+    return re.compile(rf"\.?{label}-[0-9a-f]{{8}}\.(safetensors|difference)(\.[0-9a-f]{{8}})?")
 
 
 class TensorEntry(Message):

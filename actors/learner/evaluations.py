@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
 from ...broker.client.connection import Broker
-from ...broker.feed import SCORE, best_of, publish_metric
+from ...broker.feed import ValidationScore, best_of, publish_metric
 from ...broker.jetstream.kv import Bucket, Entry, KeyChanges
 from ...broker.jetstream.streams import EVALUATION_BYTES
 from ...broker.tasks import TaskQueue, ValidationLog, publish_validation_tasks
@@ -66,7 +66,7 @@ class Evaluations:
         self._num_missing: dict[int, int] = {}
         self._newest = -1
         self._waiting: set[int] = set()
-        self._scores: dict[int, float] = {}
+        self._scores: dict[int, ValidationScore] = {}
         self._revision = 0
         """Of the newest write that was read."""
         self._collecting = asyncio.Lock()
@@ -228,8 +228,8 @@ class Evaluations:
             for entry in await self._bucket.changes(self._scope.key, self._revision):
                 self._revision = entry.revision
                 version, state = entry.value.version, entry.value.state
-                if SCORE in entry.value.values:
-                    self._scores[version] = entry.value.values[SCORE]
+                if (score := ValidationScore.of(entry.value.values)) is not None:
+                    self._scores[version] = score
                 if state in ("requested", "running"):
                     self._waiting.add(version)
                     continue

@@ -33,7 +33,7 @@ from ..runtime import JobContext
 from .adapters import name_bases_by_url
 from .files import TABLE, is_state
 from .run_folders import checkpoint_name, step_of
-from .stores import BrokerStore, Store, StoredObject, Stores, UrlStore, fetch_tree, upload_tree
+from .stores import Store, StoredObject, Stores, UrlStore, fetch_tree, upload_tree
 
 _NAME = re.compile(r"step_([0-9]{6,})-[0-9a-f]{16}")
 _OWNER = ".job"
@@ -72,8 +72,7 @@ class CheckpointMirror:
 
     def check(self) -> None:
         """Raise StorageError for a store that cannot be written, before hours are trained."""
-        if isinstance(self.store, BrokerStore):
-            self.store.sweep()
+        self.store.sweep()
         self.store.put(_OWNER, b"tinkermq")
 
     def whole(self) -> list[MirroredCheckpoint]:

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from ...broker.jetstream.objects import new_digest
 from ...broker.run_folder import Folder
+from ...schemas.weights import payload_of
 from ...schemas.wire.errors import StorageError
+from ...schemas.wire.subjects import JobScope
 
 _NAME = re.compile(r"step_([0-9]{6,})")
 _CHECKPOINTS = "checkpoints"
@@ -21,7 +23,7 @@ _ARCHIVES = ".archives"
 _WEIGHTS = "weights"
 _FEWEST_PARTS = 3
 _CHUNK_BYTES = 4 << 20
-_PAYLOAD = re.compile(r"v[0-9]{1,18}-[0-9a-zA-Z-]+\.(safetensors|difference)")
+_PAYLOAD = re.compile(r"v[0-9]{1,18}-[0-9a-zA-Z._-]+\.(safetensors|difference)")
 
 
 def checkpoint_name(step: int) -> str:
@@ -118,11 +120,13 @@ def drop_archive(run_dir: str, job: str) -> None:
             above.remove(_ARCHIVES)
 
 
-def remove_weights(run_dir: str, folder: str | None, locations: Iterable[str]) -> None:
-    """Remove the published versions of a run that are files.
+def remove_weights(
+    run_dir: str, folder: str | None, scope: JobScope, locations: Iterable[str]
+) -> None:
+    """Remove the published versions of a run that are files, and what a killed learner has left.
 
-    Of a `folder` that the configuration names only the files at `locations` that lie directly in
-    it: it may be shared, and locations are a learner's word.
+    Of a `folder` that the configuration names only the files that have the job's name or are at
+    `locations` and lie directly in it: it may be shared, and locations are a learner's word.
     """
     if run_dir:
         with contextlib.suppress(FileNotFoundError), Folder(run_dir) as run:
@@ -136,6 +140,10 @@ def remove_weights(run_dir: str, folder: str | None, locations: Iterable[str]) -
             is_named_so = "\0" not in location and _PAYLOAD.fullmatch(path.name)
             if is_named_so and path.parent.resolve() == place:
                 shared.unlink(path.name)
+        with os.scandir(shared.fileno()) as scanned:
+            own = payload_of(scope)
+            for name in [entry.name for entry in scanned if own.fullmatch(entry.name)]:
+                shared.unlink(name)
 
 
 def remove_run_folder(run_dir: str, job: str) -> None:

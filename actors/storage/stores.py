@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import mmap
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -37,6 +38,7 @@ _RANGE_BYTES = 8 << 20
 _THREADS = 8
 _MOST_COPIED_BYTES = 5 << 30
 """What stores copy by themselves; what is larger goes through a file in $TMPDIR."""
+_STAGED = re.compile(r"#[0-9]+$")
 _FIRST_PAUSE_S = 0.5
 _DEADLINE_S = 600.0
 _BUCKET_ROOM_BYTES = 4 << 20
@@ -154,6 +156,24 @@ class UrlStore:
                 self._try(f"remove {name}", lambda name=name: obstore.delete(self._store, name))
             except NotFoundError:
                 continue
+
+    def sweep(self) -> None:
+        """Remove what killed uploads to a folder have left: files that obstore has not named yet.
+
+        What a store elsewhere has of them is in no listing; a rule of the bucket ends it. Raises
+        StorageError.
+        """
+        if not self.url.startswith("file://"):
+            return
+        try:
+            for path in Path(urlsplit(self.url).path).rglob("*#*"):
+                if _STAGED.search(path.name):
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"halves of files in {self.url} cannot be removed: {error}",
+                hint="see the rights of that folder",
+            ) from error
 
     def _try(self, what: str, call: Callable[[], T]) -> T:
         """Call until it succeeds, no more than so many times."""

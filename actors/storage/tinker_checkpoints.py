@@ -102,6 +102,14 @@ class CheckpointFolders:
         place = self.place_of(user, name)
         return _read(user, name, place) if (place / _META).is_file() else None
 
+    def is_damaged(self, user: str, name: CheckpointName) -> bool:
+        """Whether a user's own checkpoint lies there and cannot be read."""
+        try:
+            self.read(user, name)
+        except errors.ModelError:
+            return True
+        return False
+
     def read_all(self) -> Iterator[StoredCheckpoint]:
         """Return what is known of all checkpoints, and remove what a crash has left half.
 
@@ -169,14 +177,14 @@ class CheckpointFolders:
         try:
             self.commit(gone)
         except errors.StorageError:  # a full disk, on which this makes room
-            self.forget(stored)
+            self.forget(stored.place)
         return gone
 
-    def forget(self, stored: StoredCheckpoint) -> None:
+    def forget(self, place: Path) -> None:
         """Remove also what is known of a checkpoint."""
         with contextlib.suppress(OSError):
-            (stored.place / _META).unlink()  # without it nothing counts
-        shutil.rmtree(stored.place, ignore_errors=True)
+            (place / _META).unlink()  # without it nothing counts
+        shutil.rmtree(place, ignore_errors=True)
 
     def _published(self, name: CheckpointName, now: float) -> StoredCheckpoint | None:
         model = f"{name.model.session}.train.{name.model.number}"
@@ -217,5 +225,6 @@ def _read(user: str, name: CheckpointName, place: Path) -> StoredCheckpoint:
         return StoredCheckpoint(user=user, name=name, place=place, info=info, **meta)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, errors.MessageError) as error:
         raise errors.ModelError(
-            f"{place} is damaged: {error}", hint="restore it from a back-up, or remove it"
+            f"the checkpoint {name} is damaged, {place / _META}: {error}",
+            hint="delete it, or save over it with overwrite; an operator may restore it",
         ) from error

@@ -28,6 +28,7 @@ from ...schemas.tinker.checkpoints import (
     FilePart,
     ListCheckpoints,
     Metadata,
+    TinkerCheckpoint,
 )
 from ...schemas.tinker.names import CheckpointName, ModelName
 from ...schemas.wire import errors
@@ -293,13 +294,16 @@ class CheckpointCatalog:
     ) -> StoredCheckpoint:
         """Write a checkpoint for operation `seq`; done again, it changes nothing.
 
-        Raises StateError where the name is given away, QuotaError, StorageError.
+        Raises StateError where the name is given away, ModelError where it is that of a damaged
+        one, neither with `overwrite`; QuotaError, StorageError.
         """
-        known = self.folders.read(model.user, name)
+        overwrite = bool(result.get("overwrite"))
+        is_damaged = overwrite and self.folders.is_damaged(model.user, name)
+        known = None if is_damaged else self.folders.read(model.user, name)
         if known is not None and known.is_there(time.time()):
             if known.seq >= seq:
                 return known
-            if not result.get("overwrite"):
+            if not overwrite:
                 raise errors.StateError(
                     f"there is a checkpoint {name} already",
                     hint="choose another name, or set overwrite",
@@ -324,22 +328,28 @@ class CheckpointCatalog:
 
     def change(
         self, user: str, request: ChangeCheckpoint, *, wanted: Callable[[CheckpointName], bool]
-    ) -> StoredCheckpoint:
+    ) -> TinkerCheckpoint:
         """Change an own checkpoint; `wanted` says whether an operation that waits needs it.
 
-        Raises NotFoundError, also for another user's published one; ConflictError.
+        One that is damaged can be deleted. Raises NotFoundError, also for another user's published
+        one; ConflictError.
         """
         name = CheckpointName.parse(request.path)
+        is_deleted = request.action == "delete"
         with self._lock:
             match = self._users.get(user, {}).get(name)
-            if match is None or not match.is_there(time.time()):
+            is_damaged = match is None and is_deleted and self.folders.is_damaged(user, name)
+            if not is_damaged and (match is None or not match.is_there(time.time())):
                 raise missing(name, match)
-            if request.action == "delete":
-                if wanted(name):
-                    raise errors.ConflictError(
-                        f"{name} is about to be loaded", hint="wait for the result of load_weights"
-                    )
-                return self._remove(match, "deleted")
+            if is_deleted and wanted(name):
+                raise errors.ConflictError(
+                    f"{name} is about to be loaded", hint="wait for the result of load_weights"
+                )
+            if match is None:
+                self.folders.forget(self.folders.place_of(user, name))
+                return TinkerCheckpoint(path=str(name), time=time.time(), size_bytes=0)
+            if is_deleted:
+                return self._remove(match, "deleted").describe()
             if request.action == "expire":
                 match = replace(
                     match, expires=time.time() + request.ttl_s if request.ttl_s else 0.0
@@ -347,7 +357,7 @@ class CheckpointCatalog:
             else:
                 match = replace(match, is_public=request.action == "publish")
             self._commit(match)
-            return match
+            return match.describe()
 
     def sweep(self, *, wanted: Callable[[CheckpointName], bool]) -> int:
         """Remove what has expired; return how many that were."""
@@ -408,7 +418,7 @@ class CheckpointCatalog:
     def _forget(self, stored: StoredCheckpoint) -> None:
         with self._lock:
             self._users.get(stored.user, {}).pop(stored.name, None)
-        self.folders.forget(stored)
+        self.folders.forget(stored.place)
 
 
 def _new(

@@ -340,7 +340,7 @@ class CheckpointEndpoints:
 
     async def _change(self, request: ChangeCheckpoint, context: RequestContext) -> TinkerCheckpoint:
         change = partial(self._checkpoints.change, wanted=self._is_wanted)
-        return (await asyncio.to_thread(change, context.user, request)).describe()
+        return await asyncio.to_thread(change, context.user, request)
 
     async def _export(self, request: ExportCheckpoint, context: RequestContext) -> CheckpointExport:
         return await asyncio.to_thread(self._exports.export, context.user, request.path)

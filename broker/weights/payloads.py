@@ -12,7 +12,7 @@ import mmap
 import shutil
 import struct
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from ...schemas.weights import Manifest, TensorEntry
+from ...schemas.weights import Manifest, TensorEntry, payload_label, payload_of
 from ...schemas.wire.errors import ConfigError, MessageError, NotFoundError, StorageError
 from ...schemas.wire.subjects import JobScope
 from ..client.connection import Broker
@@ -103,6 +103,20 @@ def remove_file(path: Path) -> None:
     """Remove the file; readers that have it mapped keep it."""
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
+
+
+def remove_other_files(folder: Path, scope: JobScope, locations: Set[str]) -> None:
+    """Remove the files of a job that are not among `locations`. Raises StorageError."""
+    own, named = payload_of(scope), {Path(location).name for location in locations}
+    try:
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if path.name not in named and own.fullmatch(path.name):
+                remove_file(path)
+    except OSError as error:
+        raise StorageError(
+            f"what a learner that died has left in {folder} cannot be removed: {error}",
+            hint="set weights.folder to a path that can be read and written",
+        ) from error
 
 
 def _header(entries: list[TensorEntry]) -> bytes:
@@ -218,10 +232,12 @@ class Payloads:
         As a file they are what `entries` say of them. Raises BrokerError, DeadlineError, and
         StorageError, which is full where there is no room.
         """
-        name = f"{label}-{uuid.uuid4().hex[:8]}"
+        suffix = uuid.uuid4().hex[:8]
         if self._folder is not None and self.transport == "file":
-            path = self._folder / f"{name}{'.safetensors' if entries else '.difference'}"
+            kind = "safetensors" if entries else "difference"
+            path = self._folder / f"{payload_label(self._scope, label)}-{suffix}.{kind}"
             return str(path), await asyncio.to_thread(write_file, path, entries or [], views)
+        name = f"{label}-{suffix}"
         try:
             info = await self._objects.put(name, views, deadline_s=TRANSFER_DEADLINE_S)
         except BucketFullError as error:
@@ -284,8 +300,10 @@ class Payloads:
                 await self._objects.delete(location)
 
     async def remove_others(self, locations: Iterable[str]) -> None:
-        """Remove from NATS what is not among `locations`, and halves of what was stored."""
+        """Remove of what the job has stored all that is not among `locations`, and halves."""
         named = set(locations)
+        if self._folder is not None and self.transport == "file":
+            await asyncio.to_thread(remove_other_files, self._folder, self._scope, named)
         await self._objects.sweep()
         for name in await self._objects.names():
             if name not in named:

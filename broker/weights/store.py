@@ -575,7 +575,7 @@ class WeightStore:
         return manifest.transport == self._payloads.transport
 
     async def sweep(self) -> None:
-        """Remove payloads in NATS that no manifest names: of a learner that died publishing."""
+        """Remove payloads that no manifest names: of a learner that died publishing."""
         manifests = [entry.value for entry in await self._manifests.items()]
         await self._payloads.remove_others(
             {location for manifest in manifests for location in locations(manifest)}

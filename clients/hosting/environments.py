@@ -149,7 +149,7 @@ class HostedEnvironment(ABC):
     async def _host(self, address: JobAddress, ready: "Future[None]") -> None:
         self._stopping = asyncio.Event()
         async with (
-            await open_broker(address.broker_url, self._api_key) as broker,
+            await open_broker(address.broker_url, self._api_key, address.scope.user) as broker,
             run_environment_host(await self.make_host(broker, address)),
         ):
             ready.set_result(None)

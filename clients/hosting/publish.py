@@ -7,9 +7,10 @@ learner checks it again.
 """
 
 import asyncio
+import reprlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +47,7 @@ class AsyncTrajectoryPublisher(PoolClient):
     ) -> None:
         """Name the job by its `server_url`, and the agent by `source`."""
         self._address = parse_server_url(server_url)
-        super().__init__(self._address.broker_url, api_key)
+        super().__init__(self._address.broker_url, api_key, self._address.scope.user)
         self._source = source
         self._limits: control.ReserveReply | None = None
 
@@ -298,9 +299,11 @@ def make_trajectory(
             "a trajectory has no generated token: mask is 0 everywhere",
             hint="set mask to 1 where the policy generated the token",
         )
-    if np.ndim(rewards) == 0:
-        rewards = [0.0] * (len(turn_ends) - 1) + [float(np.asarray(rewards))]
-    versions = np.full(len(masks), version) if np.ndim(version) == 0 else np.asarray(version)
+    returns, versions = _numbers("rewards", rewards), _numbers("version", version)
+    if returns.ndim == 0:
+        returns = np.append(np.zeros(len(turn_ends) - 1), returns)
+    if versions.ndim == 0:
+        versions = np.full(len(masks), versions)
     logps = _vector("logprobs", logprobs, np.float32)
     if len(versions) != len(masks) or len(logps) != len(masks):
         raise errors.MessageError(
@@ -313,14 +316,14 @@ def make_trajectory(
         "logprobs": np.where(generated, logps, 0).astype(np.float32),
         "versions": _vector("version", np.where(generated, versions, -1), np.int32),
         "turn_ends": turn_ends,
-        "rewards": _vector("rewards", rewards, np.float32),
-        "messages": [dict(message) for message in messages],
-        "finish_reasons": list(finish_reasons),
+        "rewards": _vector("rewards", returns, np.float32),
+        "messages": [_map("a message", message) for message in _list("messages", messages)],
+        "finish_reasons": _list("finish_reasons", finish_reasons),
         "role": role,
         "episode": episode,
         "greedy": greedy,
         "seed": seed,
-        "info": dict(info or {}),
+        "info": {} if info is None else _map("info", info),
         "data_source": data_source,
         "generate_s": generate_s,
         "environment_s": environment_s,
@@ -331,16 +334,46 @@ def make_trajectory(
         raise errors.MessageError(f"a trajectory is invalid: {summarize(error)}") from error
 
 
-def _vector(name: str, values: Any, dtype: Any) -> NDArray[Any]:
+def _numbers(name: str, values: Any) -> NDArray[Any]:
     try:
         array = np.asarray(values)
-        exact = array.astype(dtype)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # of torch: `detach` it first
         raise errors.MessageError(
-            f"{name} cannot be an array of {np.dtype(dtype)}: {error}"
+            f"{name} cannot be an array of numbers: {error}", hint=f"it is {_shown(values)}"
         ) from error
+    if array.dtype.kind not in "biuf":
+        raise errors.MessageError(
+            f"{name} cannot be an array of numbers: it is {_shown(values)}",
+            hint="give plain numbers that 64 bits hold, or an array of them",
+        )
+    return array
+
+
+def _vector(name: str, values: Any, dtype: Any) -> NDArray[Any]:
+    array = _numbers(name, values)
+    with np.errstate(invalid="ignore", over="ignore"):  # what does not fit is compared below
+        exact = array.astype(dtype)
     if exact.ndim != 1:
         raise errors.MessageError(f"{name} must have 1 dimension, has {exact.ndim}")
     if np.dtype(dtype).kind in "iu" and not np.array_equal(exact, array):
         raise errors.MessageError(f"{name} holds values that are no {np.dtype(dtype)}")
     return exact
+
+
+def _list(name: str, values: Any) -> list[Any]:
+    try:
+        if not isinstance(values, str | bytes | Mapping):
+            return list(values)
+    except TypeError:
+        pass
+    raise errors.MessageError(f"{name} must be a list, is {_shown(values)}")
+
+
+def _map(name: str, value: Any) -> dict[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise errors.MessageError(f"{name} must be a map, is {_shown(value)}")
+    return dict(cast("Mapping[Any, Any]", value))
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {reprlib.repr(value)}"

@@ -66,13 +66,8 @@ async def open_served(
             hint="give either vllm_server_url (or job_id), or model_path",
         )
     broker_url, user, name = _address(server, job, url)
-    async with await open_broker(broker_url, api_key) as broker:
+    async with await open_broker(broker_url, api_key, user) as broker:
         pool = Pool(broker)
-        if user not in (None, broker.user):
-            raise errors.NotFoundError(
-                f"job {name!r} belongs to user {user!r}, and you are {broker.user!r}",
-                hint="attach to a job of your own, or serve the model yourself",
-            )
         if model_path is None:
             yield pool, await _serving(pool, name)
             return

@@ -571,6 +571,12 @@ class CriticConfig(Section):
 
 TEACHER_RULES = (
     Rule(
+        "algorithm.reward_coef=0",
+        lambda job: job.algorithm.reward_coef == 0 and job.algorithm.filter_equal_rewards,
+        "trains on the teacher alone, and algorithm.filter_equal_rewards drops groups by rewards, "
+        "where there are none all of them: remove one of the two",
+    ),
+    Rule(
         "algorithm.teacher",
         lambda job: job.algorithm.asked_teachers and job.rollout.temperature != 1,
         "is asked for log-probs at temperature 1, and rollout.temperature is "

@@ -241,7 +241,8 @@ class TrainingConfig(Section):
     """Keep checkpoints of every N steps for good; 0: none."""
     keep_best: bool = Field(default=False, json_schema_extra=when("test_freq"))
     """Write a checkpoint at each validated step, and keep the best by mean score: `RUN@best`, link
-    `best` in the run folder."""
+    `best` in the run folder. An episode that a validation lacks counts as the worst of all of
+    them."""
     keep_rollouts: bool = False
     """Never trim the rollout log, so that the run can be replayed. Otherwise only the newest groups
     remain at its end."""

@@ -9,6 +9,8 @@ from tinkermq.broker.feed import (
     ALL_KINDS,
     FeedKind,
     FeedMessage,
+    ValidationScore,
+    best_of,
     follow,
     publish_dead,
     publish_event,
@@ -25,8 +27,9 @@ from tinkermq.broker.jetstream.streams import (
     stream_info,
 )
 from tinkermq.broker.nats_server import NatsServer
+from tinkermq.envs.evaluation import validation_metrics
 from tinkermq.schemas.config.job import LimitsConfig
-from tinkermq.schemas.metric import Event, LogLines, Metric
+from tinkermq.schemas.metric import EpisodeScore, Event, LogLines, Metric
 from tinkermq.schemas.task import Blame, DeadLetter
 from tinkermq.schemas.wire.errors import NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
@@ -184,3 +187,28 @@ async def test_following_a_removed_job_says_so(broker: Broker, scope: JobScope) 
     await delete_job_streams(broker, scope)
     with pytest.raises(NotFoundError, match="there is no stream"):
         await asyncio.wait_for(following, PATIENCE_S)
+
+
+def _validation(*rewards: float | None) -> ValidationScore:
+    """Return the score of a validation with an episode each; None: it had not ended."""
+    episodes = [
+        None
+        if reward is None
+        else EpisodeScore(reward=reward, success=True, num_tokens=1, num_turns=1)
+        for reward in rewards
+    ]
+    score = ValidationScore.of(validation_metrics([[episode] for episode in episodes], 1))
+    assert score is not None
+    return score
+
+
+def test_a_validation_that_was_cut_off_is_the_best_only_if_the_rest_would_not_change_that() -> None:
+    scores = {
+        1: _validation(0.0, 0.5, 1.0, 1.0),
+        2: _validation(1.0, None, None, None),
+        3: _validation(1.0, 1.0, 1.0, None),
+        4: _validation(-1.0, 0.0, 0.0, 0.0),
+    }
+    assert best_of(scores, scores) == 1
+    assert best_of(scores, [2, 4]) == 4
+    assert best_of({1: scores[1], 3: scores[3]}, [1, 3]) == 3

@@ -191,6 +191,35 @@ async def test_messages_keep_their_sequences_and_consumers_their_places(
             await restore_all(other, tmp_path / "backup")
 
 
+async def test_a_restore_that_broke_off_is_repeated_and_brings_what_is_missing(
+    own_broker: Broker, other_server: NatsServer, tmp_path: Path
+) -> None:
+    scope, folder = JobScope("local", "again"), tmp_path / "backup"
+    await create_job_streams(own_broker, scope, LimitsConfig(), segments=True)
+    for subject in (scope.batch, scope.task(1), scope.segment(1, 0), scope.rollout(1)):
+        await own_broker.append(subject, b"one", deadline_s=30, waiting_for="the test")
+    saved = await save_all(own_broker, folder)
+    archive = folder / f"{scope.stream_batch}.snapshot"
+    whole = archive.read_bytes()
+    archive.write_bytes(whole[: len(whole) // 2])
+    async with await connect(other_server.url, name="test") as other:
+        with pytest.raises(BrokerError, match="restored again, it goes on here"):
+            await restore_all(other, folder)
+        archive.write_bytes(whole)
+        rest = await restore_all(other, folder)
+        assert rest[0].name == scope.stream_batch
+        assert rest == saved[-len(rest) :]
+        assert len(rest) < len(saved)
+        for one in saved:
+            assert (await stream_info(other, one.name))["state"]["messages"] == one.num_messages
+        with pytest.raises(StateError, match="all of this back-up is there"):
+            await restore_all(other, folder)
+        await other.append(scope.task(2), b"new", deadline_s=30, waiting_for="the test")
+        await delete_stream(other, scope.stream_batch)
+        with pytest.raises(StateError, match=f"{scope.stream_task} already, and not those of the"):
+            await restore_all(other, folder)
+
+
 async def test_a_job_that_is_deleted_meanwhile_ends_no_back_up(
     own_broker: Broker, tmp_path: Path
 ) -> None:

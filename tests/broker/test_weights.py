@@ -291,6 +291,21 @@ async def test_a_full_disk_leaves_no_half_written_file(
     assert await store.latest() is None
 
 
+async def test_a_learner_removes_what_a_killed_one_has_left_in_a_folder_of_several_jobs(
+    broker: Broker, scope: JobScope, tmp_path: Path
+) -> None:
+    store = WeightStore(broker, scope, "file", folder=tmp_path)
+    manifest = await store.publish(3, _tensors(0))
+    own = Path(manifest.location).name
+    others = [own.replace(scope.job, f"{scope.job}-x"), f".{own}".replace(scope.user, "bob"), "my"]
+    halves = [f".{own}.0123abcd", own.replace("v3", "v4"), own.replace("v3", "v4-from-v3")]
+    for name in [*others, *halves]:
+        (tmp_path / name).write_bytes(b"half")
+    await WeightStore(broker, scope, "file", folder=tmp_path).sweep()
+    assert sorted(_files(tmp_path)) == sorted([own, *others])
+    assert _same(await store.fetch(manifest), _tensors(0))
+
+
 async def test_the_file_opens_as_safetensors_and_leaves_no_temporary_one(
     broker: Broker, scope: JobScope, tmp_path: Path
 ) -> None:

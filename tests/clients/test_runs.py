@@ -387,6 +387,20 @@ async def test_a_game_whose_host_ends_ends_the_fit(
     env.cleanup()
 
 
+async def test_a_job_of_another_user_is_not_taken_for_an_own_one_of_that_name(
+    record: JobRecord, url: str, broker: Broker
+) -> None:
+    other = JobAddress(broker.url, JobScope("bob", record.job)).server_url
+    refused = pytest.raises(NotFoundError, match="belongs to user 'bob', and you are 'local'")
+    async with AsyncServiceClient(other) as client, AsyncTrajectoryPublisher(other) as publisher:
+        with refused:
+            await client.status()
+        with refused:
+            await publisher.publish_tasks([])
+    with GameEnvironment(EchoGame) as env, refused:
+        await asyncio.to_thread(env.setup, other)
+
+
 def test_uploading_a_reward_is_refused_with_the_remedy() -> None:
     client = ServiceClient("nats://127.0.0.1:4222/local/a")
     with pytest.raises(ConfigError, match="cannot be uploaded") as caught:
@@ -489,6 +503,19 @@ def test_a_trajectory_is_made_from_plain_lists() -> None:
         ({"token_ids": [[1]] * 5}, "must have 1 dimension"),
         ({"version": 1.5}, "version holds values that are no int32"),
         ({"version": 2**40}, "version holds values that are no int32"),
+        ({"version": "3"}, "version cannot be an array of numbers: it is str '3'"),
+        ({"version": None}, "version cannot be an array of numbers: it is NoneType None"),
+        ({"token_ids": [math.nan] * 5}, "token_ids holds values that are no int32"),
+        ({"mask": [1j] * 5}, r"mask cannot be an array of numbers: it is list \[1j, 1j"),
+        ({"logprobs": [None] * 5}, r"logprobs cannot be an array of numbers: it is list \[None"),
+        ({"rewards": None}, "rewards cannot be an array of numbers: it is NoneType None"),
+        ({"rewards": 10**400}, "rewards cannot be an array of numbers: it is int 1000"),
+        ({"rewards": [1, [2]]}, "rewards cannot be an array of numbers: setting an array element"),
+        ({"messages": None}, "messages must be a list, is NoneType None"),
+        ({"messages": "hi"}, "messages must be a list, is str 'hi'"),
+        ({"messages": ["hi"]}, "a message must be a map, is str 'hi'"),
+        ({"finish_reasons": 5}, "finish_reasons must be a list, is int 5"),
+        ({"info": [1]}, r"info must be a map, is list \[1\]"),
     ],
 )
 def test_what_is_wrong_with_a_trajectory_is_named(changes: dict[str, object], message: str) -> None:

@@ -282,6 +282,7 @@ REFUSED = [
     [*BY_TURN, "critic.bootstrap_cut=true"],
     ["critic.lr=1e-4"],
     ["algorithm.advantage=gae", "critic.warmup_steps=20", "training.num_steps=20"],
+    ["algorithm.teacher=t", "algorithm.reward_coef=0", "algorithm.filter_equal_rewards=true"],
     ["algorithm.teacher=job:t", "rollout.temperature=0.7"],
     ["algorithm.teacher=job:t", "training.tasks=external", "training.num_steps=3"],
     [*AGENT, "algorithm.teacher=t", "algorithm.teacher_context=solution"],

@@ -419,8 +419,9 @@ async def scored_checkpoints(broker: Broker, record: JobRecord) -> list[dict[str
     except TinkermqError:
         scores = {}  # the bucket is not there, or not for this user
     best = best_of(scores, [item["step"] for item in reply])
+    means = {step: score.mean for step, score in scores.items()}
     return [
-        {**item, "score": scores.get(item["step"]), "best": item["step"] == best} for item in reply
+        {**item, "score": means.get(item["step"]), "best": item["step"] == best} for item in reply
     ]
 
 

@@ -275,7 +275,7 @@ class Remover:
             for entry in await store.items():
                 collected += [entry.value.location, *(d.location for d in entry.value.differences)]
         folder = str(weights.get("folder") or "")
-        await asyncio.to_thread(remove_weights, record.run_dir, folder, collected)
+        await asyncio.to_thread(remove_weights, record.run_dir, folder, record.scope, collected)
 
     async def _drop_keys(self, scope: JobScope, *, evaluations: bool = True) -> None:
         """Remove what the shared buckets hold of the job, but its record."""

@@ -214,8 +214,10 @@ class MachineKeeper:
         self._spending = Spending(broker)
         self._patience = RequestBackoff()
         self._idle_since: dict[str, float] = {}
-        self._joined: set[str] = set()
-        self._given: set[str] = set()
+        self._here_at: dict[str, float] = {}
+        """When the nodes of machines were there last, by their ids; none that has not joined."""
+        self._given: dict[str, float] = {}
+        """When machines were given back, by their ids."""
         self._known: dict[str, Machine] = {}
         self._state = MachineList(on=config.on, least=config.least, most=config.most)
         self._bounds = Bounds(
@@ -296,19 +298,19 @@ class MachineKeeper:
         """Notice machines that joined, and those that ended before they did."""
         now = {item.machine.id: item for item in seen}
         here = {number for number, one in now.items() if one.state == "here"}
-        if here - self._joined:
+        if here - self._here_at.keys():
             self._patience.succeeded()
-        self._joined |= here
+        self._here_at |= dict.fromkeys(here, time.monotonic())
         for number, machine in self._known.items():
-            if number not in now.keys() | self._joined | self._given:
+            if number not in now.keys() | self._here_at.keys() | self._given.keys():
                 waited = f"; it waited: {machine.why}" if machine.why else ""
                 self._patience.failed(
                     f"{machine.name} ({number}) ended before its node had joined: see what it "
                     f"wrote, {machine.log}{waited}"
                 )
         self._known = {number: one.machine for number, one in now.items()}
-        self._joined &= now.keys()
-        self._given &= now.keys()
+        self._here_at = {number: at for number, at in self._here_at.items() if number in now}
+        self._given = {number: at for number, at in self._given.items() if number in now}
 
     def _note_idle(self, seen: Mapping[str, "SeenMachine"], busy: frozenset[str]) -> None:
         now = time.monotonic()
@@ -325,7 +327,8 @@ class MachineKeeper:
         ready = {name for name in leaving if name in self._pool.closed or name not in nodes}
         self._pool.closed = leaving & nodes.keys()
         for name in ready:
-            await self._give_back(seen[name].machine, drain=name in nodes)
+            machine = seen[name].machine
+            await self._give_back(machine, has_joined=name in nodes or machine.id in self._here_at)
         if decision.ask and self._patience.is_over():
             await self._ask(self._names.free([*seen, *nodes], decision.ask))
 
@@ -340,22 +343,30 @@ class MachineKeeper:
             self._state = self._state.model_copy(update={"trouble": error.message})
             _log.warning("machine_refused", error=error.message, hint=error.hint)
 
-    async def _give_back(self, machine: Machine, *, drain: bool) -> None:
-        if machine.id in self._given:
+    async def _give_back(self, machine: Machine, *, has_joined: bool) -> None:
+        """Give a machine back, whose node drains if it has joined; end what does not drain."""
+        given_at = self._given.get(machine.id)
+        if given_at is not None and time.monotonic() - given_at < self._config.drain_s:
             return  # a second signal would end it at once
+        drain = has_joined and given_at is None
         await self._source.release_machine(machine, drain=drain)
-        self._given.add(machine.id)
-        _log.info("machine_given_back", machine=machine.name, id=machine.id)
+        self._given[machine.id] = time.monotonic()
+        _log.info("machine_given_back", machine=machine.name, id=machine.id, drain=drain)
 
     def _is_late(self, one: "SeenMachine") -> bool:
-        """Whether a machine runs and its node should have joined by now."""
-        since = one.machine.started
-        if one.state != "coming" or since is None or time.time() - since < self._config.join_s:
+        """Whether a machine runs and its node should have joined by now, or come back."""
+        machine, join_s = one.machine, self._config.join_s
+        if one.state != "coming" or machine.started is None:
             return False
-        if one.machine.id not in self._given:
+        here_at = self._here_at.get(machine.id)
+        away_s = time.time() - machine.started if here_at is None else time.monotonic() - here_at
+        if away_s < join_s:
+            return False
+        if machine.id not in self._given:
+            fate = "has not joined within" if here_at is None else "has not been heard of for"
             self._patience.failed(
-                f"the node of {one.machine.name} ({one.machine.id}) has not joined within "
-                f"{self._config.join_s:g} s: can it reach the broker at its URL?"
+                f"the node of {machine.name} ({machine.id}) {fate} {join_s:g} s: can it reach the "
+                "broker at its URL?"
             )
         return True
 

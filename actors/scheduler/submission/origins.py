@@ -14,7 +14,7 @@ from typing import Any, cast
 from urllib.parse import quote
 
 from ....broker.client.connection import Broker
-from ....broker.feed import best_of, read_scores
+from ....broker.feed import ValidationScore, best_of, read_scores
 from ....broker.jobs import is_final
 from ....broker.run_folder import Folder
 from ....schemas.config.algorithm import is_checkpoint, served_job
@@ -83,7 +83,7 @@ def find_checkpoint(
     origin: JobRecord,
     step: str,
     stores: Stores,
-    scores: Mapping[int, float] | None = None,
+    scores: Mapping[int, ValidationScore] | None = None,
 ) -> tuple[int, str]:
     """Return step and place of a run's checkpoint: of a step, of the `last` or the `best` one.
 

@@ -11,7 +11,7 @@ from tinkermq.actors.policy.model_folder import load_tokenizer
 from tinkermq.actors.training.checkpoint import load_state
 from tinkermq.actors.training.state import LearnerState, Waste
 from tinkermq.actors.training.step import Trainer
-from tinkermq.broker.feed import best_of
+from tinkermq.broker.feed import ValidationScore, best_of
 from tinkermq.schemas.wire.errors import NotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.ernie4_5_moe import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
@@ -135,11 +135,16 @@ def test_the_newest_and_every_so_many_are_kept(folder: Path, tmp_path: Path) -> 
     assert names == ["step_000003", "step_000006", "step_000007", "step_000008"]
 
 
+def whole(mean: float) -> ValidationScore:
+    """Return the score of a validation that lacks no episode."""
+    return ValidationScore(mean, worst=0.0, num_episodes=4, num_missing=0)
+
+
 class Scores:
     """What is known of versions, as the evaluations of a run tell it."""
 
     def __init__(self, **scores: float) -> None:
-        self.known = {int(name.removeprefix("v")): score for name, score in scores.items()}
+        self.known = {int(name.removeprefix("v")): whole(score) for name, score in scores.items()}
         self.waiting: set[int] = set()
 
     def best(self, steps: Sequence[int]) -> int | None:
@@ -160,7 +165,7 @@ def test_the_best_stays_and_so_does_what_may_become_it(folder: Path, tmp_path: P
         save(store, trainer, folder, step)
     assert store.steps() == [1, 2, 5, 6]  # of equals the earliest
     assert (tmp_path / "best").resolve() == store.path(2)
-    scores.waiting, scores.known[6] = set(), 1.0
+    scores.waiting, scores.known[6] = set(), whole(1.0)
     store.remove_old()
     assert store.steps() == [5, 6]
     assert (tmp_path / "best").resolve() == store.path(6)

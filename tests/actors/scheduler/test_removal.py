@@ -35,6 +35,7 @@ from tinkermq.schemas.wire.subjects import (
     BUCKET_JOBS,
     BUCKET_REQUESTS,
     BUCKET_SECRETS,
+    JobScope,
 )
 
 from tests.actors.scheduler.conftest import Stack
@@ -137,11 +138,17 @@ async def test_a_job_whose_folder_of_weights_is_odd_is_deleted_as_any_other(
 def test_of_a_shared_folder_of_weights_the_named_payloads_alone_are_removed(tmp_path: Path) -> None:
     for name in ("v1-a.safetensors", "v2-b.difference", "v3-c.safetensors", "model.safetensors"):
         (tmp_path / name).touch()
+    for job in ("local.mine", "local.mine-2"):
+        (tmp_path / f".v4-{job}-0123abcd.safetensors.89abcdef").touch()
     named = ["v1-a.safetensors", "v2-b.difference", "model.safetensors", "\0/v3-c.safetensors"]
     elsewhere = ["/a\0b/v1-a.safetensors", "/nowhere/v3-c.safetensors"]
-    remove_weights("", str(tmp_path), [*(f"{tmp_path}/{name}" for name in named), *elsewhere])
+    scope = JobScope("local", "mine")
+    remove_weights(
+        "", str(tmp_path), scope, [*(f"{tmp_path}/{name}" for name in named), *elsewhere]
+    )
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["model.safetensors", "v3-c.safetensors"]
+    half = ".v4-local.mine-2-0123abcd.safetensors.89abcdef"
+    assert left == [half, "model.safetensors", "v3-c.safetensors"]
 
 
 async def test_a_job_that_runs_or_that_others_live_on_is_not_deleted(stack: Stack) -> None:

@@ -398,6 +398,20 @@ async def test_what_killed_uploads_have_left_takes_no_room(
     assert [one.step for one in await asyncio.to_thread(mirror.whole)] == [1]
 
 
+def test_what_killed_uploads_to_a_folder_have_left_is_removed(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    own = CheckpointMirror.of_run(
+        f"file://{store}", JobScope("local", "mine"), keep_last=2, keep_every=0
+    )
+    own.upload(1, make_checkpoint(tmp_path / "one", SMALL))
+    [step] = (path for path in store.glob("runs/local/mine/checkpoints/*") if path.is_dir())
+    for folder in (step, store):
+        (folder / "model.safetensors#1").touch()
+    own.check()
+    assert [path.name for path in store.rglob("*#*")] == ["model.safetensors#1"]
+    assert [one.step for one in own.whole()] == [1]
+
+
 async def test_a_store_whose_actor_ends_starts_nothing_any_more(
     mirror: CheckpointMirror,
 ) -> None:

@@ -31,6 +31,7 @@ from tinkermq.schemas.tinker.checkpoints import (
     ListCheckpoints,
     ListSessions,
     TellSession,
+    TinkerCheckpoint,
 )
 from tinkermq.schemas.tinker.datum import LoraSpec
 from tinkermq.schemas.tinker.names import CheckpointKind, CheckpointName, ModelName
@@ -39,6 +40,7 @@ from tinkermq.schemas.wire.errors import (
     AuthError,
     ConfigError,
     ConflictError,
+    ModelError,
     NotFoundError,
     QuotaError,
     StateError,
@@ -76,9 +78,9 @@ class Kept:
         named = CheckpointName(ADAS, kind, name)
         return self.kept.checkpoints.save(self.adapters, self.model, named, seq, told)
 
-    def change(self, path: str, action: Any, user: str = "ada", **more: Any) -> StoredCheckpoint:
-        asked = ChangeCheckpoint(path=path, action=action, **more)
+    def change(self, path: str, action: Any, user: str = "ada", **more: Any) -> TinkerCheckpoint:
         wanted = more.pop("wanted", False)
+        asked = ChangeCheckpoint(path=path, action=action, **more)
         return self.kept.checkpoints.change(user, asked, wanted=lambda _: wanted)
 
     def listed(self, user: str = "ada", **asked: Any) -> list[str]:
@@ -128,6 +130,31 @@ def test_lists_have_pages_and_what_is_gone_is_known_after_a_restart(
     assert again.listed() == ["c3", "c1"]
     assert not (saved[3].place / "99").exists()
     assert again.save("c0", 7).seq == 7
+
+
+def test_who_owns_a_damaged_checkpoint_deletes_it_or_saves_over_it(
+    kept: Kept, adapters: AdapterTrainer
+) -> None:
+    saved = [kept.save(name, seq) for seq, name in enumerate("ab", 1)]
+    for one in saved:
+        (one.place / "tinker.json").write_text("{", "utf-8")
+    again = Kept(kept.folder, adapters)
+    path = str(saved[0].name)
+    for words in ("is damaged", "delete it, or save over it with overwrite"):
+        with pytest.raises(ModelError, match=words):
+            again.found(saved[0])
+    with pytest.raises(NotFoundError):
+        again.change(path, "delete", "bob")
+    with pytest.raises(ConflictError, match="about to be loaded"):
+        again.change(path, "delete", wanted=True)
+    assert again.change(path, "delete").path == path
+    assert not saved[0].place.exists()
+    with pytest.raises(NotFoundError):
+        again.change(path, "delete")
+    with pytest.raises(ModelError, match="is damaged"):
+        again.save("b", 5)
+    assert again.found(again.save("b", 6, overwrite=True)).seq == 6
+    assert again.listed() == ["b"]
 
 
 def test_what_is_published_is_read_by_others_and_changed_by_nobody_else(kept: Kept) -> None:

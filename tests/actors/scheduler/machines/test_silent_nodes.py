@@ -1,0 +1,86 @@
+"""A machine whose node falls silent after it joined drains before it is ended."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from tinkermq.actors.scheduler.lease import Timing
+from tinkermq.actors.scheduler.machines.keeper import Demand, MachineKeeper
+from tinkermq.actors.scheduler.machines.source import Machine, MachineNames
+from tinkermq.actors.scheduler.nodes import Nodes
+from tinkermq.actors.scheduler.placement import UserShares
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.jetstream.kv import Bucket
+from tinkermq.broker.jetstream.streams import create_shared
+from tinkermq.schemas.machines import MachinesConfig
+from tinkermq.schemas.node import NodeStatus
+from tinkermq.schemas.wire.errors import PlacementError
+from tinkermq.schemas.wire.message import Empty
+from tinkermq.schemas.wire.subjects import BUCKET_NODES
+
+from tests.support.waiting import eventually, until
+
+URL = "nats://h:1"
+SILENT, NEVER_CAME = MachineNames(URL).free([], 2)
+
+
+@dataclass
+class Cluster:
+    """Two machines that run, whatever is done to them."""
+
+    releases: list[tuple[str, bool]] = field(default_factory=list[tuple[str, bool]])
+
+    async def list_machines(self) -> list[Machine]:
+        started = time.time() - 1000
+        return [Machine(name, name, "started", started) for name in (SILENT, NEVER_CAME)]
+
+    async def request_machine(self, name: str) -> None:
+        raise PlacementError(f"there is no room for {name}")
+
+    async def release_machine(self, machine: Machine, *, drain: bool) -> None:
+        self.releases.append((machine.name, drain))
+
+    def of(self, name: str) -> list[bool]:
+        """With and without draining: how a machine was released."""
+        return [drain for released, drain in self.releases if released == name]
+
+
+class NoQueue:
+    """No job waits."""
+
+    def demand(self) -> Demand:
+        return Demand((), (), UserShares(), frozenset(), 0.0)
+
+
+async def test_a_node_that_falls_silent_drains_and_is_ended_if_that_takes_too_long(
+    own_broker: Broker,
+) -> None:
+    await create_shared(own_broker)
+    pool, cluster = Nodes(own_broker, Timing()), Cluster()
+    await pool.records.open(lambda: None)
+    records = Bucket(own_broker, BUCKET_NODES, NodeStatus)
+    await records.put(SILENT, NodeStatus(node=SILENT, host="h", slots=2, time=time.time()))
+    config = MachinesConfig(kind="slurm", least=2, join_s=0.2, look_s=0.01, drain_s=1)
+    keeper = MachineKeeper(own_broker, config, URL, cluster, pool)
+
+    async def node_is(there: bool) -> bool:
+        await pool.refresh()
+        return bool(pool.nodes()) == there
+
+    await eventually(lambda: node_is(True), "the node")
+    keeping = asyncio.create_task(keeper.run(NoQueue(), lambda: True))
+    await until(lambda: cluster.of(NEVER_CAME) != [], "what never came to be released")
+    assert cluster.of(NEVER_CAME)[0] is False
+    assert cluster.of(SILENT) == []
+    await records.delete(SILENT)
+    await eventually(lambda: node_is(False), "the node to be gone")
+    await until(lambda: cluster.of(SILENT) != [], "the silent node to be released")
+    assert cluster.of(SILENT)[0] is True, "no time to drain"
+
+    async def is_told() -> bool:
+        return "has not been heard of for 0.2 s" in (await keeper.answer(Empty())).trouble
+
+    await eventually(is_told, "the reason")
+    await until(lambda: False in cluster.of(SILENT), "what does not drain to be ended")
+    keeping.cancel()
+    await pool.records.close()
