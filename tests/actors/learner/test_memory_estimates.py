@@ -187,8 +187,15 @@ def _batch_of_images() -> TrainingBatch:
     return assemble(groups)
 
 
-@pytest.mark.parametrize("sections", VISION_CASES, ids=str)
-@pytest.mark.parametrize("kind", KINDS_OF_VISION)
+@pytest.mark.parametrize(
+    ("kind", "sections"),
+    [
+        pytest.param(kind, sections, marks=[pytest.mark.long] if i != j else [])
+        for i, kind in enumerate(KINDS_OF_VISION)
+        for j, sections in enumerate(VISION_CASES)
+    ],
+    ids=str,
+)
 def test_images_are_counted(tmp_path: Path, kind: TinyVisionKind, sections: dict[str, Any]) -> None:
     lengths = {"max_prompt_tokens": 200, "max_turn_tokens": 56, "max_response_tokens": 56}
     learner = {"share_prompts": False, **sections.get("learner", {})}

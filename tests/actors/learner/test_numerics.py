@@ -184,13 +184,8 @@ def test_frozen_weights_lie_in_16_bits_and_adapters_in_32(folder: Path) -> None:
     assert torch.equal(_logprobs(scorer), expected)
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        pytest.param({}, id="all weights"),
-        pytest.param({"lora": {"rank": 4}}, id="adapter", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("sections", [{}, {"lora": {"rank": 4}}], ids=["all weights", "adapter"])
 def test_one_rank_and_two_train_alike_in_bfloat16(folder: Path, sections: dict[str, Any]) -> None:
     learner = {"dtype": "bfloat16", "lr": 0.01}
     (reports, weights), (expected, alone) = (
