@@ -27,7 +27,7 @@ quickstart-real: $(VENV)/worker.stamp  ## Train a language model of 135 million 
 venv: $(VENV)/dev.stamp  ## Make .venv with everything that development needs
 
 test: $(VENV)/dev.stamp programs  ## Run the whole default suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-long: $(VENV)/dev.stamp programs ray  ## Run the tests that take longer: more games and ways to learn
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long

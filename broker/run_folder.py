@@ -399,14 +399,14 @@ def _link(source: Folder, name: str, here: tuple[int, str], there: tuple[int, st
     except OSError as error:
         if error.errno not in _CANNOT_LINK:
             raise
-        _copy_file(source, name, there)
+        _copy_file(source, name, here, there)
         return
     # what was a regular file when it was listed may have become something else
     if not stat.S_ISREG(os.stat(there[1], dir_fd=there[0], follow_symlinks=False).st_mode):
         os.unlink(there[1], dir_fd=there[0])
 
 
-def _copy_file(source: Folder, name: str, there: tuple[int, str]) -> None:
+def _copy_file(source: Folder, name: str, here: tuple[int, str], there: tuple[int, str]) -> None:
     with source.open(name) as file:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE
         with os.fdopen(os.open(there[1], flags, 0o666, dir_fd=there[0]), "wb") as copy:

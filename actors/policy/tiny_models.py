@@ -80,6 +80,7 @@ def make_model(
     kv_heads: int | None = None,
     mlp_width: int | None = None,
     vocab_size: int = 264,
+    max_tokens: int = 4096,
     init_std: float = 0.02,
     seed: int = 0,
 ) -> "PreTrainedModel":
@@ -111,7 +112,7 @@ def make_model(
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads or heads,
         "head_dim": width // heads,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": max_tokens,
         "initializer_range": init_std,
         "tie_word_embeddings": True,
         "pad_token_id": SPECIAL_TOKENS.index(PAD),
