@@ -324,6 +324,7 @@ async def test_multiples_of_all_schemas_of_an_answer_are_bounded_together(
     await grammar_of(chat, {"type": "number", "multipleOf": 0.01})
     for schema in (
         {"type": "integer", "multipleOf": 99_999_989},
+        {"type": "integer", "multipleOf": 10**400},
         {"type": "integer", "allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]},
         {"anyOf": [{"type": "number", "multipleOf": 1.000003}, {"type": "null"}]},
     ):
