@@ -262,6 +262,21 @@ def mean_with_interval(values: Sequence[float] | NDArray[np.float64]) -> Interva
     return Interval(mean, mean - half, mean + half)
 
 
+def share_with_interval(shares: Sequence[float]) -> Interval:
+    """Return the mean of one share of successes per task with its 95 % interval (Wilson's).
+
+    It stays between 0 and 1, and has a width where all tasks are solved, or none. Where tasks have
+    several episodes it is wider than it need be.
+    """
+    if not shares:
+        return Interval(math.nan, math.nan, math.nan)
+    mean, num = float(np.mean(shares)), len(shares)
+    spread = _Z95**2 / num
+    middle = (mean + spread / 2) / (1 + spread)
+    half = math.sqrt(spread * (mean * (1 - mean) + spread / 4)) / (1 + spread)
+    return Interval(mean, max(0.0, middle - half), min(1.0, middle + half))
+
+
 def pass_at_k(successes: Sequence[int], n: int) -> dict[int, float]:
     """Estimate pass@k for k = 1, 2, 4 … n without bias (arXiv 2107.03374).
 
@@ -313,7 +328,7 @@ def compare(a: Iterable[Scored], b: Iterable[Scored]) -> Comparison:
 def _scores(scored: Sequence[Scored], samples: int) -> dict[str, Any]:
     tasks = _by_task(scored)
     reward = mean_with_interval([_mean_reward(episodes) for episodes in tasks.values()])
-    accuracy = mean_with_interval([_share(episodes) for episodes in tasks.values()])
+    accuracy = share_with_interval([_share(episodes) for episodes in tasks.values()])
     whole = [episodes for episodes in tasks.values() if len(episodes) == samples]
     counts = [sum(episode.success for episode in episodes) for episodes in whole]
     return {

@@ -16,6 +16,7 @@ from tinkermq.envs.evaluation import (
     mean_info,
     mean_with_interval,
     pass_at_k,
+    share_with_interval,
     summarize,
     task_seed,
     validation_metrics,
@@ -62,6 +63,20 @@ def test_the_interval_of_a_mean_is_the_normal_one() -> None:
     assert (interval.low, interval.high) == pytest.approx((0.5 - half, 0.5 + half))
     assert math.isnan(mean_with_interval([1.0]).low)
     assert math.isnan(mean_with_interval([]).mean)
+
+
+@pytest.mark.parametrize(
+    ("solved", "tasks", "low", "high"),
+    [(10, 10, 0.7225, 1.0), (0, 10, 0.0, 0.2775), (1, 1, 0.2065, 1.0), (81, 263, 0.2553, 0.3662)],
+)
+def test_the_interval_of_an_accuracy_is_wilsons(
+    solved: int, tasks: int, low: float, high: float
+) -> None:
+    """The last are the published example of Newcombe (1998), doi.org/10.1002/sim.2380171802."""
+    interval = share_with_interval([1.0] * solved + [0.0] * (tasks - solved))
+    assert interval.mean == solved / tasks
+    assert (interval.low, interval.high) == pytest.approx((low, high), abs=1e-4)
+    assert math.isnan(share_with_interval([]).mean)
 
 
 @given(st.integers(2, 7), st.data())
