@@ -359,7 +359,7 @@ class _SchedulerRequests:
         quota, held = self._view.quota(user), self._view.held(user)
         states.check_room(user, quota, held, max_stored_bytes=more)
         await bound_weights(self._broker, record.scope, num_bytes)
-        update = {"states.stored_bytes": stored}
+        update = {"stored_bytes": stored}
         await self._jobs.update(record, lambda now: now.model_copy(update=update))
         return WeightsBound(num_bytes=num_bytes)
 

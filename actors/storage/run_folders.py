@@ -140,10 +140,10 @@ def remove_weights(
             is_named_so = "\0" not in location and _PAYLOAD.fullmatch(path.name)
             if is_named_so and path.parent.resolve() == place:
                 shared.unlink(path.name)
-        with os.scandir(shared.fileno()) as scanned:
-            own = payload_of(scope)
-            for name in [entry.name for entry in scanned if own.fullmatch(entry.name)]:
-                shared.unlink(name)
+        own = payload_of(scope)
+        for entry in shared.entries():
+            if own.fullmatch(entry.name) and not entry.is_folder:
+                shared.unlink(entry.name)
 
 
 def remove_run_folder(run_dir: str, job: str) -> None:

@@ -38,7 +38,7 @@ _RANGE_BYTES = 8 << 20
 _THREADS = 8
 _MOST_COPIED_BYTES = 5 << 30
 """What stores copy by themselves; what is larger goes through a file in $TMPDIR."""
-_STAGED = re.compile(r"#[0-9]+$")
+_STAGED = re.compile(r"#[0-9]+\Z")
 _FIRST_PAUSE_S = 0.5
 _DEADLINE_S = 600.0
 _BUCKET_ROOM_BYTES = 4 << 20

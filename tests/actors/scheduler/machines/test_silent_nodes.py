@@ -45,11 +45,9 @@ class Cluster:
         return [drain for released, drain in self.releases if released == name]
 
 
-class NoQueue:
+def no_demand() -> Demand:
     """No job waits."""
-
-    def demand(self) -> Demand:
-        return Demand((), (), UserShares(), frozenset(), 0.0)
+    return Demand((), (), UserShares(), frozenset(), 0.0)
 
 
 async def test_a_node_that_falls_silent_drains_and_is_ended_if_that_takes_too_long(
@@ -68,7 +66,7 @@ async def test_a_node_that_falls_silent_drains_and_is_ended_if_that_takes_too_lo
         return bool(pool.nodes()) == there
 
     await eventually(lambda: node_is(True), "the node")
-    keeping = asyncio.create_task(keeper.run(NoQueue(), lambda: True))
+    keeping = asyncio.create_task(keeper.run(no_demand, lambda: True))
     await until(lambda: cluster.of(NEVER_CAME) != [], "what never came to be released")
     assert cluster.of(NEVER_CAME)[0] is False
     assert cluster.of(SILENT) == []
