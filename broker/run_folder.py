@@ -142,6 +142,11 @@ class Folder:
             (_moved(one, below) for one in listed if one is not None), key=lambda one: one.path
         )
 
+    def names(self) -> Iterator[str]:
+        """Yield the names of what lies directly in it, however many they are, in no order."""
+        with os.scandir(self.fileno()) as scanned:
+            yield from (one.name for one in scanned)
+
     def files(self, name: str = ".") -> Iterator[FolderEntry]:
         """Yield the regular files at any depth below a folder, in order.
 

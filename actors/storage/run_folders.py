@@ -141,9 +141,9 @@ def remove_weights(
             if is_named_so and path.parent.resolve() == place:
                 shared.unlink(path.name)
         own = payload_of(scope)
-        for entry in shared.entries():
-            if own.fullmatch(entry.name) and not entry.is_folder:
-                shared.unlink(entry.name)
+        for name in [name for name in shared.names() if own.fullmatch(name)]:
+            if not shared.has_folder(name):
+                shared.unlink(name)
 
 
 def remove_run_folder(run_dir: str, job: str) -> None:

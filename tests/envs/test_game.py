@@ -124,7 +124,8 @@ def test_a_name_that_two_packages_register_means_neither(tmp_path, monkeypatch):
             (folder / "METADATA").write_text(f"Name: {package}\nVersion: 1.0\n")
             entries = f"[tinkermq.envs]\nmine = {target}\n{package} = {target}\n"
             (folder / "entry_points.txt").write_text(entries)
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "a"), str(tmp_path / "b"), *sys.path])
+    for copy in ("a", "b"):
+        monkeypatch.syspath_prepend(tmp_path / copy)
     listed = [(game.name, game.target) for game in list_games() if "game:Guess" in game.target]
     assert sorted(listed) == [
         *(("mine", "one.game:Guess"), ("mine", "two.game:Guess")),

@@ -10,6 +10,7 @@ import pytest
 from tinkermq.actors.scheduler.jobs.removal import kept_streams
 from tinkermq.actors.storage.run_folders import remove_weights
 from tinkermq.actors.storage.stores import UrlStore
+from tinkermq.broker import run_folder
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import publish_metric, read_events
 from tinkermq.broker.jetstream.kv import Bucket
@@ -135,11 +136,16 @@ async def test_a_job_whose_folder_of_weights_is_odd_is_deleted_as_any_other(
     assert await _traces(stack.broker, job) == set()
 
 
-def test_of_a_shared_folder_of_weights_the_named_payloads_alone_are_removed(tmp_path: Path) -> None:
+def test_of_a_shared_folder_of_weights_the_named_payloads_alone_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "MAX_FILES", 3)  # of a run: a shared folder may hold more
     for name in ("v1-a.safetensors", "v2-b.difference", "v3-c.safetensors", "model.safetensors"):
         (tmp_path / name).touch()
     for job in ("local.mine", "local.mine-2"):
         (tmp_path / f".v4-{job}-0123abcd.safetensors.89abcdef").touch()
+    is_none = "v4-local.mine-0123abcd.safetensors"
+    (tmp_path / is_none).mkdir()
     named = ["v1-a.safetensors", "v2-b.difference", "model.safetensors", "\0/v3-c.safetensors"]
     elsewhere = ["/a\0b/v1-a.safetensors", "/nowhere/v3-c.safetensors"]
     scope = JobScope("local", "mine")
@@ -148,7 +154,7 @@ def test_of_a_shared_folder_of_weights_the_named_payloads_alone_are_removed(tmp_
     )
     left = sorted(path.name for path in tmp_path.iterdir())
     half = ".v4-local.mine-2-0123abcd.safetensors.89abcdef"
-    assert left == [half, "model.safetensors", "v3-c.safetensors"]
+    assert left == [half, "model.safetensors", "v3-c.safetensors", is_none]
 
 
 async def test_a_job_that_runs_or_that_others_live_on_is_not_deleted(stack: Stack) -> None:
