@@ -19,7 +19,7 @@ from ...schemas.tinker.datum import LoraSpec
 from ...schemas.tinker.names import CheckpointName, ModelName
 from ...schemas.tinker.operation import ModelInfo
 from ...schemas.wire.errors import ModelError, NotFoundError, StorageError
-from ..storage.files import flush
+from ..storage.files import flush, flush_entries
 from ..storage.tinker_checkpoints import CheckpointFolders
 from .models import ModelHistory, Models, TrainedModel
 from .operations import Adapters
@@ -144,18 +144,22 @@ class AdapterStates:
     ) -> None:
         hidden = folder.with_name(f".{folder.name}")
         try:
-            shutil.rmtree(hidden, ignore_errors=True)
+            for broken_off in folder.parent.glob(".*"):  # of a process that was killed
+                shutil.rmtree(broken_off, ignore_errors=True)
             hidden.parent.mkdir(parents=True, exist_ok=True)
             adapters.save(model.key, hidden, with_optimizer=True)
             if model.is_pending:
                 adapters.save_pending(model.key, hidden / _PENDING)
-                flush(hidden)
             (hidden / _META).write_text(json.dumps(meta), encoding="utf-8")
+            flush(hidden)
             hidden.rename(folder)
+            flush_entries(folder.parent)
         except OSError as error:
             raise StorageError(
                 f"{folder} cannot be written: {error.strerror}", hint="see the disk of the pool"
             ) from error
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)  # half of one takes the room of the next
 
 
 def _meta(folder: Path) -> dict[str, Any]:

@@ -39,15 +39,16 @@ from .operations import Adapters
 # -- small JSON files, each there whole or not at all ----------------------------------------------
 
 
-def write_record(file: Path, value: dict[str, Any]) -> None:
-    """Write a file; raises StorageError."""
+def write_record(file: Path, value: dict[str, Any], *, lasting: bool = True) -> None:
+    """Write a file; one that is `lasting` is on the disk when this returns. Raises StorageError."""
     hidden = file.with_name(f".{file.name}.new")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with hidden.open("w", encoding="utf-8") as opened:
             json.dump(value, opened)
             opened.flush()
-            os.fsync(opened.fileno())
+            if lasting:
+                os.fsync(opened.fileno())
         hidden.rename(file)
     except OSError as error:
         raise errors.StorageError(
@@ -135,6 +136,7 @@ def _read_recipient(text: str) -> x25519.Recipient:
 
 TICKET_S = 1800.0
 _SECRET = ".tickets"  # noqa: S105  the name of a file
+_SECRET_BYTES = 32
 
 
 class Exports:
@@ -215,12 +217,14 @@ def _files(stored: StoredCheckpoint) -> list[tuple[str, int]]:
 
 def _read_secret(file: Path) -> bytes:
     """Return what tickets are signed with, made if need be."""
-    if not file.is_file():
+    if not file.is_file() or file.stat().st_size < _SECRET_BYTES:  # an empty one is guessed
         file.parent.mkdir(parents=True, exist_ok=True)
         hidden = file.with_name(f"{file.name}.new")
         handle = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(handle, "wb") as opened:
-            opened.write(secrets.token_bytes(32))
+            opened.write(secrets.token_bytes(_SECRET_BYTES))
+            opened.flush()
+            os.fsync(opened.fileno())
         hidden.rename(file)
     return file.read_bytes()
 
@@ -315,15 +319,15 @@ class CheckpointCatalog:
             with_optimizer=name.kind == "weights",
             lasting=not stored.passing,
         )
-        if name.kind == "external_weights":
-            make_external(stored, result.get("age_encryption_recipients") or [])
-        stored = replace(stored, size_bytes=_size(stored.folder))
         try:
+            if name.kind == "external_weights":
+                make_external(stored, result.get("age_encryption_recipients") or [])
+            stored = replace(stored, size_bytes=_size(stored.folder))
             self._make_room(stored)
-        except errors.QuotaError:
-            shutil.rmtree(stored.folder, ignore_errors=True)
+            self._commit(stored)
+        except Exception:
+            shutil.rmtree(stored.folder, ignore_errors=True)  # nobody would know of it
             raise
-        self._commit(stored)
         return stored
 
     def change(
@@ -465,15 +469,8 @@ class InflightWeights:
         known = read_record(file)
         if known is not None and int(known["seq"]) >= stored.seq:
             return
-        hidden = file.with_name(f"{_FILE}.new")
-        try:
-            text = json.dumps({"name": stored.name.name, "seq": stored.seq})
-            hidden.write_text(text, encoding="utf-8")
-            hidden.rename(file)
-        except OSError as error:
-            raise errors.StorageError(
-                f"{file} cannot be written: {error.strerror}", hint="see the disk of the pool"
-            ) from error
+        record = {"name": stored.name.name, "seq": stored.seq}
+        write_record(file, record, lasting=False)
 
     def newest(self, user: str, least: CheckpointName) -> StoredCheckpoint:
         """Return what samples of a user's model move on to: `least`, or what was saved later.

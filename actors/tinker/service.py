@@ -157,7 +157,7 @@ class TrainerService:
         self._context.set_state("working")
         following = asyncio.create_task(self.shares.follow(), name="shares")
         try:
-            await self._context.unless_stopping(self.worker.work(self._records.calls.sweep), None)
+            await self.worker.work(self._records.calls.sweep)
             await self.worker.save_all()
         finally:
             following.cancel()

@@ -180,9 +180,12 @@ class Worker:
             await self._changed.wait_for(lambda: model.applied >= seq or model.broken is not None)
 
     async def work(self, sweep: Callable[[], Awaitable[object]]) -> None:
-        """Do one piece after the other, and look after those that wait, for ever."""
+        """Do one piece after the other, and look after those that wait, until `stopping` is set.
+
+        What has begun is done and noted first: a state written in its midst would not say so.
+        """
         looked = swept = time.monotonic()
-        while True:
+        while not self._context.stopping.is_set():
             if (now := time.monotonic()) - looked > _LOOK_S:
                 await self._look(now)
                 looked = now
@@ -196,7 +199,7 @@ class Worker:
             self._arrived.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_NO_ROOM_S if self._models.has_ready else _LOOK_S):
-                    await self._arrived.wait()
+                    await self._context.unless_stopping(self._arrived.wait(), None)
 
     async def save_all(self) -> None:
         """Write the states of all models that are in memory."""

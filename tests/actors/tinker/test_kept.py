@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from pyrage import decrypt, x25519  # pyright: ignore[reportMissingModuleSource]
 from safetensors.torch import load_file
 from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders, StoredCheckpoint
+from tinkermq.actors.tinker.adapter_cache import AdapterStates
 from tinkermq.actors.tinker.checkpoints import Exports
 from tinkermq.actors.tinker.models import TrainedModel
 from tinkermq.actors.tinker.operations import OperationArchive, place_of, read_archived
@@ -44,8 +46,10 @@ from tinkermq.schemas.wire.errors import (
     NotFoundError,
     QuotaError,
     StateError,
+    StorageError,
 )
 
+from tests.support.disks import fill, small_disk
 from tests.support.models import make_tiny_model
 from tests.support.tinker import BASE, open_trainer
 from tests.support.tinker_service import END, MODEL, SCOPE, Trainer, create, loss, step_body
@@ -157,6 +161,34 @@ def test_who_owns_a_damaged_checkpoint_deletes_it_or_saves_over_it(
     assert again.listed() == ["b"]
 
 
+@pytest.mark.parametrize("kind", ["state", "checkpoint"])
+def test_what_a_full_disk_breaks_off_takes_no_room(
+    tmp_path: Path, adapters: AdapterTrainer, kind: str
+) -> None:
+    with small_disk(tmp_path / "disk", 2) as disk:
+        kept = Kept(disk / "states", adapters)
+        states = AdapterStates(disk / "states")
+        broken_off = disk / "states" / "ada" / "s1.train.0" / "state" / ".1"
+        broken_off.mkdir(parents=True)
+        (broken_off / "adapter_model.safetensors").write_bytes(bytes(4096))
+        ballast, failures, is_written = fill(disk), 0, False
+        while not is_written:
+            free = shutil.disk_usage(disk).free
+            try:
+                if kind == "state":
+                    states.save(adapters, kept.model)
+                else:
+                    kept.save("first", 1)
+            except StorageError:
+                failures += 1
+                assert shutil.disk_usage(disk).free >= free
+                os.truncate(ballast, ballast.stat().st_size - 4096)
+            else:
+                is_written = True
+        assert failures > 3
+        assert broken_off.exists() == (kind == "checkpoint")
+
+
 def test_what_is_published_is_read_by_others_and_changed_by_nobody_else(kept: Kept) -> None:
     stored = kept.save("a", 1)
     path = str(stored.name)
@@ -197,9 +229,13 @@ def test_a_user_has_so_many_bytes_and_what_is_for_a_while_goes_first(
 
 
 def test_a_ticket_opens_the_files_of_one_checkpoint_and_no_more(kept: Kept) -> None:
+    secret = kept.folder / ".tickets"
+    secret.parent.mkdir(parents=True, exist_ok=True)
+    secret.write_bytes(b"")  # as a power cut may leave it
     exports = Exports(kept.folder, kept.folders)
     stored = kept.save("a", 1)
     export = exports.export("ada", str(stored.name))
+    assert secret.stat().st_size == 32
     assert [one.name for one in export.files] == [
         "adapter_config.json",
         "adapter_model.safetensors",
