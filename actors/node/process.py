@@ -13,10 +13,10 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import structlog
 
@@ -43,6 +43,8 @@ MAX_REASON_CHARS = 1500
 _BATCH_LINES = 500
 _BATCH_BYTES = 256 * 1024
 """Of one message with lines, which any server takes; a single line has less."""
+_PIPE_BYTES = 2**20
+"""The most that a pipe holds."""
 _FLUSH_S = 0.2
 _DRAIN_DEADLINE_S = 2.0
 """Without a message that could be sent: the broker is away."""
@@ -50,6 +52,7 @@ _WRITE_DEADLINE_S = 30.0
 """Of the last lines of an actor, which say why it ended: a busy disk takes its time."""
 
 SendLines = Callable[[LogLines], Awaitable[None]]
+T = TypeVar("T")
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -77,19 +80,24 @@ class LineSplitter:
 
 
 async def read_lines(pipe: int, take: Callable[[list[str]], Awaitable[None]]) -> None:
-    """Pass on all that is written into a pipe, until its other end is closed; closes `pipe`."""
+    """Pass on all that is written into a pipe, until its other end is closed; closes `pipe`.
+
+    What was written before it is cancelled is passed on, too.
+    """
     loop = asyncio.get_running_loop()
     stream = asyncio.StreamReader()
-    transport, _ = await loop.connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(pipe, "rb", 0)
-    )
+    file = os.fdopen(pipe, "rb", 0)
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), file)
     splitter = LineSplitter()
     try:
         while chunk := await stream.read(64 * 1024):
             await take(splitter.feed(chunk))
     finally:
         transport.close()
-        await take(splitter.end())
+        if not file.closed and (rest := file.read(_PIPE_BYTES)):
+            stream.feed_data(rest)
+        stream.feed_eof()
+        await take(splitter.feed(await stream.read()) + splitter.end())
 
 
 def _pieces(line: bytes) -> list[bytes]:
@@ -177,6 +185,7 @@ class ActorOutput:
         self._sending: list[str] = []
         self._unwritten: list[str] = []
         self._broken = False
+        self._at_file, self._at_broker = asyncio.Lock(), asyncio.Lock()
 
     def add(self, lines: list[str]) -> None:
         """Queue lines for the file and the broker."""
@@ -222,15 +231,19 @@ class ActorOutput:
 
     async def _send_batch(self) -> bool:
         """Send the next lines; False if there are none, or the broker is away."""
-        self._fill()
-        if not self._sending:
-            return False
-        try:
-            await self._send(self._batch())
-        except TinkermqError:  # the same lines again next time
-            return False
-        self._sending = []
-        return True
+        return await _finished(self._send_next())
+
+    async def _send_next(self) -> bool:
+        async with self._at_broker:
+            self._fill()
+            if not self._sending:
+                return False
+            try:
+                await self._send(self._batch())
+            except TinkermqError:  # the same lines again next time
+                return False
+            self._sending = []
+            return True
 
     def _fill(self) -> None:
         """Take as many lines as one message may hold; text may be longer than what it came from."""
@@ -247,17 +260,27 @@ class ActorOutput:
         )
 
     async def _write(self) -> None:
-        lines, self._unwritten = self._unwritten, []
-        if not lines:
-            return
-        try:
-            await asyncio.to_thread(self._file.append, lines)
-            self._broken = False
-        except (OSError, StorageError) as error:
-            if not self._broken:
-                _log.warning("log_file_broken", child=self._actor, error=str(error))
-            self._broken = True
-            self._unwritten = [*lines, *self._unwritten][-MAX_WAITING_LINES:]  # once there is room
+        await _finished(self._append())
+
+    async def _append(self) -> None:
+        async with self._at_file:
+            lines, self._unwritten = self._unwritten, []
+            if not lines:
+                return
+            try:
+                await asyncio.to_thread(self._file.append, lines)
+                self._broken = False
+            except (OSError, StorageError) as error:
+                if not self._broken:
+                    _log.warning("log_file_broken", child=self._actor, error=str(error))
+                self._broken = True
+                waiting = [*lines, *self._unwritten]
+                self._unwritten = waiting[-MAX_WAITING_LINES:]  # once there is room
+
+
+def _finished(work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+    """Let `work` come to its end though its caller is cancelled: the next one waits for it."""
+    return asyncio.shield(asyncio.create_task(work))
 
 
 # -- when a crashed actor is restarted, and when no more (pure) ------------------------------------

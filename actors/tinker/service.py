@@ -296,6 +296,8 @@ class TrainerService:
         )
 
     def _reason(self, model: TrainedModel, seq: int) -> str:
+        if seq <= model.applied:
+            return f"operation {seq} is done, the state of its model is being written"
         if model.has_gap:
             return f"waits for operation {model.applied + 1}, which has not come"
         if seq not in model.waiting:

@@ -259,13 +259,13 @@ class Worker:
         if not await self._log.put_result(model.user, operation.name, result):
             await self._compare(model, operation.name, result)
         await self._keep(model, operation, result)
-        self._models.applied(model, operation)
-        model.running = None
-        model.used = time.monotonic()
-        self._context.progressed()
-        if operation.kind == "load_weights" and result.state == "done":
-            await self._save(model)  # what it has loaded may be deleted after the reply
-        async with self._changed:
+        async with self._changed:  # who asks meanwhile is answered after it
+            self._models.applied(model, operation)
+            model.running = None
+            model.used = time.monotonic()
+            self._context.progressed()
+            if operation.kind == "load_weights" and result.state == "done":
+                await self._save(model)  # what it has loaded may be deleted after the reply
             self._changed.notify_all()
         if self._is_long(model):
             await self._save(model)
@@ -392,12 +392,12 @@ class Worker:
 
     async def leave(self, model: TrainedModel, seq: int, reason: str) -> None:
         """Stop a model at an operation that cannot be read; report it once."""
-        if seq <= model.applied or seq in model.unreadable:
-            return
-        model.unreadable[seq] = reason
-        text = f"nothing of {model.key} is done from operation {seq} on: {reason}"
-        await self._context.event("operation_unreadable", text, model=model.key)
         async with self._changed:
+            if seq <= model.applied or seq in model.unreadable:
+                return
+            text = f"nothing of {model.key} is done from operation {seq} on: {reason}"
+            await self._context.event("operation_unreadable", text, model=model.key)
+            model.unreadable[seq] = reason
             self._changed.notify_all()
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

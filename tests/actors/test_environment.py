@@ -202,9 +202,12 @@ async def hosts(broker: Broker, scope: JobScope, tmp_path: Path) -> AsyncIterato
 async def opened(broker: Broker, scope: JobScope, episode: str) -> str:
     """Start an episode; return its host."""
     request = ResetRequest(episodes=[episode], split="train", sample=None, seed=3, wait_s=9)
-    reply = await ask(broker, scope.env_reset, request, ResetReply)
-    assert reply.episodes[0].error is None, reply.episodes[0].error
-    return reply.host
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            reply = await ask(broker, scope.env_reset, request, ResetReply)
+            assert reply.episodes[0].error is None, reply.episodes[0].error
+            if reply.episodes[0].prompt is not None:
+                return reply.host
 
 
 async def test_a_host_told_to_stop_lets_its_programs_finish(
@@ -221,7 +224,10 @@ async def test_a_host_told_to_stop_lets_its_programs_finish(
         script.stops_at = None
         go_on.set()
         request = StepRequest(episodes=["t1-1"], turns=[0], actions=[""], wait_s=9)
-        reply = await ask(broker, scope.env(host, "step"), request, StepReply)
+        async with asyncio.timeout(PATIENCE_S):
+            reply = await ask(broker, scope.env(host, "step"), request, StepReply)
+            while reply.observations == [None] and not reply.failed:  # not ready yet
+                reply = await ask(broker, scope.env(host, "step"), request, StepReply)
     assert reply.rewards == [0.5]
     assert reply.infos[0]["output"] == "You said: first\nYou said: second\nseed 3\n"
     await log_of(process)

@@ -439,11 +439,10 @@ async def test_it_is_asked_to_drain_as_any_other_actor(tmp_path: Path) -> None:
 
 async def test_what_is_left_of_it_ends_with_it(tmp_path: Path) -> None:
     sink = Sink()
-    actor = process(host(tmp_path), sink, "sh", "-c", "echo ready; setsid sleep 4217 & sleep 4217")
+    actor = process(host(tmp_path), sink, "sh", "-c", f"setsid sleep {_LONG} & sleep {_LONG}")
     running = asyncio.create_task(actor.run())
-    await until(lambda: sink.lines == ["ready"], "the program")
+    await until(lambda: len(sleepers()) == 2, "the program")
     left = sleepers()
-    assert len(left) == 2
     assert actor.status.pid is not None
     actor.stop(kill=True)
     await asyncio.wait_for(running, PATIENCE_S)
@@ -451,11 +450,15 @@ async def test_what_is_left_of_it_ends_with_it(tmp_path: Path) -> None:
     await until(lambda: not [pid for pid in left if alive(pid)], "the end of its processes")
 
 
+_LONG = 10**6 + os.getpid()
+"""Seconds that nobody else on this machine sleeps for."""
+
+
 def sleepers() -> list[int]:
     found: list[int] = []
     for one in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if one.read_bytes() == b"sleep\x004217\x00":
+            if one.read_bytes() == b"sleep\0%d\0" % _LONG:
                 found.append(int(one.parent.name))
         except OSError:
             continue

@@ -175,7 +175,7 @@ import json, socket, sys
 ends, held = 0, []
 for _ in range(int(sys.argv[1])):
     one = socket.create_connection(("127.0.1.1", 4222))
-    one.settimeout(10)
+    one.settimeout(120)
     held.append(one)
 for one in held:
     try:

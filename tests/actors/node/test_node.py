@@ -355,9 +355,11 @@ async def test_a_node_tells_that_the_broker_came_back_empty(tmp_path: Path) -> N
             box = Node(broker, "box", 4, start=programs(side.command))
             async with await Service.start(broker, name="n", description="a node") as service:
                 run = asyncio.create_task(box.run(service, side.stopping))
-                await until(lambda: box.status().time > 0 and box.store_seen, "a first look")
+                await until(lambda: box.store_seen, "a first look")
+                is_back = asyncio.Event()
+                broker.on_reconnect(is_back.set)  # after the node, which has to look again
                 server.restart()
-                await until(lambda: not box.store_seen, "the end of the connection")
+                await asyncio.wait_for(is_back.wait(), PATIENCE_S)
                 await until(lambda: box.store_seen, "another look")
                 assert box.status().store_lost is None
                 server.stop()

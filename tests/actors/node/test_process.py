@@ -28,6 +28,7 @@ from tinkermq.actors.node.process import (
     LogFile,
     ReadBeat,
     no_beat,
+    read_lines,
     silence_bound,
 )
 from tinkermq.schemas.metric import LogLines, Presence
@@ -35,7 +36,7 @@ from tinkermq.schemas.node import WantedActor
 from tinkermq.schemas.wire.errors import BrokerError, ConfigError, DeadlineError, MessageError
 
 from tests.support.processes import alive
-from tests.support.waiting import PATIENCE_S, until
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
 
 
 def wanted(run_dir: Path, **changes: object) -> WantedActor:
@@ -63,6 +64,7 @@ def process(
     sink: Sink | None = None,
     *,
     last_beat: ReadBeat = no_beat,
+    stop_deadline_s: float = AFTER_PATIENCE_S,
     **changes: object,
 ) -> ActorProcess:
     return ActorProcess(
@@ -70,7 +72,7 @@ def process(
         start=programs(script(text)),
         nats_url="nats://127.0.0.1:1",
         send=sink or Sink(),
-        stop_deadline_s=0.5,
+        stop_deadline_s=stop_deadline_s,
         last_beat=last_beat,
     )
 
@@ -157,7 +159,6 @@ def watched(
         start=programs(script(text)),
         nats_url="nats://127.0.0.1:1",
         send=sink or Sink(),
-        stop_deadline_s=0.5,
         last_beat=last_beat,
         **bounds,
     )
@@ -300,7 +301,7 @@ async def test_a_drain_that_nobody_here_asked_for_is_no_failure(tmp_path: Path) 
 
 
 async def test_a_killed_actor_is_started_again(tmp_path: Path) -> None:
-    actor = process(tmp_path, "import time; time.sleep(60)")
+    actor = process(tmp_path, "import time; time.sleep(600)")
     run = asyncio.create_task(actor.run())
     await until(lambda: actor.status.pid is not None, "started")
     first = actor.status.pid
@@ -318,7 +319,7 @@ async def test_stop_lets_an_actor_drain(tmp_path: Path) -> None:
     text = (
         "import signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: (print('drained'), sys.exit(0)))\n"
-        "print('up', flush=True)\ntime.sleep(60)"
+        "print('up', flush=True)\ntime.sleep(600)"
     )
     actor = process(tmp_path, text, sink)
     run = asyncio.create_task(actor.run())
@@ -331,13 +332,13 @@ async def test_stop_lets_an_actor_drain(tmp_path: Path) -> None:
 
 HANGS = (
     "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    "print('up', flush=True)\ntime.sleep(60)"
+    "print('up', flush=True)\ntime.sleep(600)"
 )
 
 
 async def test_an_actor_that_ignores_the_stop_is_killed_after_the_deadline(tmp_path: Path) -> None:
     sink = Sink()
-    actor = process(tmp_path, HANGS, sink)
+    actor = process(tmp_path, HANGS, sink, stop_deadline_s=0.5)
     run = asyncio.create_task(actor.run())
     await until(lambda: "up" in sink.lines, "started")
     started = time.monotonic()
@@ -350,7 +351,6 @@ async def test_an_actor_that_ignores_the_stop_is_killed_after_the_deadline(tmp_p
 async def test_kill_does_not_wait_for_draining(tmp_path: Path) -> None:
     sink = Sink()
     actor = process(tmp_path, HANGS, sink)
-    actor._stop_deadline_s = 60.0
     run = asyncio.create_task(actor.run())
     await until(lambda: "up" in sink.lines, "started")
     actor.stop()
@@ -364,7 +364,7 @@ async def test_grandchildren_end_with_their_actor(tmp_path: Path) -> None:
     sink = Sink()
     text = (
         "import subprocess, sys\n"
-        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "print(p.pid, flush=True)"
     )
     actor = process(tmp_path, text, sink)
@@ -467,7 +467,7 @@ async def send(_): pass
 
 async def main():
     wanted = WantedActor(user="u", job="j", name="a", role="learner", run_dir=sys.argv[1])
-    command = lambda _: [sys.executable, "-c", "import time; time.sleep(60)"]
+    command = lambda _: [sys.executable, "-c", "import time; time.sleep(600)"]
     actor = ActorProcess(wanted, start=programs(command), nats_url="", send=send)
     run = asyncio.create_task(actor.run())
     while actor.status.pid is None:
@@ -593,6 +593,56 @@ async def test_much_output_at_once_fits_the_messages_of_any_server(
     await output.drain()
     assert len(sent) == 601
     assert sent[-1] == "the end"
+
+
+async def test_what_a_pipe_still_holds_is_read_by_who_no_longer_waits_for_its_end() -> None:
+    reading, writing = os.pipe()
+    found: list[str] = []
+
+    async def take(lines: list[str]) -> None:
+        found.extend(lines)
+
+    reader = asyncio.create_task(read_lines(reading, take))
+    os.write(writing, b"one\n")
+    await until(lambda: found == ["one"], "a first line")
+    os.write(writing, b"two\nthree")
+    reader.cancel()
+    await asyncio.wait([reader])
+    os.close(writing)  # as a grandchild does later
+    assert found == ["one", "two", "three"]
+
+
+async def test_what_is_on_its_way_when_an_actor_ends_is_waited_for_and_not_sent_twice(
+    tmp_path: Path,
+) -> None:
+    sent: list[str] = []
+    stored = asyncio.Event()
+
+    async def send(lines: LogLines) -> None:
+        sent.extend(lines.lines)
+        await stored.wait()
+
+    file = LogFile(tmp_path, "a.log")
+    output = ActorOutput("a", 1, file, send)
+    flusher = asyncio.create_task(output.flush_forever())
+    output.add(["one"])
+    await until(lambda: sent == ["one"], "a line to be sent")
+    flusher.cancel()
+    stored.set()
+    await output.drain()
+    assert sent == ["one"]
+
+    with file._lock:  # the disk takes its time
+        flusher = asyncio.create_task(output.flush_forever())
+        output.add(["two"])
+        await until(lambda: not output._unwritten, "a line to be written")
+        flusher.cancel()
+        draining = asyncio.create_task(output.drain())
+        await asyncio.wait([draining], timeout=0.2)
+        assert not draining.done()
+    await draining
+    assert (tmp_path / "a.log").read_text() == "one\ntwo\n"
+    assert sent == ["one", "two"]
 
 
 async def test_a_file_that_cannot_be_written_does_not_stop_the_lines(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -243,11 +243,11 @@ class Stack:
         return []
 
     async def until_nodes(self, count: int) -> list[NodeStatus]:
-        await eventually(lambda: self._counts(count), f"{count} nodes")
-        return await self.nodes()
+        async def there() -> list[NodeStatus] | None:
+            nodes = await self.nodes()
+            return nodes if len(nodes) == count else None
 
-    async def _counts(self, count: int) -> bool:
-        return len(await self.nodes()) == count
+        return await eventually(there, f"{count} nodes")
 
     async def actors(self) -> dict[str, ActorStatus]:
         """What the nodes say of all actors."""
@@ -256,11 +256,13 @@ class Stack:
     async def until_actors(self, *names: str) -> dict[str, ActorStatus]:
         """Wait until exactly these actors are on the nodes."""
 
-        async def there() -> bool:
-            return set(await self.actors()) == set(names)
+        async def there() -> tuple[dict[str, ActorStatus]] | None:
+            nodes = await self.nodes()  # none, too, while no scheduler answers
+            actors = {actor.name: actor for node in nodes for actor in node.actors}
+            return (actors,) if nodes and set(actors) == set(names) else None
 
-        await eventually(there, f"the actors {names}")
-        return await self.actors()
+        (actors,) = await eventually(there, f"the actors {names}")
+        return actors
 
     async def until(
         self,
@@ -302,6 +304,16 @@ class Stack:
         """Wait until a toy actor has read what it was told to do."""
         order = Path(job.run_dir) / f"{actor}.do"
         await until(lambda: not order.exists(), f"{actor} to obey")
+
+    async def until_logged(
+        self, job: JobRecord, actor: str, lines: Sequence[str], attempt: int = 1
+    ) -> None:
+        """Wait until an actor has written these lines, which reach its file a moment later."""
+        log = Path(job.run_dir) / f"logs/attempt_{attempt}/{actor}.log"
+        await until(
+            lambda: log.exists() and log.read_text().splitlines() == [*lines],
+            f"{actor} to have written {', '.join(lines)}",
+        )
 
     def logs(self) -> str:
         files = sorted(self.folder.rglob("*.log"))

@@ -13,7 +13,7 @@ from tinkermq.schemas.job import StopRequest
 
 from tests.actors.scheduler.conftest import FAST, Stack
 from tests.support.processes import alive
-from tests.support.waiting import PATIENCE_S, eventually
+from tests.support.waiting import PATIENCE_S, eventually, until
 
 MAX_IDLE_MB = 100
 
@@ -93,7 +93,8 @@ async def test_a_killed_node_takes_its_actors_and_its_successor_starts_them_agai
             if len(fresh) == 2 and not {one.pid for one in before.values()} & set(fresh):
                 break
             await asyncio.sleep(0.05)
-    assert not [actor.name for actor in before.values() if actor.pid and alive(actor.pid)]
+    pids = [actor.pid for actor in before.values() if actor.pid]
+    await until(lambda: not any(map(alive, pids)), "the actors to have died with their node")
     await stack.until(job, "RUNNING")
 
 

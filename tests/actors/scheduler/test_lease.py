@@ -17,21 +17,27 @@ from tinkermq.schemas.wire.errors import FencedError
 from tinkermq.schemas.wire.subjects import BUCKET_LEASES, BUCKET_NODES, node
 
 from tests.actors.scheduler.conftest import FAST, Stack
-from tests.support.waiting import PATIENCE_S, eventually
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, eventually
 
 
-async def test_a_second_scheduler_waits_until_the_first_gives_its_lease_back(
+async def test_other_schedulers_wait_until_the_first_gives_its_lease_back_or_they_are_stopped(
     own_broker: Broker,
 ) -> None:
-    never = asyncio.Event()
-    first, second = LeaderLease(own_broker, FAST), LeaderLease(own_broker, FAST)
+    never, stopping = asyncio.Event(), asyncio.Event()
+    timing = Timing(stale_s=AFTER_PATIENCE_S)
+    first, second, third = (LeaderLease(own_broker, timing) for _ in range(3))
     assert await first.acquire(never)
     waiting = asyncio.create_task(second.acquire(never))
+    stopped = asyncio.create_task(third.acquire(stopping))
     await asyncio.sleep(0.4)
     assert not waiting.done()
+    assert not stopped.done()
+    stopping.set()
+    assert await asyncio.wait_for(stopped, PATIENCE_S) is False
     await first.release()
     assert await asyncio.wait_for(waiting, PATIENCE_S)
     assert second.epoch > first.epoch
+    assert second.is_fresh
 
 
 async def test_epochs_rise_wherever_the_clock_stands(
@@ -110,7 +116,9 @@ async def test_a_lease_that_stands_still_is_taken_and_its_holder_fenced(
     with pytest.raises(FencedError):
         await asyncio.wait_for(first.hold(), PATIENCE_S)
     await first.release()
-    assert second.is_fresh
+    held = await Bucket(own_broker, BUCKET_LEASES, SchedulerLease).get(KEY)
+    assert held is not None
+    assert held.value.holder == second.holder
 
 
 async def test_what_is_no_lease_at_all_is_taken_like_one_that_stands_still(
@@ -133,14 +141,6 @@ async def test_a_lease_that_is_renewed_is_not_taken(own_broker: Broker) -> None:
     holding.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await holding
-
-
-async def test_a_waiting_scheduler_can_be_stopped(own_broker: Broker) -> None:
-    stopping = asyncio.Event()
-    assert await LeaderLease(own_broker, FAST).acquire(stopping)
-    waiting = asyncio.create_task(LeaderLease(own_broker, FAST).acquire(stopping))
-    stopping.set()
-    assert await asyncio.wait_for(waiting, PATIENCE_S) is False
 
 
 async def test_of_two_schedulers_the_second_takes_over_when_the_first_ends(stack: Stack) -> None:

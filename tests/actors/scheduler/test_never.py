@@ -235,7 +235,7 @@ async def test_what_a_job_told_can_be_read_when_it_and_its_scheduler_are_gone(
             found |= set(message.lines) if isinstance(message, LogLines) else set()
             if {"metric", "told"} <= found:
                 break
-    assert "up" in (Path(job.run_dir) / "logs/attempt_1/learner.log").read_text()
+    await stack.until_logged(job, "learner", ["up"])
 
 
 async def test_actors_of_a_job_are_not_left_behind_by_a_scheduler_that_restarts(

@@ -35,8 +35,7 @@ async def test_a_job_runs_to_its_end_and_leaves_no_actor(stack: Stack) -> None:
     assert {actor.name: actor.node for actor in job.actors} == dict.fromkeys(
         ["learner", "generator-0", "environment-0"], "n1"
     )
-    log = Path(job.run_dir) / "logs" / "attempt_1" / "generator-0.log"
-    await until(lambda: log.exists() and log.read_text() == "up\n", "an actor that can be drained")
+    await stack.until_logged(job, "generator-0", ["up"])  # it can be drained
     stack.do(job, "learner", "done")
     ended = await stack.until(job, "COMPLETED")
     assert ended.started is not None
@@ -48,7 +47,7 @@ async def test_a_job_runs_to_its_end_and_leaves_no_actor(stack: Stack) -> None:
         *((f"job_{state}", "scheduler") for state in ("starting", "running", "completed")),
     ]
     await stack.until_actors()
-    await until(lambda: log.read_text() == "up\ndrained\n", "the last line of a drained actor")
+    await stack.until_logged(job, "generator-0", ["up", "drained"])
 
 
 async def test_an_end_that_cannot_be_told_yet_is_told_later(stack: Stack) -> None:
@@ -129,12 +128,13 @@ async def test_a_stop_waits_for_a_learner_that_does_not_listen_yet(stack: Stack)
 
 async def test_stop_now_kills_what_would_not_drain(stack: Stack) -> None:
     job = await stack.running()
+    await stack.until_logged(job, "learner", ["up"])
     stack.do(job, "generator-0", "hang")
     await stack.until_obeyed(job, "generator-0")
     await stack.ask("stop", StopRequest(job=job.job, now=True))
     await stack.until(job, "CANCELLED")
     await stack.until_actors()
-    assert "drained" not in (Path(job.run_dir) / "logs/attempt_1/learner.log").read_text()
+    assert (Path(job.run_dir) / "logs/attempt_1/learner.log").read_text() == "up\n"
 
 
 async def test_a_queued_job_can_be_stopped(stack: Stack) -> None:
@@ -206,7 +206,7 @@ async def test_resume_queues_an_ended_job_as_a_new_attempt(stack: Stack) -> None
     await stack.until(job, "RUNNING")
     stack.do(job, "learner", "done")
     await stack.until(job, "COMPLETED")
-    assert (Path(job.run_dir) / "logs" / "attempt_2" / "learner.log").exists()
+    await stack.until_logged(job, "learner", ["up"], attempt=2)
 
 
 async def test_a_completed_run_goes_on_with_what_was_changed(stack: Stack) -> None:

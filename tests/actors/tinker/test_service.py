@@ -716,6 +716,22 @@ async def test_a_checkpoint_may_go_once_it_was_loaded_whatever_ends_then(trainer
     assert "replay_differs" not in kinds
 
 
+async def test_what_a_model_begins_with_is_in_its_state_before_anybody_is_told(
+    trainer: Trainer,
+) -> None:
+    """It may be deleted from then on."""
+    async with trainer.running() as service:
+        await trainer.send("create_model", 0, create())
+        path = await save_as(trainer, 1, "first")
+        body = {"session_id": "s2", "model_seq_id": 0, "path": path}
+        await trainer.send("load_weights", 0, body, model=OTHER)
+        while (await trainer.result(0, model=OTHER, wait_s=0.001)).state == "pending":
+            pass
+        model = service.models.find("ada", ModelName.parse(OTHER))
+        assert model is not None
+        assert model.saved == model.applied == 0
+
+
 async def test_what_cannot_be_loaded_is_told_by_the_result(trainer: Trainer) -> None:
     async with trainer.running():
         await trainer.send("create_model", 0, create())
