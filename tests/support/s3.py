@@ -15,15 +15,11 @@ from pathlib import Path
 
 from tinkermq.broker.service_process import die_with
 
+from tests.support.waiting import PATIENCE_S
+
 BUCKET = "runs"
 SLOW_S = 6.0
 """How long a slow request hangs before its connection ends."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Faults:
@@ -70,10 +66,16 @@ class S3:
 @contextlib.contextmanager
 def s3_server(folder: Path) -> Iterator[S3]:
     """Run both with an empty bucket."""
-    port, faults = free_port(), Faults()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with (folder / "s3.log").open("ab") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=die_with(os.getpid()))
+    faults = Faults()
+    with (folder / "s3.log").open("ab") as log, socket.create_server(("127.0.0.1", 0)) as listening:
+        port, fd = listening.getsockname()[1], listening.fileno()
+        server = subprocess.Popen(
+            [sys.executable, "-c", _SERVER, str(fd)],
+            stdout=log,
+            stderr=log,
+            pass_fds=[fd],
+            preexec_fn=die_with(os.getpid()),
+        )
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), _handler(port, faults))
     proxy.daemon_threads = True
     thread = threading.Thread(target=proxy.serve_forever, daemon=True)
@@ -100,21 +102,26 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
+_SERVER = """
+import sys
+from moto.server import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from werkzeug.serving import make_server
+app, options = DomainDispatcherApplication(create_backend_app), {"threaded": True}
+app.debug = True
+options |= {"request_handler": MotoRequestHandler, "fd": int(sys.argv[1])}
+make_server("127.0.0.1", 0, app, **options).serve_forever()
+"""
+"""moto's own server takes a port, which somebody else may have meanwhile: this one a socket."""
+
+
 def _make_bucket(port: int) -> None:
-    ends = time.monotonic() + 60
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/{BUCKET}",
         method="PUT",
         data=b"",
         headers={"Authorization": "AWS4-HMAC-SHA256 Credential=key/20200101/us-east-1/s3/aws4"},
     )
-    while True:
-        try:
-            urllib.request.urlopen(request, timeout=5).close()
-            return
-        except OSError:
-            assert time.monotonic() < ends, "the S3 server has not started"
-            time.sleep(0.2)
+    urllib.request.urlopen(request, timeout=PATIENCE_S).close()  # waits until it has started
 
 
 def _handler(port: int, faults: Faults) -> type[BaseHTTPRequestHandler]:
