@@ -7,6 +7,7 @@ bound a few requests a second are refused with a reason and the rest wait for th
 
 import base64
 import json
+import math
 import time
 import uuid
 from collections.abc import Callable
@@ -198,7 +199,7 @@ class ClaimIssuer:
             },
         }
         if expires is not None:
-            claims["exp"] = int(expires)
+            claims["exp"] = math.ceil(expires)  # whoever is closed then is not let in again
         return self._answer(request, jwt=self._signed(claims))
 
     def refuse(self, request: LoginRequest, why: str) -> bytes:

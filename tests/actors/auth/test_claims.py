@@ -53,7 +53,7 @@ def test_whatever_comes_is_a_request_or_an_error(payload: bytes) -> None:
 
 def test_an_answer_is_signed_and_names_server_and_connection() -> None:
     issuer = ClaimIssuer(SEED)
-    token = issuer.admit(REQUEST, "ada", user_permissions("ada"), 1e9).decode()
+    token = issuer.admit(REQUEST, "ada", user_permissions("ada"), 1e9 - 0.9).decode()
     answer = claims_of(token)
     assert (answer["aud"], answer["sub"]) == ("NSERVER", "UKEY")
     user = claims_of(answer["nats"]["jwt"])

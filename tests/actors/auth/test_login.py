@@ -1,6 +1,7 @@
 """Who is let in and who is not; keys that end; users who take all that they can get."""
 
 import asyncio
+import itertools
 import time
 from pathlib import Path
 
@@ -164,23 +165,24 @@ async def test_a_revoked_user_is_thrown_out_for_good(pool: SecuredPool) -> None:
 
 async def test_a_key_that_runs_out_closes_its_connections(pool: SecuredPool) -> None:
     root = await pool.user("root")
-    await ask_users(root, "add", AddUser(user="brief"), NewKey)
+    names = (f"brief{number}" for number in itertools.count())
 
-    async def let_in() -> tuple[str, Broker] | None:
-        request = RotateKey(user="brief", days=4 / 86_400)
-        key = (await ask_users(root, "rotate", request, NewKey)).secret
+    async def let_in() -> tuple[str, str, Broker] | None:
+        name = next(names)
+        request = AddUser(user=name, days=4 / 86_400)
+        key = (await ask_users(root, "add", request, NewKey)).secret
         try:
-            return key, await pool.connected(key)
+            return name, key, await pool.connected(key)
         except LogInRefusedError:  # the machine is slow: it is over
             return None
 
-    key, broker = await eventually(let_in, "a log-in while the key is good")
+    name, key, broker = await eventually(let_in, "a log-in while the key is good")
     await asyncio.wait_for(broker.closed.wait(), PATIENCE_S)
     with pytest.raises(BrokerError, match=r"is closed: .*authentication expired"):
         await ask_users(broker, "me", Empty(), UserReply)
     with pytest.raises(BrokerError, match=rf"{REFUSED}(.|\n)*expired"):
         await connect(pool.server.url, name="test", api_key=key)
-    await until_audited(pool, ("brief", "a key that has expired"))
+    await until_audited(pool, (name, "a key that has expired"))
 
 
 async def test_the_quota_is_where_the_scheduler_reads_it(pool: SecuredPool) -> None:
