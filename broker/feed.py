@@ -171,10 +171,11 @@ async def follow(
     started: asyncio.Event | None = None,
     stop: asyncio.Event | None = None,
 ) -> AsyncGenerator[FeedMessage, None]:
-    """Yield metrics, events and log lines as they are stored, until `stop` is set.
+    """Yield metrics, events and log lines as they are stored, and end once `stop` is set.
 
-    Each kind comes in order and without gaps, also across restarts of the server. Without
-    `from_start` only what is stored once `started` is set. Leave it through `contextlib.aclosing`.
+    What is stored by then still comes. Each kind comes in order and without gaps, also across
+    restarts of the server. Without `from_start` only what is stored once `started` is set. Leave it
+    through `contextlib.aclosing`.
 
     Raises NotFoundError when the job is gone.
     """
@@ -189,7 +190,8 @@ async def follow(
         for reader in readers
     }
     if stop is not None:
-        tasks.add(asyncio.create_task(stop.wait(), name=f"end of following {scope.key}"))
+        end = _until_read(readers, stop)
+        tasks.add(asyncio.create_task(end, name=f"end of following {scope.key}"))
     try:
         while (message := await _next(queue, tasks)) is not None:
             yield message
@@ -197,10 +199,17 @@ async def follow(
         await end_tasks(tasks)
 
 
+async def _until_read(readers: list[StreamReader], stop: asyncio.Event) -> None:
+    """Wait for a stop, and until all that is stored then has been handed on."""
+    await stop.wait()
+    for reader in readers:
+        await reader.catch_up()
+
+
 async def _next(
     queue: "asyncio.Queue[FeedMessage]", tasks: "set[asyncio.Task[object]]"
 ) -> FeedMessage | None:
-    """Return the next message, or None after a stop; raise what a reader raised."""
+    """Return the next message, or None at the end; raise what a reader raised."""
     if not queue.empty():
         return queue.get_nowait()
     getting = asyncio.create_task(queue.get())
@@ -211,7 +220,7 @@ async def _next(
         for task in tasks:
             if task.done():
                 task.result()
-        return None
+        return None if queue.empty() else queue.get_nowait()
     finally:
         getting.cancel()
 

@@ -74,6 +74,7 @@ class _Follower:
         self._from_start = from_start
         self._heard = time.monotonic()
         self._is_away = False
+        self._is_over, self._has_read_all = asyncio.Event(), asyncio.Event()
 
     def report_broker_away(self) -> None:
         """Report that the broker is away, once per outage."""
@@ -100,14 +101,15 @@ class _Follower:
             await self.updates.put(error)
 
     async def pump(self) -> None:
-        """Read metrics and events once the job's streams exist."""
-        while True:
+        """Read metrics and events once the job's streams exist, until it is over."""
+        while not self._is_over.is_set():
             try:
                 await self._read_feed()
             except NotFoundError:
-                if self._record.state in FINAL_STATES:
-                    return  # its streams were deleted; the record has the rest
+                if self._ended:
+                    break  # its streams were deleted; the record has the rest
                 await asyncio.sleep(POLL_S)
+        self._has_read_all.set()
 
     async def _read_feed(self) -> None:
         feed = follow(
@@ -115,6 +117,7 @@ class _Follower:
             self._record.scope,
             ("metric", "event"),
             from_start=self._from_start,
+            stop=self._is_over,
         )
         async with aclosing(feed) as messages:
             async for message in messages:
@@ -136,6 +139,8 @@ class _Follower:
         self._heard = time.monotonic()
         while (left := self._heard + QUIET_S - time.monotonic()) > 0:  # noqa: ASYNC110  quiet is the absence of events
             await asyncio.sleep(left)
+        self._is_over.set()
+        await self._has_read_all.wait()
         await self.updates.put(self._record)
 
     async def read_actors(self) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import uuid
 from collections.abc import Mapping
 
-from ...schemas.wire.errors import BrokerError, ConflictError
+from ...schemas.wire.errors import BrokerError, ConflictError, DeadlineError
 from ...schemas.wire.trace import TRACEPARENT
 from ..client.availability import UnansweredRequest
 from ..client.connection import Broker
@@ -114,8 +114,15 @@ async def append_once(
     """Append `what` to its `place`; return False if its subject has a message already.
 
     Waits while the stream is full, on a patient connection for as long as it is, and says so with
-    `full_hint`. Raises BrokerError when it stays full, DeadlineError, NotFoundError.
+    `full_hint`. Raises BrokerError when it stays full, also if the last attempt was not answered in
+    time, DeadlineError, NotFoundError.
     """
+    full: Refused | None = None
+
+    def stays_full(refusal: Refused) -> BrokerError:
+        waited = f"{what} waited {deadline_s:g} s for room in {place}: {refusal.description}"
+        return BrokerError(waited, hint=full_hint)
+
     waiting_for = f"{what} to be stored in {place}"
     headers = {EXPECTED_SEQ: "0"}
     if traceparent:
@@ -132,16 +139,18 @@ async def append_once(
                     waiting_for=waiting_for,
                 )
                 return True
+            except DeadlineError as error:
+                if full is None:
+                    raise
+                raise stays_full(full) from error
             except Refused as error:
                 if _is_there(error):
                     return False
                 if not error.is_full:
                     raise
+                full = error
                 if not broker.is_patient and broker.clock() > deadline - _FULL_PAUSE_S:
-                    raise BrokerError(
-                        f"{what} waited {deadline_s:g} s for room in {place}: {error.description}",
-                        hint=full_hint,
-                    ) from error
+                    raise stays_full(error) from error
                 unanswered.note(f"it is full ({full_hint})")
             await asyncio.sleep(_FULL_PAUSE_S)
 

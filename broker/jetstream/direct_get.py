@@ -280,6 +280,9 @@ class StreamReader:
         self._signs = [sign] if sign else subjects
         self._sign = asyncio.Event()
         self._listening: list[Listening] = []
+        self._num_reads = self._last_whole = 0
+        """Of the reads the number, and which of them was the last one that left nothing."""
+        self._was_whole = asyncio.Event()
 
     async def start(self) -> None:
         """Fix the position now, so that what is stored from here on is not missed.
@@ -312,6 +315,9 @@ class StreamReader:
                 for message in messages:
                     if len(self._subjects) == 1 or message.subject in self._subjects:
                         yield message
+                if not more:
+                    self._last_whole = self._num_reads
+                    self._was_whole.set()
                 if not more and await self._rest(pause_s):
                     pause_s = FIRST_PAUSE_S
                 elif not more:
@@ -323,8 +329,17 @@ class StreamReader:
                 await asyncio.wait({ahead})
             await self._close()
 
+    async def catch_up(self) -> None:
+        """Wait until whoever iterates has had all that is stored now."""
+        last = self._num_reads
+        self._sign.set()
+        while self._last_whole <= last:
+            self._was_whole.clear()
+            await self._was_whole.wait()
+
     async def _read(self) -> Batch:
         """Return the next messages, and whether there may be more."""
+        self._num_reads += 1
         seq = max(self._next_seq or 1, 1)
         subject = self._subjects[0] if len(self._subjects) == 1 else _EVERYTHING
         return await self._broker.retry(

@@ -105,6 +105,16 @@ async def test_all_kinds_are_followed_from_the_start_and_live(
     assert [m.lines for m in follower.messages if isinstance(m, LogLines)] == [["hello"]]
 
 
+async def test_a_stop_ends_it_behind_all_that_is_stored(broker: Broker, scope: JobScope) -> None:
+    for step in range(100):
+        await publish_metric(broker, scope, _metric(step))
+        await publish_log(broker, scope, _lines(str(step)))
+    async with Follower(broker, scope) as follower:
+        follower.stop.set()
+    assert [m.step for m in follower.messages if isinstance(m, Metric)] == list(range(100))
+    assert len(follower.messages) == 200
+
+
 async def test_only_the_wanted_kinds_and_only_what_is_new(broker: Broker, scope: JobScope) -> None:
     await publish_metric(broker, scope, _metric(0))
     async with Follower(broker, scope, ("metric",), from_start=False) as follower:
@@ -132,14 +142,16 @@ async def test_following_goes_on_across_a_kill_without_gap_or_repetition(
 
 async def test_malformed_entries_are_passed_over(broker: Broker, scope: JobScope) -> None:
     for subject in (scope.metric, scope.event, scope.log("generator-0")):
-        await broker.append(subject, b"junk", deadline_s=5, waiting_for="test")
+        await broker.append(subject, b"junk", deadline_s=PATIENCE_S, waiting_for="test")
     await publish_metric(broker, scope, _metric(1))
     await publish_log(broker, scope, _lines("fine"))
     async with Follower(broker, scope) as follower:
         await follower.reach(2)
     assert await read_metrics(broker, scope) == [_metric(1)]
     assert await read_events(broker, scope) == []
-    await broker.append(scope.log("generator-0"), b"junk", deadline_s=5, waiting_for="test")
+    await broker.append(
+        scope.log("generator-0"), b"junk", deadline_s=PATIENCE_S, waiting_for="test"
+    )
     async with asyncio.timeout(PATIENCE_S):
         assert [lines async for lines in stored_lines(broker, scope)] == [_lines("fine")]
 

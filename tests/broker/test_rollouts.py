@@ -1,7 +1,9 @@
 """Rollout log, batch log and segments: once and only once, fenced, live and bounded."""
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -26,6 +28,7 @@ from tinkermq.schemas.task import BatchRecord
 from tinkermq.schemas.wire.errors import BrokerError, FencedError, MessageError, NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
+from tests.support.processes import halt
 from tests.support.strategies import hostile_payloads, make_group, make_tombstone
 from tests.support.waiting import PATIENCE_S, until
 
@@ -87,7 +90,7 @@ async def test_even_a_writer_that_expects_nothing_cannot_append_twice(
     log = RolloutLog(broker, scope)
     await log.append(make_group(1))
     with pytest.raises(Exception, match="maximum messages per subject"):
-        await broker.append(scope.rollout(1), b"other", deadline_s=5, waiting_for="test")
+        await broker.append(scope.rollout(1), b"other", deadline_s=PATIENCE_S, waiting_for="test")
     assert await log.last_seq() == 1
 
 
@@ -221,6 +224,25 @@ async def test_a_full_log_makes_writers_wait_until_it_is_trimmed(
     assert await waiting
 
 
+async def test_a_full_log_is_told_as_full_though_the_last_attempt_is_not_answered(
+    own_server: NatsServer, own_broker: Broker, own_scope: JobScope
+) -> None:
+    await create_job_streams(own_broker, own_scope, LimitsConfig(rollout_bytes=1 << 20))
+    log = RolloutLog(own_broker, own_scope)
+    assert await log.append_payload(0, bytes((1 << 20) - (1 << 10)))
+    attempts = list[bytes]()
+    await own_broker.listen(own_scope.rollout(1), lambda message: attempts.append(message.data))
+    waiting = asyncio.create_task(log.append_payload(1, bytes(1 << 19), deadline_s=3.0))
+    await until(lambda: len(attempts) > 1 or waiting.done(), "a second attempt")
+    assert own_server.pid is not None
+    halt(own_server.pid)
+    try:
+        with pytest.raises(BrokerError, match=r"waited 3 s for room in the rollout log"):
+            await waiting
+    finally:
+        os.kill(own_server.pid, signal.SIGCONT)
+
+
 async def test_a_group_larger_than_the_server_takes_is_refused_with_size_and_limit(
     broker: Broker, scope: JobScope
 ) -> None:
@@ -253,7 +275,7 @@ async def test_malformed_entries_are_yielded_as_such_and_the_reader_goes_on(
         (scope.rollout(2), make_group(3).to_bytes()),
         (scope.rollout(4), b""),
     ):
-        await broker.append(subject, payload, deadline_s=5, waiting_for="test")
+        await broker.append(subject, payload, deadline_s=PATIENCE_S, waiting_for="test")
     await log.append(make_group(5))
     async with tailing(broker, scope) as tail:
         await tail.reach(5)
@@ -361,7 +383,7 @@ async def test_a_learner_does_not_fence_itself_when_the_server_is_killed(
 
 
 async def test_a_record_that_cannot_be_read_is_an_error(broker: Broker, scope: JobScope) -> None:
-    await broker.append(scope.batch, b"junk", deadline_s=5, waiting_for="test")
+    await broker.append(scope.batch, b"junk", deadline_s=PATIENCE_S, waiting_for="test")
     with pytest.raises(MessageError):
         await BatchLog(broker, scope).read_all()
 

@@ -32,7 +32,14 @@ from tinkermq.clients import (
 )
 from tinkermq.clients.base import JobAddress, listed
 from tinkermq.clients.cli.live import LineDisplay, render, step_line
-from tinkermq.clients.follow import RunProgress, Update, follow_run, sparkline, text_plot
+from tinkermq.clients.follow import (
+    QUIET_S,
+    RunProgress,
+    Update,
+    follow_run,
+    sparkline,
+    text_plot,
+)
 from tinkermq.clients.opentinker import NeedlessWarning, as_tree
 from tinkermq.clients.pool import Pool
 from tinkermq.clients.run import Run, as_numbers
@@ -141,6 +148,21 @@ async def test_a_run_that_has_ended_is_shown_from_its_start(
     assert [one.step for one in updates if isinstance(one, Metric)] == [1]
     assert "checkpoint_saved" in [one.kind for one in updates if isinstance(one, Event)]
     assert updates[-1] == ended
+
+
+async def test_whoever_reads_slowly_hears_all_before_the_last_state(
+    broker: Broker, scope: JobScope, record: JobRecord
+) -> None:
+    steps, wanted = list[int](), list(range(1, 400))
+    for step in wanted:
+        await tell(broker, scope, step)
+    ended = await JobStore(broker).transition(record, "COMPLETED", "done", "test")
+    async with asyncio.timeout(PATIENCE_S), aclosing(follow_run(Pool(broker), ended)) as updates:
+        async for update in updates:
+            if isinstance(update, Metric):
+                steps.append(update.step)
+            await asyncio.sleep(2 * QUIET_S if len(steps) == 1 else 0)
+    assert steps == wanted
 
 
 async def test_a_run_that_vanishes_ends_the_following_with_an_error(
