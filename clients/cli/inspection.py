@@ -83,7 +83,7 @@ def logs(
 
     async def work(pool: Pool) -> int:
         record = await pool.find(run)
-        check_actor(record, actor)
+        await check_actor(pool, record, actor)
         if attempt is not None and attempt > record.attempt:
             raise NotFoundError(
                 f"run {record.name} has no attempt {attempt}",
