@@ -268,6 +268,20 @@ async def test_a_profile_tells_who_waited_for_whom_and_what_to_change(
     assert (asked.code, "the learner's next steps" in asked.err) == (2, True)
 
 
+async def test_an_ended_run_is_advised_no_scaling(
+    broker: Broker, scope: JobScope, run: JobRecord, cli: Cli
+) -> None:
+    await publish_trace(broker, scope, _trace(1, 2.0))
+    await JobStore(broker).transition(run, "COMPLETED", "done", "test")
+
+    async def stored() -> bool:
+        return len(await read_traces(broker, scope, 9)) == 1
+
+    await eventually(stored, "the trace to be stored")
+    shown = await aside(cli, "profile", run.name, "--nats-url", broker.url)
+    assert shown.out.splitlines()[-1] == "  change: generator.count, training.max_staleness"
+
+
 async def test_an_actor_that_was_scaled_away_has_its_logs(
     broker: Broker, scope: JobScope, run: JobRecord, cli: Cli
 ) -> None:
