@@ -3,8 +3,9 @@
 One pair of files for each stream: its configuration and state as JSON, and the server's own archive
 of its messages and consumers, which keep their sequences. A server that runs is backed up as well
 as a quiet one; each stream is consistent in itself. An archive may lack what is removed while it is
-made: in a bucket that is a key that is written then, so a bucket is saved anew until none was. Heartbeats, nodes and leases are left out:
-they are made anew. Not covered: the folders of runs, and users' secrets.
+made: in a bucket that is a key that is written then, so a bucket is saved anew until none was.
+Heartbeats, nodes and leases are left out: they are made anew. Not covered: the folders of runs, and
+users' secrets.
 """
 
 import asyncio
@@ -197,9 +198,7 @@ def _num_removed(then: dict[str, Any], now: dict[str, Any]) -> int:
     return int(then["messages"]) + appended - int(now["messages"])
 
 
-async def _save_once(
-    broker: Broker, name: str, folder: Path, *, consumers: bool
-) -> dict[str, Any]:
+async def _save_once(broker: Broker, name: str, folder: Path, *, consumers: bool) -> dict[str, Any]:
     inbox = Inbox(broker)
     try:
         request = {"deliver_subject": await inbox.only_subject(), "chunk_size": CHUNK_BYTES}

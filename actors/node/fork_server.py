@@ -2,9 +2,10 @@
 
 A node starts it as `python -m tinkermq.actors.node.fork_server <fd>` and asks over that socket, one
 packet a request, with the file descriptor that takes the actor's output. It answers with the
-actor's pid, and once more when the actor has ended; a `PING` at once. It has one thread, so a fork is safe, and no
-accelerator is touched before it. Where a library starts a thread as it is imported, it says so and
-ends: the node then starts its actors as programs. It ends with its node, and its actors with it.
+actor's pid, and once more when the actor has ended; a `PING` at once. It has one thread, so a fork
+is safe, and no accelerator is touched before it. Where a library starts a thread as it is imported,
+it says so and ends: the node then starts its actors as programs. It ends with its node, and its
+actors with it.
 """
 
 import contextlib

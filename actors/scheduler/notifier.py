@@ -60,9 +60,7 @@ class Plateau:
     best_step: int = 0
     is_reported: bool = False
 
-    def observe(
-        self, values: Mapping[str, float], scores: Mapping[int, ValidationScore]
-    ) -> bool:
+    def observe(self, values: Mapping[str, float], scores: Mapping[int, ValidationScore]) -> bool:
         """Take the newest numbers, and the scores of all versions; True once for each plateau.
 
         Validation counts if there is any, as it does for the best version, else the reward.

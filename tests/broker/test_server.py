@@ -263,7 +263,8 @@ async def test_a_back_up_of_a_bucket_that_is_written_meanwhile_has_every_key(
         for number in range(12):
             folder = tmp_path / str(number)
             await save_streams(own_broker, [stream], folder)
-            await restore_streams(other, [(await stream_info(own_broker, stream))["config"]], folder)
+            config = (await stream_info(own_broker, stream))["config"]
+            await restore_streams(other, [config], folder)
             assert (await stream_info(other, stream))["state"]["messages"] == len(keys)
             await delete_stream(other, stream)
 

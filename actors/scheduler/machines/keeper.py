@@ -2,7 +2,8 @@
 
 Level-triggered: each turn reads the cluster, the nodes and the queue, decides anew and acts. Only
 idle times, failures and when nodes were there are remembered, so it may be killed at any time: its
-successor finds all machines in the cluster by their names, and gives those that run time to join. Use of the day's budget is stored each turn, per machine.
+successor finds all machines in the cluster by their names, and gives those that run time to join.
+Use of the day's budget is stored each turn, per machine.
 
 A node is closed to new actors in one turn and released in the next, if nothing came in between.
 """
