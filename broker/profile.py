@@ -207,8 +207,9 @@ def advise(
 ) -> list[Advice]:
     """Say what holds a run up, what matters most first; never nothing.
 
-    `run` is its name, for commands, `bound` the key that bounds the staleness. `cores_busy` is the
-    share of a machine's cores that were busy, where all of the run is on that machine.
+    `run` is its name, for commands; empty for one that has ended, which only keys of a next run
+    help. `bound` is the key that bounds the staleness, `cores_busy` the share of a machine's cores
+    that were busy, where all of the run is on that machine.
     """
     waited = profile.learner.get("wait", 0.0)
     if waited < _WAITS:
@@ -223,7 +224,7 @@ def advise(
             Advice(
                 f"generators were held back {held_back:.0%} of the time by the staleness bound, "
                 "since the learner is behind: fewer generators would do",
-                (f"tinkermq scale {run} generators=N",),
+                (_scaled(run, "generators"),),
             )
         )
     for kind, (what, keys) in _OVERHEADS.items():
@@ -258,6 +259,14 @@ def bound_key(config: Mapping[str, Any]) -> str:
     return "training.staleness_limit" if is_auto else "training.max_staleness"
 
 
+_COUNTS = {"generators": "generator.count", "environments": "env.hosts"}
+
+
+def _scaled(run: str, actors: str) -> str:
+    """Return what changes how many there are: a command, or the key of a next run."""
+    return f"tinkermq scale {run} {actors}=N" if run else _COUNTS[actors]
+
+
 def _learner_busy(profile: Profile) -> Advice:
     busy = 1 - profile.learner.get("wait", 0.0) - profile.learner.get("paused", 0.0)
     text = f"the learner is busy {busy:.0%} of the time: it is the bottleneck"
@@ -271,7 +280,7 @@ def _machine_busy(waited: float, cores_busy: float, run: str) -> Advice:
         f"the learner waited {waited:.0%} of the time for rollouts, and the cores of this machine "
         f"are {cores_busy:.0%} busy: more generators here would not help; add a machine, or make "
         "the work smaller",
-        (f"a node on another machine, then tinkermq scale {run} generators=N", "learner.threads"),
+        (f"a node on another machine, then {_scaled(run, 'generators')}", "learner.threads"),
     )
 
 
@@ -300,16 +309,16 @@ def _learner_waits(profile: Profile, run: str, bound: str) -> Advice:
         return Advice(
             f"{says}, mostly for tasks that no generator had room for: add generators, or raise "
             "generator.max_episodes",
-            (f"tinkermq scale {run} generators=N", "generator.max_episodes"),
+            (_scaled(run, "generators"), "generator.max_episodes"),
         )
     says += ", mostly for generation" if mostly == "generate" else ""
     if held_back >= _NOTABLE:
         return Advice(
             f"{says}, and generators were held back {held_back:.0%} of the time by the staleness "
             f"bound: add generators, or raise {bound}",
-            (f"tinkermq scale {run} generators=N", bound),
+            (_scaled(run, "generators"), bound),
         )
-    return Advice(f"{says}: add generators", (f"tinkermq scale {run} generators=N",))
+    return Advice(f"{says}: add generators", (_scaled(run, "generators"),))
 
 
 def _games_are_slow(profile: Profile, run: str, says: str, bound: str) -> Advice:
@@ -324,7 +333,7 @@ def _games_are_slow(profile: Profile, run: str, says: str, bound: str) -> Advice
         )
     return Advice(
         f"{says}: add environment hosts or workers",
-        (f"tinkermq scale {run} environments=N", "env.workers"),
+        (_scaled(run, "environments"), "env.workers"),
     )
 
 

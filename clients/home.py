@@ -49,11 +49,17 @@ class Home:
     def __init__(self, folder: str | Path | None = None) -> None:
         """Name the folder; None: `$TINKERMQ_HOME`, or the default one."""
         self.folder = Path(folder) if folder is not None else default_folder()
+        self._held: IO[str] | None = None
+        """The lock, while this process holds it."""
 
     @property
     def state_path(self) -> Path:
         """The state file."""
         return self.folder / "stack.json"
+
+    @property
+    def _lock_path(self) -> Path:
+        return self.folder / "stack.lock"
 
     @property
     def store(self) -> Path:
@@ -79,15 +85,32 @@ class Home:
         except FileNotFoundError:
             return None  # it stopped between the two lines above
 
+    def check_place(self) -> None:
+        """Raise FileNotFoundError unless the folder that is locked is still at its path."""
+        if not self._is_in_place():
+            raise FileNotFoundError(
+                f"{self.folder}, the folder of this stack, has been moved or removed"
+            )
+
+    def _is_in_place(self) -> bool:
+        if self._held is None:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._held.fileno()), self._lock_path.stat())
+        except OSError:
+            return False
+
     def write(self, state: StackState) -> None:
-        """Write the state file in one piece."""
+        """Write the state file in one piece, while the folder is locked; raises OSError."""
+        self.check_place()
         part = self.state_path.with_suffix(".part")
         part.write_text(json.dumps(state.model_dump(), indent=2) + "\n", encoding="utf-8")
         part.replace(self.state_path)
 
     def clear(self) -> None:
-        """Remove the state file."""
-        self.state_path.unlink(missing_ok=True)
+        """Remove the state file, not that of a stack that has taken the path since."""
+        if self._is_in_place():
+            self.state_path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -101,7 +124,11 @@ class Home:
                     f"a stack is already up in {self.folder}",
                     hint="stop it with `tinkermq down`, or use another folder: --store DIR",
                 )
-            yield
+            self._held = lock
+            try:
+                yield
+            finally:
+                self._held = None
 
     def is_locked(self) -> bool:
         """Whether a supervisor has locked the folder; always False without file locks (Windows)."""
@@ -119,7 +146,7 @@ class Home:
     def _open_lock(self) -> IO[str]:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            return (self.folder / "stack.lock").open("a")
+            return self._lock_path.open("a")
         except OSError as error:
             raise StorageError(
                 f"the folder {self.folder} cannot be used: {error.strerror}",

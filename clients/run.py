@@ -291,9 +291,9 @@ class AsyncRun(PoolClient):
     async def logs(self, actor: str | None = None, attempt: int | None = None) -> list[str]:
         """Return the lines that the run's actors wrote, oldest first; NotFoundError."""
         record = await self.refresh()
-        run_records.check_actor(record, actor)
-        lines: list[str] = []
         pool = await self._connected()
+        await run_records.check_actor(pool, record, actor)
+        lines: list[str] = []
         async with aclosing(run_records.read_log_lines(pool, record, follow_on=False)) as batches:
             async for batch in batches:
                 if actor in (None, batch.actor) and attempt in (None, batch.attempt):

@@ -1,6 +1,7 @@
 """The records of a run: its episodes and the log lines of its actors."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import structlog
 
 from ..broker.client.connection import Broker
 from ..broker.feed import follow, stored_lines
-from ..broker.jetstream.streams import stream_info
+from ..broker.jetstream.streams import stream_info, stream_subjects
 from ..broker.kept_rollouts import RunRollouts
 from ..broker.rollouts import BatchLog, LogEntry
 from ..schemas.job import FINAL_STATES, JobRecord
@@ -139,12 +140,18 @@ def _episodes(entry: LogEntry, step: int | None) -> Iterator[LoggedEpisode]:
 _START_POLL_S = 1.0
 
 
-def check_actor(record: JobRecord, actor: str | None) -> None:
-    """Raise NotFoundError for an actor that the run does not have."""
-    known = [actor_record.name for actor_record in record.actors]
-    if actor is not None and actor not in known:
+async def check_actor(pool: Pool, record: JobRecord, actor: str | None) -> None:
+    """Raise NotFoundError for an actor that the run does not have and whose lines it has not."""
+    known = {actor_record.name for actor_record in record.actors}
+    if actor is None or actor in known:
+        return
+    scope = record.scope
+    with contextlib.suppress(NotFoundError):  # nothing was written yet, or it is archived
+        subjects = await stream_subjects(pool.broker, scope.stream_log, scope.log("*"))
+        known |= {subject.rpartition(".")[2] for subject in subjects}
+    if actor not in known:
         raise NotFoundError(
-            f"run {record.name} has no actor {actor!r}", hint=did_you_mean(actor, known)
+            f"run {record.name} has no actor {actor!r}", hint=did_you_mean(actor, sorted(known))
         )
 
 

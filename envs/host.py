@@ -9,6 +9,7 @@ inside a client's process.
 
 import asyncio
 import contextlib
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -297,6 +298,8 @@ class HostedEpisode:
 
 
 MAX_EPISODES = 4096
+MAX_ACTION_BYTES = 256 << 20
+"""Of the actions that are played, or wait for it, at once."""
 DRAIN_S = 30.0
 _LEASE_CHECKS = 10
 _LAST_REPLIES_S = 1.0
@@ -335,6 +338,7 @@ class EnvironmentHost:
         reward_function: Callable[..., Any] | None = None,
         judge_job: str | None = None,
         max_episodes: int = MAX_EPISODES,
+        max_action_bytes: int = MAX_ACTION_BYTES,
         drain_s: float = DRAIN_S,
         programs: BoundedRunner | None = None,
     ) -> None:
@@ -355,6 +359,8 @@ class EnvironmentHost:
         self._config = config
         self._seed = seed
         self._max_episodes = max_episodes
+        self._max_action_bytes = max_action_bytes
+        self._action_bytes = 0
         self._drain_s = drain_s
         self._needs_answers = programs is None
         self._runner = programs or make_runner(config, game_class)
@@ -617,14 +623,27 @@ class EnvironmentHost:
         held.touch()
         try:
             if not held.is_repeat(turn):
+                num_bytes = self._fitting_bytes(action)
                 held.answer = self._answer(held.player, episode, action, final)
-                held.answer.add_done_callback(partial(self._settle, held))
+                self._action_bytes += num_bytes
+                held.answer.add_done_callback(partial(self._settle, held, num_bytes))
                 held.turn += 1
                 self.counts.steps += 1
         except errors.TinkermqError as error:
             return error
         assert held.answer is not None
         return held.answer
+
+    def _fitting_bytes(self, action: str) -> int:
+        """Return the bytes in memory of an action that is to be played; StateError without room."""
+        num_bytes = sys.getsizeof(action)
+        if self._action_bytes and self._action_bytes + num_bytes > self._max_action_bytes:
+            raise errors.StateError(
+                f"host {self.name} holds {self._action_bytes:,} bytes of actions that wait for "
+                f"their games, and {self._max_action_bytes:,} are its limit",
+                hint="add an environment host or workers, or lower generator.max_episodes",
+            )
+        return num_bytes
 
     def _not_held(self, episode: str) -> errors.NotFoundError:
         return errors.NotFoundError(
@@ -654,8 +673,11 @@ class EnvironmentHost:
         assert finishing is not None
         return finishing
 
-    def _settle(self, held: HostedEpisode, answer: "asyncio.Future[StepResult]") -> None:
+    def _settle(
+        self, held: HostedEpisode, num_bytes: int, answer: "asyncio.Future[StepResult]"
+    ) -> None:
         """Take notice of the game's answer; an episode whose game failed has ended."""
+        self._action_bytes -= num_bytes
         if answer.cancelled() or answer.exception() is not None:
             self.counts.failures += not held.ended
             held.ended = True

@@ -31,6 +31,9 @@ _MAX_VALUES_BYTES = EVALUATION_BYTES - (4 << 10)
 """Of the metrics of a version: its record has little else, as one that failed has no metrics."""
 MOST_EVALUATIONS = _MAX_OPEN + 1
 """Versions that may wait for an evaluation at a time: the last one does in any case."""
+MOST_KEPT = 4096
+"""Records of a job that stay in the bucket, which all users share, beside that of the best version;
+the metrics of older ones are in the job's feed."""
 
 
 class Evaluations:
@@ -45,6 +48,8 @@ class Evaluations:
         tell: Callable[[int, dict[str, float]], Awaitable[None]],
         event: Callable[..., Awaitable[None]],
         heard: Callable[[], None] = lambda: None,
+        *,
+        most_kept: int = MOST_KEPT,
     ) -> None:
         """`describe` asks the job's environment hosts for their tasks, `tell` is given the step and
         values of every result, `event` reports one that failed, `heard` is called at each result
@@ -67,6 +72,9 @@ class Evaluations:
         self._newest = -1
         self._waiting: set[int] = set()
         self._scores: dict[int, ValidationScore] = {}
+        self._ended: set[int] = set()
+        """Versions whose record is there, and that nobody waits for."""
+        self._most_kept = most_kept
         self._revision = 0
         """Of the newest write that was read."""
         self._collecting = asyncio.Lock()
@@ -240,7 +248,17 @@ class Evaluations:
                 self._issued.pop(version, None)
                 self._num_missing.pop(version, None)
                 self._waiting.discard(version)
+                self._ended.add(version)
+            await self._forget_oldest()
             self._reported.set()
+
+    async def _forget_oldest(self) -> None:
+        """Remove the records of the oldest versions, but that of the best, beyond the bound."""
+        ended = self._ended - {best_of(self._scores, self._scores)} - self._waiting
+        for version in sorted(ended)[: -self._most_kept]:
+            await self._bucket.delete(self._key(version))
+            self._ended.discard(version)
+            self._scores.pop(version, None)
 
     async def wait_all(self) -> None:
         """Wait until every evaluation that was asked for is reported; `follow` goes on beside."""

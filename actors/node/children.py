@@ -20,16 +20,23 @@ from typing import Protocol
 
 import structlog
 
+from ...broker.fair_queue import end_tasks
 from ...broker.run_folder import Folder
 from ...broker.service_process import die_with
 from ...schemas.node import WantedActor
 from ...schemas.wire.errors import ConfigError, StorageError
 from ..storage.access import below_roots
 from . import sandbox
-from .fork_server import PACKET_BYTES, ForkRequest
+from .fork_server import PACKET_BYTES, PING, ForkRequest
 
 IDLE_S = 300.0
+SILENCE_S = 120.0
+_LOOKS = 12
+"""In `SILENCE_S`; a stop of the node itself is one look, however long it was."""
+_IMPORT_LOOKS = 5 * _LOOKS
+"""Before its first answer a server imports torch, maybe from a slow disk."""
 _START_DEADLINE_S = 120.0
+_END_S = 5.0
 _FORKED_ROLES = frozenset(
     {"learner", "rank", "generator", "evaluator", "server", "trainer", "sampler"}
 )
@@ -187,10 +194,20 @@ class ForkedChild:
 
 
 class ForkServer:
-    """The node's side of the fork server; one that has had nothing to do for a while is ended."""
+    """The node's side of the fork server.
 
-    def __init__(self, idle_s: float = IDLE_S) -> None:
+    One that has had nothing to do for a while is ended. One that answers nothing for `silence_s`,
+    such as one that was stopped, is killed, and its actors die with it: nobody would hear of their
+    end, and no other could be started.
+    """
+
+    def __init__(self, idle_s: float = IDLE_S, silence_s: float = SILENCE_S) -> None:
         self._idle_s = idle_s
+        self._silence_s = silence_s
+        self._is_heard = False
+        self._num_looks = _IMPORT_LOOKS
+        """How many it may be silent."""
+        self._watching = set[asyncio.Task[None]]()
         self._process: asyncio.subprocess.Process | None = None
         self._channel: socket.socket | None = None
         self._numbers = itertools.count()
@@ -244,7 +261,15 @@ class ForkServer:
         process, self._process = self._process, None
         if self._channel is not None:
             self._hang_up(self._channel)
-        if process is not None:
+        await end_tasks(self._watching)
+        if process is None:
+            return
+        try:
+            async with asyncio.timeout(_END_S):
+                await process.wait()
+        except TimeoutError:
+            _log.error("fork_server_hangs", pid=process.pid, silent_s=_END_S)
+            process.kill()
             await process.wait()
 
     async def _start(self) -> socket.socket:
@@ -265,8 +290,34 @@ class ForkServer:
         ours.setblocking(False)
         asyncio.get_running_loop().add_reader(ours, self._take, ours)
         self._channel = ours
+        ours.send(PING)
+        self._is_heard, self._num_looks = False, _IMPORT_LOOKS
+        watch = asyncio.create_task(self._watch(self._process, ours), name="fork server")
+        self._watching.add(watch)
+        watch.add_done_callback(self._watching.discard)
         _log.info("fork_server_started", pid=self._process.pid)
         return ours
+
+    async def _watch(self, process: asyncio.subprocess.Process, channel: socket.socket) -> None:
+        """Wait for the end of a server; kill one that is silent, or does not end, for too long."""
+        num_silent, look_s = 0, self._silence_s / _LOOKS
+        while not await _has_ended(process, look_s):
+            is_used = self._channel is channel
+            if is_used and self._is_heard:
+                self._is_heard, num_silent = False, 0
+                with contextlib.suppress(OSError):  # requests fill the channel, or it has died
+                    channel.send(PING)
+            num_silent += 1
+            if num_silent > (self._num_looks if is_used else _LOOKS):
+                _log.error(
+                    "fork_server_hangs",
+                    pid=process.pid,
+                    silent_s=num_silent * look_s,
+                    hint="it is killed, and its actors with it; the next one that starts has "
+                    "another",
+                )
+                process.kill()
+                num_silent = 0
 
     def _take(self, channel: socket.socket) -> None:
         """Take one answer of the server."""
@@ -278,6 +329,9 @@ class ForkServer:
             packet = b""
         if not packet:
             self._lost(channel)
+            return
+        self._is_heard, self._num_looks = True, _LOOKS
+        if packet == PING:
             return
         fields = json.loads(packet)
         if "threads" in fields:
@@ -325,6 +379,15 @@ class ForkServer:
             self._channel = None
             asyncio.get_running_loop().remove_reader(channel)
             channel.close()
+
+
+async def _has_ended(process: asyncio.subprocess.Process, within_s: float) -> bool:
+    try:
+        async with asyncio.timeout(within_s):
+            await process.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 async def _send(channel: socket.socket, request: ForkRequest, output: int) -> None:

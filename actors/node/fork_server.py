@@ -2,9 +2,10 @@
 
 A node starts it as `python -m tinkermq.actors.node.fork_server <fd>` and asks over that socket, one
 packet a request, with the file descriptor that takes the actor's output. It answers with the
-actor's pid, and once more when the actor has ended. It has one thread, so a fork is safe, and no
-accelerator is touched before it. Where a library starts a thread as it is imported, it says so and
-ends: the node then starts its actors as programs. It ends with its node, and its actors with it.
+actor's pid, and once more when the actor has ended; a `PING` at once. It has one thread, so a fork
+is safe, and no accelerator is touched before it. Where a library starts a thread as it is imported,
+it says so and ends: the node then starts its actors as programs. It ends with its node, and its
+actors with it.
 """
 
 import contextlib
@@ -24,6 +25,8 @@ from typing import Any
 from ...broker.service_process import die_with
 
 PACKET_BYTES = 256 * 1024
+PING = b"{}"
+"""What is answered while it works, and does not hang or stand still."""
 _HEAVY = (
     "tinkermq.actors.learner.start",
     "tinkermq.actors.generator.generator",
@@ -74,6 +77,9 @@ class _ForkServer:
                 packet, outputs, _, _ = socket.recv_fds(self._channel, PACKET_BYTES, 1)
                 if not packet:
                     return None
+                if packet == PING:
+                    self._channel.send(PING)
+                    continue
                 request = ForkRequest(**json.loads(packet))
                 if self._fork(request, outputs[0]):
                     return request

@@ -258,16 +258,14 @@ def actor_sandbox(
     if unprivileged_user() is not None and not learns:
         _refuse_unreadable([*shown, *data.values()])
     etc = (*_ETC, *(_ETC_OF_NETWORK if shares else ()))
+    here = _working_folder()
     return Sandbox(
         python=(sys.executable, *_OPTIONS),
         mounts=(
             memory_folder("/tmp"),  # noqa: S108 - its own
             memory_folder("/dev/shm"),  # noqa: S108 - its own
             *system_mounts(),
-            *(
-                Mount("folder", str(item), mode=0o1777)
-                for item in sorted({Path.home(), Path.cwd()})
-            ),
+            *(Mount("folder", str(item), mode=0o1777) for item in sorted({Path.home(), here})),
             *etc_mounts(etc),
             *(readable(path, is_optional=True) for path in sorted(set(shown))),
             *(readable(path, place, is_optional=True) for path, place in data.items()),
@@ -276,7 +274,7 @@ def actor_sandbox(
             writable(SOCKET, interpreters.path),
             *(() if shares else (readable("/etc/hosts", interpreters.hosts),)),
         ),
-        folder=str(Path.cwd()),
+        folder=str(here),
         is_read_only=False,  # its home and working folder lie in it, in memory
         is_ended_first=False,
         is_caller=learns,
@@ -286,6 +284,14 @@ def actor_sandbox(
         variables=python_variables(),
         fds=handles.fds,
     )
+
+
+def _working_folder() -> Path:
+    """Return where an actor starts: where its node did, or, if that folder is gone, at home."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return Path.home()
 
 
 def _devices() -> Iterator[Mount]:
@@ -340,8 +346,8 @@ def _data_files(wanted: WantedActor) -> dict[Path, Path]:
     a link, what lies in another user's run.
     """
     roots = [Path(root) for root in wanted.output_roots]
-    named = {without_tilde(read).absolute() for read in wanted.reads}
-    places = {path: path.resolve() for path in named if is_dataset_name(path) and path.is_file()}
+    named = {path.absolute() for path in map(without_tilde, wanted.reads) if path.is_file()}
+    places = {path: path.resolve() for path in named if is_dataset_name(path)}
     for path, place in places.items():
         if place != path and (
             not is_dataset_name(place) or is_of_another(place, wanted.user, roots)
@@ -415,9 +421,9 @@ def _read_by_learner(wanted: WantedActor, handles: _Handles) -> dict[Path, Path]
     since the job was accepted. Raises PathRefused.
     """
     roots = [Path(root) for root in wanted.output_roots]
-    named = {without_tilde(item).absolute() for item in wanted.own_code or []}
+    named = map(without_tilde, wanted.own_code or [])
     places: dict[Path, Path] = {}
-    for path in sorted(item for item in named if item.exists()):
+    for path in sorted({path.absolute() for path in named if path.exists()}):
         place = path.resolve()
         root = shown_from(place, wanted.user, roots)
         if root is None:
@@ -427,8 +433,8 @@ def _read_by_learner(wanted: WantedActor, handles: _Handles) -> dict[Path, Path]
                 "nodes, or name a model or data in a run of your own",
             )
         places[path] = _opened(root, place, handles)
-    cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser().absolute()
-    return {**places, **({cache: cache.resolve()} if cache.is_dir() else {})}
+    cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    return {**places, **({cache.absolute(): cache.resolve()} if cache.is_dir() else {})}
 
 
 def _named(variable: str) -> list[Path]:

@@ -20,7 +20,7 @@ import structlog
 
 from ...broker.client.connection import Broker
 from ...broker.client.login import without_secrets
-from ...broker.feed import recent_values
+from ...broker.feed import ValidationScore, best_of, read_scores, recent_values
 from ...broker.jetstream.streams import settle_job_streams, stream_info
 from ...broker.jobs import JobStore, is_final
 from ...broker.service_process import die_with
@@ -34,7 +34,7 @@ _SEND_S = 30.0
 _AT_ONCE = 8
 """Processes that send."""
 _LOOK_S = 2.0
-_MEASURES = ("val/mean_score", "training_step_reward")
+_VALIDATION, _REWARD = "val/mean_score", "training_step_reward"
 _TOLD = {"COMPLETED": "has finished", "FAILED": "has failed", "CANCELLED": "was stopped"}
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -56,22 +56,28 @@ class Plateau:
     """Steps without improvement."""
     measure: str = ""
     best: float = float("-inf")
+    best_version: int = -1
     best_step: int = 0
     is_reported: bool = False
 
-    def observe(self, values: Mapping[str, float]) -> bool:
-        """Take the newest numbers; True once for each plateau.
+    def observe(self, values: Mapping[str, float], scores: Mapping[int, ValidationScore]) -> bool:
+        """Take the newest numbers, and the scores of all versions; True once for each plateau.
 
-        Validation counts if there is any, else the reward.
+        Validation counts if there is any, as it does for the best version, else the reward.
         """
         step = int(values.get("step", 0))
-        measure = next((name for name in _MEASURES if name in values), "")
-        if not measure:
+        version = best_of(scores, scores)
+        if version is not None:
+            self.measure, best = _VALIDATION, scores[version].mean
+            is_better = version > self.best_version
+            self.best_version = max(version, self.best_version)
+        elif _REWARD in values:
+            self.measure, best = _REWARD, values[_REWARD]
+            is_better = best > self.best
+        else:
             return False
-        if measure != self.measure:
-            self.measure, self.best = measure, float("-inf")
-        if values[measure] > self.best:
-            self.best, self.best_step, self.is_reported = values[measure], step, False
+        if is_better:
+            self.best, self.best_step, self.is_reported = best, step, False
         if self.is_reported or step - self.best_step < self.patience:
             return False
         self.is_reported = True
@@ -111,9 +117,11 @@ class Notifier:
     async def _look_at(self, record: JobRecord, plateau: Plateau) -> None:
         try:
             values = await recent_values(self._broker, record.scope)
+            validates = _VALIDATION in (plateau.measure, *values)
+            scores = await read_scores(self._broker, record.scope) if validates else {}
         except (NotFoundError, TimeoutError):
             return
-        if plateau.observe(values):
+        if plateau.observe(values, scores):
             text = f"has not improved {plateau.measure} since step {plateau.best_step}"
             self._queue.put_nowait((record, f"{text} ({plateau.best:.4g})"))
 

@@ -51,6 +51,9 @@ R = TypeVar("R", bound=Message)
 MAX_RUNNING = 1024
 MAX_OF_USER = 512
 """Requests of one user that run at once at a service of many users, such as those that wait."""
+RUNNING_BYTES = 256 << 20
+"""Of the requests that run at once, and at a service of many users of those of one; one by itself
+always fits."""
 INBOXES = "_INBOX"
 VERSION = "0.1.0"
 """Of the package; to read its metadata takes a tenth of an actor's start."""
@@ -97,13 +100,18 @@ RawHandler = Callable[[Request], Coroutine[Any, Any, None]]
 class Service:
     """A micro service with typed endpoints; make one with `Service.start`."""
 
-    def __init__(self, broker: Broker, micro: MicroService) -> None:
+    def __init__(
+        self, broker: Broker, micro: MicroService, running_bytes: int = RUNNING_BYTES
+    ) -> None:
         """Wrap a service that has been started."""
         self._broker = broker
         self._micro = micro
         self._running: set[asyncio.Task[None]] = set()
         self._free = asyncio.Semaphore(MAX_RUNNING)
+        self._num_bytes, self._most_bytes = 0, running_bytes
+        self._has_room = asyncio.Event()
         self._of_users: Counter[str] = Counter()
+        self._bytes_of_users: Counter[str] = Counter()
         self.share = FairQueue()
         """Requests of users, at the endpoints where they take turns."""
 
@@ -116,6 +124,7 @@ class Service:
         description: str,
         version: str = VERSION,
         metadata: Mapping[str, str] | None = None,
+        running_bytes: int = RUNNING_BYTES,
     ) -> "Service":
         """Register a service; `nats micro ls` shows `name` and `description`.
 
@@ -127,7 +136,7 @@ class Service:
         micro = MicroService(broker.nc, config)
         if not broker.is_guest:
             await micro.start()
-        return cls(broker, micro)
+        return cls(broker, micro, running_bytes)
 
     async def endpoint(
         self,
@@ -143,8 +152,8 @@ class Service:
 
         Endpoints on the same subject and `queue` share its requests, also across processes. With
         `fair` the users that `rpc.<user>.…` names take turns, and a user with too many is refused.
-        Without it a user with `MAX_OF_USER` at such endpoints is refused; they take no places of
-        others.
+        Without it a user with `MAX_OF_USER` or `RUNNING_BYTES` at such endpoints is refused; they
+        take no places of others.
         """
         share = self.share if fair else None
         endpoint = _Endpoint(self._broker, request_model, _with_context(handler), share)
@@ -163,16 +172,19 @@ class Service:
             await self.raw_endpoint(name, subject, endpoint.answer, queue, known=known)
 
     async def _take_of_user(self, endpoint: "_Endpoint", name: str, request: Request) -> None:
-        user = caller_of_rpc(request.subject)
-        if self._of_users[user] >= MAX_OF_USER:
+        user, num_bytes = caller_of_rpc(request.subject), len(request.data)
+        num, held = self._of_users[user], self._bytes_of_users[user]
+        if num >= MAX_OF_USER or (num and held + num_bytes > self._most_bytes):
             await endpoint.refuse_busy(request, user)
             return
         self._of_users[user] += 1
+        self._bytes_of_users[user] += num_bytes
 
         def ended(_: asyncio.Task[None]) -> None:
             self._of_users[user] -= 1
+            self._bytes_of_users[user] -= num_bytes
             if not self._of_users[user]:
-                del self._of_users[user]
+                del self._of_users[user], self._bytes_of_users[user]
 
         self.run(endpoint.answer(request), name=f"{name} request").add_done_callback(ended)
 
@@ -188,8 +200,14 @@ class Service:
         """Answer requests on `subject` with a coroutine that sends its replies itself."""
 
         async def take(request: Request) -> None:
+            num_bytes = len(request.data)
             await self._free.acquire()
-            self.run(answer(request), name=f"{name} request").add_done_callback(self._release)
+            while self._num_bytes and self._num_bytes + num_bytes > self._most_bytes:
+                self._has_room.clear()
+                await self._has_room.wait()
+            self._num_bytes += num_bytes
+            task = self.run(answer(request), name=f"{name} request")
+            task.add_done_callback(lambda _: self._release(num_bytes))
 
         await self._listen(name, subject, take, queue, known)
 
@@ -214,7 +232,9 @@ class Service:
         task.add_done_callback(self._running.discard)
         return task
 
-    def _release(self, _: asyncio.Task[None]) -> None:
+    def _release(self, num_bytes: int) -> None:
+        self._num_bytes -= num_bytes
+        self._has_room.set()
         self._free.release()
 
     async def stop(self, drain_s: float = _DRAIN_S) -> None:

@@ -83,7 +83,7 @@ def logs(
 
     async def work(pool: Pool) -> int:
         record = await pool.find(run)
-        check_actor(record, actor)
+        await check_actor(pool, record, actor)
         if attempt is not None and attempt > record.attempt:
             raise NotFoundError(
                 f"run {record.name} has no attempt {attempt}",
@@ -344,7 +344,8 @@ def profile(
     if otlp is not None:
         _send(record, traces, otlp)
     measured = profile_of(traces)
-    advice = advise(measured, record.name, bound_key(record.config)) if traces else []
+    name = "" if record.state in FINAL_STATES else record.name
+    advice = advise(measured, name, bound_key(record.config)) if traces else []
     if common.json:
         print_json(_document(record, measured, advice))
     elif not traces:

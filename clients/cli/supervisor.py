@@ -408,6 +408,7 @@ class Supervisor:
 
     def _begin(self, server: NatsServer, why: str) -> None:
         self._is_starting = False
+        self.home.check_place()  # where it was, another stack may have its store
         server.begin()
         self._is_starting = True
         self.server_restarts += 1

@@ -200,6 +200,22 @@ def test_generators_are_not_advised_where_all_cores_are_busy() -> None:
     assert "raise training.max_staleness" in advice
 
 
+@pytest.mark.parametrize(
+    ("found", "change"),
+    [
+        (shares(0.6, {"generate": 0.5}), ("generator.count",)),
+        (shares(0.6, {"queue": 0.5}), ("generator.count", "generator.max_episodes")),
+        (shares(0.6, {"environment": 0.5}), ("env.hosts", "env.workers")),
+        (shares(0.1, {}, generator={"tasks": 0.5}), ("generator.count",)),
+    ],
+)
+def test_what_has_ended_is_advised_keys_for_the_next_run(
+    found: Profile, change: tuple[str, ...]
+) -> None:
+    assert advise(found, "")[-1].change == change
+    assert any("tinkermq scale RUN" in one for one in advise(found, "RUN")[-1].change)
+
+
 def test_what_costs_besides_is_told_behind_it() -> None:
     found = shares(
         0.1,

@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 import urllib.request
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -258,6 +258,47 @@ async def test_requests_of_one_user_that_wait_take_no_place_of_others(
             return False
 
     await eventually(is_free, "the user's requests to have been answered")
+
+
+@pytest.mark.parametrize("subject", ["large", rpc("eve", "large", "ask")])
+async def test_requests_that_run_at_once_are_bounded_in_bytes(broker: Broker, subject: str) -> None:
+    released, running = asyncio.Event(), list[int]()
+
+    async def answer(request: Question) -> Empty:
+        running.append(len(request.action))
+        await released.wait()
+        return Empty()
+
+    async def ask(num_bytes: int) -> Empty:
+        request = Question(episode="e", turn=0, action="a" * num_bytes)
+        return await call(broker, subject, request, Empty, timeout_s=PATIENCE_S, waiting_for="it")
+
+    started = await Service.start(broker, name="large", description="", running_bytes=300)
+    async with started as service, asyncio.TaskGroup() as group:
+        listening = subject.replace(".eve.", ".*.")
+        await service.endpoint("ask", listening, Question, answer)
+        first = group.create_task(ask(200))
+        await until(lambda: running == [200], "the first request")
+        second = group.create_task(_busy_or_none(ask(201)))
+        small = group.create_task(_busy_or_none(ask(10)))
+        if subject == "large":
+            await broker.nc.flush()
+            assert running == [200], "the second waits, and what is behind it"
+        else:
+            assert isinstance(await second, BusyError)
+            await until(lambda: running == [200, 10], "the small one")
+        released.set()
+        assert await first == Empty()
+        assert await small is None
+    assert running[1:] == ([201, 10] if subject == "large" else [10])
+
+
+async def _busy_or_none(asked: Awaitable[Empty]) -> BusyError | None:
+    try:
+        await asked
+    except BusyError as error:
+        return error
+    return None
 
 
 async def test_the_user_is_taken_from_the_subject(broker: Broker, service: Service) -> None:

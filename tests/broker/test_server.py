@@ -1,30 +1,40 @@
 """The embedded nats-server, and back-ups of what it stores."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.fair_queue import end_tasks
 from tinkermq.broker.jetstream.direct_get import get_all
 from tinkermq.broker.jetstream.streams import (
     create_job_streams,
     create_shared,
     delete_stream,
+    ensure_stream,
+    stream_config,
     stream_info,
 )
 from tinkermq.broker.nats_server import NatsServer
-from tinkermq.broker.snapshots import MANIFEST, restore_all, save_all
+from tinkermq.broker.snapshots import (
+    MANIFEST,
+    restore_all,
+    restore_streams,
+    save_all,
+    save_streams,
+)
 from tinkermq.broker.user_records import UserStore
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.errors import BrokerError, StateError, StorageError
-from tinkermq.schemas.wire.subjects import TASK_CONSUMER, JobScope
+from tinkermq.schemas.wire.subjects import BUCKET_JOBS, TASK_CONSUMER, JobScope
 
 from tests.support.processes import alive
 from tests.support.secured import secured
@@ -214,6 +224,66 @@ async def test_a_restore_that_broke_off_is_repeated_and_brings_what_is_missing(
         await delete_stream(other, scope.stream_batch)
         with pytest.raises(StateError, match=f"{scope.stream_task} already, and not those of the"):
             await restore_all(other, folder)
+
+
+@contextlib.asynccontextmanager
+async def written(broker: Broker, subjects: Sequence[str]) -> AsyncIterator[None]:
+    """Write to all of these in turn, in bursts of a third of the time."""
+
+    async def write() -> None:
+        while True:
+            began = time.monotonic()
+            await write_once(broker, subjects)
+            await asyncio.sleep(2 * (time.monotonic() - began))
+
+    await write_once(broker, subjects)
+    writing = asyncio.create_task(write())
+    try:
+        yield
+    finally:
+        await end_tasks((writing,))
+
+
+async def write_once(broker: Broker, subjects: Sequence[str]) -> None:
+    for subject in subjects:
+        await broker.append(subject, b"x" * 1000, deadline_s=30, waiting_for="the test")
+
+
+async def test_a_back_up_of_a_bucket_that_is_written_meanwhile_has_every_key(
+    own_broker: Broker, other_server: NatsServer, tmp_path: Path
+) -> None:
+    await create_shared(own_broker)
+    stream = f"KV_{BUCKET_JOBS}"
+    keys = [f"$KV.{BUCKET_JOBS}.u.j{number}" for number in range(50)]
+    async with await connect(other_server.url, name="test") as other, written(own_broker, keys):
+        for number in range(12):
+            folder = tmp_path / str(number)
+            await save_streams(own_broker, [stream], folder)
+            config = (await stream_info(own_broker, stream))["config"]
+            await restore_streams(other, [config], folder)
+            assert (await stream_info(other, stream))["state"]["messages"] == len(keys)
+            await delete_stream(other, stream)
+
+
+async def test_a_restore_is_repeated_of_a_back_up_that_was_made_while_runs_went_on(
+    own_broker: Broker, other_server: NatsServer, tmp_path: Path
+) -> None:
+    log = stream_config("tmq-local-live-log", "live", ["live.*"], 1 << 30, max_msgs_per_subject=1)
+    await ensure_stream(own_broker, log)
+    await ensure_stream(own_broker, stream_config("tmq-local-still-log", "still", ["still"], 1000))
+    await write_once(own_broker, ["still"])
+    async with await connect(other_server.url, name="test") as other:
+        async with written(own_broker, [f"live.{number}" for number in range(50)]):
+            for number in range(12):
+                await save_all(own_broker, tmp_path / str(number))
+        for number in range(12):
+            await restore_all(other, tmp_path / str(number))
+            await delete_stream(other, "tmq-local-still-log")
+            again = {one.name for one in await restore_all(other, tmp_path / str(number))}
+            assert "tmq-local-still-log" in again
+            assert "tmq-local-live-log" not in again
+            await delete_stream(other, "tmq-local-still-log")
+            await delete_stream(other, "tmq-local-live-log")
 
 
 async def test_a_job_that_is_deleted_meanwhile_ends_no_back_up(

@@ -265,6 +265,31 @@ async def test_a_profile_tells_who_waited_for_whom_and_what_to_change(
     assert (asked.code, "the learner's next steps" in asked.err) == (2, True)
 
 
+async def test_an_ended_run_is_advised_no_scaling(
+    broker: Broker, scope: JobScope, run: JobRecord, cli: Cli
+) -> None:
+    await publish_trace(broker, scope, _trace(1, 2.0))
+    await JobStore(broker).transition(run, "COMPLETED", "done", "test")
+
+    async def stored() -> bool:
+        return len(await read_traces(broker, scope, 9)) == 1
+
+    await eventually(stored, "the trace to be stored")
+    shown = await aside(cli, "profile", run.name, "--nats-url", broker.url)
+    assert shown.out.splitlines()[-1] == "  change: generator.count, training.max_staleness"
+
+
+async def test_an_actor_that_was_scaled_away_has_its_logs(
+    broker: Broker, scope: JobScope, run: JobRecord, cli: Cli
+) -> None:
+    lines = LogLines(actor="generator-7", attempt=1, lines=["gone"], time=time.time())
+    await publish_log(broker, scope, lines)
+    words = ("logs", run.name, "--nats-url", broker.url, "--actor")
+    assert (await aside(cli, *words, "generator-7")).out == "generator-7 | gone\n"
+    outcome = await aside(cli, *words, "generator-8")
+    assert (outcome.code, "did you mean generator-7?" in outcome.err) == (2, True)
+
+
 async def test_an_unknown_actor_names_the_closest(broker: Broker, run: JobRecord, cli: Cli) -> None:
     outcome = await aside(cli, "logs", run.name, "--actor", "lerner", "--nats-url", broker.url)
     assert outcome.code == 2

@@ -275,6 +275,28 @@ def test_a_folder_has_one_supervisor(tmp_path: Path) -> None:
     assert not home.is_locked()
 
 
+def test_a_stack_whose_folder_was_moved_leaves_alone_what_stands_in_its_place(
+    tmp_path: Path,
+) -> None:
+    state = StackState(url="nats://h:1", pid=1, home=str(tmp_path / "home"), started=0.0)
+    moved, new = Home(tmp_path / "home"), Home(tmp_path / "home")
+    with moved.lock():
+        moved.write(state)
+        moved.folder.rename(tmp_path / "elsewhere")
+        with pytest.raises(FileNotFoundError, match="has been moved or removed"):
+            moved.write(state)
+        moved.clear()
+        assert not moved.folder.exists()
+        with new.lock():
+            new.write(state.model_copy(update={"pid": 2}))
+            with pytest.raises(FileNotFoundError, match="has been moved or removed"):
+                moved.write(state)
+            moved.clear()
+            assert state_of(new).pid == 2
+            new.clear()
+            assert not new.state_path.exists()
+
+
 def test_no_slots_is_wrong_usage(cli: Cli) -> None:
     outcome = cli("up", "--slots", "0")
     assert outcome.code == 2

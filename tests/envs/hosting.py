@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import pytest
 from tinkermq.broker.client.rpc import call
 from tinkermq.envs import StepResult
-from tinkermq.envs.host import EnvironmentHost
+from tinkermq.envs.host import MAX_ACTION_BYTES, EnvironmentHost
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.env import (
     CloseRequest,
@@ -124,6 +124,7 @@ async def hosting(
     seed: Any = 0,
     judge_job=None,
     max_episodes: Any = 100,
+    max_action_bytes: int = MAX_ACTION_BYTES,
     drain_s: float = 5,
     **config: Any,
 ):
@@ -134,6 +135,7 @@ async def hosting(
         seed=seed,
         judge_job=judge_job,
         max_episodes=max_episodes,
+        max_action_bytes=max_action_bytes,
         drain_s=drain_s,
     )
     stopping = asyncio.Event()

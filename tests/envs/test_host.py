@@ -17,6 +17,7 @@ from tinkermq.envs.host_client import Environments, RoleAddress, Start
 from tinkermq.envs.prompt import open_game
 from tinkermq.envs.write_data import verl_row, write_rows
 from tinkermq.schemas.config.job import EnvConfig
+from tinkermq.schemas.env import ResetReply, ResetRequest, StepReply, StepRequest
 from tinkermq.schemas.wire.errors import (
     DataError,
     GameError,
@@ -163,6 +164,26 @@ async def test_a_full_host_says_so_and_forgets_the_ended_first(broker, scope):
         assert error.message == f"host {client.host.name} holds 2 episodes, its limit"
         await client.play_to_the_end("a")
         await client.reset("c")
+
+
+async def test_an_action_beyond_the_bytes_that_may_wait_is_refused(broker, scope):
+    game = "broken_games:SlowWhenTold"
+    async with hosting(broker, scope, game, max_action_bytes=2000, workers=2) as client:
+        await client.reset("a")
+        await client.reset("b")
+        large = "x" * 2000
+        request = StepRequest(
+            episodes=["a", "b"], turns=[0, 0], actions=["slow", large], final=[False] * 2, wait_s=9
+        )
+        subject = scope.env(client.host.name, "step")
+        reply = await call(
+            broker, subject, request, StepReply, timeout_s=PATIENCE_S, waiting_for="the host"
+        )
+        (refused,) = reply.failed
+        error = refused.error.to_error()
+        assert isinstance(error, StateError)
+        assert "bytes of actions that wait for their games, and 2,000 are its limit" in str(error)
+        assert (await client.step("b", 0, large)).observation == large
 
 
 async def test_a_stopping_host_takes_no_resets_but_finishes_what_it_holds(broker, scope):

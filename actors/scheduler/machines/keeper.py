@@ -1,8 +1,9 @@
 """Request machines from a cluster and release them, as the queue needs them.
 
 Level-triggered: each turn reads the cluster, the nodes and the queue, decides anew and acts. Only
-idle times and failures are remembered, so it may be killed at any time: its successor finds all
-machines in the cluster by their names. Use of the day's budget is stored each turn, per machine.
+idle times, failures and when nodes were there are remembered, so it may be killed at any time: its
+successor finds all machines in the cluster by their names, and gives those that run time to join.
+Use of the day's budget is stored each turn, per machine.
 
 A node is closed to new actors in one turn and released in the next, if nothing came in between.
 """
@@ -215,10 +216,11 @@ class MachineKeeper:
         self._patience = RequestBackoff()
         self._idle_since: dict[str, float] = {}
         self._here_at: dict[str, float] = {}
-        """When the nodes of machines were there last, by their ids; none that has not joined."""
+        """When the nodes of machines were there last, by their ids; none that has not joined. What
+        ran when this scheduler began may have joined, and counts as there then."""
         self._given: dict[str, float] = {}
         """When machines were given back, by their ids."""
-        self._known: dict[str, Machine] = {}
+        self._known: dict[str, Machine] | None = None
         self._state = MachineList(on=config.on, least=config.least, most=config.most)
         self._bounds = Bounds(
             config.least, config.most, config.slots, config.idle_s, config.slot_hours_per_day
@@ -297,11 +299,12 @@ class MachineKeeper:
     def _note_fates(self, seen: Iterable["SeenMachine"]) -> None:
         """Notice machines that joined, and those that ended before they did."""
         now = {item.machine.id: item for item in seen}
-        here = {number for number, one in now.items() if one.state == "here"}
+        joined = {"here"} if self._known is not None else {"here", "coming"}
+        here = {number for number, one in now.items() if one.state in joined}
         if here - self._here_at.keys():
             self._patience.succeeded()
         self._here_at |= dict.fromkeys(here, time.monotonic())
-        for number, machine in self._known.items():
+        for number, machine in (self._known or {}).items():
             if number not in now.keys() | self._here_at.keys() | self._given.keys():
                 waited = f"; it waited: {machine.why}" if machine.why else ""
                 self._patience.failed(

@@ -11,7 +11,7 @@ import pytest
 from tinkermq.actors.learner.evaluations import Evaluations
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.kv import Bucket
-from tinkermq.broker.jetstream.streams import create_job_streams, stream_info
+from tinkermq.broker.jetstream.streams import create_job_streams, create_shared, stream_info
 from tinkermq.broker.tasks import Lease, TaskQueue, ValidationLog
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.config.load_config import parse_config
@@ -215,3 +215,31 @@ async def test_a_version_of_a_run_without_validation_tasks_is_refused_at_once(
             return record.value.blame if record and record.value.state == "given_up" else None
 
         assert "env.num_val is 0" in await eventually(given_up, "the record")
+
+
+async def test_the_newest_records_stay_and_that_of_the_best_version(
+    own_broker: Broker,
+) -> None:
+    await create_shared(own_broker)
+    scope = JobScope("local", "long")
+    await create_job_streams(own_broker, scope, LimitsConfig(), ack_wait_s=30)
+    bucket = Bucket(own_broker, BUCKET_EVALS, EvalRecord)
+    for version, score in enumerate((0.1, 0.9, 0.2, 0.3, 0.4, 0.5)):
+        values = {"val/mean_score": score}
+        record = EvalRecord(version=version, step=version, state="reported", values=values)
+        await bucket.create(f"{scope.key}.{version}", record)
+
+    async def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    async def describe() -> DescribeReply:
+        return DescribeReply(game="g", num_train=None, num_val=NUM_VAL, host="h")
+
+    config = parse_config(small_job(Path("m"), env={"num_val": NUM_VAL}))
+    evaluations = Evaluations(own_broker, scope, config, describe, nothing, nothing, most_kept=2)
+    await evaluations.load()
+    kept = await bucket.items(scope.key)
+    assert [entry.value.version for entry in kept] == [1, 4, 5]
+    assert await evaluations.request(6)
+    await evaluations.load()
+    assert [entry.value.version for entry in await bucket.items(scope.key)] == [1, 4, 5, 6]

@@ -149,6 +149,23 @@ async def test_a_learner_with_code_of_its_owner_sees_its_run_and_models_and_writ
     assert not {"AWS_SECRET_ACCESS_KEY", "HF_TOKEN"} & set(seen["environ"])
 
 
+async def test_actors_start_at_home_where_the_folder_of_their_node_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    (tmp_path / "runs/ada/r").mkdir(parents=True)
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    tell = (sys.executable, "-c", "import os; print(os.getcwd())")
+    run_dir, names = tmp_path / "runs/ada/r", [Path("data.jsonl")]
+    for wanted in (host(run_dir, reads=["data.jsonl"]), learner(run_dir, *names)):
+        sink = Sink()
+        actor = process(wanted, sink, *tell)
+        await asyncio.wait_for(actor.run(), PATIENCE_S)
+        assert sink.lines[-1:] == [str(Path.home())]
+
+
 @pytest.mark.parametrize("named", ["link", "secrets", "runs/bob/r", "runs/ada/r/m", "runs", ""])
 async def test_a_learner_with_code_of_its_owner_is_shown_what_it_may_read_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str

@@ -181,3 +181,26 @@ async def test_a_machine_without_room_for_a_process_fails_that_start_alone(
             assert await asyncio.wait_for(actor.child.wait(), PATIENCE_S) == -signal.SIGKILL
     finally:
         await server.close()
+
+
+async def test_a_server_that_stands_still_is_killed_and_the_next_actor_has_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "server.py").write_text(FORKS_ON_DEMAND)
+    monkeypatch.chdir(tmp_path)
+    run = partial(asyncio.create_subprocess_exec, sys.executable, "server.py")
+    monkeypatch.setattr(
+        asyncio, "create_subprocess_exec", lambda *words, **options: run(words[-1], **options)
+    )
+    server = ForkServer(silence_s=3.0)
+    first = await Actor.start(server)
+    stopped = server.pid
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)
+    assert await asyncio.wait_for(first.child.wait(), PATIENCE_S) == -signal.SIGKILL
+    await until(lambda: not alive(stopped) and not alive(first.child.pid), "their end")
+    second = await Actor.start(server)
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGSTOP)
+    await asyncio.wait_for(server.close(), PATIENCE_S)
+    await until(lambda: not alive(second.child.pid), "the end of the actor")

@@ -15,7 +15,7 @@ from tinkermq.actors.scheduler.jobs.states import secrets_of
 from tinkermq.actors.scheduler.notifier import Plateau
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.credentials import Seal, close_seal
-from tinkermq.broker.feed import publish_metric
+from tinkermq.broker.feed import ValidationScore, publish_metric
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.clients import AsyncSchedulerClient
 from tinkermq.clients.pool import Pool
@@ -330,7 +330,7 @@ async def test_a_plateau_is_told_once(stack: Stack, letterbox: Letterbox) -> Non
 def test_a_plateau_is_steps_without_a_better_value() -> None:
     plateau = Plateau(10)
     told = [
-        plateau.observe({"step": step, "training_step_reward": reward})
+        plateau.observe({"step": step, "training_step_reward": reward}, {})
         for step, reward in [
             (1, 0.1),
             (5, 0.3),
@@ -342,14 +342,25 @@ def test_a_plateau_is_steps_without_a_better_value() -> None:
         ]
     ]
     assert told == [False, False, False, True, False, False, True]
-    assert not plateau.observe({"step": 31})
+    assert not plateau.observe({"step": 31}, {})
 
 
 def test_validation_counts_before_the_reward() -> None:
-    plateau = Plateau(5)
-    assert not plateau.observe({"step": 1, "training_step_reward": 0.1})
-    assert not plateau.observe({"step": 2, "training_step_reward": 9, "val/mean_score": 0.5})
-    assert plateau.observe({"step": 7, "training_step_reward": 99, "val/mean_score": 0.5})
+    plateau, scores = Plateau(5), {2: ValidationScore(0.5, 0.0, 8, 0)}
+    assert not plateau.observe({"step": 1, "training_step_reward": 0.1}, {})
+    assert not plateau.observe({"step": 2, "training_step_reward": 9}, scores)
+    assert plateau.observe({"step": 7, "training_step_reward": 99}, scores)
+    assert (plateau.measure, plateau.best, plateau.best_step) == ("val/mean_score", 0.5, 2)
+
+
+def test_a_validation_that_was_cut_at_its_deadline_ends_no_plateau() -> None:
+    plateau, scores = Plateau(5), {2: ValidationScore(0.5, 0.0, 8, 0)}
+    assert not plateau.observe({"step": 2}, scores)
+    cut = {**scores, 4: ValidationScore(1.0, 1.0, 1, 7)}
+    assert not plateau.observe({"step": 4}, cut)
+    assert plateau.observe({"step": 7}, cut)
+    assert not plateau.observe({"step": 9}, {**cut, 8: ValidationScore(0.6, 0.0, 8, 0)})
+    assert plateau.best == 0.6
 
 
 @pytest.mark.parametrize("section", ["algorithm", "training"])

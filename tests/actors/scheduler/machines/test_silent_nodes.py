@@ -26,13 +26,16 @@ SILENT, NEVER_CAME = MachineNames(URL).free([], 2)
 
 @dataclass
 class Cluster:
-    """Two machines that run, whatever is done to them."""
+    """Machines that run, whatever is done to them."""
 
+    names: list[str]
+    looks: int = 0
     releases: list[tuple[str, bool]] = field(default_factory=list[tuple[str, bool]])
 
     async def list_machines(self) -> list[Machine]:
+        self.looks += 1
         started = time.time() - 1000
-        return [Machine(name, name, "started", started) for name in (SILENT, NEVER_CAME)]
+        return [Machine(name, name, "started", started) for name in self.names]
 
     async def request_machine(self, name: str) -> None:
         raise PlacementError(f"there is no room for {name}")
@@ -54,7 +57,7 @@ async def test_a_node_that_falls_silent_drains_and_is_ended_if_that_takes_too_lo
     own_broker: Broker,
 ) -> None:
     await create_shared(own_broker)
-    pool, cluster = Nodes(own_broker, Timing()), Cluster()
+    pool, cluster = Nodes(own_broker, Timing()), Cluster([SILENT])
     await pool.records.open(lambda: None)
     records = Bucket(own_broker, BUCKET_NODES, NodeStatus)
     await records.put(SILENT, NodeStatus(node=SILENT, host="h", slots=2, time=time.time()))
@@ -67,6 +70,8 @@ async def test_a_node_that_falls_silent_drains_and_is_ended_if_that_takes_too_lo
 
     await eventually(lambda: node_is(True), "the node")
     keeping = asyncio.create_task(keeper.run(no_demand, lambda: True))
+    await until(lambda: cluster.looks > 1, "a look at the cluster")
+    cluster.names.append(NEVER_CAME)
     await until(lambda: cluster.of(NEVER_CAME) != [], "what never came to be released")
     assert cluster.of(NEVER_CAME)[0] is False
     assert cluster.of(SILENT) == []
@@ -82,3 +87,18 @@ async def test_a_node_that_falls_silent_drains_and_is_ended_if_that_takes_too_lo
     await until(lambda: False in cluster.of(SILENT), "what does not drain to be ended")
     keeping.cancel()
     await pool.records.close()
+
+
+async def test_what_ran_before_the_scheduler_has_time_to_join_and_drains(
+    own_broker: Broker,
+) -> None:
+    await create_shared(own_broker)
+    pool, cluster = Nodes(own_broker, Timing()), Cluster([SILENT])
+    config = MachinesConfig(kind="slurm", least=1, join_s=1, look_s=0.01, drain_s=1)
+    keeper = MachineKeeper(own_broker, config, URL, cluster, pool)
+    keeping = asyncio.create_task(keeper.run(no_demand, lambda: True))
+    await until(lambda: cluster.of(SILENT) != [], "the silent machine to be released")
+    assert cluster.of(SILENT)[0] is True, "no time to drain"
+    assert cluster.looks > 2, "no time to join"
+    await until(lambda: False in cluster.of(SILENT), "what does not drain to be ended")
+    keeping.cancel()
