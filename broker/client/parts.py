@@ -2,7 +2,8 @@
 
 The service sends numbered parts to the caller's inbox until the last one, and an empty part
 while it has no content for some time: for a caller that gets nothing at all the
-service has died. A caller that goes away early says so, and the service stops working for it.
+service has died. A caller that goes away early says so, and the service stops working for it. Of
+one that has died the server says that nobody listens to its parts any more.
 """
 
 import asyncio
@@ -201,6 +202,8 @@ class PartsService:
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
         """By the user who asked, where that is known, and the request's name."""
         self._of_users: Counter[str] = Counter()
+        self._unheard = SharedInbox(broker)
+        """Where the server says that nobody listens to an answer."""
 
     @property
     def num_running(self) -> int:
@@ -224,7 +227,7 @@ class PartsService:
         async def answer(request: Request) -> None:
             if reply := allowed_reply(request.subject, reply_of(request)):
                 sender = _Sender(self._broker, reply, part_model(), self._alive_s)
-                await self._answer(sender, handler, request_model, request.data)
+                await self._answer_while_heard(sender, handler, request_model, request.data)
 
         await self._service.raw_endpoint(name, subject, answer)
 
@@ -258,7 +261,7 @@ class PartsService:
                 return
             self._of_users[user] += 1
             try:
-                await self._answer(sender, handle, request_model, payload, user)
+                await self._answer_while_heard(sender, handle, request_model, payload, user)
             finally:
                 self._of_users[user] -= 1
                 if not self._of_users[user]:
@@ -287,8 +290,8 @@ class PartsService:
         Whoever listens there hears each of them and answers it: `blank` is what signs of life and
         errors are made of, so that they say whose they are. The subject is not listed among the
         service's own; it may come and go while the service runs. A request beyond `max_running` is
-        refused with BusyError. Stopping ends no request that runs: `cancel` does, or the service's
-        end.
+        refused with BusyError. Neither stopping nor the caller's death ends a request that runs:
+        `cancel` does, or the service's end.
         """
         empty = part_model() if blank is None else blank
         running = 0
@@ -322,6 +325,22 @@ class PartsService:
         task = self._running.get((user, request))
         if task is not None:
             task.cancel()
+
+    async def _answer_while_heard(
+        self,
+        sender: "_Sender[P]",
+        handler: PartsHandler[Q, P],
+        model: type[Q],
+        payload: bytes,
+        user: str = "",
+    ) -> None:
+        """Answer until nobody listens any more: a part that was lost is missed in any case."""
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+        sender.unheard = await self._unheard.new_subject(lambda _: task.cancel())
+        try:
+            await self._answer(sender, handler, model, payload, user)
+        finally:
+            self._unheard.forget(sender.unheard)
 
     async def _answer(
         self,
@@ -383,6 +402,8 @@ class _Sender(Generic[P]):
         self._alive_s = alive_s
         self._index = 0
         self._order = asyncio.Lock()
+        self.unheard = ""
+        """Where the server says that nobody listens; empty: nowhere."""
 
     async def send(self, part: P) -> None:
         async with self._order:
@@ -390,7 +411,7 @@ class _Sender(Generic[P]):
             # one that is too large is not sent, and the error in its place has its number
             self._broker.check_size(len(payload), what="a part of an answer")
             self._index += 1
-            await self._broker.publish(self._inbox, payload)
+            await self._broker.publish(self._inbox, payload, reply=self.unheard)
 
     async def fail(self, error: errors.TinkermqError) -> None:
         reply = ErrorReply.of(error.code, error.message, error.hint)
