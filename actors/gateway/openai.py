@@ -10,6 +10,7 @@ unless the answer has a form without room for it; Responses and Messages return 
 """
 
 import asyncio
+import json
 import time
 import uuid
 from collections.abc import (
@@ -32,7 +33,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ...broker.client.connection import Broker
-from ...broker.client.parts import ask_parts
+from ...broker.client.parts import Room, ask_parts
 from ...broker.jobs import JobStore
 from ...broker.presence import list_presences
 from ...envs.model_apis import answers
@@ -51,7 +52,7 @@ from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.tinker.names import is_path
 from ...schemas.wire import errors
 from ...schemas.wire.codec import read_json
-from .limits import MAX_INFERENCE_BYTES
+from .limits import MAX_INFERENCE_BYTES, TAKEN
 from .tinker.trainers import Trainers
 
 # -- finding the model of a request ----------------------------------------------------------------
@@ -89,7 +90,7 @@ class Serving:
         return name in (record.name, record.job, self.model, record.serves)
 
     def ask(
-        self, broker: Broker, query: infer.ChatRequest | infer.CompletionRequest
+        self, broker: Broker, query: "Query", room: Room | None
     ) -> AsyncGenerator[infer.InferPart, None]:
         """Ask one of the job's servers; closing the generator cancels the work."""
         scope = self.record.scope
@@ -101,6 +102,7 @@ class Serving:
             infer.InferPart,
             waiting_for=f"a server of {self.record.name}",
             cancel=(scope.infer("cancel"), infer.CancelInference(request=query.request)),
+            room=room,
         )
 
     def shown(self) -> dict[str, Any]:
@@ -196,10 +198,10 @@ class SampledPath:
     trainers: Trainers
 
     def ask(
-        self, broker: Broker, query: infer.ChatRequest | infer.CompletionRequest
+        self, broker: Broker, query: "Query", room: Room | None
     ) -> AsyncGenerator[infer.InferPart, None]:
         """Ask one of the samplers; closing the generator cancels the work."""
-        return self.trainers.answer(broker, self.job, query)
+        return self.trainers.answer(broker, self.job, query, room)
 
     def shown(self) -> dict[str, Any]:
         """Return it as OpenAI tells of a model."""
@@ -237,11 +239,15 @@ class ServedModels:
 
 
 T = TypeVar("T")
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 Query: TypeAlias = infer.ChatRequest | infer.CompletionRequest
 
 _STATEFUL = "x-tinkermq-stateful"
 _LARGE = 64 << 10
-"""Bytes of a body that is read in a thread: the loop answers others meanwhile."""
+"""Bytes of what is read or written in a thread: the loop answers others meanwhile."""
+_VALUE_BYTES = 64
+"""Of an answer as JSON, for each token, log-prob and likeliest token."""
+_PIECE_ITEMS = 64
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _GONE_S = 0.5
 _CLIENT_CLOSED = 499
@@ -295,11 +301,12 @@ class Answering:
         asked, query = read
         model = await self._models.find(broker, asked.model)
         query = query.model_copy(update={"adapter": model.adapter})
-        parts = model.ask(broker, query)
+        room: Room | None = request.scope.get(TAKEN)
+        parts = model.ask(broker, query, room)
         reading = ServedAnswer(api, asked, query)
         if not asked.stream:
-            value = await unless_gone(request, _whole(parts, reading))
-            return JSONResponse(value)
+            raw = await unless_gone(request, _whole(parts, reading, room))
+            return Response(raw, media_type="application/json")
         first = await unless_gone(request, _first_of(parts))
         return StreamingResponse(
             _stream(first, parts, reading),
@@ -538,12 +545,53 @@ def _logprobs(delta: infer.Delta) -> list[answers.TokenLogprob]:
 
 
 async def _whole(
-    parts: AsyncGenerator[infer.InferPart, None], reading: ServedAnswer
-) -> dict[str, Any]:
+    parts: AsyncGenerator[infer.InferPart, None], reading: ServedAnswer, room: Room | None
+) -> bytes:
+    """Return an answer as JSON; it takes up room until the request is over."""
+    held_bytes = 0
     async with aclosing(parts):
         async for part in parts:
+            num_bytes = _held_bytes(part)
+            if room is not None:
+                room.hold(num_bytes)
+            held_bytes += num_bytes
             _exhaust(reading.push(part))
-    return reading.whole()
+    if held_bytes < _LARGE:
+        return _encoded(_encode(reading.whole()))
+    return await asyncio.to_thread(lambda: _encoded("".join(_json(reading.whole()))))
+
+
+def _held_bytes(part: infer.InferPart) -> int:
+    """Return about how many bytes of an answer a part makes."""
+    num_values = sum(
+        len(delta.token_ids) + len(delta.logprobs) + sum(map(len, delta.top_logprobs))
+        for delta in part.deltas
+    )
+    num_values += sum(score.logprobs.size + score.top_ids.size for score in part.scores)
+    return _VALUE_BYTES * num_values + sum(len(delta.text) for delta in part.deltas)
+
+
+def _json(value: Any, depth: int = 4) -> Iterator[str]:
+    """Yield JSON in pieces, between which other threads have their turns.
+
+    Down to a choice's fields each value is a piece, below them some items of a list.
+    """
+    if isinstance(value, dict) and depth:
+        fields = cast("dict[str, Any]", value).items()
+        for number, (name, field) in enumerate(fields):
+            yield f"{',' if number else '{'}{_encode(name)}:"
+            yield from _json(field, depth - 1)
+        yield "}" if fields else "{}"
+    elif isinstance(value, list) and value:
+        items = cast("list[Any]", value)
+        step = 1 if depth > 2 else _PIECE_ITEMS
+        for start in range(0, len(items), step):
+            yield "," if start else "["
+            some = items[start : start + step]
+            yield from _json(some[0], depth - 1) if step == 1 else [_encode(some)[1:-1]]
+        yield "]"
+    else:
+        yield _encode(value)
 
 
 async def _stream(

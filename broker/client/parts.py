@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Generic, TypeAlias, TypeVar, cast
+from typing import Generic, Protocol, TypeAlias, TypeVar, cast
 
 import structlog
 from nats.aio.msg import Msg
@@ -72,6 +72,18 @@ class SharedInbox:
             taker(message)
 
 
+class Room(Protocol):
+    """Memory for what has come and was not taken yet."""
+
+    def hold(self, num_bytes: int) -> None:
+        """Take so many bytes; raises a TinkermqError where there is no room."""
+        ...
+
+    def release(self, num_bytes: int) -> None:
+        """Give them back."""
+        ...
+
+
 class Inbox:
     """Receives the answers to one request after the other."""
 
@@ -81,18 +93,22 @@ class Inbox:
         *,
         ends_with_connection: bool = True,
         shared: SharedInbox | None = None,
+        room: Room | None = None,
     ) -> None:
         """Prepare; the first request subscribes, or takes a subject of the `shared` subscription.
 
-        Without `ends_with_connection` answers may go on coming after a reconnect.
+        Without `ends_with_connection` answers may go on coming after a reconnect. What finds no
+        place in the `room` takes that of all that waits: only the error is left.
         """
         self._broker = broker
         self._shared = shared
+        self._room = room
+        self._is_over = False
         self._subjects: list[str] = []
         self._prefix = "" if shared is not None else broker.nc.new_inbox()
         self._number = 0
         self._asked = ""
-        self._arrived: asyncio.Queue[Msg | errors.BrokerError] = asyncio.Queue()
+        self._arrived: asyncio.Queue[Msg | errors.TinkermqError] = asyncio.Queue()
         self._listening: Listening | None = None
         self._removals = [broker.on_error(self._denied)]
         if ends_with_connection:
@@ -101,13 +117,11 @@ class Inbox:
     async def new_subject(self) -> str:
         """Return a subject whose messages come here, of one request."""
         if self._shared is not None:
-            subject = await self._shared.new_subject(self._arrived.put_nowait)
+            subject = await self._shared.new_subject(self._take)
             self._subjects.append(subject)
             return subject
         if self._listening is None:
-            self._listening = await self._broker.listen(
-                f"{self._prefix}.*", self._arrived.put_nowait
-            )
+            self._listening = await self._broker.listen(f"{self._prefix}.*", self._take)
         self._number += 1
         return f"{self._prefix}.{self._number}"
 
@@ -117,7 +131,7 @@ class Inbox:
         A server that looks whether anybody listens there finds no wildcard, and would wait for one
         who does.
         """
-        self._listening = await self._broker.listen(self._prefix, self._arrived.put_nowait)
+        self._listening = await self._broker.listen(self._prefix, self._take)
         return self._prefix
 
     async def ask(self, subject: str, payload: bytes) -> str:
@@ -130,15 +144,16 @@ class Inbox:
     async def next(self, timeout_s: float) -> Msg:
         """Return the next message, of whichever request.
 
-        Raises ConnectionLost, DeniedError, TimeoutError.
+        Raises ConnectionLost, DeniedError, TimeoutError, and what the room raised.
         """
         if self._arrived.empty():
             async with asyncio.timeout(timeout_s):
                 arrived = await self._arrived.get()
         else:
             arrived = self._arrived.get_nowait()
-        if isinstance(arrived, errors.BrokerError):
+        if isinstance(arrived, errors.TinkermqError):
             raise arrived
+        self._release(arrived)
         return arrived
 
     def drain(self) -> list[Msg]:
@@ -146,12 +161,15 @@ class Inbox:
         messages: list[Msg] = []
         while not self._arrived.empty():
             arrived = self._arrived.get_nowait()
-            if not isinstance(arrived, errors.BrokerError):
+            if not isinstance(arrived, errors.TinkermqError):
+                self._release(arrived)
                 messages.append(arrived)
         return messages
 
     async def close(self) -> None:
         """Unsubscribe."""
+        self._is_over = True
+        self.drain()
         for remove in self._removals:
             remove()
         if self._shared is not None:
@@ -160,6 +178,23 @@ class Inbox:
         listening, self._listening = self._listening, None
         if listening is not None:
             await listening.stop()
+
+    def _take(self, message: Msg) -> None:
+        if self._is_over:
+            return
+        try:
+            if self._room is not None:
+                self._room.hold(len(message.data))
+        except errors.TinkermqError as error:
+            self._is_over = True
+            self.drain()
+            self._arrived.put_nowait(error)
+        else:
+            self._arrived.put_nowait(message)
+
+    def _release(self, message: Msg) -> None:
+        if self._room is not None:
+            self._room.release(len(message.data))
 
     def _lost(self) -> None:
         self._arrived.put_nowait(faults.broken(self._broker.url, self._asked))
@@ -440,6 +475,7 @@ async def ask_parts(
     rank: Callable[[P], int] | None = None,
     least_rank: int = 0,
     shared: SharedInbox | None = None,
+    room: Room | None = None,
 ) -> AsyncGenerator[P, None]:
     """Send a request and yield the parts of its answer that say something, the last one included.
 
@@ -447,12 +483,14 @@ async def ask_parts(
     several may answer the same request, each numbers its own parts: `rank` distinguishes them, and
     only those of the highest that was heard are taken, and none below `least_rank`; of the others,
     errors and ends are passed over as well. Who asks often hands in an inbox that is `shared`.
+    Parts that wait for a slow reader take up `room`.
 
     Raises the error that the service raised, NobodyAnswersError if no service listens,
-    DeadlineError after `silence_s` without a part, ConnectionLost when a part was lost.
+    DeadlineError after `silence_s` without a part, ConnectionLost when a part was lost, and what
+    the room raises where there is none left.
     """
     # no end with the connection: the parts' numbers show if one was lost
-    inbox = Inbox(broker, ends_with_connection=False, shared=shared)
+    inbox = Inbox(broker, ends_with_connection=False, shared=shared, room=room)
     ended = False
     try:
         await broker.wait_connected(broker.clock() + silence_s, waiting_for=waiting_for)

@@ -185,6 +185,46 @@ async def test_the_work_for_a_caller_who_has_died_ends(
     await parts.aclose()
 
 
+class SmallRoom:
+    """Room for a few parts."""
+
+    def __init__(self) -> None:
+        self.held = 0
+        self.was_full = asyncio.Event()
+
+    def hold(self, num_bytes: int) -> None:
+        """Take some."""
+        if self.held + num_bytes > 1000:
+            self.was_full.set()
+            raise BusyError("the reader is slow")
+        self.held += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Give some back."""
+        self.held -= num_bytes
+
+
+async def test_parts_that_wait_for_a_slow_reader_are_bounded_and_what_is_lost_is_told(
+    broker: Broker, scope: JobScope, counter: Counter
+) -> None:
+    room = SmallRoom()
+    async with aclosing(asking(broker, scope, 500, room=room)) as parts:
+        with pytest.raises(BusyError, match="the reader is slow"):
+            async for _ in parts:
+                await asyncio.wait_for(room.was_full.wait(), PATIENCE_S)
+    assert room.held == 0
+
+
+async def test_one_who_reads_as_fast_as_parts_come_needs_no_room(
+    broker: Broker, scope: JobScope, counter: Counter
+) -> None:
+    room = SmallRoom()
+    for number in range(30):
+        found = [part async for part in asking(broker, scope, 3, f"n{number}", room=room)]
+        assert len(found) == 4
+    assert room.held == 0
+
+
 async def test_one_id_is_one_request(broker: Broker, scope: JobScope, counter: Counter) -> None:
     counter.go_on.clear()
     first = asking(broker, scope, 1)

@@ -56,6 +56,20 @@ async def test_a_chat_is_answered_whole_with_logprobs_and_usage(client: AsyncOpe
     assert (chat.usage.prompt_tokens, chat.usage.total_tokens) == (3, 5)
 
 
+async def test_a_long_answer_with_logprobs_is_whole(client: AsyncOpenAI, canned: Canned) -> None:
+    canned.words = ["é", '"', "\n"] * 400
+    asked: Any = {"model": "my-run@4", "extra_body": {"return_token_ids": True}}
+    chat: Any = await client.chat.completions.create(messages=ASKED, logprobs=True, **asked)
+    (choice,) = chat.choices
+    assert choice.message.content == "".join(canned.words)
+    assert [one.token for one in choice.logprobs.content] == canned.words
+    assert choice.token_ids == list(range(1200))
+    text = (await client.completions.create(prompt="Oh ", logprobs=0, **asked)).choices[0]
+    assert text.text == "".join(canned.words)
+    assert text.logprobs is not None
+    assert text.logprobs.text_offset == list(range(1200))
+
+
 async def test_an_adapter_beside_what_is_served_is_asked_by_its_name(
     client: AsyncOpenAI, canned: Canned
 ) -> None:
