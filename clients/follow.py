@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any, TypeAlias
 
-from ..broker.feed import ValidationScore, best_of, follow
+from ..broker.feed import ValidationScore, best_of, read_feed
+from ..broker.jetstream.direct_get import StreamReader, get_newest
 from ..broker.presence import INTERVAL_S, list_presences
 from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.metric import Event, LogLines, Metric, Presence
@@ -23,7 +24,8 @@ Actors: TypeAlias = tuple[Presence, ...]
 Update: TypeAlias = Metric | Event | JobRecord | Actors
 POLL_S = 0.5
 QUIET_S = 0.5
-"""After the end of a run, its feed is read until it is quiet for this long."""
+"""After the end of a run, its feed is read to its end and until it is quiet for this long."""
+_BROKER_S = 60.0
 _QUEUE_LENGTH = 256
 
 
@@ -73,6 +75,10 @@ class _Follower:
         self._record = record
         self._from_start = from_start
         self._heard = time.monotonic()
+        self._read = 0
+        """Sequence of the last entry of the feed that is in the queue."""
+        self._is_removed = False
+        """Whether nothing more comes of the feed."""
         self._is_away = False
 
     def report_broker_away(self) -> None:
@@ -106,21 +112,21 @@ class _Follower:
                 await self._read_feed()
             except NotFoundError:
                 if self._record.state in FINAL_STATES:
+                    self._is_removed = True
                     return  # its streams were deleted; the record has the rest
                 await asyncio.sleep(POLL_S)
 
     async def _read_feed(self) -> None:
-        feed = follow(
-            self._pool.broker,
-            self._record.scope,
-            ("metric", "event"),
-            from_start=self._from_start,
-        )
-        async with aclosing(feed) as messages:
-            async for message in messages:
-                self._heard = time.monotonic()
-                if not isinstance(message, LogLines):
+        scope, first = self._record.scope, 1 if self._from_start else None
+        subjects = [scope.metric, scope.event]
+        reader = StreamReader(self._pool.broker, scope.stream_feed, subjects, from_seq=first)
+        await reader.start()
+        self._read = reader.next_seq - 1
+        async with aclosing(read_feed(reader, scope)) as messages:
+            async for seq, message in messages:
+                if message is not None and not isinstance(message, LogLines):
                     await self.updates.put(message)
+                self._read, self._heard = seq, time.monotonic()
 
     async def watch(self) -> None:
         """Poll the record; its final state is queued after the last metrics."""
@@ -134,9 +140,24 @@ class _Follower:
                 if not self._ended:
                     await self.updates.put(newest)
         self._heard = time.monotonic()
-        while (left := self._heard + QUIET_S - time.monotonic()) > 0:  # noqa: ASYNC110  quiet is the absence of events
-            await asyncio.sleep(left)
+        while (left := self._heard + QUIET_S - time.monotonic()) > 0 or await self._has_more():
+            await asyncio.sleep(max(left, POLL_S))
         await self.updates.put(self._record)
+
+    async def _has_more(self) -> bool:
+        """Whether entries of the feed wait to be read, as behind a slow reader of the updates."""
+        if self._is_removed:
+            return False
+        broker, stream = self._pool.broker, self._record.scope.stream_feed
+        try:
+            newest = await broker.retry(
+                lambda: get_newest(broker, stream, ">"),
+                deadline_s=_BROKER_S,
+                waiting_for=f"stream {stream}",
+            )
+        except NotFoundError:
+            return False
+        return newest is not None and newest.seq > self._read
 
     async def read_actors(self) -> None:
         """Poll the heartbeats."""

@@ -281,6 +281,12 @@ class StreamReader:
         self._sign = asyncio.Event()
         self._listening: list[Listening] = []
 
+    @property
+    def next_seq(self) -> int:
+        """The sequence behind the last one that was read; of a reader that was started."""
+        assert self._next_seq is not None, "the reader was not started"
+        return self._next_seq
+
     async def start(self) -> None:
         """Fix the position now, so that what is stored from here on is not missed.
 

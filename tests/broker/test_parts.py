@@ -208,10 +208,14 @@ async def test_parts_that_wait_for_a_slow_reader_are_bounded_and_what_is_lost_is
     broker: Broker, scope: JobScope, counter: Counter
 ) -> None:
     room = SmallRoom()
-    async with aclosing(asking(broker, scope, 500, room=room)) as parts:
-        with pytest.raises(BusyError, match="the reader is slow"):
+
+    async def read_slowly() -> None:
+        async with aclosing(asking(broker, scope, 500, room=room)) as parts:
             async for _ in parts:
                 await asyncio.wait_for(room.was_full.wait(), PATIENCE_S)
+
+    with pytest.raises(BusyError, match="the reader is slow"):
+        await read_slowly()
     assert room.held == 0
 
 
