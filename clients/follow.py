@@ -140,7 +140,7 @@ class _Follower:
                 if not self._ended:
                     await self.updates.put(newest)
         self._heard = time.monotonic()
-        while (left := self._heard + QUIET_S - time.monotonic()) > 0 or await self._has_more():
+        while (left := self._heard + QUIET_S - time.monotonic()) > 0 or await self._has_more():  # noqa: ASYNC110  quiet is the absence of events
             await asyncio.sleep(max(left, POLL_S))
         await self.updates.put(self._record)
 

@@ -250,6 +250,8 @@ _VALUE_BYTES = 64
 _PIECE_ITEMS = 64
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _GONE_S = 0.5
+_KEEPALIVE_S = 15.0
+"""Shorter than proxies wait for a stream that says nothing."""
 _CLIENT_CLOSED = 499
 _MAX_SEED = 1 << 63
 _SHOWN = 100
@@ -287,9 +289,10 @@ _HINTS = {
 class Answering:
     """Answers requests of every API."""
 
-    def __init__(self, models: ServedModels) -> None:
-        """Ask `models`."""
+    def __init__(self, models: ServedModels, keepalive_s: float) -> None:
+        """Ask `models`; a stream that has nothing to say says so each `keepalive_s`."""
         self._models = models
+        self._keepalive_s = keepalive_s
 
     async def answer(self, request: Request, broker: Broker, api: answers.ModelApi) -> Response:
         """Answer one request as `broker`'s user."""
@@ -307,9 +310,9 @@ class Answering:
         if not asked.stream:
             raw = await unless_gone(request, _whole(parts, reading, room))
             return Response(raw, media_type="application/json")
-        first = await unless_gone(request, _first_of(parts))
+        first = await unless_gone(request, _first_of(parts, self._keepalive_s))
         return StreamingResponse(
-            _stream(first, parts, reading),
+            _stream(first, parts, reading, api.waiting, self._keepalive_s),
             media_type="text/event-stream",
             headers=_STREAM_HEADERS,
         )
@@ -594,22 +597,34 @@ def _json(value: Any, depth: int = 4) -> Iterator[str]:
         yield _encode(value)
 
 
+_Coming: TypeAlias = "asyncio.Future[infer.InferPart]"
+
+
 async def _stream(
-    first: infer.InferPart, parts: AsyncGenerator[infer.InferPart, None], reading: ServedAnswer
+    coming: _Coming,
+    parts: AsyncGenerator[infer.InferPart, None],
+    reading: ServedAnswer,
+    waiting: str,
+    keepalive_s: float,
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of an answer; the server stops when the reader goes away."""
-    async with aclosing(parts):
-        for text in (*reading.start(first), *reading.push(first)):
-            yield _encoded(text)
-        try:
-            async for part in parts:
-                for text in reading.push(part):
-                    yield _encoded(text)
-        except errors.TinkermqError as error:
-            yield _encoded(reading.fail(error))
-            return
+    has_begun = False
+    try:
+        while True:
+            while not (await asyncio.wait({coming}, timeout=keepalive_s))[0]:
+                yield _encoded(waiting)
+            part = coming.result()
+            for text in (*(() if has_begun else reading.start(part)), *reading.push(part)):
+                yield _encoded(text)
+            has_begun = True
+            coming = asyncio.ensure_future(anext(parts))
+    except StopAsyncIteration:
         for text in reading.end():
             yield _encoded(text)
+    except errors.TinkermqError as error:
+        yield _encoded(reading.fail(error))
+    finally:
+        await _give_up(coming, parts)
 
 
 def _encoded(text: str) -> bytes:
@@ -644,13 +659,22 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
         task.cancel()
 
 
-async def _first_of(parts: AsyncGenerator[infer.InferPart, None]) -> infer.InferPart:
-    """Return the first part, so that what is refused at once gets a status of its own."""
+async def _first_of(parts: AsyncGenerator[infer.InferPart, None], wait_s: float) -> _Coming:
+    """Return the first part: one that comes soon, so that a refusal has a status of its own."""
+    coming = asyncio.ensure_future(anext(parts))
     try:
-        return await anext(parts)
+        if (await asyncio.wait({coming}, timeout=wait_s))[0]:
+            coming.result()
     except BaseException:
-        await parts.aclose()
+        await _give_up(coming, parts)
         raise
+    return coming
+
+
+async def _give_up(coming: _Coming, parts: AsyncGenerator[infer.InferPart, None]) -> None:
+    coming.cancel()
+    await asyncio.gather(coming, return_exceptions=True)
+    await parts.aclose()
 
 
 async def read_body(request: Request) -> bytes:
@@ -678,9 +702,11 @@ class UserBrokers(Protocol):
         ...
 
 
-def routes(sessions: UserBrokers, trainers: Trainers) -> list[Route]:
+def routes(
+    sessions: UserBrokers, trainers: Trainers, *, keepalive_s: float = _KEEPALIVE_S
+) -> list[Route]:
     """Return the endpoints, for the gateway's application."""
-    endpoints = ModelEndpoints(sessions, ServedModels(trainers))
+    endpoints = ModelEndpoints(sessions, ServedModels(trainers), keepalive_s)
     methods = (
         ("/v1/chat/completions", CHAT),
         ("/v1/completions", COMPLETIONS),
@@ -702,11 +728,11 @@ def routes(sessions: UserBrokers, trainers: Trainers) -> list[Route]:
 class ModelEndpoints:
     """The endpoints."""
 
-    def __init__(self, sessions: UserBrokers, models: ServedModels) -> None:
+    def __init__(self, sessions: UserBrokers, models: ServedModels, keepalive_s: float) -> None:
         """Answer visitors of `sessions` from `models`."""
         self._sessions = sessions
         self._models = models
-        self._answering = Answering(models)
+        self._answering = Answering(models, keepalive_s)
 
     async def models(self, request: Request) -> Response:
         """List what the user's jobs serve."""

@@ -186,6 +186,24 @@ async def test_a_reader_who_leaves_a_stream_ends_the_work_for_it(
     await asyncio.wait_for(canned.cancelled.wait(), PATIENCE_S)
 
 
+@pytest.mark.parametrize("words", [[], ["Hel"]], ids=["before its first word", "behind a word"])
+@pytest.mark.parametrize(
+    ("path", "sign"), [("chat/completions", ": waiting"), ("messages", "event: ping")]
+)
+async def test_a_stream_that_has_nothing_to_say_is_kept_alive(
+    broker: Broker, canned: Canned, words: list[str], path: str, sign: str
+) -> None:
+    canned.words, canned.hang = words, True
+    asked = {"model": "my-run@4", "messages": ASKED, "max_tokens": 9, "stream": True}
+    async with serving(broker, keepalive_s=0.05) as url, httpx.AsyncClient() as http:
+        async with http.stream("POST", f"{url}/{path}", json=asked, timeout=PATIENCE_S) as answer:
+            assert answer.status_code == 200
+            async for line in answer.aiter_lines():
+                if line == sign:
+                    break
+        await asyncio.wait_for(canned.cancelled.wait(), PATIENCE_S)
+
+
 async def test_a_caller_who_hangs_up_ends_the_work_for_it(
     client: AsyncOpenAI, canned: Canned
 ) -> None:
