@@ -301,6 +301,7 @@ class ChatCompletionAnswer:
         """Tokens of the prompt, where they were asked for and are known."""
         self._head = head
         self._include_usage = request.include_usage
+        self._is_streamed = request.stream
         self._choices = [
             _Choice(number, request.custom_tools, is_streamed=request.stream)
             for number in range(request.num_choices)
@@ -376,6 +377,8 @@ class ChatCompletionAnswer:
         tokens: answers.NewTokens | None = None,
         top: Mapping[str, Any] | None = None,
     ) -> str:
+        if not self._is_streamed:  # nobody reads it, and log-probs take their time
+            return ""
         tokens = tokens or answers.NewTokens()
         choice: dict[str, Any] = {
             "index": of.number,
@@ -409,6 +412,7 @@ class CompletionAnswer:
         """Log-probs of the prompts' tokens, where they were asked for."""
         self._head = head
         self._include_usage = request.include_usage
+        self._is_streamed = request.stream
         self._num_top = request.top_logprobs or 0
         self._per_prompt = request.num_choices
         num = request.num_choices * len(request.prompts)
@@ -428,7 +432,7 @@ class CompletionAnswer:
         of.text += text
         if tokens is not None:
             of.add_tokens(tokens)
-        if text or tokens:
+        if self._is_streamed and (text or tokens):
             new = self._choice(of, text, tokens or answers.NewTokens())
             yield self._event({**new, "finish_reason": None})
 
