@@ -174,23 +174,24 @@ async def follow(
     """Yield metrics, events and log lines as they are stored, and end once `stop` is set.
 
     What is stored by then still comes. Each kind comes in order and without gaps, also across
-    restarts of the server. Without `from_start` only what is stored once `started` is set. Leave it
-    through `contextlib.aclosing`.
+    restarts of the server; what was discarded before it was read, of a log or of metrics and
+    events, is an event of its own. Without `from_start` only what is stored once `started` is set.
+    Leave it through `contextlib.aclosing`.
 
     Raises NotFoundError when the job is gone.
     """
     queue: asyncio.Queue[FeedMessage] = asyncio.Queue(_QUEUE_LENGTH)
     readers = _readers(broker, scope, kinds, from_start)
-    for reader in readers:
+    for reader, _ in readers:
         await reader.start()
     if started is not None:
         started.set()
     tasks: set[asyncio.Task[object]] = {
-        asyncio.create_task(_pump(reader, scope, queue), name=f"follow {scope.key}")
-        for reader in readers
+        asyncio.create_task(_pump(reader, scope, queue, is_whole), name=f"follow {scope.key}")
+        for reader, is_whole in readers
     }
     if stop is not None:
-        end = _until_read(readers, stop)
+        end = _until_read([reader for reader, _ in readers], stop)
         tasks.add(asyncio.create_task(end, name=f"end of following {scope.key}"))
     try:
         while (message := await _next(queue, tasks)) is not None:
@@ -225,25 +226,40 @@ async def _next(
         getting.cancel()
 
 
-async def _pump(reader: StreamReader, scope: JobScope, queue: "asyncio.Queue[FeedMessage]") -> None:
+async def _pump(
+    reader: StreamReader, scope: JobScope, queue: "asyncio.Queue[FeedMessage]", is_whole: bool
+) -> None:
+    """Hand on what a reader reads; if that is its whole stream, what is missing is an event."""
+    expected = reader.next_seq
     async with aclosing(reader.messages()) as messages:
         async for stored in messages:
+            if is_whole and stored.seq > expected:
+                await queue.put(_discarded(stored.seq - expected))
+            expected = stored.seq + 1
             message = parse_feed_message(stored, scope)
             if message is not None:
                 await queue.put(message)
 
 
+def _discarded(num: int) -> Event:
+    message = f"{num:,} entries had been discarded before they were read; see limits.log_bytes"
+    return Event(kind="entries_discarded", source="client", message=message, time=time.time())
+
+
 def _readers(
     broker: Broker, scope: JobScope, kinds: Collection[FeedKind], from_start: bool
-) -> list[StreamReader]:
+) -> list[tuple[StreamReader, bool]]:
+    """Return readers, and whether each reads the whole of its stream."""
     first = 1 if from_start else None
     wanted = {"metric": scope.metric, "event": scope.event}
     subjects = [subject for kind, subject in wanted.items() if kind in kinds]
-    readers: list[StreamReader] = []
+    readers: list[tuple[StreamReader, bool]] = []
     if subjects:
-        readers.append(StreamReader(broker, scope.stream_feed, subjects, from_seq=first))
+        feed = StreamReader(broker, scope.stream_feed, subjects, from_seq=first)
+        readers.append((feed, len(subjects) == len(wanted)))
     if "log" in kinds:
-        readers.append(StreamReader(broker, scope.stream_log, [scope.log("*")], from_seq=first))
+        log = StreamReader(broker, scope.stream_log, [scope.log("*")], from_seq=first)
+        readers.append((log, True))
     return readers
 
 

@@ -296,6 +296,8 @@ class AsyncRun(PoolClient):
         lines: list[str] = []
         async with aclosing(run_records.read_log_lines(pool, record, follow_on=False)) as batches:
             async for batch in batches:
+                if isinstance(batch, Event):
+                    continue
                 if actor in (None, batch.actor) and attempt in (None, batch.attempt):
                     lines += [f"{batch.actor} | {readable(line)}" for line in batch.lines]
         return lines

@@ -15,7 +15,7 @@ from ..broker.jetstream.streams import stream_info, stream_subjects
 from ..broker.kept_rollouts import RunRollouts
 from ..broker.rollouts import BatchLog, LogEntry
 from ..schemas.job import FINAL_STATES, JobRecord
-from ..schemas.metric import LogLines
+from ..schemas.metric import Event, LogLines, Metric
 from ..schemas.rollout import Group, Trajectory
 from ..schemas.wire.errors import NotFoundError
 from ..schemas.wire.images import restore_images
@@ -157,8 +157,11 @@ async def check_actor(pool: Pool, record: JobRecord, actor: str | None) -> None:
 
 async def read_log_lines(
     pool: Pool, record: JobRecord, *, follow_on: bool
-) -> AsyncGenerator[LogLines, None]:
-    """Yield the stored lines, and with `follow_on` new ones without end."""
+) -> AsyncGenerator[LogLines | Event, None]:
+    """Yield the stored lines, and with `follow_on` new ones without end.
+
+    An event says that lines were discarded before they were read.
+    """
     scope = record.scope
     while not await _has_log(pool, scope):
         if record.state in FINAL_STATES or not follow_on:
@@ -173,7 +176,7 @@ async def read_log_lines(
     with pool.broker.availability.patience():
         async with aclosing(follow(pool.broker, scope, ("log",))) as messages:
             async for message in messages:
-                if isinstance(message, LogLines):
+                if not isinstance(message, Metric):
                     yield message
 
 

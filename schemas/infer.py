@@ -108,7 +108,7 @@ class Delta(Message):
     tokens: list[str] = Field(default_factory=list[str])
     """Their texts, with `logprobs`."""
     token_bytes: list[bytes] = Field(default_factory=list[bytes])
-    """Their bytes, which may be part of a character; empty for special tokens."""
+    """Their bytes, which may be part of a character; empty for what ends a turn."""
     logprobs: list[float] = Field(default_factory=list[float])
     """Log-probs before penalties, form, top-p and top-k, if requested."""
     top_tokens: list[list[str]] = Field(default_factory=list[list[str]])

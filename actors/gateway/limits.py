@@ -16,7 +16,7 @@ from starlette.types import Scope
 from ...envs.http_server import ConnectionBounds, Connections, Deadlines
 from ...schemas.metric import Presence
 from ...schemas.node import NodeStatus
-from ...schemas.wire.errors import BusyError
+from ...schemas.wire.errors import BusyError, ConfigError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,6 +37,8 @@ MAX_RUNNING = 256
 """Requests and live streams of one user at a time."""
 MAX_HELD_BYTES = 64 << 20
 """Bytes of bodies of one user at a time."""
+MAX_ANSWER_BYTES = 64 << 20
+"""Bytes of answers of one user at a time: of streams what was not read yet, of others all."""
 MAX_THREADS = 2
 """Threads that work for one user at a time; what has to wait does so without a thread."""
 _DEADLINES = Deadlines(head_s=10.0, idle_s=10.0, body_s=15.0, stalled_s=30.0)
@@ -93,9 +95,37 @@ TAKEN = "tinkermq.taken"
 class Taken:
     """What one request takes of its user's share."""
 
-    def __init__(self, body_bytes: int) -> None:
-        """Take so many bytes: as many as the body has, or may have where it does not say so."""
+    def __init__(self, body_bytes: int, running: "set[Taken]") -> None:
+        """Take so many bytes: as many as the body has, or may have where it does not say so.
+
+        `running` are all requests of the user.
+        """
         self.body_bytes = body_bytes
+        self.answer_bytes = 0
+        self._running = running
+
+    def hold(self, num_bytes: int) -> None:
+        """Take more for the answer.
+
+        Raises BusyError where all answers of the user have too much, ConfigError where this one has
+        by itself.
+        """
+        if self.answer_bytes + num_bytes > MAX_ANSWER_BYTES:
+            raise ConfigError(
+                f"{MAX_ANSWER_BYTES:,} bytes of the answer wait to be read, as many as may",
+                hint="ask for a stream and read it as it comes, or for fewer answers or log-probs "
+                "in one request",
+            )
+        if sum(taken.answer_bytes for taken in self._running) + num_bytes > MAX_ANSWER_BYTES:
+            raise BusyError(
+                f"{MAX_ANSWER_BYTES:,} bytes of your answers wait to be read, as many as may",
+                hint="ask for streams and read them as they come, or send fewer requests at a time",
+            )
+        self.answer_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Give back what the reader has taken."""
+        self.answer_bytes -= num_bytes
 
     def settle(self, body_bytes: int) -> None:
         """Take no more than the body had, now that all of it has come."""
@@ -133,7 +163,7 @@ class Share:
                 f"the bodies of your requests have {held_bytes:,} bytes already",
                 hint=f"have at most {self._max_held_bytes:,} at a time",
             )
-        taken = Taken(body_bytes)
+        taken = Taken(body_bytes, self._running)
         self._running.add(taken)
         try:
             yield taken

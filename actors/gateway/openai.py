@@ -10,6 +10,7 @@ unless the answer has a form without room for it; Responses and Messages return 
 """
 
 import asyncio
+import json
 import time
 import uuid
 from collections.abc import (
@@ -32,7 +33,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ...broker.client.connection import Broker
-from ...broker.client.parts import ask_parts
+from ...broker.client.parts import Room, ask_parts
 from ...broker.jobs import JobStore
 from ...broker.presence import list_presences
 from ...envs.model_apis import answers
@@ -51,7 +52,7 @@ from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.tinker.names import is_path
 from ...schemas.wire import errors
 from ...schemas.wire.codec import read_json
-from .limits import MAX_INFERENCE_BYTES
+from .limits import MAX_INFERENCE_BYTES, TAKEN
 from .tinker.trainers import Trainers
 
 # -- finding the model of a request ----------------------------------------------------------------
@@ -89,7 +90,7 @@ class Serving:
         return name in (record.name, record.job, self.model, record.serves)
 
     def ask(
-        self, broker: Broker, query: infer.ChatRequest | infer.CompletionRequest
+        self, broker: Broker, query: "Query", room: Room | None
     ) -> AsyncGenerator[infer.InferPart, None]:
         """Ask one of the job's servers; closing the generator cancels the work."""
         scope = self.record.scope
@@ -101,6 +102,7 @@ class Serving:
             infer.InferPart,
             waiting_for=f"a server of {self.record.name}",
             cancel=(scope.infer("cancel"), infer.CancelInference(request=query.request)),
+            room=room,
         )
 
     def shown(self) -> dict[str, Any]:
@@ -196,10 +198,10 @@ class SampledPath:
     trainers: Trainers
 
     def ask(
-        self, broker: Broker, query: infer.ChatRequest | infer.CompletionRequest
+        self, broker: Broker, query: "Query", room: Room | None
     ) -> AsyncGenerator[infer.InferPart, None]:
         """Ask one of the samplers; closing the generator cancels the work."""
-        return self.trainers.answer(broker, self.job, query)
+        return self.trainers.answer(broker, self.job, query, room)
 
     def shown(self) -> dict[str, Any]:
         """Return it as OpenAI tells of a model."""
@@ -237,13 +239,19 @@ class ServedModels:
 
 
 T = TypeVar("T")
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 Query: TypeAlias = infer.ChatRequest | infer.CompletionRequest
 
 _STATEFUL = "x-tinkermq-stateful"
 _LARGE = 64 << 10
-"""Bytes of a body that is read in a thread: the loop answers others meanwhile."""
+"""Bytes of what is read or written in a thread: the loop answers others meanwhile."""
+_VALUE_BYTES = 64
+"""Of an answer as JSON, for each token, log-prob and likeliest token."""
+_PIECE_ITEMS = 64
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _GONE_S = 0.5
+_KEEPALIVE_S = 15.0
+"""Shorter than proxies wait for a stream that says nothing."""
 _CLIENT_CLOSED = 499
 _MAX_SEED = 1 << 63
 _SHOWN = 100
@@ -281,9 +289,10 @@ _HINTS = {
 class Answering:
     """Answers requests of every API."""
 
-    def __init__(self, models: ServedModels) -> None:
-        """Ask `models`."""
+    def __init__(self, models: ServedModels, keepalive_s: float) -> None:
+        """Ask `models`; a stream that has nothing to say says so each `keepalive_s`."""
         self._models = models
+        self._keepalive_s = keepalive_s
 
     async def answer(self, request: Request, broker: Broker, api: answers.ModelApi) -> Response:
         """Answer one request as `broker`'s user."""
@@ -295,14 +304,15 @@ class Answering:
         asked, query = read
         model = await self._models.find(broker, asked.model)
         query = query.model_copy(update={"adapter": model.adapter})
-        parts = model.ask(broker, query)
+        room: Room | None = request.scope.get(TAKEN)
+        parts = model.ask(broker, query, room)
         reading = ServedAnswer(api, asked, query)
         if not asked.stream:
-            value = await unless_gone(request, _whole(parts, reading))
-            return JSONResponse(value)
-        first = await unless_gone(request, _first_of(parts))
+            raw = await unless_gone(request, _whole(parts, reading, room))
+            return Response(raw, media_type="application/json")
+        first = await unless_gone(request, _first_of(parts, self._keepalive_s))
         return StreamingResponse(
-            _stream(first, parts, reading),
+            _stream(first, parts, reading, api.waiting, self._keepalive_s),
             media_type="text/event-stream",
             headers=_STREAM_HEADERS,
         )
@@ -538,30 +548,83 @@ def _logprobs(delta: infer.Delta) -> list[answers.TokenLogprob]:
 
 
 async def _whole(
-    parts: AsyncGenerator[infer.InferPart, None], reading: ServedAnswer
-) -> dict[str, Any]:
+    parts: AsyncGenerator[infer.InferPart, None], reading: ServedAnswer, room: Room | None
+) -> bytes:
+    """Return an answer as JSON; it takes up room until the request is over."""
+    held_bytes = 0
     async with aclosing(parts):
         async for part in parts:
+            num_bytes = _held_bytes(part)
+            if room is not None:
+                room.hold(num_bytes)
+            held_bytes += num_bytes
             _exhaust(reading.push(part))
-    return reading.whole()
+    if held_bytes < _LARGE:
+        return _encoded(_encode(reading.whole()))
+    return await asyncio.to_thread(lambda: _encoded("".join(_json(reading.whole()))))
+
+
+def _held_bytes(part: infer.InferPart) -> int:
+    """Return about how many bytes of an answer a part makes."""
+    num_values = sum(
+        len(delta.token_ids) + len(delta.logprobs) + sum(map(len, delta.top_logprobs))
+        for delta in part.deltas
+    )
+    num_values += sum(score.logprobs.size + score.top_ids.size for score in part.scores)
+    return _VALUE_BYTES * num_values + sum(len(delta.text) for delta in part.deltas)
+
+
+def _json(value: Any, depth: int = 4) -> Iterator[str]:
+    """Yield JSON in pieces, between which other threads have their turns.
+
+    Down to a choice's fields each value is a piece, below them some items of a list.
+    """
+    if isinstance(value, dict) and depth:
+        fields = cast("dict[str, Any]", value).items()
+        for number, (name, field) in enumerate(fields):
+            yield f"{',' if number else '{'}{_encode(name)}:"
+            yield from _json(field, depth - 1)
+        yield "}" if fields else "{}"
+    elif isinstance(value, list) and value:
+        items = cast("list[Any]", value)
+        step = 1 if depth > 2 else _PIECE_ITEMS
+        for start in range(0, len(items), step):
+            yield "," if start else "["
+            some = items[start : start + step]
+            yield from _json(some[0], depth - 1) if step == 1 else [_encode(some)[1:-1]]
+        yield "]"
+    else:
+        yield _encode(value)
+
+
+_Coming: TypeAlias = "asyncio.Future[infer.InferPart]"
 
 
 async def _stream(
-    first: infer.InferPart, parts: AsyncGenerator[infer.InferPart, None], reading: ServedAnswer
+    coming: _Coming,
+    parts: AsyncGenerator[infer.InferPart, None],
+    reading: ServedAnswer,
+    waiting: str,
+    keepalive_s: float,
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of an answer; the server stops when the reader goes away."""
-    async with aclosing(parts):
-        for text in (*reading.start(first), *reading.push(first)):
-            yield _encoded(text)
-        try:
-            async for part in parts:
-                for text in reading.push(part):
-                    yield _encoded(text)
-        except errors.TinkermqError as error:
-            yield _encoded(reading.fail(error))
-            return
+    has_begun = False
+    try:
+        while True:
+            while not (await asyncio.wait({coming}, timeout=keepalive_s))[0]:
+                yield _encoded(waiting)
+            part = coming.result()
+            for text in (*(() if has_begun else reading.start(part)), *reading.push(part)):
+                yield _encoded(text)
+            has_begun = True
+            coming = asyncio.ensure_future(anext(parts))
+    except StopAsyncIteration:
         for text in reading.end():
             yield _encoded(text)
+    except errors.TinkermqError as error:
+        yield _encoded(reading.fail(error))
+    finally:
+        await _give_up(coming, parts)
 
 
 def _encoded(text: str) -> bytes:
@@ -596,13 +659,22 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
         task.cancel()
 
 
-async def _first_of(parts: AsyncGenerator[infer.InferPart, None]) -> infer.InferPart:
-    """Return the first part, so that what is refused at once gets a status of its own."""
+async def _first_of(parts: AsyncGenerator[infer.InferPart, None], wait_s: float) -> _Coming:
+    """Return the first part: one that comes soon, so that a refusal has a status of its own."""
+    coming = asyncio.ensure_future(anext(parts))
     try:
-        return await anext(parts)
+        if (await asyncio.wait({coming}, timeout=wait_s))[0]:
+            coming.result()
     except BaseException:
-        await parts.aclose()
+        await _give_up(coming, parts)
         raise
+    return coming
+
+
+async def _give_up(coming: _Coming, parts: AsyncGenerator[infer.InferPart, None]) -> None:
+    coming.cancel()
+    await asyncio.gather(coming, return_exceptions=True)
+    await parts.aclose()
 
 
 async def read_body(request: Request) -> bytes:
@@ -630,9 +702,11 @@ class UserBrokers(Protocol):
         ...
 
 
-def routes(sessions: UserBrokers, trainers: Trainers) -> list[Route]:
+def routes(
+    sessions: UserBrokers, trainers: Trainers, *, keepalive_s: float = _KEEPALIVE_S
+) -> list[Route]:
     """Return the endpoints, for the gateway's application."""
-    endpoints = ModelEndpoints(sessions, ServedModels(trainers))
+    endpoints = ModelEndpoints(sessions, ServedModels(trainers), keepalive_s)
     methods = (
         ("/v1/chat/completions", CHAT),
         ("/v1/completions", COMPLETIONS),
@@ -654,11 +728,11 @@ def routes(sessions: UserBrokers, trainers: Trainers) -> list[Route]:
 class ModelEndpoints:
     """The endpoints."""
 
-    def __init__(self, sessions: UserBrokers, models: ServedModels) -> None:
+    def __init__(self, sessions: UserBrokers, models: ServedModels, keepalive_s: float) -> None:
         """Answer visitors of `sessions` from `models`."""
         self._sessions = sessions
         self._models = models
-        self._answering = Answering(models)
+        self._answering = Answering(models, keepalive_s)
 
     async def models(self, request: Request) -> Response:
         """List what the user's jobs serve."""

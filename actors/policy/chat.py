@@ -129,6 +129,7 @@ class ChatTokenizer:
         self._image_reader = image_reader
         self._known: dict[str, IntVector] = {}
         self._proven_tools = set[str]()
+        self._token_texts: dict[int, str] = {}
         self._token_bytes: TokenBytes | None = None
         self._marks = _marks_of(tokenizer)
         self._texts = SpecialText(tokenizer)
@@ -397,12 +398,16 @@ class ChatTokenizer:
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token by itself, special ones included."""
-        return cast("str", self._tokenizer.decode([int(token_id)]))  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+        text = self._token_texts.get(token_id)
+        if text is None:  # once: log-probs name the likeliest tokens at each position
+            text = cast("str", self._tokenizer.decode([int(token_id)]))  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+            self._token_texts[int(token_id)] = text
+        return text
 
     def token_bytes(self, token_id: int, *, first: bool = False) -> bytes:
-        """Return the bytes of one token; none for a special one. `first`: at a text's beginning."""
+        """Return the bytes of one token in `decode`'s text. `first`: at the text's beginning."""
         if self._token_bytes is None:
-            self._token_bytes = TokenBytes(self._tokenizer)
+            self._token_bytes = TokenBytes(self._tokenizer, self._never_text)
         return self._token_bytes.of(int(token_id), first=first)
 
     def vocabulary(self) -> str:

@@ -28,9 +28,11 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class TokenBytes:
     """The bytes of one tokenizer's tokens."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Read how the tokenizer decodes."""
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", unsaid: Collection[int] = ()) -> None:
+        """Read how the tokenizer decodes; tokens that are `unsaid` are no text."""
         self._tokenizer: Any = tokenizer
+        self._unsaid = frozenset(unsaid)
+        self._known: dict[int, bytes] = {}
         steps = list(_steps(_decoder(tokenizer)))
         self._is_byte_level = any(step.get("type") == "ByteLevel" for step in steps)
         self._has_fallback = any(step.get("type") == "ByteFallback" for step in steps)
@@ -38,18 +40,22 @@ class TokenBytes:
         self._special = frozenset(tokenizer.all_special_ids)
 
     def of(self, token_id: int, *, first: bool = False) -> bytes:
-        """Return a token's bytes; none for a special one, which is no text.
+        """Return a token's bytes; none for one that is unsaid.
 
         `first`: of a text, before which a tokenizer may leave out a space.
         """
-        if token_id in self._special:
-            return b""
-        token_bytes = self._bytes_of(token_id)
+        token_bytes = self._known.get(token_id)
+        if token_bytes is None:
+            token_bytes = self._known[token_id] = self._bytes_of(token_id)
         if first and token_bytes.startswith(b" ") and not self._decoded([token_id]).startswith(" "):
             return token_bytes[1:]
         return token_bytes
 
     def _bytes_of(self, token_id: int) -> bytes:
+        if token_id in self._unsaid:
+            return b""
+        if token_id in self._special:
+            return self._decoded([token_id]).encode()
         piece: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
         if piece is None:  # the model has more rows than the tokenizer has tokens
             return b""

@@ -311,9 +311,12 @@ class Answers:
                 ) from None
             except BaseExceptionGroup as group:
                 raise errors.root_cause(group) from group
-            *told, last = _messages_of(_deltas(choices))
-            for deltas in told:
-                await tell(InferPart(model=self._model_name(), deltas=deltas, **head.next_fields()))
+            # in a thread: log-probs of long answers take seconds, and others are answered here
+            deltas = [await asyncio.to_thread(choice.delta) for choice in choices]
+            *told, last = _messages_of([delta for delta in deltas if delta is not None])
+            for some in told:
+                await tell(InferPart(model=self._model_name(), deltas=some, **head.next_fields()))
+                await asyncio.sleep(0)
         return InferPart(
             model=self._model_name(),
             deltas=last,

@@ -263,13 +263,23 @@ class Broker:
             raise faults.too_large(what, size, self.max_payload_bytes)
 
     async def publish(
-        self, subject: str, payload: bytes = b"", headers: Mapping[str, str] | None = None
+        self,
+        subject: str,
+        payload: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        *,
+        reply: str = "",
     ) -> None:
-        """Publish without confirmation: while the connection is down the message may be lost."""
+        """Publish without confirmation: while the connection is down the message may be lost.
+
+        Where nobody listens the server says so on `reply`, if this connection listens there.
+        """
         self.check_size(len(payload), what=f"a message on {subject}")
         self.check_open()
         with contextlib.suppress(nats.errors.OutboundBufferLimitError):
-            await self.nc.publish(subject, payload, headers=dict(headers) if headers else None)
+            await self.nc.publish(
+                subject, payload, reply=reply, headers=dict(headers) if headers else None
+            )
 
     async def listen(
         self, subject: str, take: Callable[[Msg], None], *, queue: str = ""

@@ -2,7 +2,8 @@
 
 The service sends numbered parts to the caller's inbox until the last one, and an empty part
 while it has no content for some time: for a caller that gets nothing at all the
-service has died. A caller that goes away early says so, and the service stops working for it.
+service has died. A caller that goes away early says so, and the service stops working for it. Of
+one that has died the server says that nobody listens to its parts any more.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Generic, TypeAlias, TypeVar, cast
+from typing import Generic, Protocol, TypeAlias, TypeVar, cast
 
 import structlog
 from nats.aio.msg import Msg
@@ -71,6 +72,18 @@ class SharedInbox:
             taker(message)
 
 
+class Room(Protocol):
+    """Memory for what has come and was not taken yet."""
+
+    def hold(self, num_bytes: int) -> None:
+        """Take so many bytes; raises a TinkermqError where there is no room."""
+        ...
+
+    def release(self, num_bytes: int) -> None:
+        """Give them back."""
+        ...
+
+
 class Inbox:
     """Receives the answers to one request after the other."""
 
@@ -80,18 +93,22 @@ class Inbox:
         *,
         ends_with_connection: bool = True,
         shared: SharedInbox | None = None,
+        room: Room | None = None,
     ) -> None:
         """Prepare; the first request subscribes, or takes a subject of the `shared` subscription.
 
-        Without `ends_with_connection` answers may go on coming after a reconnect.
+        Without `ends_with_connection` answers may go on coming after a reconnect. What finds no
+        place in the `room` takes that of all that waits: only the error is left.
         """
         self._broker = broker
         self._shared = shared
+        self._room = room
+        self._is_over = False
         self._subjects: list[str] = []
         self._prefix = "" if shared is not None else broker.nc.new_inbox()
         self._number = 0
         self._asked = ""
-        self._arrived: asyncio.Queue[Msg | errors.BrokerError] = asyncio.Queue()
+        self._arrived: asyncio.Queue[Msg | errors.TinkermqError] = asyncio.Queue()
         self._listening: Listening | None = None
         self._removals = [broker.on_error(self._denied)]
         if ends_with_connection:
@@ -100,13 +117,11 @@ class Inbox:
     async def new_subject(self) -> str:
         """Return a subject whose messages come here, of one request."""
         if self._shared is not None:
-            subject = await self._shared.new_subject(self._arrived.put_nowait)
+            subject = await self._shared.new_subject(self._take)
             self._subjects.append(subject)
             return subject
         if self._listening is None:
-            self._listening = await self._broker.listen(
-                f"{self._prefix}.*", self._arrived.put_nowait
-            )
+            self._listening = await self._broker.listen(f"{self._prefix}.*", self._take)
         self._number += 1
         return f"{self._prefix}.{self._number}"
 
@@ -116,7 +131,7 @@ class Inbox:
         A server that looks whether anybody listens there finds no wildcard, and would wait for one
         who does.
         """
-        self._listening = await self._broker.listen(self._prefix, self._arrived.put_nowait)
+        self._listening = await self._broker.listen(self._prefix, self._take)
         return self._prefix
 
     async def ask(self, subject: str, payload: bytes) -> str:
@@ -129,15 +144,16 @@ class Inbox:
     async def next(self, timeout_s: float) -> Msg:
         """Return the next message, of whichever request.
 
-        Raises ConnectionLost, DeniedError, TimeoutError.
+        Raises ConnectionLost, DeniedError, TimeoutError, and what the room raised.
         """
         if self._arrived.empty():
             async with asyncio.timeout(timeout_s):
                 arrived = await self._arrived.get()
         else:
             arrived = self._arrived.get_nowait()
-        if isinstance(arrived, errors.BrokerError):
+        if isinstance(arrived, errors.TinkermqError):
             raise arrived
+        self._release(arrived)
         return arrived
 
     def drain(self) -> list[Msg]:
@@ -145,12 +161,15 @@ class Inbox:
         messages: list[Msg] = []
         while not self._arrived.empty():
             arrived = self._arrived.get_nowait()
-            if not isinstance(arrived, errors.BrokerError):
+            if not isinstance(arrived, errors.TinkermqError):
+                self._release(arrived)
                 messages.append(arrived)
         return messages
 
     async def close(self) -> None:
         """Unsubscribe."""
+        self._is_over = True
+        self.drain()
         for remove in self._removals:
             remove()
         if self._shared is not None:
@@ -159,6 +178,23 @@ class Inbox:
         listening, self._listening = self._listening, None
         if listening is not None:
             await listening.stop()
+
+    def _take(self, message: Msg) -> None:
+        if self._is_over:
+            return
+        try:
+            if self._room is not None:
+                self._room.hold(len(message.data))
+        except errors.TinkermqError as error:
+            self._is_over = True
+            self.drain()
+            self._arrived.put_nowait(error)
+        else:
+            self._arrived.put_nowait(message)
+
+    def _release(self, message: Msg) -> None:
+        if self._room is not None:
+            self._room.release(len(message.data))
 
     def _lost(self) -> None:
         self._arrived.put_nowait(faults.broken(self._broker.url, self._asked))
@@ -201,6 +237,8 @@ class PartsService:
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
         """By the user who asked, where that is known, and the request's name."""
         self._of_users: Counter[str] = Counter()
+        self._unheard = SharedInbox(broker)
+        """Where the server says that nobody listens to an answer."""
 
     @property
     def num_running(self) -> int:
@@ -224,7 +262,7 @@ class PartsService:
         async def answer(request: Request) -> None:
             if reply := allowed_reply(request.subject, reply_of(request)):
                 sender = _Sender(self._broker, reply, part_model(), self._alive_s)
-                await self._answer(sender, handler, request_model, request.data)
+                await self._answer_while_heard(sender, handler, request_model, request.data)
 
         await self._service.raw_endpoint(name, subject, answer)
 
@@ -258,7 +296,7 @@ class PartsService:
                 return
             self._of_users[user] += 1
             try:
-                await self._answer(sender, handle, request_model, payload, user)
+                await self._answer_while_heard(sender, handle, request_model, payload, user)
             finally:
                 self._of_users[user] -= 1
                 if not self._of_users[user]:
@@ -287,8 +325,8 @@ class PartsService:
         Whoever listens there hears each of them and answers it: `blank` is what signs of life and
         errors are made of, so that they say whose they are. The subject is not listed among the
         service's own; it may come and go while the service runs. A request beyond `max_running` is
-        refused with BusyError. Stopping ends no request that runs: `cancel` does, or the service's
-        end.
+        refused with BusyError. Neither stopping nor the caller's death ends a request that runs:
+        `cancel` does, or the service's end.
         """
         empty = part_model() if blank is None else blank
         running = 0
@@ -322,6 +360,26 @@ class PartsService:
         task = self._running.get((user, request))
         if task is not None:
             task.cancel()
+
+    async def _answer_while_heard(
+        self,
+        sender: "_Sender[P]",
+        handler: PartsHandler[Q, P],
+        model: type[Q],
+        payload: bytes,
+        user: str = "",
+    ) -> None:
+        """Answer until nobody listens any more: a part that was lost is missed in any case."""
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+
+        def end(_: Msg) -> None:
+            task.cancel()
+
+        sender.unheard = await self._unheard.new_subject(end)
+        try:
+            await self._answer(sender, handler, model, payload, user)
+        finally:
+            self._unheard.forget(sender.unheard)
 
     async def _answer(
         self,
@@ -383,6 +441,8 @@ class _Sender(Generic[P]):
         self._alive_s = alive_s
         self._index = 0
         self._order = asyncio.Lock()
+        self.unheard = ""
+        """Where the server says that nobody listens; empty: nowhere."""
 
     async def send(self, part: P) -> None:
         async with self._order:
@@ -390,7 +450,7 @@ class _Sender(Generic[P]):
             # one that is too large is not sent, and the error in its place has its number
             self._broker.check_size(len(payload), what="a part of an answer")
             self._index += 1
-            await self._broker.publish(self._inbox, payload)
+            await self._broker.publish(self._inbox, payload, reply=self.unheard)
 
     async def fail(self, error: errors.TinkermqError) -> None:
         reply = ErrorReply.of(error.code, error.message, error.hint)
@@ -419,6 +479,7 @@ async def ask_parts(
     rank: Callable[[P], int] | None = None,
     least_rank: int = 0,
     shared: SharedInbox | None = None,
+    room: Room | None = None,
 ) -> AsyncGenerator[P, None]:
     """Send a request and yield the parts of its answer that say something, the last one included.
 
@@ -426,12 +487,14 @@ async def ask_parts(
     several may answer the same request, each numbers its own parts: `rank` distinguishes them, and
     only those of the highest that was heard are taken, and none below `least_rank`; of the others,
     errors and ends are passed over as well. Who asks often hands in an inbox that is `shared`.
+    Parts that wait for a slow reader take up `room`.
 
     Raises the error that the service raised, NobodyAnswersError if no service listens,
-    DeadlineError after `silence_s` without a part, ConnectionLost when a part was lost.
+    DeadlineError after `silence_s` without a part, ConnectionLost when a part was lost, and what
+    the room raises where there is none left.
     """
     # no end with the connection: the parts' numbers show if one was lost
-    inbox = Inbox(broker, ends_with_connection=False, shared=shared)
+    inbox = Inbox(broker, ends_with_connection=False, shared=shared, room=room)
     ended = False
     try:
         await broker.wait_connected(broker.clock() + silence_s, waiting_for=waiting_for)

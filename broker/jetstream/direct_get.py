@@ -284,6 +284,12 @@ class StreamReader:
         """Of the reads the number, and which of them was the last one that left nothing."""
         self._was_whole = asyncio.Event()
 
+    @property
+    def next_seq(self) -> int:
+        """The sequence behind the last one that was read; of a reader that was started."""
+        assert self._next_seq is not None, "the reader was not started"
+        return self._next_seq
+
     async def start(self) -> None:
         """Fix the position now, so that what is stored from here on is not missed.
 

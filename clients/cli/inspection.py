@@ -24,7 +24,7 @@ from ...broker.profile import (
 )
 from ...envs.agents.call_selection import CallLine, call_lines
 from ...schemas.job import FINAL_STATES, JobRecord
-from ...schemas.metric import LogLines, readable
+from ...schemas.metric import Event, LogLines, readable
 from ...schemas.rollout import Trajectory
 from ...schemas.wire.errors import BrokerError, ConfigError, NotFoundError, StateError
 from ...schemas.wire.images import plain_text
@@ -93,7 +93,9 @@ def logs(
         async with aclosing(read_log_lines(pool, record, follow_on=follow)) as batches:
             async for batch in batches:
                 num_batches += 1
-                if actor in (None, batch.actor) and attempt in (None, batch.attempt):
+                if isinstance(batch, Event):
+                    print_note(batch.message)
+                elif actor in (None, batch.actor) and attempt in (None, batch.attempt):
                     _print_logs(batch, as_json=common.json)
         if not num_batches and record.state not in FINAL_STATES:
             print_note(f"{record.name} has written nothing yet: {record.reason}")

@@ -226,8 +226,11 @@ def _is_token(value: Any) -> bool:
 class _Choice:
     """One choice as it has come so far."""
 
-    def __init__(self, number: int, custom_tools: Collection[str] = ()) -> None:
+    def __init__(
+        self, number: int, custom_tools: Collection[str] = (), *, is_streamed: bool = False
+    ) -> None:
         self.number = number
+        self._is_streamed = is_streamed
         self._custom_tools = custom_tools
         self.text = ""
         self.reasoning: str | None = None
@@ -251,11 +254,15 @@ class _Choice:
         return {"tool_calls": [call]}
 
     def add_tokens(self, tokens: answers.NewTokens) -> None:
-        """Take its newest tokens."""
+        """Take its newest tokens, unless they are told already."""
+        if self._is_streamed:
+            return
         if tokens.ids is not None:
-            self.ids = [*(self.ids or []), *tokens.ids]
+            self.ids = self.ids or []
+            self.ids += tokens.ids
         if tokens.logprobs is not None:
-            self.logprobs = [*(self.logprobs or []), *tokens.logprobs]
+            self.logprobs = self.logprobs or []
+            self.logprobs += tokens.logprobs
 
     def close(self, reason: answers.FinishReason, stop: str) -> None:
         """End it."""
@@ -294,8 +301,10 @@ class ChatCompletionAnswer:
         """Tokens of the prompt, where they were asked for and are known."""
         self._head = head
         self._include_usage = request.include_usage
+        self._is_streamed = request.stream
         self._choices = [
-            _Choice(number, request.custom_tools) for number in range(request.num_choices)
+            _Choice(number, request.custom_tools, is_streamed=request.stream)
+            for number in range(request.num_choices)
         ]
 
     def start(self, usage: answers.Usage) -> Iterator[str]:
@@ -368,6 +377,8 @@ class ChatCompletionAnswer:
         tokens: answers.NewTokens | None = None,
         top: Mapping[str, Any] | None = None,
     ) -> str:
+        if not self._is_streamed:  # nobody reads it, and log-probs take their time
+            return ""
         tokens = tokens or answers.NewTokens()
         choice: dict[str, Any] = {
             "index": of.number,
@@ -401,10 +412,11 @@ class CompletionAnswer:
         """Log-probs of the prompts' tokens, where they were asked for."""
         self._head = head
         self._include_usage = request.include_usage
+        self._is_streamed = request.stream
         self._num_top = request.top_logprobs or 0
         self._per_prompt = request.num_choices
         num = request.num_choices * len(request.prompts)
-        self._choices = [_Text(number) for number in range(num)]
+        self._choices = [_Text(number, is_streamed=request.stream) for number in range(num)]
 
     def start(self, usage: answers.Usage) -> Iterator[str]:
         """Yield nothing: a text begins with its first piece."""
@@ -420,7 +432,7 @@ class CompletionAnswer:
         of.text += text
         if tokens is not None:
             of.add_tokens(tokens)
-        if text or tokens:
+        if self._is_streamed and (text or tokens):
             new = self._choice(of, text, tokens or answers.NewTokens())
             yield self._event({**new, "finish_reason": None})
 
@@ -503,17 +515,21 @@ class _Offset:
 
     def behind(self, token: answers.TokenLogprob) -> int:
         """Return where a token stands; the next one stands behind it."""
-        place = self._place
         encoded = token.text.encode(errors="replace") if token.encoded is None else token.encoded
-        self._place += len(self._decoder.decode(encoded))
+        begun = self._decoder.getstate()[0]
+        text = self._decoder.decode(encoded)
+        # a character that others have begun and this token does not go on with stands before it
+        is_broken = bool(begun and text) and not (begun + encoded).startswith(text[0].encode())
+        place = self._place + is_broken
+        self._place += len(text)
         return place
 
 
 class _Text(_Choice):
     """One continued text."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
+    def __init__(self, number: int, *, is_streamed: bool = False) -> None:
+        super().__init__(number, is_streamed=is_streamed)
         self.has_prompt = False
         """Whether its prompt's tokens have been written."""
         self.offset = _Offset()

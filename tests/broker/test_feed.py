@@ -179,6 +179,22 @@ async def test_the_oldest_lines_go_first_when_the_log_is_full(
     assert info["state"]["last_seq"] == 100
 
 
+async def test_a_follower_is_told_of_what_was_discarded_before_it_was_read(
+    broker: Broker, scope: JobScope
+) -> None:
+    await create_job_streams(broker, scope, LimitsConfig(log_bytes=1 << 16))
+    for number in range(100):
+        await publish_log(broker, scope, _lines(f"{number} " + "x" * 2000))
+    async with Follower(broker, scope, ("log",)) as follower:
+        await follower.reach(2)
+        first, *lines = follower.messages
+    assert isinstance(first, Event)
+    assert first.kind == "entries_discarded"
+    oldest = lines[0]
+    assert isinstance(oldest, LogLines)
+    assert first.message.startswith(f"{oldest.lines[0].split()[0]} entries had been discarded")
+
+
 async def test_following_makes_no_consumer(broker: Broker, scope: JobScope) -> None:
     async with Follower(broker, scope) as follower:
         await follower.ready()

@@ -6,10 +6,11 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.faults import ConnectionLost
 from tinkermq.broker.client.parts import PartsService, Tell, ask_parts, last_part
 from tinkermq.broker.client.rpc import Service
+from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.infer import CancelInference, Delta, InferPart, PlayRequest
 from tinkermq.schemas.wire.errors import (
     BrokerError,
@@ -34,9 +35,11 @@ class Counter:
         self.go_on.set()
         self.cancelled = asyncio.Event()
         self.error: BaseException | None = None
+        self.num_asked = 0
 
     async def count(self, request: PlayRequest, tell: Tell[InferPart]) -> InferPart:
         """Count."""
+        self.num_asked += 1
         try:
             for number in range(request.sample or 0):
                 await tell(InferPart(deltas=[Delta(choice=number)]))
@@ -164,6 +167,66 @@ async def test_a_caller_who_goes_away_ends_the_work(
     async with aclosing(asking(broker, scope, 1)) as parts:
         assert (await anext(parts)).index == 0
     await asyncio.wait_for(counter.cancelled.wait(), PATIENCE_S)
+
+
+@pytest.mark.parametrize("sample", [0, 1], ids=["before its first part", "behind a part"])
+async def test_the_work_for_a_caller_who_has_died_ends(
+    broker: Broker, scope: JobScope, counter: Counter, nats_server: NatsServer, sample: int
+) -> None:
+    counter.go_on.clear()
+    caller = await connect(nats_server.url, name="caller")
+    parts = asking(caller, scope, sample)
+    waiting = asyncio.ensure_future(anext(parts))
+    await until(lambda: counter.num_asked == 1, "the request to arrive")
+    await caller.close()
+    await asyncio.wait_for(counter.cancelled.wait(), PATIENCE_S)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    await parts.aclose()
+
+
+class SmallRoom:
+    """Room for a few parts."""
+
+    def __init__(self) -> None:
+        self.held = 0
+        self.was_full = asyncio.Event()
+
+    def hold(self, num_bytes: int) -> None:
+        """Take some."""
+        if self.held + num_bytes > 1000:
+            self.was_full.set()
+            raise BusyError("the reader is slow")
+        self.held += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Give some back."""
+        self.held -= num_bytes
+
+
+async def test_parts_that_wait_for_a_slow_reader_are_bounded_and_what_is_lost_is_told(
+    broker: Broker, scope: JobScope, counter: Counter
+) -> None:
+    room = SmallRoom()
+
+    async def read_slowly() -> None:
+        async with aclosing(asking(broker, scope, 500, room=room)) as parts:
+            async for _ in parts:
+                await asyncio.wait_for(room.was_full.wait(), PATIENCE_S)
+
+    with pytest.raises(BusyError, match="the reader is slow"):
+        await read_slowly()
+    assert room.held == 0
+
+
+async def test_one_who_reads_as_fast_as_parts_come_needs_no_room(
+    broker: Broker, scope: JobScope, counter: Counter
+) -> None:
+    room = SmallRoom()
+    for number in range(30):
+        found = [part async for part in asking(broker, scope, 3, f"n{number}", room=room)]
+        assert len(found) == 4
+    assert room.held == 0
 
 
 async def test_one_id_is_one_request(broker: Broker, scope: JobScope, counter: Counter) -> None:

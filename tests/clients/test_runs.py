@@ -94,6 +94,23 @@ async def test_updates_come_in_order_and_end_with_the_last_state(
     assert last.state == "COMPLETED"
 
 
+async def test_a_slow_follower_of_a_run_that_is_over_gets_every_update(
+    broker: Broker, scope: JobScope, record: JobRecord
+) -> None:
+    num_steps = 2000  # more than wait at a time
+    await asyncio.gather(*(tell(broker, scope, step) for step in range(num_steps)))
+    await JobStore(broker).transition(record, "COMPLETED", "done", "test")
+    record = record.model_copy(update={"state": "COMPLETED"})
+    steps: list[int] = []
+    async with asyncio.timeout(PATIENCE_S), aclosing(follow_run(Pool(broker), record)) as updates:
+        async for update in updates:
+            if isinstance(update, Metric):
+                steps.append(update.step)
+            if len(steps) == 1:
+                await asyncio.sleep(3 * QUIET_S)
+    assert sorted(steps) == list(range(num_steps))
+
+
 async def test_who_wants_them_is_told_of_the_actors(
     broker: Broker, scope: JobScope, record: JobRecord
 ) -> None:

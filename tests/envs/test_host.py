@@ -9,6 +9,7 @@ import opentinker_games
 import pytest
 from hosting import ISOLATIONS, error_of, hosting
 from structlog.testing import capture_logs
+from tinkermq.broker.client.rpc import call
 from tinkermq.envs import host_client
 from tinkermq.envs.check import check_game
 from tinkermq.envs.games import addition
@@ -17,7 +18,7 @@ from tinkermq.envs.host_client import Environments, RoleAddress, Start
 from tinkermq.envs.prompt import open_game
 from tinkermq.envs.write_data import verl_row, write_rows
 from tinkermq.schemas.config.job import EnvConfig
-from tinkermq.schemas.env import ResetReply, ResetRequest, StepReply, StepRequest
+from tinkermq.schemas.env import StepReply, StepRequest
 from tinkermq.schemas.wire.errors import (
     DataError,
     GameError,

@@ -12,7 +12,7 @@ from cachetools import FIFOCache
 from ....broker.calls import SchedulerCalls
 from ....broker.client.connection import Broker, Msg
 from ....broker.client.nats_internals import ERROR_CODE, NO_RESPONDERS, header, status_of
-from ....broker.client.parts import SharedInbox, ask_parts
+from ....broker.client.parts import Room, SharedInbox, ask_parts
 from ....broker.client.rpc import error_of
 from ....schemas.infer import CancelInference, ChatRequest, CompletionRequest, InferPart
 from ....schemas.tinker.checkpoints import (
@@ -221,9 +221,16 @@ class Trainers:
         return await _in_parts(ask, request.wait_s)
 
     def answer(
-        self, broker: Broker, job: str, query: ChatRequest | CompletionRequest
+        self,
+        broker: Broker,
+        job: str,
+        query: ChatRequest | CompletionRequest,
+        room: Room | None = None,
     ) -> AsyncGenerator[InferPart, None]:
-        """Have one of a job's samplers answer in parts; closing the generator cancels the work."""
+        """Have one of a job's samplers answer in parts; closing the generator cancels the work.
+
+        Parts that wait for a slow reader take up `room`.
+        """
         service, verb = f"tinker-{job}", "chat" if isinstance(query, ChatRequest) else "complete"
         return ask_parts(
             broker,
@@ -233,6 +240,7 @@ class Trainers:
             waiting_for=f"a sampler of the Tinker service {job}",
             cancel=(rpc(broker.user, service, "cancel"), CancelInference(request=query.request)),
             shared=self._replies_of(broker).inbox,
+            room=room,
         )
 
     async def job_of_sampler(self, broker: Broker, name: SamplerName) -> str:

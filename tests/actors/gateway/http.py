@@ -29,9 +29,9 @@ class OneUser:
 
 
 @asynccontextmanager
-async def serving(broker: Broker) -> AsyncIterator[str]:
+async def serving(broker: Broker, **options: float) -> AsyncIterator[str]:
     """Yield the base URL of a gateway that has nothing but OpenAI's endpoints."""
-    app = Starlette(routes=routes(OneUser(broker), Trainers()))
+    app = Starlette(routes=routes(OneUser(broker), Trainers(), **options))
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off")
     server = uvicorn.Server(config)
     running = asyncio.create_task(server._serve(), name="gateway")

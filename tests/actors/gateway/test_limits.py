@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from tinkermq.actors.gateway.limits import (
+    MAX_ANSWER_BYTES,
     MAX_HELD_BYTES,
     MAX_INFERENCE_BYTES,
     MAX_OF_HOLDER,
@@ -29,7 +30,7 @@ from tinkermq.broker.client.connection import connect
 from tinkermq.broker.jetstream.streams import create_shared
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.envs.http_server import ConnectionBounds, Deadlines
-from tinkermq.schemas.wire.errors import BusyError
+from tinkermq.schemas.wire.errors import BusyError, ConfigError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.gateway.canned import canned_server
@@ -273,6 +274,21 @@ async def test_the_bytes_of_a_users_bodies_are_counted_while_they_are_held() -> 
         with share.taken(MAX_HELD_BYTES - 1):
             pass
     assert share.num_running == 0
+
+
+async def test_the_bytes_of_a_users_answers_are_bounded_until_they_are_read() -> None:
+    share = Share()
+    with share.taken() as first, share.taken() as second:
+        first.hold(MAX_ANSWER_BYTES - 1)
+        second.hold(1)
+        with pytest.raises(BusyError, match="of your answers wait to be read"):
+            second.hold(1)
+        with pytest.raises(ConfigError, match="of the answer wait to be read"):
+            first.hold(2)
+        first.release(1)
+        second.hold(1)
+    with share.taken() as third:
+        third.hold(MAX_ANSWER_BYTES)
 
 
 # -- connections -----------------------------------------------------------------------------------

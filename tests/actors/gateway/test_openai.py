@@ -56,6 +56,20 @@ async def test_a_chat_is_answered_whole_with_logprobs_and_usage(client: AsyncOpe
     assert (chat.usage.prompt_tokens, chat.usage.total_tokens) == (3, 5)
 
 
+async def test_a_long_answer_with_logprobs_is_whole(client: AsyncOpenAI, canned: Canned) -> None:
+    canned.words = ["é", '"', "\n"] * 400
+    asked: Any = {"model": "my-run@4", "extra_body": {"return_token_ids": True}}
+    chat: Any = await client.chat.completions.create(messages=ASKED, logprobs=True, **asked)
+    (choice,) = chat.choices
+    assert choice.message.content == "".join(canned.words)
+    assert [one.token for one in choice.logprobs.content] == canned.words
+    assert choice.token_ids == list(range(1200))
+    text = (await client.completions.create(prompt="Oh ", logprobs=0, **asked)).choices[0]
+    assert text.text == "".join(canned.words)
+    assert text.logprobs is not None
+    assert text.logprobs.text_offset == list(range(1200))
+
+
 async def test_an_adapter_beside_what_is_served_is_asked_by_its_name(
     client: AsyncOpenAI, canned: Canned
 ) -> None:
@@ -170,6 +184,24 @@ async def test_a_reader_who_leaves_a_stream_ends_the_work_for_it(
             break
     await stream.close()
     await asyncio.wait_for(canned.cancelled.wait(), PATIENCE_S)
+
+
+@pytest.mark.parametrize("words", [[], ["Hel"]], ids=["before its first word", "behind a word"])
+@pytest.mark.parametrize(
+    ("path", "sign"), [("chat/completions", ": waiting"), ("messages", "event: ping")]
+)
+async def test_a_stream_that_has_nothing_to_say_is_kept_alive(
+    broker: Broker, canned: Canned, words: list[str], path: str, sign: str
+) -> None:
+    canned.words, canned.hang = words, True
+    asked = {"model": "my-run@4", "messages": ASKED, "max_tokens": 9, "stream": True}
+    async with serving(broker, keepalive_s=0.05) as url, httpx.AsyncClient() as http:
+        async with http.stream("POST", f"{url}/{path}", json=asked, timeout=PATIENCE_S) as answer:
+            assert answer.status_code == 200
+            async for line in answer.aiter_lines():
+                if line == sign:
+                    break
+        await asyncio.wait_for(canned.cancelled.wait(), PATIENCE_S)
 
 
 async def test_a_caller_who_hangs_up_ends_the_work_for_it(

@@ -478,15 +478,18 @@ CHARS = "abcdeé日本語€👍🏽 \n.ENDone two answer"
 def test_bytes_make_the_text(kind: str, text: str) -> None:
     tokenizer = KINDS[kind]
     ids = tokenizer.encode(text, add_special_tokens=False)
-    known = TokenBytes(tokenizer)
+    known = TokenBytes(tokenizer, tokenizer.all_special_ids)
     whole = b"".join(known.of(one, first=not place) for place, one in enumerate(ids))
     assert whole.decode(errors="replace") == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_token_of_a_text_has_bytes_and_a_special_one_has_none(kind: str) -> None:
+def test_every_token_has_bytes_but_those_that_are_unsaid(kind: str) -> None:
     tokenizer = KINDS[kind]
-    known = TokenBytes(tokenizer)
+    *marks, unsaid = tokenizer.all_special_ids
+    known = TokenBytes(tokenizer, [unsaid])
     for token in range(len(tokenizer)):
-        assert bool(known.of(token)) == (token not in tokenizer.all_special_ids)
+        assert bool(known.of(token)) == (token != unsaid)
+    for mark in marks:  # which stay in an answer's text
+        assert known.of(mark).decode() == tokenizer.decode([mark])
     assert known.of(len(tokenizer) + 7) == b""  # a row of the model's that no token has

@@ -226,6 +226,28 @@ async def test_offsets_of_a_completion_are_those_of_its_characters(asked: Asked)
         assert told["text_offset"] == sorted(told["text_offset"])
 
 
+async def test_marks_that_stay_in_a_text_have_their_bytes_and_their_place() -> None:
+    asked = Asked(make_tokenizer())
+    mark = asked.chat.special_token("<|tool|>")
+    assert mark is not None
+    ids = [*asked.chat.encode("a"), mark, *asked.chat.encode("b")]
+    (whole,) = await asked.ask(ids, COMPLETIONS, prompt="ab", logprobs=0)
+    assert whole["choices"][0]["text"] == "a<|tool|>b"
+    assert whole["choices"][0]["logprobs"]["text_offset"] == [0, 1, 9]
+    (chat,) = await asked.ask(ids, CHAT, **HELLO, logprobs=True)
+    told = chat["choices"][0]["logprobs"]["content"]
+    assert [bytes(one["bytes"]).decode() for one in told] == ["a", "<|tool|>", "b"]
+
+
+async def test_a_character_that_was_only_begun_has_a_place_of_its_own() -> None:
+    asked = Asked(make_tokenizer())
+    begun = asked.chat.encode("€")[:2]
+    ids = [*begun, *asked.chat.encode("x"), begun[0], *asked.chat.encode("é")]
+    (whole,) = await asked.ask(ids, COMPLETIONS, prompt="ab", logprobs=0)
+    assert whole["choices"][0]["text"] == "�x�é"
+    assert whole["choices"][0]["logprobs"]["text_offset"] == [0, 0, 1, 2, 3, 3]
+
+
 async def test_tokens_up_to_a_stop_text_are_told_with_their_logprobs(asked: Asked) -> None:
     ids = asked.chat.encode("one two END. behind it")
     fields: dict[str, Any] = {"stop": ["END"], "return_token_ids": True, "logprobs": True}
