@@ -371,7 +371,11 @@ class PartsService:
     ) -> None:
         """Answer until nobody listens any more: a part that was lost is missed in any case."""
         task = cast("asyncio.Task[None]", asyncio.current_task())
-        sender.unheard = await self._unheard.new_subject(lambda _: task.cancel())
+
+        def end(_: Msg) -> None:
+            task.cancel()
+
+        sender.unheard = await self._unheard.new_subject(end)
         try:
             await self._answer(sender, handler, model, payload, user)
         finally:
