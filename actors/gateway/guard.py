@@ -21,6 +21,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...envs.agents.proxy.routes import api_of, split_path
+from ...envs.model_apis.request import RequestError
 from .limits import MAX_PROGRAM_BYTES, TAKEN, Counters, max_body_bytes
 from .programs import is_of_program
 from .sessions import COOKIE
@@ -99,7 +101,11 @@ class Guard:
         length = headers.get("content-length", "0")
         largest = _largest(scope)
         if not length.isdigit() or int(length) > largest:
-            return _refuse(f"a request may have {largest:,} bytes", 413)
+            why = f"a request may have {largest:,} bytes"
+            if (path := scope["path"]).startswith("/v1/"):
+                value = api_of(split_path(path)[1]).error(RequestError(why), 413)
+                return JSONResponse(value, status_code=413)
+            return _refuse(why, 413)
         return None if _same_origin(headers, host) else _refuse("the request comes from elsewhere")
 
 

@@ -9,7 +9,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import quote
@@ -190,9 +190,14 @@ async def _our_error(request: Request, error: errors.TinkermqError) -> Response:
     return _error_response(request, reply, reply.status)
 
 
-def _error_response(request: Request, error: errors.TinkermqError, status: int) -> Response:
+def _error_response(
+    request: Request,
+    error: errors.TinkermqError,
+    status: int,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
     """Answer with an error in the form of the visitor's API."""
-    again = {"retry-after": "1"} if status == _TOO_MANY else None
+    again = {**({"retry-after": "1"} if status == _TOO_MANY else {}), **(headers or {})}
     if (path := request.url.path).startswith(("/v1/", f"{openai.OF_TINKER}/")):
         fields = openai.worded(error, status, openai.api_of(path))
         return Json(fields, status_code=status, headers=again)
@@ -209,7 +214,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
         f"there is no page {request.url.path}" if error.status_code == 404 else error.detail,
         hint="" if error.status_code != 404 else "begin at /jobs",
     )
-    return _error_response(request, message, error.status_code)
+    return _error_response(request, message, error.status_code, error.headers)
 
 
 async def _late(request: Request, error: TimeoutError) -> Response:

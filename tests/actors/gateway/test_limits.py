@@ -127,6 +127,18 @@ async def test_a_body_that_is_larger_than_its_route_needs_is_refused(
     assert int(answer.split()[1]) == status, answer
 
 
+async def test_what_is_refused_before_it_is_read_is_told_in_the_words_of_its_api(
+    guarded: Guarded,
+) -> None:
+    kinds = {"/v1/messages": "request_too_large", "/v1/responses": "invalid_request_error"}
+    for path, kind in kinds.items():
+        body = b" " * (MAX_INFERENCE_BYTES + 1)
+        answer = await guarded.gateway.post(path, body, **guarded.bearer("alice"))
+        assert (answer.status, answer.json["error"]["type"]) == (413, kind)
+    answer = await guarded.gateway.get("/v1/messages", **guarded.bearer("alice"))
+    assert (answer.status, answer.headers["allow"]) == (405, "POST")
+
+
 @pytest.mark.parametrize("connection", ["close", "keep-alive"])
 @pytest.mark.parametrize("size", [3 << 20, 40 << 20])
 async def test_who_sends_all_of_a_refused_body_first_still_reads_the_answer(
