@@ -70,7 +70,7 @@ def expressions(*folders: str, naming: tuple[str, ...]) -> Iterator[tuple[Path, 
             yield from ((path, node) for node in ast.walk(ast.parse(text)))
 
 
-def run(*command: str, timeout_s: float = 170) -> None:
+def run(*command: str, timeout_s: float = 2 * PATIENCE_S) -> None:
     """Run a tool of this environment in the root folder; show what it says when it fails."""
     environment = {**os.environ, "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1", "NO_COLOR": "1"}
     program = Path(sys.executable).parent / command[0]

@@ -118,9 +118,9 @@ async def test_a_wrong_password_is_refused_at_once_and_not_shown(
 async def test_a_request_to_a_denied_subject_names_the_subject(guarded_server: NatsServer) -> None:
     async with await connect(_as_ann(guarded_server), name="test") as broker:
         with pytest.raises(BrokerError, match=r"may not publish to 'secret.thing'"):
-            await broker.request("secret.thing", timeout_s=5)
+            await broker.request("secret.thing", timeout_s=PATIENCE_S)
         with pytest.raises(NoResponders, match=r"no service listens on free.thing"):
-            await broker.request("free.thing", timeout_s=5)
+            await broker.request("free.thing", timeout_s=PATIENCE_S)
 
 
 async def test_a_denied_subscription_reaches_the_error_callback(
@@ -161,7 +161,7 @@ async def test_the_largest_payload_with_headers_is_taken(broker: Broker) -> None
 
 async def test_storing_where_no_stream_listens_says_so(broker: Broker) -> None:
     with pytest.raises(NotFoundError, match="there is no stream nowhere"):
-        await broker.append("nowhere", b"", deadline_s=5, waiting_for="test")
+        await broker.append("nowhere", b"", deadline_s=PATIENCE_S, waiting_for="test")
 
 
 async def test_a_request_in_flight_ends_when_the_server_is_killed(
@@ -310,7 +310,7 @@ async def test_a_closed_connection_says_so(nats_server: NatsServer) -> None:
     with pytest.raises(BrokerError, match="is closed"):
         await broker.publish("anything")
     with pytest.raises(BrokerError, match="is closed"):
-        await broker.retry(lambda: broker.api("INFO"), deadline_s=5, waiting_for="test")
+        await broker.retry(lambda: broker.api("INFO"), deadline_s=PATIENCE_S, waiting_for="test")
 
 
 async def test_closing_while_the_server_is_away_leaves_nothing_behind(

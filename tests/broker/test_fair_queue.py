@@ -57,7 +57,7 @@ async def test_one_user_runs_and_waits_up_to_his_bound_and_the_next_is_refused()
     requests.go.set()
     await until(lambda: len(requests.began) == 19, "the others to run")
     assert queue.submit("many", requests.of("many"))
-    await queue.settle(10)
+    await queue.settle(PATIENCE_S)
 
 
 async def test_what_a_users_requests_hold_in_memory_is_bounded() -> None:
@@ -68,9 +68,9 @@ async def test_what_a_users_requests_hold_in_memory_is_bounded() -> None:
     assert not queue.submit("large", requests.of("large"), 1)
     assert queue.submit("one", requests.of("one"), half)
     requests.go.set()
-    await queue.settle(10)
+    await queue.settle(PATIENCE_S)
     assert queue.submit("large", requests.of("large"), MAX_BYTES * 2), "one alone is always taken"
-    await queue.settle(10)
+    await queue.settle(PATIENCE_S)
 
 
 async def test_what_waits_is_dropped_at_the_end_and_what_runs_is_ended() -> None:
@@ -117,7 +117,7 @@ async def test_a_turn_that_nobody_waits_for_any_more_is_passed_on() -> None:
     await asyncio.sleep(0)
     waiting[1].cancel()  # it may just have been given the turn
     await asyncio.gather(first, *waiting, return_exceptions=True)
-    async with asyncio.timeout(5), turns.turn("late"):
+    async with asyncio.timeout(PATIENCE_S), turns.turn("late"):
         pass
 
 
@@ -126,7 +126,7 @@ async def test_a_piece_that_fails_passes_the_turn_on() -> None:
     with pytest.raises(ValueError, match="wrong"):
         async with turns.turn("one"):
             raise ValueError("wrong")
-    async with asyncio.timeout(5), turns.turn("one"):
+    async with asyncio.timeout(PATIENCE_S), turns.turn("one"):
         pass
 
 

@@ -99,7 +99,7 @@ def test_every_payload_is_a_message_or_a_message_error(valid: Message) -> None:
 
 
 async def _store(broker: Broker, subject: str, payload: bytes) -> None:
-    await broker.append(subject, payload, deadline_s=5, waiting_for="test")
+    await broker.append(subject, payload, deadline_s=PATIENCE_S, waiting_for="test")
 
 
 async def test_the_task_queue_goes_on_behind_junk(broker: Broker, scope: JobScope) -> None:

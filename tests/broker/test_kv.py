@@ -142,9 +142,9 @@ async def test_more_keys_than_one_batch_are_all_listed(bucket: Bucket[RequestRec
 
 async def test_a_key_with_a_ttl_vanishes_and_one_that_is_renewed_stays(broker: Broker) -> None:
     bucket = Bucket(broker, BUCKET_LEASES, RequestRecord)
-    await bucket.create("short", _value("a"), ttl_s=3)
     revision = await bucket.create("renewed", _value("a"), ttl_s=3)
-    await bucket.update("renewed", _value("b"), revision, ttl_s=60)
+    await bucket.update("renewed", _value("b"), revision, ttl_s=int(AFTER_PATIENCE_S))
+    await bucket.create("short", _value("a"), ttl_s=3)
     async with asyncio.timeout(PATIENCE_S):
         while await bucket.get("short") is not None:
             await asyncio.sleep(0.05)
@@ -158,7 +158,9 @@ async def test_a_key_with_a_ttl_vanishes_and_one_that_is_renewed_stays(broker: B
 async def test_a_malformed_value_is_an_error_alone_and_left_out_of_a_list(
     broker: Broker, bucket: Bucket[RequestRecord]
 ) -> None:
-    await broker.append(f"$KV.{BUCKET_REQUESTS}.bad.one", b"junk", deadline_s=5, waiting_for="test")
+    await broker.append(
+        f"$KV.{BUCKET_REQUESTS}.bad.one", b"junk", deadline_s=PATIENCE_S, waiting_for="test"
+    )
     await bucket.put("bad.two", _value("fine"))
     with pytest.raises(MessageError):
         await bucket.get("bad.one")

@@ -10,6 +10,8 @@ from tinkermq.schemas.tinker.operation import ModelOperation, OperationResult
 from tinkermq.schemas.wire.errors import MessageError
 from tinkermq.schemas.wire.subjects import JobScope
 
+from tests.support.waiting import PATIENCE_S
+
 MODEL = ModelName("s1", 0)
 
 
@@ -68,7 +70,7 @@ async def test_what_is_no_operation_is_told_beside_those_that_are(
         (scope.operation("ada", "s1", "x", 1), b""),
         (scope.all_operations.replace(">", "nobody"), b""),
     ):
-        await broker.append(subject, payload, deadline_s=30, waiting_for="the test")
+        await broker.append(subject, payload, deadline_s=PATIENCE_S, waiting_for="the test")
     operations, unreadable = await log.read_all()
     assert [one.seq for _, one in operations] == [7]
     named = [("ada", OperationName(MODEL, 8)), ("ada", OperationName(MODEL, 9))]

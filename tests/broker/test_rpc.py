@@ -113,7 +113,7 @@ async def echo(service: Service) -> Echo:
     return handlers
 
 
-async def _step(broker: Broker, action: str = "left", timeout_s: float = 5.0) -> Answer:
+async def _step(broker: Broker, action: str = "left", timeout_s: float = PATIENCE_S) -> Answer:
     request = Question(episode="e", turn=0, action=action)
     return await call(
         broker, "test.step", request, Answer, timeout_s=timeout_s, waiting_for="host h"
@@ -205,13 +205,15 @@ async def test_a_service_that_calls_itself_does_not_deadlock(
             "test.down",
             request.model_copy(update={"turn": request.turn - 1}),
             Answer,
-            timeout_s=5,
+            timeout_s=PATIENCE_S,
             waiting_for="myself",
         )
 
     await service.endpoint("down", "test.down", Question, down)
     request = Question(episode="e", turn=5, action="")
-    reply = await call(broker, "test.down", request, Answer, timeout_s=5, waiting_for="the service")
+    reply = await call(
+        broker, "test.down", request, Answer, timeout_s=PATIENCE_S, waiting_for="the service"
+    )
     assert reply.observation == "bottom"
 
 
@@ -234,7 +236,7 @@ async def test_requests_of_one_user_that_wait_take_no_place_of_others(
         subject = rpc(user, "waiting", "wait")
         return await call(broker, subject, Empty(), Answer, timeout_s=timeout_s, waiting_for="it")
 
-    assert (await ask("ada", 10.0)).observation == "ada"
+    assert (await ask("ada", PATIENCE_S)).observation == "ada"
 
     async def refusal() -> BusyError | None:
         try:
@@ -268,7 +270,7 @@ async def test_the_user_is_taken_from_the_subject(broker: Broker, service: Servi
         "tmq.v1.rpc.ann.test.who",
         env.CloseRequest(episode="bob"),
         env.CloseRequest,
-        timeout_s=5,
+        timeout_s=PATIENCE_S,
         waiting_for="the service",
     )
     assert reply.episode == "ann"
@@ -313,7 +315,12 @@ async def test_services_in_one_queue_share_the_requests(
     await anext(second)
     replies = [
         await call(
-            broker, "test.where", Empty(), env.CloseRequest, timeout_s=5, waiting_for="hosts"
+            broker,
+            "test.where",
+            Empty(),
+            env.CloseRequest,
+            timeout_s=PATIENCE_S,
+            waiting_for="hosts",
         )
         for _ in range(60)
     ]
@@ -461,7 +468,7 @@ async def test_each_kind_of_error_arrives_as_itself(
     subject = f"test.fail.{kind.code}"
     await service.endpoint("fail", subject, Empty, fail)
     with pytest.raises(TinkermqError, match="it broke") as raised:
-        await call(broker, subject, Empty(), Empty, timeout_s=5, waiting_for="the service")
+        await call(broker, subject, Empty(), Empty, timeout_s=PATIENCE_S, waiting_for="the service")
     assert type(raised.value) is kind
     assert raised.value.hint == "mend it"
 
@@ -474,7 +481,9 @@ async def test_text_that_has_no_utf8_form_still_arrives_as_an_error(
 
     await service.endpoint("fail", "test.odd", Empty, fail)
     with pytest.raises(GameError, match=r"odd \? text"):
-        await call(broker, "test.odd", Empty(), Empty, timeout_s=5, waiting_for="the service")
+        await call(
+            broker, "test.odd", Empty(), Empty, timeout_s=PATIENCE_S, waiting_for="the service"
+        )
 
 
 async def test_a_malformed_reply_is_a_message_error(broker: Broker) -> None:
@@ -483,7 +492,9 @@ async def test_a_malformed_reply_is_a_message_error(broker: Broker) -> None:
 
     await broker.nc.subscribe("test.junk", cb=junk)
     with pytest.raises(MessageError):
-        await call(broker, "test.junk", Empty(), Empty, timeout_s=5, waiting_for="the service")
+        await call(
+            broker, "test.junk", Empty(), Empty, timeout_s=PATIENCE_S, waiting_for="the service"
+        )
 
 
 # What is asked of an endpoint while it is being made, and what happens to the server meanwhile.
@@ -628,7 +639,7 @@ async def test_all_answers_to_a_request_come_in_order_and_say_which_it_was(broke
     inbox = Inbox(broker)
     for _ in range(2):
         subject = await inbox.ask("free.several", b"")
-        received = [await inbox.next(5), await inbox.next(5)]
+        received = [await inbox.next(PATIENCE_S), await inbox.next(PATIENCE_S)]
         assert [message.data for message in received] == [b"a", b"b"]
         assert {message.subject for message in received} == {subject}
     with pytest.raises(TimeoutError):
@@ -645,7 +656,7 @@ async def test_a_lost_connection_ends_the_wait_unless_answers_may_still_come(
         await inbox.ask("free.silent", b"")
     own_server.kill()
     with pytest.raises(ConnectionLost, match=r"broke during a request on free\.silent"):
-        await ends.next(5)
+        await ends.next(PATIENCE_S)
     with pytest.raises(TimeoutError):
         await goes_on.next(0.3)
     own_server.start()

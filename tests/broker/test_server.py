@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -106,7 +106,7 @@ def test_the_server_dies_with_the_process_that_started_it(tmp_path: Path) -> Non
     program = (
         "import sys, time; from tinkermq.broker.nats_server import NatsServer; "
         "server = NatsServer(sys.argv[1]); server.start(); print(server.pid, flush=True); "
-        "time.sleep(60)"
+        "time.sleep(600)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
@@ -114,7 +114,7 @@ def test_the_server_dies_with_the_process_that_started_it(tmp_path: Path) -> Non
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         parent.kill()
-    assert _ends(pid)
+    _until(lambda: not alive(pid))
 
 
 def test_a_server_may_outlive_the_process_that_started_it(tmp_path: Path) -> None:
@@ -131,12 +131,11 @@ def test_a_server_may_outlive_the_process_that_started_it(tmp_path: Path) -> Non
         os.kill(pid, signal.SIGKILL)
 
 
-def _ends(pid: int) -> bool:
-    for _ in range(200):
-        if not alive(pid):
-            return True
-        time.sleep(0.01)
-    return False
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_server_that_reads_its_store_for_long_is_waited_for(own_server: NatsServer) -> None:
@@ -148,10 +147,7 @@ def test_a_server_that_reads_its_store_for_long_is_waited_for(own_server: NatsSe
         if not own_server.is_listening():  # it may have been faster than this process
             break
     os.kill(own_server.pid, signal.SIGCONT)
-    deadline = time.monotonic() + PATIENCE_S
-    while not own_server.is_listening():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    _until(own_server.is_listening)
 
 
 # -- A back-up holds what was stored, under the same sequences; what is no back-up is refused ------
@@ -173,9 +169,9 @@ async def test_messages_keep_their_sequences_and_consumers_their_places(
     scope = JobScope("local", "saved")
     await create_job_streams(own_broker, scope, LimitsConfig(), ack_wait_s=30)
     for payload in (b"first", b"second", BIG):
-        await own_broker.append(scope.batch, payload, deadline_s=30, waiting_for="the test")
+        await own_broker.append(scope.batch, payload, deadline_s=PATIENCE_S, waiting_for="the test")
     await own_broker.api(f"STREAM.PURGE.{scope.stream_batch}", {"seq": 2})
-    await own_broker.append(scope.task(7), b"task", deadline_s=30, waiting_for="the test")
+    await own_broker.append(scope.task(7), b"task", deadline_s=PATIENCE_S, waiting_for="the test")
     saved = await save_all(own_broker, tmp_path / "backup")
     assert saved[0].name.rpartition("-")[2] == "task"
     assert {one.name for one in saved}.isdisjoint({"KV_tmq-actors", "KV_tmq-leases"})
@@ -197,7 +193,7 @@ async def test_a_restore_that_broke_off_is_repeated_and_brings_what_is_missing(
     scope, folder = JobScope("local", "again"), tmp_path / "backup"
     await create_job_streams(own_broker, scope, LimitsConfig(), segments=True)
     for subject in (scope.batch, scope.task(1), scope.segment(1, 0), scope.rollout(1)):
-        await own_broker.append(subject, b"one", deadline_s=30, waiting_for="the test")
+        await own_broker.append(subject, b"one", deadline_s=PATIENCE_S, waiting_for="the test")
     saved = await save_all(own_broker, folder)
     archive = folder / f"{scope.stream_batch}.snapshot"
     whole = archive.read_bytes()
@@ -214,7 +210,7 @@ async def test_a_restore_that_broke_off_is_repeated_and_brings_what_is_missing(
             assert (await stream_info(other, one.name))["state"]["messages"] == one.num_messages
         with pytest.raises(StateError, match="all of this back-up is there"):
             await restore_all(other, folder)
-        await other.append(scope.task(2), b"new", deadline_s=30, waiting_for="the test")
+        await other.append(scope.task(2), b"new", deadline_s=PATIENCE_S, waiting_for="the test")
         await delete_stream(other, scope.stream_batch)
         with pytest.raises(StateError, match=f"{scope.stream_task} already, and not those of the"):
             await restore_all(other, folder)

@@ -41,7 +41,7 @@ from tinkermq.schemas.wire.subjects import JobScope
 async def fill(buffer):
     buffer[:10] = b"0123456789"
     print("writes", flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)
 
 memory = SharedMemory(JobScope("local", "shared"), 64 << 20, root=Path(sys.argv[1]))
 asyncio.run(memory.get(sys.argv[2], int(sys.argv[3]), fill))
@@ -150,17 +150,20 @@ async def test_a_receiver_beside_the_learner_uses_a_version_before_it_is_stored(
 async def test_who_does_not_share_the_learners_memory_waits_until_a_version_is_stored(
     broker: Broker, nats_server: NatsServer, scope: JobScope
 ) -> None:
+    await bound_weights(broker, scope, NUM_BYTES // 2)
     learner = WeightStore(broker, scope, shared_bytes=ROOM)
     async with await connect(nats_server.url, name="receiver") as other:
         apart = WeightStore(other, scope, shared_bytes=0)
         coming = await waiting_for_newer(apart, -1)
-        publishing = asyncio.create_task(learner.publish(0, wide_weights()))
+        with pytest.raises(StorageError):
+            await learner.publish(0, wide_weights())
         early = await coming
         assert early is not None
         assert early.location == ""
         with pytest.raises(NotFoundError, match="neither stored yet nor in shared memory"):
             await apart.fetch(early)
-        stored = await publishing
+        await bound_weights(broker, scope, ROOM)
+        stored = await learner.publish(0, wide_weights())
         assert await apart.wait_newer(-1, PATIENCE_S) == stored
         assert bytes_of((await apart.fetch(stored))["w"]) == wide_weights()["w"].data
 

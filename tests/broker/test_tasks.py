@@ -129,8 +129,8 @@ async def test_a_malformed_task_is_put_aside_and_the_rest_goes_on(
 ) -> None:
     queue = TaskQueue(broker, scope)
     for number, payload in ((0, b"junk"), (1, make_task(9).to_bytes())):
-        await broker.append(scope.task(number), payload, deadline_s=5, waiting_for="test")
-    await broker.append(scope.task("x"), b"", deadline_s=5, waiting_for="test")
+        await broker.append(scope.task(number), payload, deadline_s=PATIENCE_S, waiting_for="test")
+    await broker.append(scope.task("x"), b"", deadline_s=PATIENCE_S, waiting_for="test")
     await queue.publish(make_task(2))
     assert [lease.task.task for lease in await _pull(queue, 1)] == [2]
     assert await queue.pull(10, 0.1) == []

@@ -26,6 +26,8 @@ from tinkermq.broker.tracking import (
 )
 from tinkermq.schemas.wire.errors import ConfigError, StorageError
 
+from tests.support.waiting import PATIENCE_S
+
 RUN = TrackedRun(
     project="tests",
     name="run-a",
@@ -325,8 +327,8 @@ FAULTS = [
 
 
 def guard(library: Faulty, folder: Path, **options: Any) -> GuardedTracker:
-    at_once = {"pauses_s": (0.0, 0.0), "ends_s": 0.2, "opens_s": 5.0}
-    return GuardedTracker("lib", library.open, folder / "held", **{**at_once, **options})
+    patient = {"pauses_s": (0.0, 0.0), "ends_s": PATIENCE_S, "opens_s": PATIENCE_S}
+    return GuardedTracker("lib", library.open, folder / "held", **{**patient, **options})
 
 
 def log_steps(tracker: GuardedTracker, *steps: int) -> list[TrackerNews]:
@@ -381,7 +383,7 @@ def test_a_tracker_that_hangs_holds_nobody(where: str, tmp_path: Path) -> None:
     faults: dict[str, list[Any]] = {where: [release]}
     if where == "abandon":
         faults["log"] = [OSError("broken")]
-    tracker = guard(Faulty(**faults), tmp_path, opens_s=0.05)
+    tracker = guard(Faulty(**faults), tmp_path, opens_s=0.05, ends_s=0.2)
     (news,) = log_steps(tracker, 1, 2)
     release.set()
     assert news.kind == "tracker_lost"
@@ -445,7 +447,7 @@ def test_a_tracker_that_refuses_something_else_is_told_numbers_nevertheless(
 def test_a_checkpoint_may_be_removed_while_a_tracker_keeps_it(tmp_path: Path) -> None:
     release = Event()
     library = Faulty(log=[release])
-    tracker = guard(library, tmp_path, ends_s=60.0)
+    tracker = guard(library, tmp_path)
     folder = tmp_path / "step_000001"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -463,7 +465,7 @@ def test_tensorboard_outlives_its_folder(tmp_path: Path) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     tracker = make("tensorboard", tmp_path)
     tracker.log({"a": 1.0}, 1)
-    tracker.flush(60.0)
+    tracker.flush(PATIENCE_S)
     shutil.rmtree(tmp_path / "tensorboard")
     kinds = [one.kind for one in log_steps(tracker, 2, 3)]
     assert kinds == ["tracker_reopened"]
@@ -477,7 +479,7 @@ def test_tensorboard_whose_folder_became_a_file_is_left_out(tmp_path: Path) -> N
     pytest.importorskip("tensorboard")
     tracker = make("tensorboard", tmp_path)
     tracker.log({"a": 1.0}, 1)
-    tracker.flush(60.0)
+    tracker.flush(PATIENCE_S)
     shutil.rmtree(tmp_path / "tensorboard")
     (tmp_path / "tensorboard").write_text("no folder")
     (news,) = log_steps(tracker, 2, 3)
@@ -489,14 +491,14 @@ OUTLIVES = """
 import sys
 from pathlib import Path
 import psutil
-from tests.broker.test_tracking import log_steps, make
+from tests.broker.test_tracking import PATIENCE_S, log_steps, make
 tracker = make("wandb-offline", Path(sys.argv[1]))
 tracker.log({"a": 1.0}, 1)
-tracker.flush(60.0)
+tracker.flush(PATIENCE_S)
 killed = psutil.Process().children(recursive=True)
 for one in killed:
     one.kill()
-psutil.wait_procs(killed, timeout=10)  # a zombie that nobody reaps is dead, too
+psutil.wait_procs(killed, timeout=PATIENCE_S)  # a zombie that nobody reaps is dead, too
 print(len(killed), [news.kind for news in log_steps(tracker, 2, 3)])
 """
 

@@ -199,7 +199,7 @@ async def test_a_damaged_object_is_fetched_twice_and_then_an_error(
     assert info is not None
     chunk = f"$O.{scope.object_weights}.C.{info.nuid}"
     await broker.api(f"STREAM.PURGE.OBJ_{scope.object_weights}", {"filter": chunk})
-    await broker.append(chunk, bytes(info.num_bytes), deadline_s=5, waiting_for="test")
+    await broker.append(chunk, bytes(info.num_bytes), deadline_s=PATIENCE_S, waiting_for="test")
     with pytest.raises(BrokerError, match=r"version 3 is damaged: .* has digest"):
         await store.fetch(manifest)
 

@@ -13,21 +13,19 @@ from typing import Any
 
 import pytest
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.client.rpc import call
 from tinkermq.broker.jobs import JobStore
 from tinkermq.clients.base import LoopThread
 from tinkermq.clients.hosting.agent_environment import AgentEnvironment, AgentEpisode
 from tinkermq.clients.validation import check_files_exist, resolve_paths
 from tinkermq.envs.agents.episode import ProgramEpisode
 from tinkermq.envs.agents.leases import EpisodeLease
-from tinkermq.schemas.env import ResetReply, ResetRequest, StepReply, StepRequest
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.wire.errors import ConfigError, NotFoundError
-from tinkermq.schemas.wire.message import Message
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.clients.command import Outcome, command, tinkermq, tinkermq_here
 from tests.clients.conftest import Cli, new_record
+from tests.envs.hosting import Client
 from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.waiting import PATIENCE_S, eventually
 
@@ -375,18 +373,6 @@ async def hosted(broker: Broker, run: str) -> Outcome:
     return await asyncio.to_thread(tinkermq_here, *words)
 
 
-async def ask(broker: Broker, subject: str, request: Message, reply: type[Any]) -> Any:
-    """Ask until a host is there."""
-
-    async def attempt() -> Any:
-        with contextlib.suppress(NotFoundError):
-            return await call(
-                broker, subject, request, reply, timeout_s=PATIENCE_S, waiting_for="the host"
-            )
-
-    return await eventually(attempt, "the host")
-
-
 @pytest.mark.parametrize("relative", [True, False], ids=["relative", "--files"])
 async def test_programs_run_on_the_users_machine_until_the_run_ends(
     broker: Broker, scope: JobScope, folder: Path, relative: bool
@@ -398,13 +384,16 @@ async def test_programs_run_on_the_users_machine_until_the_run_ends(
         started(broker, folder, *words, "--places", "2") as process,
         ScriptedGenerator(broker, scope, Script()).playing("t1-1"),
     ):
-        opening = ResetRequest(episodes=["t1-1"], split="train", sample=None, seed=3, wait_s=9)
-        opened = await ask(broker, scope.env_reset, opening, ResetReply)
-        assert opened.episodes[0].error is None, opened.episodes[0].error
-        step = StepRequest(episodes=["t1-1"], turns=[0], actions=[""], wait_s=9)
-        ended = await ask(broker, scope.env(opened.host, "step"), step, StepReply)
-        assert ended.rewards == [0.75]
-        assert ended.infos[0]["output"] == "You said: seed 3\n"
+        caller = Client(broker, scope, None)
+
+        async def begun() -> Any:
+            with contextlib.suppress(NotFoundError):
+                return await caller.reset("t1-1", seed=3)
+
+        opened = await eventually(begun, "the host")
+        ended = await caller.step("t1-1", 0, "", host=opened.host)
+        assert ended.reward == 0.75
+        assert ended.info["output"] == "You said: seed 3\n"
         process.send_signal(signal.SIGINT)
         _, errors = await process.communicate()
     assert process.returncode == 0, errors.decode()

@@ -19,7 +19,7 @@ from tinkermq.broker.credentials import PoolSecrets
 from tinkermq.broker.feed import publish_log, publish_metric, publish_trace, read_traces
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.presence import presences
+from tinkermq.broker.presence import PresenceBeat
 from tinkermq.broker.profile import Span, spans_of
 from tinkermq.broker.rollouts import BatchLog, RolloutLog
 from tinkermq.clients.cli.deploy import listening_host, read_nats_conf
@@ -107,8 +107,8 @@ async def test_ps_names_the_game_that_is_missing_and_since_when(
         missing_since=time.time() - 300,
         time=time.time(),
     )
-    await presences(broker).put(f"{run.scope.key}.generator-0", waits)
-    told = await aside(cli, "ps", "--json", "--nats-url", broker.url)
+    async with PresenceBeat(broker, f"{run.scope.key}.generator-0", lambda: waits):
+        told = await aside(cli, "ps", "--json", "--nats-url", broker.url)
     row = next(one for one in json.loads(told.out) if one["job"] == run.job)
     assert row["missing"].startswith("generator-0 waits for a host of bandit (env-ada was the last")
     assert "for 5m" in row["missing"]
@@ -135,11 +135,8 @@ async def test_ps_tells_a_scheduler_that_is_slow_from_none(
     lives = Presence(
         actor="scheduler-7", role="scheduler", host="a", pid=1, state=state, time=time.time()
     )
-    await presences(broker).put("pool.scheduler-7", lives)
-    try:
+    async with PresenceBeat(broker, "pool.scheduler-7", lambda: lives):
         shown = await aside(cli, "ps", "--nats-url", broker.url)
-    finally:
-        await presences(broker).purge("pool.scheduler-7")
     assert "no scheduler answers" not in shown.err
     assert "scheduler-7 is alive and has not answered within" in " ".join(shown.err.split())
 
@@ -370,12 +367,11 @@ async def test_a_live_run_evaluates_its_newest_version(
         version=4,
         time=time.time(),
     )
-    await presences(broker).put(f"{scope.key}.learner", learner)
-    asking = asyncio.create_task(aside(cli, "eval", run.name, "--json", "--nats-url", broker.url))
     bucket = Bucket(broker, BUCKET_EVALS, EvalRecord)
-    async with asyncio.timeout(PATIENCE_S):
-        while (entry := await bucket.get(f"{scope.key}.4")) is None:
-            await asyncio.sleep(0.05)
+    words = ("eval", run.name, "--json", "--nats-url", broker.url)
+    async with PresenceBeat(broker, f"{scope.key}.learner", lambda: learner):
+        asking = asyncio.create_task(aside(cli, *words))
+        entry = await eventually(lambda: bucket.get(f"{scope.key}.4"), "the request")
     assert entry.value.state == "requested"
     done = entry.value.model_copy(update={"state": "done", "values": {"val/mean_score": 0.75}})
     await bucket.update(f"{scope.key}.4", done, entry.revision)

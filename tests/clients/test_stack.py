@@ -30,7 +30,7 @@ from tinkermq.schemas.wire.subjects import BUCKET_JOBS
 from tests.clients.command import command, tinkermq
 from tests.clients.conftest import Cli
 from tests.support.configs import REPOSITORY
-from tests.support.processes import alive
+from tests.support.processes import alive, halt
 from tests.support.waiting import PATIENCE_S
 
 
@@ -98,7 +98,7 @@ def test_up_holds_its_children_up_and_down_leaves_nothing(home: Home, cli: Cli) 
     log = home.logs / "node.log"
     os.truncate(log, LOG_BYTES + 1)
     until(lambda: log.stat().st_size <= LOG_BYTES, "the node's log begins anew")
-    assert (home.logs / "node.log.1").stat().st_size == LOG_BYTES + 1
+    assert (home.logs / "node.log.1").stat().st_size > LOG_BYTES  # the node may write meanwhile
 
     down = cli("down", "--json")
     assert json.loads(down.out)["stopped"]
@@ -132,7 +132,7 @@ def test_a_broker_that_cannot_be_started_again_at_once_ends_no_stack(home: Home,
     state = state_of(home)
     # a server of before that does not end holds the store
     with (home.store / "server.lock").open("a+") as lock:
-        os.kill(state.pid, signal.SIGSTOP)  # so that the test gets the store first
+        halt(state.pid)  # so that the test gets the store first
         os.kill(state.children["broker"], signal.SIGKILL)
         until(lambda: _locked(lock), "the store is let go of")
         os.kill(state.pid, signal.SIGCONT)

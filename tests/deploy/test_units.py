@@ -123,7 +123,8 @@ class Systemd:
         (self.root / "var/lib/tinkermq-nats").mkdir()
         self.port = _free_port()
         config = (REPOSITORY / "deploy/nats/single.conf").read_text()
-        config = config.replace("4222", str(self.port)).replace("8222", str(_free_port()))
+        ports = {"4222": str(self.port), "8222": str(_free_port())}
+        config = re.sub("4222|8222", lambda found: ports[found[0]], config)
         if self.with_users:
             config = config.replace("# include", "include")
             command = [f"{sys.prefix}/bin/tinkermq", "init", "--home", self.root / "etc/tinkermq"]

@@ -120,10 +120,14 @@ class GoldFails(GoldSucceeds):
 
 
 class SlowWhenTold(CountingGame):
+    """A step that is told to waits until a file is there, or for long."""
+
     def step(self, action: str) -> StepResult:
         if action == "raise":
             raise ValueError("as told")
-        time.sleep({"slow": 0.3, "very slow": 6.0}.get(action, 0.0))
+        while action.startswith("/") and not Path(action).exists():
+            time.sleep(0.005)
+        time.sleep(6.0 if action == "very slow" else 0.0)
         return StepResult(action, 0.0, False)
 
 

@@ -23,7 +23,7 @@ from tinkermq.schemas.env import (
 from tinkermq.schemas.wire.errors import GameError
 from tinkermq.schemas.wire.message import Empty
 
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, eventually
 
 E = TypeVar("E", bound=BaseException)
 COUNTING = "broken_games:CountingGame"
@@ -31,7 +31,7 @@ ISOLATIONS = pytest.mark.parametrize("isolation", ["thread", "process"])
 
 
 class Client:
-    """What a generator does, without the retries."""
+    """What a generator does: it asks again for what is not ready, and retries nothing."""
 
     def __init__(self, broker, scope, host):
         self.broker, self.scope, self.host = broker, scope, host
@@ -57,13 +57,23 @@ class Client:
         request = ResetRequest(
             episodes=[episode], split=split, sample=sample, seed=seed, kwargs=kwargs, wait_s=9
         )
-        return await self._call(self.scope.env_reset, request, ResetReply)
+        subject = self.scope.env_reset
+
+        async def ready() -> ResetReply | None:
+            nonlocal subject
+            reply = await self._call(subject, request, ResetReply)
+            subject = self.scope.env(reply.host, "reset")
+            (opened,) = reply.episodes
+            return None if opened.prompt is None and opened.error is None else reply
+
+        return await eventually(ready, f"episode {episode} to begin")
 
     async def reset(self, episode, *arguments, **kwargs):
         reply = await self.reset_reply(episode, *arguments, **kwargs)
         (opened,) = reply.episodes
         if opened.error is not None:
             raise opened.error.to_error()
+        assert opened.prompt is not None
         return SimpleNamespace(
             host=reply.host, lease_s=reply.lease_s, messages=reply.prompts[opened.prompt]
         )
@@ -72,16 +82,27 @@ class Client:
         return await self.step(episode, turn, "", final=True)
 
     async def step(self, episode, turn, action="go", host=None, final=False):
-        subject = self.scope.env(host or self.host.name, "step")
-        request = StepRequest(
-            episodes=[episode], turns=[turn], actions=[action], final=[final], wait_s=9
-        )
-        reply = await self._call(subject, request, StepReply)
+        reply = await self.step_reply([episode], turn, [action], host=host, final=final)
         for failed in reply.failed:
             raise failed.error.to_error()
         (observation,) = reply.observations
-        assert observation is not None, "not ready"
+        assert observation is not None
         return StepResult(observation, reply.rewards[0], reply.done[0], reply.infos[0])
+
+    async def step_reply(self, episodes, turn, actions, host=None, final=False):
+        """Play a turn of several episodes; return the reply in which all are ready."""
+        subject = self.scope.env(host or self.host.name, "step")
+        num = len(episodes)
+        request = StepRequest(
+            episodes=episodes, turns=[turn] * num, actions=actions, final=[final] * num, wait_s=9
+        )
+
+        async def ready() -> StepReply | None:
+            reply = await self._call(subject, request, StepReply)
+            num_ready = sum(one is not None for one in reply.observations) + len(reply.failed)
+            return reply if num_ready == num else None
+
+        return await eventually(ready, f"turn {turn} of {episodes}")
 
     async def close(self, episode):
         subject = self.scope.env(self.host.name, "close")
@@ -109,7 +130,7 @@ async def hosting(
     host = EnvironmentHost(
         broker,
         scope,
-        EnvConfig(game=game, **config),
+        EnvConfig(game=game, **{"reset_timeout_s": PATIENCE_S, **config}),
         seed=seed,
         judge_job=judge_job,
         max_episodes=max_episodes,

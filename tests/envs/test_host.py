@@ -9,7 +9,7 @@ import opentinker_games
 import pytest
 from hosting import ISOLATIONS, error_of, hosting
 from structlog.testing import capture_logs
-from tinkermq.broker.client.rpc import call
+from tinkermq.envs import host_client
 from tinkermq.envs.check import check_game
 from tinkermq.envs.games import addition
 from tinkermq.envs.host import EnvironmentHost, HostGone
@@ -17,7 +17,6 @@ from tinkermq.envs.host_client import Environments, RoleAddress, Start
 from tinkermq.envs.prompt import open_game
 from tinkermq.envs.write_data import verl_row, write_rows
 from tinkermq.schemas.config.job import EnvConfig
-from tinkermq.schemas.env import ResetReply, ResetRequest
 from tinkermq.schemas.wire.errors import (
     DataError,
     GameError,
@@ -27,7 +26,7 @@ from tinkermq.schemas.wire.errors import (
     StateError,
 )
 
-from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, eventually, until
 
 
 @ISOLATIONS
@@ -108,16 +107,7 @@ async def test_the_gold_answer_reaches_neither_prompt_nor_observation(
     path = write_rows(tmp_path / "rows.jsonl", [row])
     data = {"train_data": [str(path)], "val_data": [str(path)], "isolation": isolation}
     async with hosting(broker, scope, "broken_games:TellingGame", workers=1, **data) as client:
-        request = ResetRequest(episodes=["a"], split="train", sample=0, seed=0, wait_s=9)
-        opened = await call(
-            broker,
-            scope.env_reset,
-            request,
-            ResetReply,
-            timeout_s=PATIENCE_S,
-            waiting_for="the host",
-        )
-        assert truth not in str(opened)
+        assert truth not in str(await client.reset_reply("a", sample=0))
         for turn in range(2):  # a first step, and the last one of the episode
             result = await client.step("a", turn, "wrong")
             assert truth not in result.observation
@@ -150,10 +140,14 @@ async def test_an_episode_left_alone_is_freed(broker, scope):
         client.traceparent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
         await client.reset("left")
         await client.reset("kept")
+
+        async def is_freed() -> bool:
+            await client.step("kept", 0)
+            return client.host.counts.expired > 0
+
         with capture_logs() as told:
-            for turn in range(2):
-                await asyncio.sleep(2.2)
-                await client.step("kept", turn)
+            await eventually(is_freed, "the other one to be freed")
+        await client.step("kept", 1)
         (expired,) = [entry for entry in told if entry["event"] == "episode_expired"]
         assert (expired["episode"], expired["trace"]) == ("left", client.traceparent[3:35])
         error = await error_of(client.step("left", 0), NotFoundError)
@@ -398,6 +392,14 @@ async def together(*calls) -> list[Any]:
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """Let a host answer when all is ready, however long that takes on a slow machine."""
+    monkeypatch.setattr(host_client, "_HOLD_MANY_S", 10.0)
+    monkeypatch.setattr(host_client, "_ANSWER_S", PATIENCE_S)
+
+
+@pytest.mark.usefixtures("patient")
 async def test_the_episodes_of_a_task_travel_in_one_message(broker, scope):
     async with hosted(broker, scope, "CountingGame") as (host, caller):
         seen = await count_messages(broker, scope)
@@ -411,6 +413,7 @@ async def test_the_episodes_of_a_task_travel_in_one_message(broker, scope):
         assert (host.counts.resets, host.counts.steps) == (16, 16)
 
 
+@pytest.mark.usefixtures("patient")
 async def test_they_are_shared_out_among_the_hosts_of_the_job(broker, scope):
     async with hosted(broker, scope, "CountingGame", hosts=4) as (host, caller):
         seen = await count_messages(broker, scope)
@@ -420,7 +423,8 @@ async def test_they_are_shared_out_among_the_hosts_of_the_job(broker, scope):
         assert host.counts.resets == 16
 
 
-async def test_a_slow_game_holds_up_no_other(broker, scope):
+async def test_a_slow_game_holds_up_no_other(broker, scope, tmp_path):
+    gate = tmp_path / "open"
     async with hosted(broker, scope, "SlowWhenTold", workers=16) as (host, caller):
         await together(*(caller.reset(episode, START) for episode in MANY))
         order = []
@@ -428,11 +432,13 @@ async def test_a_slow_game_holds_up_no_other(broker, scope):
         async def step(name, action):
             answer = await caller.step(host.name, name, 0, action)
             order.append(action)
+            if len(order) == 15:
+                gate.touch()
             return answer
 
-        actions = ["slow", *["quick"] * 15]
+        actions = [str(gate), *["quick"] * 15]
         answers = await together(*map(step, MANY, actions))
-        assert order == [*["quick"] * 15, "slow"]
+        assert order == [*["quick"] * 15, str(gate)]
         assert [one.observation for one in answers] == actions
 
 

@@ -45,12 +45,14 @@ def check(candidate):
         x = random.randint(2, 9)
         assert candidate([x]) == {squares(x): 1} == counts([x])
 """
-PLAIN = {"time_s": 0.6, "memory_mb": 128, "output_kb": 16}
+PLAIN = {"time_s": 120, "memory_mb": 128, "output_kb": 16}
+SHORT_S = 0.6
+"""Time of all calls, where some of them have no end."""
 RIGHT = "def counts(xs):\n" + BODY
 
 
-def opened(test: str = TEST) -> HumanEvalGame:
-    game = HumanEvalGame(PLAIN)
+def opened(test: str = TEST, **settings: float) -> HumanEvalGame:
+    game = HumanEvalGame({**PLAIN, **settings})
     about = {"declaration": DECLARATION, "function": "counts", "test": test}
     game.reset(ground_truth=BODY, extra_info=about)
     return game
@@ -169,7 +171,7 @@ FAILING = {
 
 @pytest.mark.parametrize("reply", FAILING.values(), ids=FAILING)
 def test_what_does_not_return_the_right_values_fails(reply: str) -> None:
-    result = opened().step(reply)
+    result = opened(time_s=SHORT_S).step(reply)
     assert (result.reward, result.done, result.info["success"]) == (0.0, True, False)
 
 
@@ -189,11 +191,12 @@ def test_a_process_that_is_left_behind_ends_with_the_episode() -> None:
 
 def test_the_time_of_all_calls_is_bounded() -> None:
     many = "def check(candidate):\n    for n in range(100): candidate([n])"
-    slow = fenced("import time\ndef counts(xs): time.sleep(0.25)")
-    result = opened(many).step(slow)
+    slow = fenced("import time\ndef counts(xs): time.sleep(1)")
+    result = opened(many, time_s=2.9).step(slow)
     assert (result.reward, result.info["calls"]) == (0.0, 2)
     endless = "def check(candidate):\n    while True: candidate([])"
-    assert opened(endless).step(fenced("def counts(xs): 1")).info["calls"] <= human_eval.MAX_CALLS
+    result = opened(endless, time_s=SHORT_S).step(fenced("def counts(xs): 1"))
+    assert result.info["calls"] <= human_eval.MAX_CALLS
 
 
 @pytest.mark.parametrize("missing", ["declaration", "function", "test"])

@@ -11,12 +11,11 @@ from hosting import error_of, hosting
 from pydantic import ValidationError
 from reward_functions import RAISED, TOLD
 from tinkermq.broker.client.parts import PartsService
-from tinkermq.broker.client.rpc import Service, call
+from tinkermq.broker.client.rpc import Service
 from tinkermq.envs.reward_sources import read_judgement, read_score, refused_field
 from tinkermq.envs.rewards import load_function
 from tinkermq.envs.write_data import verl_row, write_rows
 from tinkermq.schemas.config.sections import RewardConfig, check_judge_prompt
-from tinkermq.schemas.env import StepReply, StepRequest
 from tinkermq.schemas.infer import ChatRequest, Delta, InferPart
 from tinkermq.schemas.wire.errors import BusyError, ConfigError, RewardError
 from tinkermq.schemas.wire.subjects import JobScope
@@ -35,14 +34,8 @@ async def _play(client, episode="a", turns=3, sample=None):
 
 async def _finish(client, episode, turn):
     """Say that the policy plays no more, as a generator does at a limit."""
-    request = StepRequest(episodes=[episode], turns=[turn], actions=[""], final=[True], wait_s=9)
-    subject = client.scope.env(client.host.name, "step")
-    reply = await call(
-        client.broker, subject, request, StepReply, timeout_s=PATIENCE_S, waiting_for="the host"
-    )
-    for failed in reply.failed:
-        raise failed.error.to_error()
-    return reply.rewards[0], reply.infos[0]
+    result = await client.finish(episode, turn)
+    return result.reward, result.info
 
 
 @contextlib.contextmanager

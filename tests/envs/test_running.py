@@ -16,7 +16,6 @@ from foreign_games import BLAMED, RAISED
 from hosting import COUNTING, ISOLATIONS, hosting, runner_of
 from test_host import START, act, hosted, take
 from test_host import hosted as serving
-from tinkermq.broker.client.rpc import call
 from tinkermq.broker.metering import TimeUse
 from tinkermq.clients.base import unwrap_error_groups
 from tinkermq.envs import StepResult, host_client
@@ -30,7 +29,6 @@ from tinkermq.envs.running.local import LocalGame
 from tinkermq.envs.running.process_runner import ProcessRunner
 from tinkermq.envs.running.runners import TimedRunner, make_runner
 from tinkermq.schemas.config.job import EnvConfig
-from tinkermq.schemas.env import ResetReply, ResetRequest, StepReply, StepRequest
 from tinkermq.schemas.wire.errors import GameError
 
 from tests.support.waiting import PATIENCE_S
@@ -193,22 +191,7 @@ async def _reset_each(client, troubles):
     """Reset an episode each; return the error message of each, empty for none."""
     messages: list[str] = []
     for number, trouble in enumerate(troubles):
-        request = ResetRequest(
-            episodes=[f"r{number}"],
-            split="train",
-            sample=None,
-            seed=0,
-            kwargs={"trouble": trouble},
-            wait_s=9,
-        )
-        reply = await call(
-            client.broker,
-            client.scope.env_reset,
-            request,
-            ResetReply,
-            timeout_s=PATIENCE_S,
-            waiting_for="the host",
-        )
+        reply = await client.reset_reply(f"r{number}", trouble=trouble)
         (opened,) = reply.episodes
         messages.append("" if opened.error is None else opened.error.message)
     return messages
@@ -219,11 +202,7 @@ async def _step_all(client, actions):
     names = [f"e{number}" for number in range(len(actions))]
     for name in names:
         await client.reset(name)
-    request = StepRequest(episodes=names, turns=[0] * len(names), actions=list(actions), wait_s=9)
-    subject = client.scope.env(client.host.name, "step")
-    return await call(
-        client.broker, subject, request, StepReply, timeout_s=PATIENCE_S, waiting_for="the host"
-    )
+    return await client.step_reply(names, 0, list(actions))
 
 
 @pytest.mark.parametrize("config", FOREIGN)

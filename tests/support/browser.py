@@ -5,7 +5,7 @@ import shutil
 from collections.abc import AsyncIterator
 
 import pytest
-from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright
+from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright, expect
 
 from tests.support.waiting import PATIENCE_S
 
@@ -21,6 +21,7 @@ FLAGS = [
     "--disable-sync",
 ]
 PATIENCE_MS = 1000 * PATIENCE_S
+expect.set_options(timeout=PATIENCE_MS)  # a page's own timeout is for its actions only
 
 
 def chromium() -> str:

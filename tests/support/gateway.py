@@ -19,6 +19,7 @@ from tinkermq.broker.service_process import die_with
 
 from tests.support.certificates import Certificate
 from tests.support.configs import REPOSITORY
+from tests.support.processes import listening_ports
 from tests.support.waiting import PATIENCE_S, eventually
 
 
@@ -129,23 +130,24 @@ async def run_gateway(
     nats: str, folder: Path, *words: str, tls: Certificate | None = None
 ) -> AsyncIterator[Gateway]:
     """Run a gateway until the block ends, with `tls` one of HTTPS; it must end at SIGTERM."""
-    port, scheme = free_port(), "http"
+    scheme, trusted, log = "http", None, folder / "gateway.log"
     if tls is not None:
-        scheme = "https"
+        scheme, trusted = "https", tls.certificate
         words += ("--certificate", str(tls.certificate), "--certificate-key", str(tls.key))
-    process = start(nats, folder, "--port", str(port), *words)
-    gateway = Gateway(
-        f"{scheme}://127.0.0.1:{port}",
-        process,
-        folder / "gateway.log",
-        tls.certificate if tls else None,
-    )
+    process = start(nats, folder, "--port", "0", *words)
+    gateway = Gateway("", process, log, trusted)
+
+    async def port() -> int:
+        assert process.poll() is None, log.read_text()
+        return next(iter(listening_ports(process.pid)), 0)
+
     try:
+        gateway.url = f"{scheme}://127.0.0.1:{await eventually(port, 'the gateway to listen')}"
         await eventually(gateway.alive, "the gateway to answer")
         yield gateway
         gateway.process.terminate()  # a test may have killed the first one
         code = await asyncio.to_thread(gateway.process.wait, PATIENCE_S)
-        assert code == 0, gateway.log.read_text()
+        assert code == 0, log.read_text()
     finally:
         gateway.process.kill()
         gateway.process.wait()

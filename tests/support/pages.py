@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.waiting import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
@@ -122,7 +124,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def run(
-    line: str, folder: Path, timeout_s: float = 60, env: Mapping[str, str] | None = None
+    line: str, folder: Path, timeout_s: float = PATIENCE_S, env: Mapping[str, str] | None = None
 ) -> "subprocess.CompletedProcess[str]":
     """Run a line of a shell in `folder`; both streams are in `stdout`."""
     return subprocess.run(
@@ -138,7 +140,7 @@ def run(
 
 
 def succeed(
-    line: str, folder: Path, timeout_s: float = 140, env: Mapping[str, str] | None = None
+    line: str, folder: Path, timeout_s: float = 2 * PATIENCE_S, env: Mapping[str, str] | None = None
 ) -> str:
     """Run a line that must succeed; return what it printed."""
     ended = run(line, folder, timeout_s, env)

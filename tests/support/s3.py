@@ -3,7 +3,6 @@
 import contextlib
 import http.client
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -15,15 +14,12 @@ from pathlib import Path
 
 from tinkermq.broker.service_process import die_with
 
+from tests.support.processes import listening_ports
+from tests.support.waiting import PATIENCE_S
+
 BUCKET = "runs"
 SLOW_S = 6.0
 """How long a slow request hangs before its connection ends."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Faults:
@@ -70,22 +66,41 @@ class S3:
 @contextlib.contextmanager
 def s3_server(folder: Path) -> Iterator[S3]:
     """Run both with an empty bucket."""
-    port, faults = free_port(), Faults()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    faults = Faults()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
     with (folder / "s3.log").open("ab") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=die_with(os.getpid()))
+    try:
+        port = _port_of(server)
+        _make_bucket(port)
+        with _proxy(port, faults) as own_port:
+            yield S3(own_port, faults)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _port_of(server: "subprocess.Popen[bytes]") -> int:
+    """Wait until a server listens; return where."""
+    ends = time.monotonic() + PATIENCE_S
+    while not (ports := listening_ports(server.pid)):
+        assert server.poll() is None, "the S3 server has ended"
+        assert time.monotonic() < ends, "the S3 server has not started"
+        time.sleep(0.05)
+    return ports.pop()
+
+
+@contextlib.contextmanager
+def _proxy(port: int, faults: Faults) -> Iterator[int]:
+    """Run the proxy before a port; yield its own."""
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), _handler(port, faults))
     proxy.daemon_threads = True
-    thread = threading.Thread(target=proxy.serve_forever, daemon=True)
-    thread.start()
+    threading.Thread(target=proxy.serve_forever, daemon=True).start()
     try:
-        _make_bucket(port)
-        yield S3(proxy.server_address[1], faults)
+        yield int(proxy.server_address[1])
     finally:
         proxy.shutdown()
         proxy.server_close()
-        server.kill()
-        server.wait()
 
 
 @contextlib.contextmanager
@@ -101,7 +116,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _make_bucket(port: int) -> None:
-    ends = time.monotonic() + 60
+    ends = time.monotonic() + PATIENCE_S
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/{BUCKET}",
         method="PUT",
@@ -110,7 +125,7 @@ def _make_bucket(port: int) -> None:
     )
     while True:
         try:
-            urllib.request.urlopen(request, timeout=5).close()
+            urllib.request.urlopen(request, timeout=PATIENCE_S).close()
             return
         except OSError:
             assert time.monotonic() < ends, "the S3 server has not started"
@@ -133,7 +148,7 @@ def _handler(port: int, faults: Faults) -> type[BaseHTTPRequestHandler]:
                 self.forward(body, fault)
 
         def forward(self, body: bytes, fault: str) -> None:
-            upstream = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            upstream = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
             headers = {k: v for k, v in self.headers.items() if k.lower() != "connection"}
             upstream.request(self.command, self.path, body, headers)
             got = upstream.getresponse()

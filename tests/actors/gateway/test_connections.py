@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -300,6 +301,11 @@ async def test_a_proxy_in_front_may_have_all_of_them() -> None:
 # -- 400 samples at once ---------------------------------------------------------------------------
 
 SDK = {"x-api-key": "tml-any", "user-agent": "AsyncTinker/Python 0.38.0"}
+REFUSALS = {
+    503: ("connections are open from 127.0.0.1", "5"),
+    429: ("too many requests under way", "1"),
+}
+"""By their status, the words of refusals and the seconds after which to come again."""
 OF_CLIENT = 50
 """Requests of one HTTP client of the SDK at a time."""
 
@@ -329,16 +335,20 @@ class Samplers:
 
 @contextlib.asynccontextmanager
 async def pool_with_sampler(broker: Broker, folder: Path) -> AsyncIterator[Samplers]:
-    """Answer what the gateway asks a pool."""
+    """Answer what the gateway asks a pool, each actor of which bounds a user's requests."""
     samplers = Samplers()
-    async with await Service.start(broker, name="pool", description="Trainer") as service:
+    async with (
+        await Service.start(broker, name="scheduler", description="offers") as scheduler,
+        await Service.start(broker, name="trainer", description="sessions") as trainer,
+        await Service.start(broker, name="sampler", description="samples") as sampler,
+    ):
         offers = rpc("*", "scheduler", "trainers")
-        await service.endpoint("trainers", offers, Empty, samplers.offers)
-        await UserRecords(folder).calls.open(service, "tinker-j1", Models())
+        await scheduler.endpoint("trainers", offers, Empty, samplers.offers)
+        await UserRecords(folder).calls.open(trainer, "tinker-j1", Models())
         subject = rpc("*", "tinker-j1", "sample")
-        await service.endpoint("sample", subject, SampleRequest, samplers.sample)
+        await sampler.endpoint("sample", subject, SampleRequest, samplers.sample)
         subject = rpc("*", "tinker-j1", "sampled-s1")
-        await service.endpoint("sampled", subject, AwaitSample, samplers.sampled)
+        await sampler.endpoint("sampled", subject, AwaitSample, samplers.sampled)
         yield samplers
 
 
@@ -364,7 +374,8 @@ class SdkClients:
             while True:
                 try:
                     answer = await self._clients[place].post(f"{self._api}/{path}", json=body)
-                except httpx.ReadError:  # refused while it was being sent: the answer is lost
+                except (httpx.NetworkError, httpx.RemoteProtocolError):
+                    # refused, or closed for another, while it was being sent: no answer
                     await asyncio.sleep(0.2)
                     continue
                 if answer.status_code not in (429, 503):
@@ -429,7 +440,7 @@ async def test_hundreds_of_samples_at_once_leave_room_for_health_and_pages(
         pool_with_sampler(own_broker, tmp_path) as samplers,
         run_gateway(own_server.url, tmp_path) as gateway,
     ):
-        clients = SdkClients(gateway.url)
+        clients, began = SdkClients(gateway.url), time.monotonic()
         told = await clients.good("client/config", {"sdk_version": "0.38.0"})
         assert told["sample_max_concurrent_requests"] == SAMPLES_AT_ONCE < MAX_RUNNING
         at_once = told["sample_max_concurrent_requests"] if limited else num
@@ -448,11 +459,14 @@ async def test_hundreds_of_samples_at_once_leave_room_for_health_and_pages(
             await clients.close()
         assert len(samplers.taken) == num
         refused = [line for line in log_of(gateway) if line["event"] == "connections_refused"]
-        assert len(refused) == (0 if limited else 1)
+        minutes = int(time.monotonic() - began) // 60
+        assert not refused if limited else 1 <= len(refused) <= 1 + minutes
         assert bool(clients.refusals) is not limited
-        for one in clients.refusals:
-            assert "connections are open from 127.0.0.1" in one.json()["detail"]
-            assert one.headers["retry-after"] == "5"
+        for one in clients.refusals:  # by the sampler as well, once more often asked than in time
+            words, again_s = REFUSALS[one.status_code]
+            assert words in one.json()["detail"]
+            assert one.headers["retry-after"] == again_s
+        assert limited or 503 in {one.status_code for one in clients.refusals}
 
 
 async def assert_answers(gateway: Gateway) -> None:

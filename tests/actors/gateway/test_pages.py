@@ -117,9 +117,7 @@ async def test_a_job_is_submitted_watched_looked_into_and_cancelled(
         await expect(page.locator("[data-part=head]")).to_contain_text("paused")
         await page.click("text=Resume")
         await page.click("text=Cancel now")
-        await expect(page.locator("[data-part=head]")).to_contain_text(
-            "cancelled", timeout=PATIENCE_MS
-        )
+        await expect(page.locator("[data-part=head]")).to_contain_text("cancelled")
         await page.goto("/jobs?state=cancelled")
         await expect(page.locator("a.name", has_text="from-the-browser")).to_be_visible()
 
@@ -143,11 +141,11 @@ async def test_the_pool_shows_gpus_at_work_and_lets_waiting_jobs_overtake(
         async with watched_page(browser, gateway.url) as page:
             await page.goto("/pool")
             await expect(page.locator(".gpu")).to_have_text(
-                re.compile(r"3 · H200 +97 % · 68.7 GB of 137.4 GB"), timeout=PATIENCE_MS
+                re.compile(r"3 · H200 +97 % · 68.7 GB of 137.4 GB")
             )
             name = (await waits.read()).name
             field = page.get_by_label(f"Priority of {name}")
-            await field.fill("7", timeout=PATIENCE_MS)
+            await field.fill("7")
             await field.press("Enter")
             await page.wait_for_url("**/jobs/*")
         assert (await waits.read()).priority == 7

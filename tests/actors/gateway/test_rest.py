@@ -24,7 +24,7 @@ from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.gateway.test_data import PNG, two_turns
 from tests.support.configs import small_job
-from tests.support.gateway import Gateway, free_port, run_gateway, start
+from tests.support.gateway import Gateway, run_gateway, start
 from tests.support.groups import make_group
 from tests.support.stack import Stack
 from tests.support.waiting import PATIENCE_S, eventually
@@ -322,7 +322,7 @@ async def test_without_keys_only_names_of_this_machine_are_answered(gateway: Gat
 async def test_without_keys_the_gateway_does_not_listen_beyond_this_machine(
     stack: Stack, tmp_path: Path
 ) -> None:
-    process = start(stack.server.url, tmp_path, "--host", "0.0.0.0", "--port", str(free_port()))
+    process = start(stack.server.url, tmp_path, "--host", "0.0.0.0", "--port", "0")
     assert process.wait(PATIENCE_S) == 2
     assert "requires no keys" in (tmp_path / "gateway.log").read_text()
 
@@ -356,7 +356,7 @@ async def test_health_tells_that_the_broker_is_away_and_back(
 
 
 async def test_a_gateway_without_a_broker_does_not_start() -> None:
-    nowhere = f"nats://127.0.0.1:{free_port()}"
+    nowhere = "nats://127.0.0.1:1"
     with pytest.raises(BrokerError, match=f"no NATS server answers at {nowhere}"):
         await run(Options(nowhere, patience_s=0))
 

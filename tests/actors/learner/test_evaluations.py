@@ -89,7 +89,7 @@ async def learning(broker: Broker, scope: JobScope, **evaluation: Any) -> AsyncI
         made.heard += 1
 
     evaluations = Evaluations(broker, scope, config, describe, tell, event, heard)
-    queue = TaskQueue(broker, scope, ack_wait_s=1, validation=True)
+    queue = TaskQueue(broker, scope, validation=True)
     made = Learning(broker, scope, evaluations, queue, ValidationLog(broker, scope))
     await evaluations.load()
     evaluations.note_version(9)

@@ -26,6 +26,7 @@ from tinkermq.schemas.wire.subjects import JobScope
 from torch import nn
 
 from tests.support.contexts import job_context
+from tests.support.waiting import PATIENCE_S
 
 H100 = find_card("H100")
 
@@ -145,7 +146,7 @@ async def ask(broker: Broker, scope: JobScope, *, asleep: bool, seen: int) -> Gp
         scope.gpu_turn("learner"),
         GpuTurnRequest(asleep=asleep, seen=seen),
         GpuTurn,
-        timeout_s=5.0,
+        timeout_s=PATIENCE_S,
         waiting_for="the learner",
     )
 

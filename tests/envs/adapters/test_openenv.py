@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -225,12 +226,12 @@ async def test_episodes_wait_for_the_sessions_of_a_full_server_which_is_said():
 
 async def test_a_wait_for_a_session_has_an_end():
     with serving(Behaviour(max_sessions=1)) as (url,):
-        async with playing(url, wait_s=0.3) as (runner, _), playing(url, wait_s=0.2) as (other, _):
+        async with playing(url, wait_s=2.5) as (runner, _), playing(url, wait_s=1.5) as (other, _):
             await opened(runner, "a")
             with pytest.raises(GameError) as error:
                 await opened(runner, "b")
             held = f"({url}: 1 of ours"
-            assert f"no session within 0.3 s, 1 episodes wait {held}" in error.value.message
+            assert f"no session within 2.5 s, 1 episodes wait {held}" in error.value.message
             with pytest.raises(GameError) as error:
                 await opened(other, "b")
             assert f"the last answer: {url} has no session left (1 of 1)" in error.value.message
@@ -271,8 +272,14 @@ async def test_a_session_is_closed_when_its_episode_is_dropped_or_ends():
 
 
 async def test_a_step_past_its_limit_ends_its_session():
+    released = threading.Event()
+
+    async def wait():
+        while not released.is_set():
+            await asyncio.sleep(0.01)
+
     def late(message):
-        return asyncio.sleep(1) if message["type"] == "step" else None
+        return wait() if message["type"] == "step" else None
 
     server = Behaviour(answer=late)
     with serving(server) as (url,):
@@ -281,6 +288,7 @@ async def test_a_step_past_its_limit_ends_its_session():
             with pytest.raises(GameError, match="hung in step"):
                 await runner.step("a", "x")
             assert server.num_open == 1
+            released.set()
             await until(lambda: server.num_open == 0)
 
 
@@ -525,7 +533,7 @@ def test_arguments_that_cannot_be_are_refused(kwargs, said, monkeypatch):
 def package(**more):
     return {
         "package": "openenv_server:app",
-        "variables": {"PYTHONPATH": str(SERVER.parent), **more},
+        "variables": {"PYTHONPATH": str(SERVER.parent), "OF_TESTS": str(os.getpid()), **more},
         "start_s": float(PATIENCE_S),
     }
 
@@ -551,12 +559,13 @@ async def test_a_package_is_started_and_ends_with_its_host():
 
 
 def _children():
-    """Return the servers of packages that run."""
+    """Return the servers of packages that run, without those of other runs of the tests."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (folder / "cmdline").read_bytes().split(b"\0")
-            if b"openenv_server:app" in words:
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            if b"openenv_server:app" in words and b"OF_TESTS=%d" % os.getpid() in variables:
                 found.append(int(folder.name))
     return found
 

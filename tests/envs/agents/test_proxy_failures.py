@@ -463,7 +463,7 @@ async def brisk(
     broker: Broker, scope: JobScope, episode: ProgramEpisode
 ) -> AsyncIterator[ModelProxy]:
     """A proxy that soon takes silence for death."""
-    times = ProxyTimes(silence_s=3.0, pause_s=0.02, adopt_s=0.5)
+    times = ProxyTimes(silence_s=3.0, pause_s=0.02)
     async with ModelProxy(broker, scope, times=times) as proxy:
         proxy.open(episode)
         yield proxy
@@ -546,10 +546,10 @@ async def test_who_was_overtaken_is_not_heard(
 
 
 async def test_a_program_that_hangs_up_and_comes_back_finds_its_call(
-    broker: Broker, scope: JobScope, brisk: ModelProxy, episode: ProgramEpisode, script: Script
+    broker: Broker, scope: JobScope, proxy: ModelProxy, episode: ProgramEpisode, script: Script
 ) -> None:
     script.stops_at = 0
-    async with play(broker, scope, script, episode), http_client(brisk, episode) as http:
+    async with play(broker, scope, script, episode), http_client(proxy, episode) as http:
         first = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body()))
         await until(lambda: bool(script.asked), "the call")
         first.cancel()
@@ -565,27 +565,32 @@ async def test_a_program_that_hangs_up_and_comes_back_finds_its_call(
 
 
 async def test_a_program_that_hangs_up_for_good_ends_its_call(
-    broker: Broker, scope: JobScope, brisk: ModelProxy, episode: ProgramEpisode, script: Script
+    broker: Broker, scope: JobScope, episode: ProgramEpisode, script: Script
 ) -> None:
     script.stops_at = 0
-    async with play(broker, scope, script, episode), http_client(brisk, episode) as http:
-        first = asyncio.create_task(http.post("/v1/messages", json=messages_body()))
-        await until(lambda: bool(script.asked), "the call")
-        first.cancel()
-        await until(lambda: bool(script.cancelled), "the call to be cancelled")
-        assert script.cancelled == [script.asked[0].request]
-        script.stops_at = None
-        answer = await http.post("/v1/messages", json=messages_body())
+    async with (
+        play(broker, scope, script, episode),
+        ModelProxy(broker, scope, times=ProxyTimes(adopt_s=0.5)) as proxy,
+    ):
+        proxy.open(episode)
+        async with http_client(proxy, episode) as http:
+            first = asyncio.create_task(http.post("/v1/messages", json=messages_body()))
+            await until(lambda: bool(script.asked), "the call")
+            first.cancel()
+            await until(lambda: bool(script.cancelled), "the call to be cancelled")
+            assert script.cancelled == [script.asked[0].request]
+            script.stops_at = None
+            answer = await http.post("/v1/messages", json=messages_body())
     assert answer.status_code == 200
     assert len(script.asked) == 2
     assert not script.asked[1].is_retry
 
 
 async def test_an_answer_that_found_nobody_is_told_as_undelivered_and_given_again(
-    broker: Broker, scope: JobScope, brisk: ModelProxy, episode: ProgramEpisode, script: Script
+    broker: Broker, scope: JobScope, proxy: ModelProxy, episode: ProgramEpisode, script: Script
 ) -> None:
     script.stops_at = 0
-    async with play(broker, scope, script, episode), http_client(brisk, episode) as http:
+    async with play(broker, scope, script, episode), http_client(proxy, episode) as http:
         first = asyncio.create_task(http.post("/v1/responses", json=response_body()))
         await until(lambda: bool(script.asked), "the call")
         first.cancel()

@@ -290,12 +290,14 @@ async def test_a_program_without_a_network_reaches_no_socket_of_the_host(
         assert await answer(use, facts + REACH, tmp_path) == [False] * 3
 
 
-LEFT = """
+SLEEP = f"sleep(4218{os.getpid()})"
+"""As no program of another run of the tests on this machine sleeps."""
+LEFT = f"""
 import os, time
 if not os.fork():
     os.setsid()
     if not os.fork():
-        os.execv(PYTHON, [PYTHON, "-S", "-c", "import time; time.sleep(4218)"])
+        os.execv(PYTHON, [PYTHON, "-S", "-c", "import time; time.{SLEEP}"])
     os._exit(0)
 time.sleep(0.2)
 print(1)
@@ -311,7 +313,8 @@ async def test_nothing_that_a_program_leaves_running_outlives_it(use: str, tmp_p
 
 def sleepers() -> list[Path]:
     """Return the processes that the tests left running."""
-    return [one for one in Path("/proc").glob("[0-9]*/cmdline") if b"sleep(4218)" in _read(one)]
+    found = Path("/proc").glob("[0-9]*/cmdline")
+    return [one for one in found if SLEEP.encode() in _read(one)]
 
 
 def _read(path: Path) -> bytes:
