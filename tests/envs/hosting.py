@@ -131,7 +131,7 @@ async def hosting(
     host = EnvironmentHost(
         broker,
         scope,
-        EnvConfig(game=game, **config),
+        EnvConfig(game=game, **{"reset_timeout_s": PATIENCE_S, **config}),
         seed=seed,
         judge_job=judge_job,
         max_episodes=max_episodes,
