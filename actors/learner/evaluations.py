@@ -31,7 +31,7 @@ _MAX_VALUES_BYTES = EVALUATION_BYTES - (4 << 10)
 """Of the metrics of a version: its record has little else, as one that failed has no metrics."""
 MOST_EVALUATIONS = _MAX_OPEN + 1
 """Versions that may wait for an evaluation at a time: the last one does in any case."""
-MOST_KEPT = 4096
+MOST_KEPT = 512
 """Records of a job that stay in the bucket, which all users share, beside that of the best version;
 the metrics of older ones are in the job's feed."""
 
