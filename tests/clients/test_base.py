@@ -45,18 +45,22 @@ for _ in range(2):
 """
 
 _CALLED_BACK = """
-import concurrent.futures, sys
+import concurrent.futures, sys, threading
 from tinkermq.clients import SchedulerClient
 
 client, asked = SchedulerClient(sys.argv[1]), concurrent.futures.Future()
+main = threading.get_ident()
 
 def call_back(_):
     try:
         asked.set_result(client.list_jobs())
     except Exception as error:
-        asked.set_exception(error)
+        if threading.get_ident() != main:
+            asked.set_exception(error)
 
-client.submit_job_future({"nonsense": 1}).add_done_callback(call_back)
+while not asked.done():  # a future that is done already calls back at once, in this thread
+    client.submit_job_future({"nonsense": 1}).add_done_callback(call_back)
+    concurrent.futures.wait([asked], 0.1)
 print(asked.exception())
 """
 
