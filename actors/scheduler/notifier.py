@@ -13,7 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import structlog
@@ -59,6 +59,9 @@ class Plateau:
     best_version: int = -1
     best_step: int = 0
     is_reported: bool = False
+    validated: str = ""
+    """The newest values of a validation, as they were when `scores` were read."""
+    scores: Mapping[int, ValidationScore] = field(default_factory=dict[int, ValidationScore])
 
     def observe(self, values: Mapping[str, float], scores: Mapping[int, ValidationScore]) -> bool:
         """Take the newest numbers, and the scores of all versions; True once for each plateau.
@@ -117,11 +120,13 @@ class Notifier:
     async def _look_at(self, record: JobRecord, plateau: Plateau) -> None:
         try:
             values = await recent_values(self._broker, record.scope)
-            validates = _VALIDATION in (plateau.measure, *values)
-            scores = await read_scores(self._broker, record.scope) if validates else {}
+            validated = str(sorted(item for item in values.items() if item[0].startswith("val/")))
+            if _VALIDATION in values and validated != plateau.validated:
+                plateau.scores = await read_scores(self._broker, record.scope)
+                plateau.validated = validated
         except (NotFoundError, TimeoutError):
             return
-        if plateau.observe(values, scores):
+        if plateau.observe(values, plateau.scores):
             text = f"has not improved {plateau.measure} since step {plateau.best_step}"
             self._queue.put_nowait((record, f"{text} ({plateau.best:.4g})"))
 

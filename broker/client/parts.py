@@ -11,8 +11,8 @@ import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Generic, Protocol, TypeAlias, TypeVar, cast
 
 import structlog
@@ -262,7 +262,8 @@ class PartsService:
         async def answer(request: Request) -> None:
             if reply := allowed_reply(request.subject, reply_of(request)):
                 sender = _Sender(self._broker, reply, part_model(), self._alive_s)
-                await self._answer_while_heard(sender, handler, request_model, request.data)
+                async with self._while_heard(sender):
+                    await self._answer(sender, handler, request_model, request.data)
 
         await self._service.raw_endpoint(name, subject, answer)
 
@@ -296,7 +297,8 @@ class PartsService:
                 return
             self._of_users[user] += 1
             try:
-                await self._answer_while_heard(sender, handle, request_model, payload, user)
+                async with self._while_heard(sender):
+                    await self._answer(sender, handle, request_model, payload, user)
             finally:
                 self._of_users[user] -= 1
                 if not self._of_users[user]:
@@ -361,15 +363,9 @@ class PartsService:
         if task is not None:
             task.cancel()
 
-    async def _answer_while_heard(
-        self,
-        sender: "_Sender[P]",
-        handler: PartsHandler[Q, P],
-        model: type[Q],
-        payload: bytes,
-        user: str = "",
-    ) -> None:
-        """Answer until nobody listens any more: a part that was lost is missed in any case."""
+    @asynccontextmanager
+    async def _while_heard(self, sender: "_Sender[P]") -> AsyncIterator[None]:
+        """Cancel this task once nobody listens any more: a lost part is missed in any case."""
         task = cast("asyncio.Task[None]", asyncio.current_task())
 
         def end(_: Msg) -> None:
@@ -377,7 +373,7 @@ class PartsService:
 
         sender.unheard = await self._unheard.new_subject(end)
         try:
-            await self._answer(sender, handler, model, payload, user)
+            yield
         finally:
             self._unheard.forget(sender.unheard)
 

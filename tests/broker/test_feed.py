@@ -168,7 +168,7 @@ async def test_what_is_stored_is_read_at_once(broker: Broker, scope: JobScope) -
     assert await read_dead(broker, scope) == [letter]
 
 
-async def test_the_oldest_lines_go_first_when_the_log_is_full(
+async def test_the_oldest_lines_go_first_when_the_log_is_full_and_a_follower_is_told(
     broker: Broker, scope: JobScope
 ) -> None:
     await create_job_streams(broker, scope, LimitsConfig(log_bytes=1 << 16))
@@ -177,14 +177,6 @@ async def test_the_oldest_lines_go_first_when_the_log_is_full(
     info = await stream_info(broker, scope.stream_log)
     assert info["state"]["bytes"] <= 1 << 16
     assert info["state"]["last_seq"] == 100
-
-
-async def test_a_follower_is_told_of_what_was_discarded_before_it_was_read(
-    broker: Broker, scope: JobScope
-) -> None:
-    await create_job_streams(broker, scope, LimitsConfig(log_bytes=1 << 16))
-    for number in range(100):
-        await publish_log(broker, scope, _lines(f"{number} " + "x" * 2000))
     async with Follower(broker, scope, ("log",)) as follower:
         await follower.reach(2)
         first, *lines = follower.messages

@@ -158,15 +158,19 @@ sys.exit(fork_server.main(sys.argv[1:]))
 """A fork server on a machine that has no room for a process while a file is there."""
 
 
-async def test_a_machine_without_room_for_a_process_fails_that_start_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def forks_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have nodes start that server; it works in `tmp_path`."""
     (tmp_path / "server.py").write_text(FORKS_ON_DEMAND)
     monkeypatch.chdir(tmp_path)
     run = partial(asyncio.create_subprocess_exec, sys.executable, "server.py")
     monkeypatch.setattr(
         asyncio, "create_subprocess_exec", lambda *words, **options: run(words[-1], **options)
     )
+
+
+@pytest.mark.usefixtures("forks_on_demand")
+async def test_a_machine_without_room_for_a_process_fails_that_start_alone(tmp_path: Path) -> None:
     server = ForkServer()
     try:
         first = await Actor.start(server)
@@ -183,15 +187,8 @@ async def test_a_machine_without_room_for_a_process_fails_that_start_alone(
         await server.close()
 
 
-async def test_a_server_that_stands_still_is_killed_and_the_next_actor_has_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "server.py").write_text(FORKS_ON_DEMAND)
-    monkeypatch.chdir(tmp_path)
-    run = partial(asyncio.create_subprocess_exec, sys.executable, "server.py")
-    monkeypatch.setattr(
-        asyncio, "create_subprocess_exec", lambda *words, **options: run(words[-1], **options)
-    )
+@pytest.mark.usefixtures("forks_on_demand")
+async def test_a_server_that_stands_still_is_killed_and_the_next_actor_has_another() -> None:
     server = ForkServer(silence_s=3.0)
     first = await Actor.start(server)
     stopped = server.pid
