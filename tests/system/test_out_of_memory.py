@@ -38,7 +38,7 @@ async def test_a_learner_that_is_out_of_memory_goes_on_in_smaller_passes(
 
 
 @pytest.mark.faults
-@pytest.mark.long
+@pytest.mark.full
 async def test_ranks_of_which_one_is_out_of_memory_start_again_in_smaller_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,7 +113,7 @@ def _assert_close(config: JobConfig) -> None:
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("rank", [0, 8], ids=["full", "adapter"])
 @pytest.mark.parametrize(
-    "size", ["1 M", *(pytest.param(size, marks=pytest.mark.long) for size in ("5 M", "14 M"))]
+    "size", ["1 M", *(pytest.param(size, marks=pytest.mark.full) for size in ("5 M", "14 M"))]
 )
 def test_the_estimate_of_a_step_is_what_torch_allocates(
     tmp_path: Path, size: str, rank: int, checkpointing: bool
@@ -134,7 +134,7 @@ def test_it_is_for_other_decoders_too(tmp_path: Path, kind: str) -> None:
         {"learner": {"dtype": "bfloat16"}},
         {"learner": {"dtype": "bfloat16"}, "lora": {"rank": 8}},
         *(
-            pytest.param(sections, marks=pytest.mark.long)
+            pytest.param(sections, marks=pytest.mark.full)
             for sections in (
                 {"learner": {"dtype": "bfloat16", "gradient_checkpointing": True}},
                 {"learner": {"optimizer": "muon"}},
@@ -190,7 +190,7 @@ def _batch_of_images() -> TrainingBatch:
 @pytest.mark.parametrize(
     ("kind", "sections"),
     [
-        pytest.param(kind, sections, marks=[pytest.mark.long] if i != j else [])
+        pytest.param(kind, sections, marks=[pytest.mark.full] if i != j else [])
         for i, kind in enumerate(KINDS_OF_VISION)
         for j, sections in enumerate(VISION_CASES)
     ],
