@@ -319,7 +319,7 @@ def test_an_evaluation_without_a_model_says_what_to_give(cli: Cli) -> None:
 
 
 KINDS = get_args(GameKind)
-FAST = ("dataset", "generated")
+FAST = ("dataset",)
 
 
 class Made:
