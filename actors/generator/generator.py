@@ -18,7 +18,6 @@ from typing import Any
 import structlog
 
 from ...broker.client.rpc import call
-from ...broker.metering import TimeUse
 from ...broker.partial_rollouts import Fenced
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import Lease, TaskQueue
@@ -27,6 +26,7 @@ from ...envs.host_client import Environments
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import SelfPlayConfig
 from ...schemas.control import GpuTurn, GpuTurnRequest
+from ...schemas.profile import TimeUse
 from ...schemas.rollout import Group
 from ...schemas.wire.errors import BrokerError, DeadlineError, NotFoundError
 from ...schemas.wire.trace import GENERATOR_KINDS

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from ...broker.client.rpc import call
-from ...broker.disk import with_room
 from ...broker.kept_rollouts import RolloutKeeper
 from ...broker.rollouts import RolloutLog
 from ...broker.weights.payloads import TensorBytes
@@ -26,6 +25,7 @@ from ...broker.weights.shared_memory import UnfinishedFile, is_in_memory
 from ...broker.weights.store import NEWEST, room_for
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import BROKER
+from ...schemas.local.disk import with_room
 from ...schemas.weights import WeightsBound, WeightsRoom
 from ...schemas.wire.errors import ModelError, StorageError, TinkermqError
 from ...schemas.wire.subjects import rpc

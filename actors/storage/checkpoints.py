@@ -23,10 +23,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ...broker.disk import in_thread, with_room
-from ...broker.run_folder import Folder
 from ...schemas.config.sections import ADAPTER_CONFIG, BROKER, is_url
 from ...schemas.job import JobRecord
+from ...schemas.local.disk import in_thread, with_room
+from ...schemas.local.folder import Folder
 from ...schemas.wire.errors import NotFoundError, StorageError, TinkermqError
 from ...schemas.wire.subjects import JobScope
 from ..runtime import JobContext

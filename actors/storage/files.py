@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
-from ...broker.disk import FREE_SPACE, remedy
+from ...schemas.local.disk import FREE_SPACE, remedy
 from ...schemas.wire.errors import StorageError, StoreAwayError
 
 TABLE = "SHA256SUMS"
