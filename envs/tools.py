@@ -17,13 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
+from ..schemas.chat_messages import read_object
+from ..schemas.tool_calls import FORMATS, OPEN, CallSplitter, FoundCall
 from ..schemas.wire.errors import GameError
 from ..schemas.wire.foreign import shown
-from .chat_messages import read_object
 from .game import AbstractGame, StepResult
 from .prompt import resolve
 from .reasoning import behind_reasoning
-from .tool_calls import FORMATS, OPEN, CallSplitter, FoundCall
 
 MAX_TOOLS = 128
 """Tools of one game."""
