@@ -17,10 +17,10 @@ from ...broker.client.fair_queue import end_tasks
 from ...broker.client.parts import Tell
 from ...broker.partial_rollouts import Fenced
 from ...envs.agents.episode import ContextTooLong, EpisodeLimit, EpisodeOver
-from ...envs.model_apis.canonical import Picture, pictures_of
-from ...envs.model_apis.request import history_of
 from ...schemas.agent import CallDelivered, CallPart, CallRequest
 from ...schemas.config.job import JobConfig
+from ...schemas.model_apis.canonical import Picture, pictures_of
+from ...schemas.model_apis.request import history_of
 from ...schemas.output_format import MAX_PENALTY, MAX_REPETITION
 from ...schemas.profile import TimeUse
 from ...schemas.wire import errors
