@@ -34,8 +34,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
-from ...broker.profile import mean_share, profile_of
 from ...schemas.config.job import TrainingConfig
+from ...schemas.profile import mean_share, profile_of
 from ...schemas.task import DropReason
 from ...schemas.wire.trace import StepTrace
 

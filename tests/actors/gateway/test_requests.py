@@ -20,10 +20,10 @@ from tinkermq.actors.policy.model_folder import load_tokenizer
 from tinkermq.actors.rollout.completions import Answers
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.parts import Tell
-from tinkermq.envs.model_apis.answers import ModelApi
-from tinkermq.envs.model_apis.chat import CHAT, COMPLETIONS
-from tinkermq.envs.model_apis.request import RequestError
 from tinkermq.schemas.infer import ChatRequest, CompletionRequest, Decoding, InferPart
+from tinkermq.schemas.model_apis.answers import ModelApi
+from tinkermq.schemas.model_apis.chat import CHAT, COMPLETIONS
+from tinkermq.schemas.model_apis.request import RequestError
 from tinkermq.schemas.output_format import OutputFormat
 from tinkermq.schemas.wire.subjects import JobScope
 
@@ -31,6 +31,8 @@ from tests.actors.gateway.canned import canned_server
 from tests.actors.gateway.http import serving
 from tests.support.models import HERMES, make_tiny_model
 from tests.support.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.full
 
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},

@@ -19,8 +19,8 @@ from tinkermq.actors.rollout.call_tree import (
 from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.envs.agents import call_selection
 from tinkermq.envs.agents.call_selection import Readers, call_lines, main_root, why_untrained
-from tinkermq.envs.model_apis.canonical import CanonicalMessage
 from tinkermq.schemas.agent import CallPlaces
+from tinkermq.schemas.model_apis.canonical import CanonicalMessage
 
 from tests.actors.rollout.calls.programs import TOOLS, chat_of, user
 from tests.actors.rollout.calls.test_exact_calls import CALL, ask
@@ -226,7 +226,7 @@ def assert_what_was_read_counts(
         assert {call.number for call, why in why_not.items() if why} == dead, seed
 
 
-@pytest.mark.parametrize("num_seeds", [10, pytest.param(300, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_seeds", [10, pytest.param(300, marks=pytest.mark.full)])
 def test_of_drawn_programs_what_was_read_is_trained_and_nothing_else(
     chat: ChatTokenizer, num_seeds: int
 ) -> None:
@@ -249,7 +249,7 @@ def by_hand(calls: Sequence[ModelCall], answer: ModelCall) -> set[int]:
     }
 
 
-@pytest.mark.parametrize("num_seeds", [10, pytest.param(300, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_seeds", [10, pytest.param(300, marks=pytest.mark.full)])
 def test_readers_are_found_as_by_hand(chat: ChatTokenizer, num_seeds: int) -> None:
     for seed in range(num_seeds):
         calls = drawn(chat, seed)[0].tree.calls

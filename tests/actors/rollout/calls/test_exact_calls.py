@@ -14,7 +14,7 @@ from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.rollout import call_tree
 from tinkermq.actors.rollout.call_tree import TreeRows, rows_of, trained_calls
 from tinkermq.actors.rollout.exact_calls import ExactCalls
-from tinkermq.envs.model_apis.canonical import CanonicalMessage
+from tinkermq.schemas.model_apis.canonical import CanonicalMessage
 
 from tests.actors.rollout.calls.programs import (
     TEMPLATES,
@@ -70,7 +70,7 @@ def run(program: Program, num_calls: int = 15) -> Program:
     return program
 
 
-@pytest.mark.parametrize("num_seeds", [2, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_seeds", [2, pytest.param(60, marks=pytest.mark.full)])
 def test_whatever_a_program_does_what_is_trained_is_exact_and_stands_there_once(
     program_of: MakeProgram, num_seeds: int
 ) -> None:

@@ -1,0 +1,402 @@
+"""What a model's chat template can do for programs, found out by rendering, once at start-up.
+
+What the policy said is never rendered again. To learn what a template writes between the end of a
+turn and the next one, a short conversation with the *shape* of the turn is rendered instead: the
+same calls, with their names and ids, and a mark where the last of it would stand. What follows the
+mark is what follows the turn. Templates look back at names and ids, so a plain text in place of the
+turn would not do; and they rewrite what came long before, so what stands before the mark is not
+looked at.
+
+Whether that is the true continuation is proved for each template at start-up, by rendering it
+behind other histories. What a template cannot do is logged, and costs rows or tools, never
+exactness: there the whole history is rendered as a root of its own.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ...schemas.chat_messages import read_object
+from ...schemas.model_apis.canonical import (
+    THINK,
+    THOUGHT,
+    CanonicalCall,
+    CanonicalMessage,
+    joined,
+    parse_reply,
+    pictures_of,
+)
+from ...schemas.tool_calls import FORMATS, CallFormat, certain_length, in_hermes_form
+from ...schemas.wire.array import IntVector
+from ...schemas.wire.errors import ModelError
+from ..policy.chat import ChatTokenizer
+
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+
+_STAND_IN_USER = CanonicalMessage("user", ("stand-in",))
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A rendering, cut behind a turn: the text before it, and the tokens from its end on."""
+
+    before: str
+    after: list[int]
+
+
+class HistoryRenderer:
+    """Renders the histories of a program's calls with a model's template."""
+
+    def __init__(self, chat: ChatTokenizer) -> None:
+        """Render with the template of `chat`."""
+        self._chat = chat
+
+    def whole(self, messages: Sequence[CanonicalMessage], tools: Tools) -> IntVector:
+        """Return int32[T]: a history from its beginning, and the generation prompt.
+
+        Raises ModelError for roles, tools or images that the model or its template does not take.
+        """
+        template_messages = [message.for_template() for message in messages]
+        return np.array(self._chat.prompt(template_messages, tools), np.int32)
+
+    def following(
+        self,
+        reply: CanonicalMessage,
+        generated_ids: Sequence[int] | IntVector,
+        new: Sequence[CanonicalMessage],
+        tools: Tools,
+    ) -> IntVector | None:
+        """Return int32[G]: what follows a turn up to the next one; None: this cannot be said.
+
+        G begins with the end of the turn, unless the policy said that itself.
+        """
+        cut = self._cut((_STAND_IN_USER,), reply, new, tools)
+        if cut is None:
+            return None
+        num_generated = self._chat.count_generated(generated_ids[-1:], cut.after)
+        return np.array(cut.after[num_generated:], np.int32)
+
+    def continues(
+        self,
+        history: Sequence[CanonicalMessage],
+        reply: CanonicalMessage,
+        new: Sequence[CanonicalMessage],
+        tools: Tools,
+    ) -> bool:
+        """Whether the template writes behind this history what it writes behind a stand-in."""
+        stand_in = self._cut((_STAND_IN_USER,), reply, new, tools)
+        true = self._cut(history, reply, new, tools)
+        return stand_in is not None and true is not None and stand_in.after == true.after
+
+    def appends(
+        self,
+        history: Sequence[CanonicalMessage],
+        reply: CanonicalMessage,
+        new: Sequence[CanonicalMessage],
+        tools: Tools,
+    ) -> bool:
+        """Whether the template leaves the history as it was before `new` came."""
+        now = self._cut(history, reply, (), tools, prompt=False)
+        later = self._cut(history, reply, new, tools)
+        return now is not None and later is not None and now.before == later.before
+
+    def _cut(
+        self,
+        history: Sequence[CanonicalMessage],
+        reply: CanonicalMessage,
+        new: Sequence[CanonicalMessage],
+        tools: Tools,
+        *,
+        prompt: bool = True,
+    ) -> _Cut | None:
+        """Find the end of the turn: the first token behind it that ends one, or else the first
+        that depends on what follows. None where that is no special token."""
+        mark = f"mark{secrets.token_hex(16)}"
+        turn = _marked(reply, mark)
+        try:
+            alone = self._render([*history, turn], tools, prompt=False)
+            whole = self._render([*history, turn, *new], tools, prompt=prompt)
+            before, _, behind = whole.rpartition(mark)
+            ids = self._chat.encode_seen(behind, [picture.encoded for picture in pictures_of(new)])
+        except ModelError:
+            return None
+        if not 0 < alone.count(mark) == whole.count(mark):
+            return None
+        pairs = zip(self._chat.encode_seen(alone.rpartition(mark)[2]), ids, strict=False)
+        at = 0
+        for lone, token in pairs:
+            if lone != token or token in self._chat.stop_token_ids:
+                break
+            at += 1
+        is_end = ids[at:] and self._chat.is_special(ids[at])
+        return _Cut(before.replace(mark, ""), ids[at:]) if is_end else None
+
+    def _render(self, messages: Sequence[CanonicalMessage], tools: Tools, *, prompt: bool) -> str:
+        template_messages = [message.for_template() for message in messages]
+        return self._chat.render(template_messages, prompt=prompt, tools=tools)
+
+
+def _marked(reply: CanonicalMessage, mark: str) -> CanonicalMessage:
+    """Return a turn of the same shape whose last word is the mark."""
+    if not reply.calls:
+        return CanonicalMessage("assistant", (mark,))
+    *calls, last = (CanonicalCall(call.name, "{}", call.id) for call in reply.calls)
+    marked = CanonicalCall(last.name, f'{{"mark": "{mark}"}}', last.id)
+    return CanonicalMessage("assistant", (), (*calls, marked))
+
+
+_USER = CanonicalMessage("user", ("What is the weather in Paris and in Rome?",))
+_MORE = CanonicalMessage("user", ("And tomorrow?",))
+_SYSTEM = CanonicalMessage("system", ("Answer briefly.",))
+_CALLS = (
+    CanonicalCall("weather", '{"city": "Paris"}', "c00000000"),
+    CanonicalCall("weather", '{"city": "Rome"}', "c00000001"),
+)
+_SAID = CanonicalMessage("assistant", ("It is sunny.",))
+_CALLED = CanonicalMessage("assistant", ("Let me look.",), _CALLS)
+_RESULTS = tuple(CanonicalMessage("tool", ("sunny",), call_id=call.id) for call in _CALLS)
+_TOOLS: Tools = (
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Return the weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
+        },
+    },
+)
+_NAME = re.compile(r"[\w.\-/:]+")
+_WORD = re.compile(r"[^\W_]+")
+_ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)")
+_REMINDER = "<system-reminder>\n{}\n</system-reminder>"
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFacts:
+    """What was proved of a template."""
+
+    takes_system: bool
+    """Whether it renders a system message at all."""
+    takes_systems: bool
+    """Whether it renders several, and some in the middle of a history."""
+    takes_tools: bool
+    """Whether it shows tools, calls and their results."""
+    takes_parallel_calls: bool
+    """Whether it shows several calls in one turn."""
+    continues_users: bool
+    """Whether what it writes behind a turn is the same whatever came before, for a user's words."""
+    continues_tools: bool
+    """The same for the results of tools."""
+    reads_calls: bool
+    """Whether the calls that it writes are read back as they were."""
+
+    def limitations(self) -> Iterator[str]:
+        """Yield what programs have to do without."""
+        if not self.takes_system:
+            yield "system messages are shown as words of the user"
+        elif not self.takes_systems:
+            yield "system messages behind the first are shown as words of the user"
+        if not self.takes_tools:
+            yield "requests with tools are refused: the template has no place for them"
+        elif not self.takes_parallel_calls:
+            yield "a history with several tool calls in one turn is refused"
+        if self.takes_tools and not self.reads_calls:
+            yield "tool calls are not read: the model writes them in a format that is not known"
+        if not self.continues_users:
+            yield "a call that follows a user's words is a row of its own"
+        if self.takes_tools and not self.continues_tools:
+            yield "a call that follows a tool's result is a row of its own"
+
+    def shaped(self, history: Sequence[CanonicalMessage]) -> list[CanonicalMessage]:
+        """Return a history as the template takes it: system messages where it takes them.
+
+        What is made of a message does not depend on those behind it, so that a history that grows
+        stays the beginning of what follows.
+        """
+        if self.takes_systems:
+            return list(history)
+        shaped: list[CanonicalMessage] = []
+        for message in history:
+            if message.role != "system" or (self.takes_system and not shaped):
+                shaped.append(message)
+            elif self.takes_system and len(shaped) == 1 and shaped[0].role == "system":
+                content = joined([*shaped[0].content, "\n\n", *message.content])
+                shaped[0] = replace(shaped[0], content=content)
+            else:
+                reminder = _REMINDER.format(message.text)
+                shaped.append(CanonicalMessage("user", (reminder,)))
+        return shaped
+
+
+def facts_of(chat: ChatTokenizer) -> TemplateFacts:
+    """Find out what a template can do, by rendering short conversations with it."""
+    renderer = HistoryRenderer(chat)
+
+    def takes(*messages: CanonicalMessage, tools: Tools = ()) -> bool:
+        try:
+            renderer.whole(messages, tools)
+        except ModelError:
+            return False
+        return True
+
+    takes_system = takes(_SYSTEM, _USER)
+    called = replace(_CALLED, calls=_CALLS[:1])
+    takes_tools = takes(_USER, called, _RESULTS[0], tools=_TOOLS)
+    parallel = takes_tools and takes(_USER, _CALLED, *_RESULTS, tools=_TOOLS)
+    turn, results = (_CALLED, _RESULTS) if parallel else (called, _RESULTS[:1])
+    before = (_SYSTEM, _MORE, _SAID, _USER) if takes_system else (_MORE, _SAID, _USER)
+    return TemplateFacts(
+        takes_system=takes_system,
+        takes_systems=takes(_SYSTEM, _SYSTEM, _USER, _SAID, _SYSTEM, _MORE),
+        takes_tools=takes_tools,
+        takes_parallel_calls=parallel,
+        continues_users=renderer.continues(before, _SAID, [_MORE], ()),
+        continues_tools=takes_tools
+        and all(
+            renderer.continues(before, turn, new, _TOOLS) for new in (results, (*results, _MORE))
+        ),
+        reads_calls=takes_tools and _reads_calls(chat, called),
+    )
+
+
+def _reads_calls(chat: ChatTokenizer, turn: CanonicalMessage) -> bool:
+    """Whether a turn with calls, as the template writes it, is read back as it was."""
+    written = _written(chat, turn)
+    if written is None:
+        return False
+    return _has_calls(read_text(chat, *written, _TOOLS), turn)
+
+
+def _written(chat: ChatTokenizer, turn: CanonicalMessage) -> tuple[list[int], list[int]] | None:
+    """Return a prompt, and a turn behind it as the template writes it; None where it refuses."""
+    conversation = [_USER.for_template(), turn.for_template()]
+    try:
+        prompt = chat.render(conversation[:1], prompt=True, tools=_TOOLS)
+        whole = chat.render(conversation, prompt=False, tools=_TOOLS)
+    except ModelError:
+        return None
+    pairs = enumerate(zip(prompt, whole, strict=False))
+    common = next((place for place, (left, other) in pairs if left != other), len(prompt))
+    return chat.encode_seen(prompt), chat.encode_seen(whole[common:], behind=whole[:common])
+
+
+def _has_calls(text: str, turn: CanonicalMessage) -> bool:
+    reply = parse_reply(text, "c00000", calls=True)
+    wanted = [(call.name, call.key) for call in turn.calls]
+    return [(call.name, call.key) for call in reply.calls] == wanted
+
+
+def call_format(chat: ChatTokenizer) -> CallFormat | None:
+    """Return what reads calls as the model's template writes them.
+
+    None where they are read as they come (Hermes, Qwen), and where no format is known.
+    """
+    if "call_format" not in chat.findings:
+        chat.findings["call_format"] = _find_call_format(chat)
+    return chat.findings["call_format"]
+
+
+def _find_call_format(chat: ChatTokenizer) -> CallFormat | None:
+    turn = replace(_CALLED, content=(), calls=_CALLS[:1])
+    written = _written(chat, turn)
+    if written is None or _has_calls(text := chat.decode(written[1]), turn):
+        return None
+    reads = (read for read in FORMATS if _has_calls(in_hermes_form(text, read, _TOOLS), turn))
+    return next(reads, None)
+
+
+def reads_whole(chat: ChatTokenizer) -> bool:
+    """Whether the calls of an answer are read once it is whole, in a format of the model's own."""
+    return chat.parses_responses or call_format(chat) is not None
+
+
+def hermes_text(chat: ChatTokenizer, text: str, tools: Tools) -> str:
+    """Return the text of an answer with its calls in the one format that replies are read in."""
+    read = call_format(chat) if tools else None
+    return text if read is None else in_hermes_form(text, read, tools)
+
+
+def certain_text(chat: ChatTokenizer, text: str, tools: Tools) -> str:
+    """Return what `hermes_text` will return of a growing answer, whatever follows."""
+    read = call_format(chat) if tools else None
+    return text if read is None else text[: certain_length(text, read)]
+
+
+def read_text(
+    chat: ChatTokenizer, prompt_ids: Sequence[int], generated_ids: Sequence[int], tools: Tools
+) -> str:
+    """Return what an answer says, in the one format that replies are read in (`ReplyReader`).
+
+    Where the model's tokenizer says how its answers are to be parsed, it is translated; else where
+    its template writes calls in a format that is known.
+    """
+    text = chat.decode(generated_ids)
+    parsed = chat.parse_response(prompt_ids, generated_ids, tools) if tools else None
+    if not parsed or not _is_whole(parsed, chat.decode_all(generated_ids), chat.template):
+        return hermes_text(chat, text, tools)
+    lacking = not all(arguments for _, arguments in _parsed_calls(parsed))
+    if lacking and call_format(chat) is not None:  # which looks at each letter of a call
+        return hermes_text(chat, text, tools)
+    thinking = chat.opens_thinking(prompt_ids)
+    return as_read(parsed, thinking=thinking) or text
+
+
+def as_read(parsed: dict[str, Any], *, thinking: bool = False) -> str:
+    """Return a parsed answer in the one format that replies are read in (`ReplyReader`).
+
+    `parsed` is what `parse_response` of transformers makes of an answer; with `thinking`, its
+    prompt has opened the reasoning.
+    """
+    reasoning = parsed.get("reasoning_content") or parsed.get("thinking") or ""
+    text = f"{reasoning}{THOUGHT}" if thinking else ""
+    if reasoning and not thinking:
+        text = f"{THINK}{reasoning}{THOUGHT}"
+    text += str(parsed.get("content") or "")
+    for name, arguments in _parsed_calls(parsed):
+        call = {"name": name, "arguments": arguments}
+        text += f"<tool_call>{json.dumps(call, ensure_ascii=False)}</tool_call>"
+    return text
+
+
+def _parsed_calls(parsed: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    for call in parsed.get("tool_calls") or ():
+        function = call.get("function", call)
+        arguments: Any = function.get("arguments")
+        yield (
+            function.get("name"),
+            read_object(arguments) if isinstance(arguments, str) else arguments,
+        )
+
+
+def _is_whole(parsed: dict[str, Any], text: str, template: str) -> bool:
+    """Whether all that a model wrote beside the template's own words is in the parsed answer.
+
+    A `response_template` finds arguments by patterns, and what they do not match is passed over: a
+    call without arguments, or without some, would be run that the model did not write.
+    """
+    calls = list(_parsed_calls(parsed))
+    if not all(
+        isinstance(name, str) and _NAME.fullmatch(name) and isinstance(arguments, dict)
+        for name, arguments in calls
+    ):
+        return False
+    if not calls:
+        return True
+    written = _ESCAPED.sub(lambda match: chr(int(match[1], 16)) if match[1] else " ", text)
+    known = {*_words(as_read(parsed)), *_words(template)}
+    if all(arguments for _, arguments in calls):  # numbers may be spelled otherwise
+        return all(word in known or word[0].isdigit() for word in _words(written))
+    return all(word in known for word in _words(written))
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())

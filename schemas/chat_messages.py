@@ -1,0 +1,486 @@
+"""Chat messages and tools as chat templates take them, whatever they come from. Pure.
+
+Rows of data, prompts of games and requests of programs spell one message in many ways: a call's
+arguments as JSON text or as an object, what is absent as null, a call with or without its type, the
+`function_call` of earlier years. Here is the one reader of them all. What it returns it reads again
+to the same.
+
+- A message has a role and a content: a text, or a list of parts where some are images. Null is no
+  content; beside calls or reasoning it is the empty text. A tool's result that is no text stands
+  there as JSON. `developer` is `system`; `function` and `ipython` are `tool`.
+- `tool_calls` are a list of `{"type": "function", "function": {"name": …, "arguments": {…}}}`. The
+  arguments are an object; texts within them that look like JSON stay texts.
+- Null means absent in a message, a call and a tool, and is a value within arguments and where a
+  JSON schema holds values (`default`, `const`, `enum`, `examples`). The structs of a parquet file,
+  which have the keys of all rows, lose their nulls as the file is read (`data.unpack`).
+"""
+
+import base64
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+from .wire.codec import read_json
+from .wire.errors import DataError
+from .wire.images import encoded_image
+
+Messages: TypeAlias = list[dict[str, Any]]
+
+_ROLES = {"developer": "system", "function": "tool", "ipython": "tool"}
+_TEXTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
+_IMAGES = ("image", "image_url", "input_image")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_SAID = frozenset({"content", "tool_calls", "function_call", "refusal", *_REASONING})
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""What of a JSON schema maps names to schemas."""
+_VALUES = ("default", "const", "enum", "example", "examples")
+"""What of a JSON schema holds values, null among them."""
+_OF_FUNCTION = frozenset({"name", "arguments", "description", "strict"})
+_SHOWN = 80
+_CALL = 'a call is {"type": "function", "function": {"name": …, "arguments": {…}}}'
+
+
+class UnreadableMessageError(DataError):
+    """A chat message, or a tool, that cannot be read; names the place."""
+
+    def __init__(self, message: str, *, place: str = "", hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.place = place
+        """Which field: `messages[3].content[0].type`."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where messages stand, as errors name it."""
+
+    column: str = "messages"
+    """Of a row; the parameter of a request."""
+    where: str = ""
+    """File and row; empty for a request."""
+    is_request: bool = False
+    """Whether it is a history that a program sends: there a message may say nothing, the arguments
+    of a call may be any text, as the model wrote them, and images are there as bytes."""
+    keeps_text: bool = False
+    """Whether arguments that stand as the JSON text of an object stay as they are spelled."""
+
+    @property
+    def of_messages(self) -> str:
+        """What messages are named by in errors, behind their number."""
+        if self.is_request:
+            return ""
+        words = "the prompt" if self.column == "prompt" else self.column
+        column = "" if self.column == "messages" else f" of {words}"
+        return f"{column} of {self.where}" if self.where else column
+
+    def error(self, path: str, value: Any, problem: str, hint: str) -> UnreadableMessageError:
+        """Return the error of a field, named by its path within the column."""
+        of = f" of {self.where}" if self.where else ""
+        place = f"{self.column}{path}"
+        message = f"{place}{of} is {shorten(value)}{problem}"
+        return UnreadableMessageError(message, place=place, hint=hint)
+
+    def message_error(
+        self, number: int, problem: str, *, path: str = "", hint: str = ""
+    ) -> UnreadableMessageError:
+        """Return the error of a message, named by its number."""
+        place = f"{self.column}[{number}]{path}"
+        text = f"message {number}{self.of_messages} {problem}"
+        return UnreadableMessageError(text, place=place, hint=hint)
+
+
+def read_conversation(value: Any, origin: Origin) -> Messages:
+    """Return chat messages as templates take them; they may stand as JSON text.
+
+    Raises UnreadableMessageError, a DataError, that names file, row and column where there are
+    some.
+    """
+    try:
+        messages = _maps(plain(value))
+        if not messages or not (origin.is_request or _have_roles(messages)):
+            hint = "a conversation is a list of chat messages with role and content"
+            raise origin.error("", value, "", hint)
+        return [_Message(fields, number, origin).read() for number, fields in enumerate(messages)]
+    except RecursionError as error:
+        raise _too_deep(origin) from error
+
+
+def _too_deep(origin: Origin) -> UnreadableMessageError:
+    return origin.error("", "…", ", and nests too deep", "flatten it")
+
+
+def are_messages(value: Any) -> bool:
+    """Whether a value, JSON text or not, is a list of chat messages that say something."""
+    messages = _maps(plain(value))
+    return (
+        bool(messages)
+        and _have_roles(messages)
+        and all(_SAID & fields.keys() for fields in messages)
+    )
+
+
+def read_tools(value: Any, origin: Origin) -> list[dict[str, Any]]:
+    """Return tools as chat templates take them; the list, or each of it, may stand as JSON text.
+
+    Nothing, null and an empty text are no tools. Raises UnreadableMessageError for anything else.
+    """
+    try:
+        return _tools(value, origin)
+    except RecursionError as error:
+        raise _too_deep(origin) from error
+
+
+def _tools(value: Any, origin: Origin) -> list[dict[str, Any]]:
+    given = plain(value)
+    if _is_absent(given) or (isinstance(given, str) and not given.strip()):
+        return []
+    tools = _from_json(given)
+    listed = cast("list[Any]", [tools] if isinstance(tools, Mapping) else tools)
+    schemas = [_from_json(tool) for tool in listed] if isinstance(tools, list | Mapping) else [None]
+    if not all(isinstance(tool, Mapping) for tool in schemas):
+        raise origin.error("", given, "", "tools are a list of function schemas, or its JSON text")
+    return [_tool(tool) for tool in schemas]
+
+
+def with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls have their arguments as JSON text, as OpenAI has them."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return dict(message)
+    return {**message, "tool_calls": [_with_text(call) for call in calls]}
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def read_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object of a text; None where it is none, as `read_value` does."""
+    value = read_value(text)
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
+
+
+def read_value(text: str) -> Any:
+    """Return the JSON value of a text; None where it is none, says a key twice, or no number."""
+    try:
+        value: Any = read_json(text)
+        json.loads(text, object_pairs_hook=_distinct, parse_constant=_refuse, parse_float=_finite)
+    except (ValueError, RecursionError):
+        return None
+    return value
+
+
+def plain(value: Any) -> Any:
+    """Return a value with maps, lists, texts and numbers of Python in place of others' kinds."""
+    if isinstance(value, str | int | float | bool | bytes) or value is None:
+        return value if type(value).__module__ == "builtins" else _unwrapped(value)
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return {str(plain(key)): plain(inner) for key, inner in items}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in cast("Sequence[Any]", value)]
+    return _unwrapped(value)
+
+
+def json_default(value: Any) -> Any:
+    """Return what JSON knows for a value that it does not: base64 for bytes, lists for arrays."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def shorten(value: Any) -> str:
+    """Return a value as an error shows it."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def _unwrapped(value: Any) -> Any:
+    """Return what a scalar or an array of NumPy, pandas or pyarrow holds."""
+    if isinstance(value, bytearray | memoryview):
+        return bytes(cast("bytearray", value))
+    for name in ("as_py", "tolist"):
+        unwrap: Callable[[], Any] | None = getattr(value, name, None)
+        if callable(unwrap):
+            inner = unwrap()
+            return plain(inner) if type(inner) is not type(value) else inner
+    return value
+
+
+def _maps(value: Any) -> list[dict[str, Any]] | None:
+    """Return a list of maps, which may stand as JSON text; None for anything else."""
+    parsed = _from_json(value)
+    if not isinstance(parsed, list):
+        return None
+    listed = cast("list[Any]", parsed)
+    return listed if all(isinstance(one, dict) for one in listed) else None
+
+
+def _have_roles(found: list[dict[str, Any]]) -> bool:
+    return all(isinstance(fields.get("role"), str) for fields in found)
+
+
+def _from_json(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return read_json(value)
+    except ValueError:
+        return None
+
+
+def _is_absent(value: Any) -> bool:
+    """Whether a value stands for none: null, or the NaN that pandas fills in."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if not _is_absent(value)}
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError
+    return fields
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(constant)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(text)
+
+
+class _Message:
+    """One message as it is read."""
+
+    def __init__(self, fields: Mapping[str, Any], number: int, origin: Origin) -> None:
+        self._fields = _present(fields)
+        self._number = number
+        self._origin = origin
+
+    def read(self) -> dict[str, Any]:
+        fields = self._fields
+        role = fields.pop("role", None)
+        if not isinstance(role, str) or not role:
+            raise self._error("has no role", path=".role", hint="give it a role and a content")
+        role = _ROLES.get(role, role)
+        calls = self._calls()
+        if isinstance(said := fields.get("reasoning"), str):
+            fields.setdefault("reasoning_content", said)
+        content = self._content(role, fields.pop("content", None))
+        if content is None:
+            content = self._in_place_of_content(has_calls=bool(calls))
+        message = {"role": role, "content": content, **fields}
+        return {**message, "tool_calls": calls} if calls else message
+
+    def _in_place_of_content(self, *, has_calls: bool) -> str:
+        refused = self._fields.get("refusal")
+        if isinstance(refused, str) and refused:
+            return self._fields.pop("refusal")
+        if has_calls or self._origin.is_request:
+            return ""
+        if any(self._fields.get(name) for name in _REASONING):
+            return ""
+        raise self._error(
+            "has the content None, and neither tool_calls nor reasoning either: it is empty",
+            path=".content",
+            hint="fill its content, or leave the message out",
+        )
+
+    def _content(self, role: str, content: Any) -> str | list[dict[str, Any]] | None:
+        if content is None or isinstance(content, str):
+            return content
+        if _is_part(content):
+            content = [content]
+        if role == "tool" and not _are_parts(content):
+            return self._json(content)
+        if not isinstance(content, list):
+            raise self._error(
+                f"has the content {shorten(content)}",
+                path=".content",
+                hint="a message's content is a text, or a list of parts; leave out messages that "
+                "say nothing",
+            )
+        given = cast("list[Any]", content)
+        parts = [self._part(part, place) for place, part in enumerate(given)]
+        if all(part["type"] == "text" for part in parts):
+            return "".join(part["text"] for part in parts)
+        return parts
+
+    def _json(self, result: Any) -> str:
+        """Return a tool's result that is no text."""
+        try:
+            return json.dumps(result, ensure_ascii=False)
+        except (TypeError, ValueError) as error:
+            raise self._error(
+                f"has the content {shorten(result)}",
+                path=".content",
+                hint="a tool's result is a text, or what JSON can hold",
+            ) from error
+
+    def _part(self, part: Any, place: int) -> dict[str, Any]:
+        content: Any = {"type": "text", "text": part} if isinstance(part, str) else part
+        fields = cast("dict[str, Any]", content) if isinstance(content, dict) else {"type": content}
+        kind = _kind(fields)
+        if kind in _TEXTS:
+            text = fields.get("refusal" if kind == "refusal" else "text")
+            if text is None or isinstance(text, str):
+                return {"type": "text", "text": text or ""}
+        if kind in _IMAGES:
+            return self._image(_present(fields), kind, place)
+        shown = shorten(fields.get("type"))
+        raise self._error(
+            f"has content of type {shown}, and a model here takes texts and images",
+            path=f".content[{place}].type",
+            hint="give text, or images as image_url",
+        )
+
+    def _image(self, fields: dict[str, Any], kind: str, place: int) -> dict[str, Any]:
+        if kind == "input_image":
+            url = fields.pop("image_url", None)
+            fields |= {"type": "image_url", "image_url": url}
+        if not self._origin.is_request:
+            return {"type": kind, **fields}  # its image may stand in another column
+        if isinstance(url := fields.get("image_url"), str):
+            fields["image_url"] = {"url": url}
+        try:
+            return {"type": "image", "image": encoded_image(fields)}
+        except DataError as error:
+            raise self._error(
+                f"has an image that cannot be used: {error.message}",
+                path=f".content[{place}].type",
+                hint="send its bytes in a data URL: data:image/png;base64,…",
+            ) from error
+
+    def _calls(self) -> list[dict[str, Any]]:
+        """Return the calls of a message, `function_call` of earlier years among them."""
+        fields = self._fields
+        given = _from_json(fields.pop("tool_calls", None) or [])
+        listed = cast("list[Any]", given if isinstance(given, list) else [given])
+        calls = [self._call(call, f".tool_calls[{n}]") for n, call in enumerate(listed)]
+        legacy = _from_json(fields.pop("function_call", {}))
+        if isinstance(legacy, dict) and not _present(cast("dict[str, Any]", legacy)):
+            return calls
+        function = self._function(legacy, ".function_call")
+        if all(function != other["function"] for other in calls):
+            calls.append({"type": "function", "function": function})
+        return calls
+
+    def _call(self, call: Any, path: str) -> dict[str, Any]:
+        fields = _present(cast("dict[str, Any]", call)) if isinstance(call, dict) else {}
+        if isinstance(custom := fields.get("custom"), dict):
+            tool_use = cast("dict[str, Any]", fields.pop("custom"))
+            arguments = {"input": tool_use.get("input") or ""}
+            fields |= {"type": "function"}
+            fields["function"] = {"name": cast("Any", custom).get("name"), "arguments": arguments}
+        elif "function" not in fields and isinstance(fields.get("name"), str):
+            inside = [key for key in fields if key not in ("id", "type", "index")]
+            fields["function"] = {key: fields.pop(key) for key in inside}
+        fields["function"] = self._function(_from_json(fields.get("function")), f"{path}.function")
+        return fields if isinstance(fields.get("type"), str) else {**fields, "type": "function"}
+
+    def _function(self, given: Any, path: str) -> dict[str, Any]:
+        if not isinstance(given, dict):
+            raise self._error("has a tool call without a function", path=path, hint=_CALL)
+        function = _present(cast("dict[str, Any]", given))
+        name = function.get("name")
+        if not isinstance(name, str) or not name.strip():
+            raise self._error(
+                f"has a tool call whose name is {shorten(name)}", path=f"{path}.name", hint=_CALL
+            )
+        if "arguments" not in function and "parameters" in function:  # as Llama writes it
+            function = {"arguments" if k == "parameters" else k: v for k, v in function.items()}
+        if "arguments" not in given and (others := function.keys() - _OF_FUNCTION):
+            raise self._error(
+                f"has a call of {shorten(name)} without arguments, and with {sorted(others)}",
+                path=f"{path}.arguments",
+                hint=_CALL,
+            )
+        return {**function, "arguments": self._arguments(function.get("arguments"), path)}
+
+    def _arguments(self, arguments: Any, path: str) -> dict[str, Any] | str:
+        if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+            return {}
+        if isinstance(arguments, dict):
+            return cast("dict[str, Any]", arguments)
+        if isinstance(arguments, str):
+            parsed = read_object(arguments)
+            if parsed is not None:
+                return arguments if self._origin.keeps_text else parsed
+            if self._origin.is_request:
+                return arguments  # the model wrote it so: the template shows the text
+        raise self._origin.error(
+            f"[{self._number}]{path}.arguments",
+            arguments,
+            ", and no JSON object",
+            "the arguments of a call are an object, or its JSON text, each key in it once",
+        )
+
+    def _error(self, problem: str, *, path: str, hint: str) -> UnreadableMessageError:
+        return self._origin.message_error(self._number, problem, path=path, hint=hint)
+
+
+def _kind(part: Any) -> str | None:
+    """Return the type of a part of a message; None for what is no part."""
+    if not isinstance(part, dict):
+        return None
+    fields = cast("dict[str, Any]", part)
+    kind = fields.get("type")
+    if kind is None:
+        return next((name for name in ("text", "image", "image_url") if name in fields), None)
+    return kind if kind in (*_TEXTS, *_IMAGES) else None
+
+
+def _are_parts(content: Any) -> bool:
+    """Whether a tool's result is a list of parts, and no list of its own."""
+    parts = cast("list[Any]", content) if isinstance(content, list) else []
+    return bool(parts) and all(map(_is_part, parts))
+
+
+def _is_part(part: Any) -> bool:
+    fields = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
+    kind = fields.get("type")
+    is_text = kind in _TEXTS and isinstance(fields.get("text", fields.get("refusal")), str)
+    return is_text or kind in _IMAGES
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    fields = _present(tool)
+    if isinstance(function := fields.get("function"), Mapping):
+        fields["function"] = _function_schema(cast("Mapping[str, Any]", function))
+        return fields
+    return _function_schema(fields)
+
+
+def _function_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _schema(value) if isinstance(value, Mapping) else value
+        for key, value in _present(function).items()
+    }
+
+
+def _schema(schema: Any) -> Any:
+    """Return a JSON schema without nulls in the places of keywords and schemas."""
+    if isinstance(schema, list):
+        return [_schema(one) for one in cast("list[Any]", schema)]
+    if not isinstance(schema, Mapping):
+        return schema
+    declared: dict[str, Any] = {}
+    for key, value in cast("Mapping[str, Any]", schema).items():
+        if key in _VALUES:
+            declared[key] = value
+        elif key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
+            by_name = cast("Mapping[str, Any]", value)
+            declared[key] = {name: _schema(one) for name, one in by_name.items() if one is not None}
+        elif value is not None:
+            declared[key] = _schema(value)
+    return declared

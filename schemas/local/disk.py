@@ -1,0 +1,222 @@
+"""Writing to disks: wait while a disk is full, raise everything else. Looking at those of users."""
+
+import asyncio
+import contextlib
+import contextvars
+import errno
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, cast
+
+import structlog
+
+from ..wire.errors import StorageError
+
+T = TypeVar("T")
+P = ParamSpec("P")
+Waiting = Callable[[str], AbstractContextManager[None]]
+"""Names a wait while it lasts, in the actor's heartbeat."""
+
+PAUSE_S = 1.0
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FORBIDDEN = (errno.EPERM, errno.EACCES, errno.EROFS)
+_WHOLE = "earlier checkpoints are whole and training goes on"
+FREE_SPACE = f"free some space; {_WHOLE}"
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, is a disk without room."""
+    while error is not None:
+        if isinstance(error, StorageError) and error.is_full:
+            return True
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        error = error.__cause__
+    return False
+
+
+def remedy(error: BaseException, place: Path) -> str:
+    """Say what to do after `error` met a write at a file or folder `place`.
+
+    Libraries do not report why they failed; a small write there does.
+    """
+    number = _errno(error) or _errno_of_writing(place)
+    if number in _FORBIDDEN:
+        why = "its disk is mounted read-only" if number == errno.EROFS else "rights or attributes"
+        return (
+            f"user {os.geteuid()} may not write at {place}: {why}; see its owner and mode "
+            "(`ls -ld`), attributes (`lsattr -d`) and mount, or name another folder"
+        )
+    if number in _FULL:
+        return FREE_SPACE
+    return f"see the disk of {place} and the limits of its user (`ulimit -f`); {_WHOLE}"
+
+
+def _errno(error: BaseException | None) -> int | None:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error.errno
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _errno_of_writing(place: Path) -> int | None:
+    there = next((one for one in (place, *place.parents) if one.is_dir()), Path("/"))
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.errno
+    return None
+
+
+def in_thread(
+    write: Callable[P, T], *arguments: P.args, **named: P.kwargs
+) -> Callable[[], Awaitable[T]]:
+    """Return what calls `write` in a thread, for `with_room`."""
+    return lambda: asyncio.to_thread(write, *arguments, **named)
+
+
+async def with_room(
+    write: Callable[[], Awaitable[T]],
+    what: str,
+    waiting: Waiting,
+    *,
+    first_word: Callable[[str], Awaitable[None]] | None = None,
+) -> T:
+    """Write `what` as soon as there is room for it.
+
+    `write` is called again while the disk is full, so it must leave nothing of a failed attempt.
+    `first_word` is called once there is no room.
+    """
+    try:
+        return await write()
+    except (OSError, StorageError) as error:
+        if not is_full(error):
+            raise
+        message = f"no room on the disk for {what}: {error}"
+    _log.warning("disk_full", what=what, message=message)
+    if first_word is not None:
+        await first_word(message)
+    with waiting(f"room on the disk for {what}"):
+        while True:
+            await asyncio.sleep(PAUSE_S)
+            try:
+                written = await write()
+            except (OSError, StorageError) as error:
+                if not is_full(error):
+                    raise
+                continue
+            _log.info("disk_has_room", what=what)
+            return written
+
+
+# Files that users name: their disk may hang, or what stands there may be a pipe.
+
+
+class DiskThreads:
+    """Looks at files that users name, each time in a thread of its own.
+
+    One that hangs takes no thread from others: neither from the loop's work, nor from other users,
+    nor from the end of the process.
+    """
+
+    def __init__(self, most: int, deadline_s: float) -> None:
+        """Have `most` threads for each of those who ask, and wait so long for each look."""
+        self._most = most
+        self._deadline_s = deadline_s
+        self._free: dict[str, asyncio.Semaphore] = {}
+
+    async def look(self, who: str, read: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+        """Return what `read` returns; raises what it raises, TimeoutError when that takes too long.
+
+        A look that is given up goes on, and keeps one of the threads for `who` until it ends.
+        """
+        free = self._free.setdefault(who, asyncio.Semaphore(self._most))
+        async with asyncio.timeout(self._deadline_s):
+            await free.acquire()
+            looking = _in_daemon(lambda: read(*given, **named))
+            looking.add_done_callback(lambda _: free.release())
+            return await asyncio.shield(looking)
+
+
+def _in_daemon(read: Callable[[], T]) -> "asyncio.Future[T]":
+    """Call `read` in a thread that the end of the process does not wait for."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        try:
+            result = context.run(read)
+        except Exception as error:  # noqa: BLE001  it is raised where it is waited for
+            settle, outcome = future.set_exception, error
+        else:
+            settle, outcome = future.set_result, result
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(cast("Callable[[Any], None]", settle), outcome)
+
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # it was retrieved
+    threading.Thread(target=work, name="look at a disk", daemon=True).start()
+    return future
+
+
+# Files to which lines are appended, each whole or not at all.
+#
+# What a full disk leaves of an append is taken back. What a death leaves of one is a line without
+# its end: the next append begins a new line behind it, and readers skip it and say so.
+
+
+def append_lines(path: Path, lines: Sequence[str]) -> int:
+    """Append lines, making the file and its folder where need be; return the file's size.
+
+    Without lines the file is only made. Raises OSError when they cannot be written; then none of
+    them is there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return append_to(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666), lines)
+
+
+def append_to(file: int, lines: Sequence[str]) -> int:
+    """Append lines to a file that is open to read and append, and close it; as `append_lines`."""
+    try:
+        size = os.fstat(file).st_size
+        is_cut = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+        data = b"\n" * (is_cut and bool(lines)) + "".join(f"{line}\n" for line in lines).encode()
+        try:
+            _write(file, data)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(file, size)
+            raise
+        return size + len(data)
+    finally:
+        os.close(file)
+
+
+def read_objects(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of a file, one a line; what was cut is left out, and logged."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                value = json.loads(line)
+            except ValueError:
+                value = None
+            if isinstance(value, dict):
+                yield cast("dict[str, Any]", value)
+            elif line.strip():
+                _log.warning("line_cut", file=str(path), line=number, num_bytes=len(line))
+
+
+def _write(file: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(file, left) :]

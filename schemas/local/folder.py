@@ -1,0 +1,428 @@
+"""Access of services to folders that jobs can write: no links, regular files, bounded sizes.
+
+Code of a job's owner may have made anything below the folder of a run: links, devices, pipes, files
+without an end. Whoever reads or writes there outside of that job's sandbox opens each name relative
+to the folder that holds it, follows no link, and takes regular files only, of a bounded size.
+`Folder` is that way; product code has no other (a test looks for one). A link, wherever in a path,
+raises OSError (ENOTDIR or ELOOP), and is never written through.
+"""
+
+import contextlib
+import errno
+import itertools
+import os
+import stat
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from ..wire.errors import StorageError
+
+MAX_FILES = 100_000
+"""Files of a folder that are walked at most."""
+MAX_DEPTH = 16
+"""Folders within folders that are walked at most."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+_COPY_BYTES = 1 << 22
+_CANNOT_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
+
+
+@dataclass(frozen=True, slots=True)
+class FolderEntry:
+    """A regular file or a folder below a `Folder`."""
+
+    path: str
+    """Relative to the folder, joined by `/`."""
+    is_folder: bool
+    num_bytes: int
+    changed: float
+    """Seconds since the epoch."""
+
+    @property
+    def name(self) -> str:
+        """Its last part."""
+        return self.path.rpartition("/")[2]
+
+
+class Folder:
+    """A folder that is held open; all names are relative to it and lead nowhere else.
+
+    Names are joined by `/`. One that is absolute or holds `..` raises ValueError. Methods raise
+    OSError, as functions of `os` do.
+    """
+
+    def __init__(self, path: str | Path, *, make: bool = False) -> None:
+        """Open a folder, which may be no link itself; make it, and those above it, if asked to."""
+        if make:
+            Path(path).mkdir(parents=True, exist_ok=True)
+        self.path = Path(path)
+        """Where it was when it was opened: to be shown, not to be opened."""
+        self._fd = os.open(path, _FOLDER)
+
+    def __enter__(self) -> Self:
+        """Return the folder."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the folder; harmless when repeated."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def fileno(self) -> int:
+        """Return the descriptor of the folder, which closes with it."""
+        return self._fd
+
+    def open(self, name: str, *, max_bytes: int | None = None) -> BinaryIO:
+        """Open a regular file to read.
+
+        Raises StorageError for what is no regular file or has more than `max_bytes`.
+        """
+        with self._parent(name) as (parent, last):
+            fd = os.open(last, os.O_RDONLY | _FILE, dir_fd=parent)
+        try:
+            self._check_regular(fd, name, max_bytes)
+            return os.fdopen(fd, "rb")
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """Return the bytes of a regular file that has at most so many; raises as `open`."""
+        with self.open(name, max_bytes=max_bytes) as file:
+            data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:  # it has grown since
+            raise self._too_large(name, len(data), max_bytes)
+        return data
+
+    def status(self, name: str) -> os.stat_result:
+        """Return the status of what a name is, of a link itself."""
+        with self._parent(name) as (parent, last):
+            return os.stat(last, dir_fd=parent, follow_symlinks=False)
+
+    def has(self, name: str) -> bool:
+        """Whether there is something of this name, of whatever kind."""
+        try:
+            self.status(name)
+        except OSError:
+            return False
+        return True
+
+    def has_folder(self, name: str) -> bool:
+        """Whether a name is a folder, and no link to one."""
+        try:
+            return stat.S_ISDIR(self.status(name).st_mode)
+        except OSError:
+            return False
+
+    def entries(self, name: str = ".") -> list[FolderEntry]:
+        """Return the regular files and folders of one folder, in the order of their names.
+
+        Those whose names are no text are left out. Raises StorageError for more than `MAX_FILES`.
+        """
+        with self.folder(name) as inner, os.scandir(inner.fileno()) as scanned:
+            listed = [_entry(one) for one in itertools.islice(scanned, MAX_FILES + 1)]
+        if len(listed) > MAX_FILES:
+            raise self._too_much(name)
+        below = "" if name == "." else f"{name}/"
+        return sorted(
+            (_moved(one, below) for one in listed if one is not None), key=lambda one: one.path
+        )
+
+    def names(self) -> Iterator[str]:
+        """Yield the names of what lies directly in it, however many they are, in no order."""
+        with os.scandir(self.fileno()) as scanned:
+            yield from (one.name for one in scanned)
+
+    def files(self, name: str = ".") -> Iterator[FolderEntry]:
+        """Yield the regular files at any depth below a folder, in order.
+
+        Raises StorageError for more than `MAX_FILES` or deeper than `MAX_DEPTH`.
+        """
+        waiting, num_files = [(name, 0)], 0
+        while waiting:
+            here, depth = waiting.pop()
+            inside = self.entries(here)
+            num_files += len(inside)
+            if num_files > MAX_FILES or depth > MAX_DEPTH:
+                raise self._too_much(name)
+            yield from (one for one in inside if not one.is_folder)
+            waiting += [(one.path, depth + 1) for one in reversed(inside) if one.is_folder]
+
+    def strange(self, allowed: Sequence[str] = ()) -> Iterator[str]:
+        """Yield what is neither a regular file nor a folder, at any depth, but the `allowed` names.
+
+        What has a name that is no text is among it, with its bytes spelled out. Raises StorageError
+        as `files`.
+        """
+        for here in [".", *self._folders(".")]:
+            with self.folder(here) as inner, os.scandir(inner.fileno()) as scanned:
+                for one in scanned:
+                    path = one.name if here == "." else f"{here}/{one.name}"
+                    if _entry(one) is None and path not in allowed:
+                        yield os.fsencode(path).decode(errors="backslashreplace")
+
+    def _folders(self, name: str, depth: int = 0) -> Iterator[str]:
+        if depth > MAX_DEPTH:
+            raise StorageError(f"{self.path / name} lies more than {MAX_DEPTH} folders deep")
+        for entry in self.entries(name):
+            if entry.is_folder:
+                yield entry.path
+                yield from self._folders(entry.path, depth + 1)
+
+    def folder(self, name: str, *, make: bool = False) -> "Folder":
+        """Open a folder below; make it, and those above it, if asked to."""
+        fd = os.dup(self._fd)
+        try:
+            for part in _parts(name):
+                if make:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=fd)
+                inner = os.open(part, _FOLDER, dir_fd=fd)
+                os.close(fd)
+                fd = inner
+        except BaseException:
+            os.close(fd)
+            raise
+        opened = Folder.__new__(Folder)
+        opened.path, opened._fd = self.path / name, fd
+        return opened
+
+    def create(self, name: str) -> BinaryIO:
+        """Make a new file to write; FileExistsError where something has this name."""
+        with self._parent(name, make=True) as (parent, last):
+            fd = os.open(last, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o666, dir_fd=parent)
+        return os.fdopen(fd, "wb")
+
+    def append(self, name: str) -> int:
+        """Return the descriptor of a regular file to append to and read, made where need be."""
+        with self._parent(name, make=True) as (parent, last):
+            fd = os.open(last, os.O_RDWR | os.O_CREAT | os.O_APPEND | _FILE, 0o666, dir_fd=parent)
+        try:
+            self._check_regular(fd, name, None)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put a file in the place of whatever has its name, whole or not at all."""
+        part = f"{name}.{uuid.uuid4().hex[:8]}.part"
+        try:
+            with self.create(part) as file:
+                file.write(data)
+            self.rename(part, name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.unlink(part)
+            raise
+
+    def rename(self, name: str, other: str) -> None:
+        """Give something another name, in the place of a file or an empty folder of that name."""
+        with self._parent(name) as (parent, last), self._parent(other) as (new_parent, new):
+            os.rename(last, new, src_dir_fd=parent, dst_dir_fd=new_parent)
+
+    def unlink(self, name: str) -> None:
+        """Remove a file, or a link itself; harmless when it is gone."""
+        with contextlib.suppress(FileNotFoundError), self._parent(name) as (parent, last):
+            os.unlink(last, dir_fd=parent)
+
+    def remove(self, name: str) -> None:
+        """Remove whatever has this name, a folder with all that is in it; harmless when gone.
+
+        How deep it is, how its parts are named, and which rights they have does not matter.
+        """
+        with contextlib.suppress(FileNotFoundError), self._parent(name) as (parent, last):
+            if stat.S_ISDIR(os.stat(last, dir_fd=parent, follow_symlinks=False).st_mode):
+                _remove_folder(last, parent)
+            else:
+                os.unlink(last, dir_fd=parent)
+
+    def copy(
+        self,
+        name: str,
+        target: "Folder",
+        place: str,
+        *,
+        link: bool = False,
+        leave_out: Sequence[str] = (),
+    ) -> None:
+        """Copy the regular files of a folder to a new one of another `Folder`; links are left out.
+
+        With `link` each file gets a second name instead, where the disk can: for folders of one
+        owner, since who may write the one then writes the other. Folders and files whose name is in
+        `leave_out` stay. Raises FileExistsError where `place` holds such a file, StorageError for
+        more than the disk has room for.
+        """
+        give = _link if link else _copy_file
+        with self.folder(name) as source, target.folder(place, make=True) as made:
+            taken = [e for e in source.files() if set(leave_out).isdisjoint(_parts(e.path))]
+            num_bytes, free = sum(entry.num_bytes for entry in taken), _free_bytes(made)
+            if not link and num_bytes > free:  # a sparse file is written out
+                raise StorageError(
+                    f"{self.path / name} has {num_bytes:,} bytes, and there is room for {free:,}",
+                    hint="make room on the disk of the run folders",
+                )
+            for entry in taken:
+                with source._parent(entry.path) as here, made._parent(entry.path, True) as there:
+                    give(source, entry.path, here, there)
+
+    @contextlib.contextmanager
+    def _parent(self, name: str, make: bool = False) -> Iterator[tuple[int, str]]:
+        """Open the folder that holds a name; yields its descriptor and the last part."""
+        *above, last = _parts(name) or [""]
+        if not last:
+            raise ValueError(f"{name!r} names no file below a folder")
+        with self.folder("/".join(above) or ".", make=make) as holder:
+            yield holder.fileno(), last
+
+    def _check_regular(self, fd: int, name: str, max_bytes: int | None) -> None:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise StorageError(
+                f"{self.path / name} is no regular file",
+                hint="remove it: services read and write regular files of a run alone",
+            )
+        if max_bytes is not None and status.st_size > max_bytes:
+            raise self._too_large(name, status.st_size, max_bytes)
+
+    def _too_much(self, name: str) -> StorageError:
+        return StorageError(
+            f"{self.path / name} holds more than {MAX_FILES:,} files, or folders more than "
+            f"{MAX_DEPTH} deep",
+            hint="a run folder holds what its learner wrote: remove what else is there",
+        )
+
+    def _too_large(self, name: str, num_bytes: int, max_bytes: int) -> StorageError:
+        return StorageError(
+            f"{self.path / name} has {num_bytes:,} bytes; at most {max_bytes:,} are read",
+            hint="remove it, if the run's learner did not write it",
+        )
+
+
+def _parts(name: str) -> list[str]:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise ValueError(f"{name!r} leads out of a folder")
+    return list(path.parts)
+
+
+def _entry(found: "os.DirEntry[str]") -> FolderEntry | None:
+    """Return a regular file or a folder; None for what is neither, gone, or has no text as name."""
+    try:
+        found.name.encode()
+        status = found.stat(follow_symlinks=False)
+    except (OSError, UnicodeEncodeError):
+        return None
+    is_folder = stat.S_ISDIR(status.st_mode)
+    if not is_folder and not stat.S_ISREG(status.st_mode):
+        return None
+    return FolderEntry(found.name, is_folder, status.st_size, status.st_mtime)
+
+
+def _moved(entry: FolderEntry, below: str) -> FolderEntry:
+    return FolderEntry(below + entry.path, entry.is_folder, entry.num_bytes, entry.changed)
+
+
+def _remove_folder(name: str, parent: int) -> None:
+    """Remove a folder with all that is in it, and follow no link.
+
+    Folders within are moved up into it, one level at a time: neither the stack nor the number of
+    open files grows with the depth, and what is cut off can be done again.
+    """
+    fd = _unlocked(name, parent)
+    try:
+        while folders := _emptied(fd, fd):
+            for folder in folders:
+                inner = _unlocked(folder, fd)
+                try:
+                    _emptied(inner, fd)
+                finally:
+                    os.close(inner)
+                _remove_empty(folder, fd)
+    finally:
+        os.close(fd)
+    os.rmdir(name, dir_fd=parent)
+
+
+def _emptied(fd: int, top: int) -> list[str]:
+    """Remove the files of a folder; return the folders in `top`, move those of others there."""
+    folders: list[str] = []
+    with os.scandir(fd) as scanned:
+        for one in scanned:
+            if not one.is_dir(follow_symlinks=False):
+                os.unlink(one.name, dir_fd=fd)
+            elif fd == top:
+                folders.append(one.name)
+            else:
+                os.close(_unlocked(one.name, fd))
+                os.rename(one.name, uuid.uuid4().hex, src_dir_fd=fd, dst_dir_fd=top)
+    return folders
+
+
+def _remove_empty(name: str, parent: int) -> None:
+    """Remove a folder; one in which something was overlooked is left for the next round."""
+    try:
+        os.rmdir(name, dir_fd=parent)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+
+
+def _unlocked(name: str, parent: int) -> int:
+    """Open a folder whose owner may do everything in it, and make it such a one where need be."""
+    try:
+        fd = os.open(name, _FOLDER, dir_fd=parent)
+    except PermissionError:
+        locked = os.open(name, os.O_PATH | _FOLDER, dir_fd=parent)
+        try:
+            os.chmod(f"/proc/self/fd/{locked}", stat.S_IRWXU)  # noqa: PTH101  no link: a handle
+        finally:
+            os.close(locked)
+        return os.open(name, _FOLDER, dir_fd=parent)
+    if os.fstat(fd).st_mode & stat.S_IRWXU != stat.S_IRWXU:
+        os.fchmod(fd, stat.S_IRWXU)
+    return fd
+
+
+def _link(source: Folder, name: str, here: tuple[int, str], there: tuple[int, str]) -> None:
+    try:
+        os.link(here[1], there[1], src_dir_fd=here[0], dst_dir_fd=there[0], follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _CANNOT_LINK:
+            raise
+        _copy_file(source, name, here, there)
+        return
+    # what was a regular file when it was listed may have become something else
+    if not stat.S_ISREG(os.stat(there[1], dir_fd=there[0], follow_symlinks=False).st_mode):
+        os.unlink(there[1], dir_fd=there[0])
+
+
+def _copy_file(source: Folder, name: str, here: tuple[int, str], there: tuple[int, str]) -> None:
+    with source.open(name) as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE
+        with os.fdopen(os.open(there[1], flags, 0o666, dir_fd=there[0]), "wb") as copy:
+            status = os.fstat(file.fileno())
+            left = status.st_size  # of what is being written, no more than there was
+            while left and (chunk := file.read(min(left, _COPY_BYTES))):
+                left -= copy.write(chunk)
+            copy.flush()
+            os.utime(copy.fileno(), ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _free_bytes(folder: Folder) -> int:
+    disk = os.fstatvfs(folder.fileno())
+    return disk.f_bavail * disk.f_frsize

@@ -1,0 +1,171 @@
+"""How an answer, its stream and its errors are worded: what the APIs have in common.
+
+An answer is written choice by choice from the pieces that a `ReplyReader` finds in the generated
+text. Each API has an `Answer` that keeps what was written, for the answer as one object, and yields
+the events of a stream on the way. A `ModelApi` joins it with the reader of the API's requests.
+
+The makers' libraries try again after 408, 409, 429 and from 500 on, unless `x-should-retry` says
+otherwise.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+from ..wire.errors import BusyError, TinkermqError
+from .canonical import Piece
+from .request import ModelRequest, RequestError
+
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
+
+LEAST_LOGPROB = -9999.0
+"""In the place of -inf, which JSON does not have."""
+_PART = "\ufffd"
+_PASSING = (425, 429, 500, 502, 503, 504)
+_PAUSE_MS = 1000
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What stands at the top of an answer."""
+
+    id: str
+    created: int
+    """Seconds since the epoch."""
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one answer."""
+
+    prompt: int
+    generated: int
+    reused: int = 0
+    """Of the prompt: tokens of earlier calls that it continues."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's text and log-prob, and the likeliest tokens in its place, best first."""
+
+    text: str
+    logprob: float
+    top: "tuple[TokenLogprob, ...]" = ()
+    encoded: bytes | None = None
+    """Its bytes, which may be a part of a character; None: those of its text."""
+
+    def worded(self) -> dict[str, Any]:
+        """Return it as Chat Completions has it."""
+        return {**self._fields(), "top_logprobs": [other._fields() for other in self.top]}
+
+    def _fields(self) -> dict[str, Any]:
+        encoded = self.encoded
+        if encoded is None and _PART not in self.text:  # else its bytes are unknown here
+            encoded = self.text.encode(errors="replace")
+        return {
+            "token": self.text,
+            "logprob": max(self.logprob, LEAST_LOGPROB),
+            "bytes": None if encoded is None else list(encoded),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """What a choice has gained in tokens, where that was asked for."""
+
+    ids: Sequence[int] | None = None
+    logprobs: Sequence[TokenLogprob] | None = None
+
+    def __bool__(self) -> bool:
+        """Whether it has content."""
+        return bool(self.ids or self.logprobs)
+
+
+class Answer(Protocol):
+    """An answer in the words of one API. Its events have to be iterated to be written."""
+
+    def start(self, usage: Usage) -> Iterator[str]:
+        """Yield the first events."""
+        ...
+
+    def push(
+        self, pieces: Sequence[Piece], choice: int = 0, tokens: NewTokens | None = None
+    ) -> Iterator[str]:
+        """Add to a choice; yield that as events."""
+        ...
+
+    def finish(self, reason: FinishReason, choice: int = 0, stop: str = "") -> Iterator[str]:
+        """End a choice; `stop` is the stop text that has ended it, where that is known."""
+        ...
+
+    def end(self, usage: Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
+        """Yield the last events, once all choices have ended; `extra` stands beside the usage."""
+        ...
+
+    def fail(self, error: Mapping[str, Any]) -> str:
+        """Return the event that ends a stream which cannot go on: an error as the API has it."""
+        ...
+
+    def whole(self, usage: Usage) -> dict[str, Any]:
+        """Return the answer as one object, once all choices have ended."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelApi:
+    """One API: how its requests are read, and its answers and errors worded."""
+
+    name: Literal["chat", "completions", "responses", "messages"]
+    prefix: str
+    """Of an answer's id."""
+    read: Callable[[Any], ModelRequest]
+    """Reads a body; RequestError names what cannot be served."""
+    answer: Callable[[AnswerHead, ModelRequest], Answer]
+    error: Callable[[TinkermqError, int], dict[str, Any]]
+    """Words an error with an HTTP status."""
+    waiting: str = ": waiting\n\n"
+    """What is sent on a stream that has nothing to say."""
+
+    def id_of(self, name: str) -> str:
+        """Return the id of an answer whose tool calls' ids begin with `name`."""
+        return f"{self.prefix}{name.strip('_-')}"
+
+
+def event(value: Mapping[str, Any], name: str = "") -> str:
+    """Return one server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {_encode(value)}\n\n"
+
+
+def text_of(error: TinkermqError) -> str:
+    """Return the message and the hint of an error."""
+    return f"{error.message}. {error.hint}" if error.hint else error.message
+
+
+def openai_error(error: TinkermqError, status: int) -> dict[str, Any]:
+    """Return an error in the words of OpenAI's APIs."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    param = error.param if isinstance(error, RequestError) else ""
+    fields = {"message": text_of(error), "type": kind, "param": param or None, "code": error.code}
+    return {"error": fields}
+
+
+def retry_headers(error: TinkermqError, status: int) -> dict[str, str]:
+    """Return the headers by which official libraries decide whether and when to retry."""
+    if status not in _PASSING:
+        return {"x-should-retry": "false"}
+    pause_ms = int(error.retry_after_s * 1000) if isinstance(error, BusyError) else _PAUSE_MS
+    return {
+        "x-should-retry": "true",
+        "retry-after-ms": str(pause_ms),
+        "retry-after": str(-(-pause_ms // 1000)),
+    }

@@ -1,0 +1,377 @@
+"""Messages of a model call as they are alike in every API.
+
+A program sends its whole history with each call, and seldom as it got it: frameworks write a
+tool's arguments anew, drop the reasoning, move markers of caches, and send a list of texts where
+they sent a string before. A `CanonicalMessage` keeps what the model read and wrote; its `key` is
+equal for spellings of one message and differs with each difference in meaning.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b, sha256
+from itertools import groupby
+from typing import Any, Literal, TypeAlias, cast
+
+from ..chat_messages import read_object
+from ..tool_calls import CallSplitter, overlap
+from ..wire.codec import read_json
+
+Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+
+Volatile: TypeAlias = tuple[str, re.Pattern[str]]
+"""A mark without which a text need not be searched, and what is searched for."""
+VOLATILE: tuple[Volatile, ...] = (
+    (
+        "x-anthropic-billing-header:",
+        re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE),
+    ),
+    ("<total_tokens>", re.compile(r"<total_tokens>[^<]*</total_tokens>\n?")),
+)
+"""What programs change from call to call though nothing changed: neither shown nor compared."""
+
+
+MIN_QUOTE = 16
+"""Characters of an answer that, found in another message, show that it was read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image in a message."""
+
+    encoded: bytes
+    """The file's bytes (PNG, JPEG …)."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the bytes."""
+        return sha256(self.encoded).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalCall:
+    """A tool that the model calls."""
+
+    name: str
+    arguments: str
+    """As the model wrote them: JSON, unless it wrote what is none."""
+    id: str = field(default="", compare=False)
+    """How a result names the call. Programs may change it, results included."""
+
+    @property
+    def value(self) -> dict[str, Any] | str:
+        """The arguments as a template takes them: an object, or else the text itself."""
+        value = read_object(self.arguments)
+        return self.arguments if value is None else value
+
+    @property
+    def key(self) -> str:
+        """Equal for equal JSON values, types included: 1, 1.0 and true are three values."""
+        try:
+            value: Any = read_json(self.arguments)
+            return json.dumps(value, sort_keys=True, allow_nan=False)
+        except ValueError:
+            return f"text:{self.arguments}"
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalMessage:
+    """One message; of the assistant with what it reasoned and called."""
+
+    role: Role
+    content: tuple[str | Picture, ...] = ()
+    """Texts and images in order: no two texts stand beside each other, and none is empty."""
+    calls: tuple[CanonicalCall, ...] = ()
+    reasoning: str | None = None
+    """Its reasoning; None if not sent, which is no difference."""
+    call_id: str = field(default="", compare=False)
+    """Of a tool's result: the call that it answers."""
+    _key: bytes = field(default=b"", init=False, compare=False, repr=False)
+
+    @property
+    def text(self) -> str:
+        """The texts without the images."""
+        return "".join(part for part in self.content if isinstance(part, str))
+
+    @property
+    def num_bytes(self) -> int:
+        """What it holds, about."""
+        texts = [self.reasoning or "", *(call.arguments for call in self.calls)]
+        parts = [len(p) if isinstance(p, str) else len(p.encoded) for p in self.content]
+        return sum(parts) + sum(map(len, texts))
+
+    @property
+    def key(self) -> bytes:
+        """16 bytes: equal for all spellings of the message, whatever its reasoning and ids."""
+        if not self._key:  # a history is compared at each call
+            object.__setattr__(self, "_key", self._made_key())
+        return self._key
+
+    def _made_key(self) -> bytes:
+        if not self.calls and all(isinstance(part, str) for part in self.content):
+            text = self.text.encode(errors="surrogatepass")
+            return blake2b(text, digest_size=16, person=self.role.encode()).digest()
+        parts = [part if isinstance(part, str) else [part.digest] for part in self.content]
+        calls = [[call.name, call.key] for call in self.calls]
+        whole = json.dumps([self.role, parts, calls], ensure_ascii=True)
+        return blake2b(whole.encode(), digest_size=16).digest()
+
+    def agrees(self, other: "CanonicalMessage") -> bool:
+        """Whether it equals another; reasoning is compared if both have it."""
+        both_have = self.reasoning is not None and other.reasoning is not None
+        return self.key == other.key and not (both_have and self.reasoning != other.reasoning)
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates take it."""
+        message: dict[str, Any] = {"role": self.role, "content": self._content()}
+        if self.calls:
+            message["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": call.id,
+                    "function": {"name": call.name, "arguments": call.value},
+                }
+                for call in self.calls
+            ]
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.call_id:
+            message["tool_call_id"] = self.call_id
+        return message
+
+    def _content(self) -> str | list[dict[str, Any]]:
+        if all(isinstance(part, str) for part in self.content):
+            return self.text
+        return [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": "image", "image": part.encoded}
+            for part in self.content
+        ]
+
+
+def pictures_of(messages: Iterable[CanonicalMessage]) -> Iterator[Picture]:
+    """Yield the images of messages, in order."""
+    for message in messages:
+        for part in message.content:
+            if isinstance(part, Picture):
+                yield part
+
+
+def marks_of(reply: CanonicalMessage) -> list[str]:
+    """Return the texts by which a message is known to hold an answer: the ids of its calls, itself.
+
+    Some programs (smolagents) write ids as text.
+    """
+    text = reply.text.strip()
+    ids = [call.id for call in reply.calls if call.id]
+    return [*ids, *([text] if len(text) >= MIN_QUOTE else [])]
+
+
+def quotes(given: Iterable[CanonicalMessage], reply: CanonicalMessage) -> bool:
+    """Whether messages hold an answer: its text, or the id of one of its calls."""
+    ids = {call.id for call in reply.calls if call.id}
+    marks = marks_of(reply)
+    return any(
+        message.call_id in ids
+        or any(call.id in ids for call in message.calls)
+        or any(mark in message.text for mark in marks)
+        for message in given
+    )
+
+
+def joined(parts: Iterable[str | Picture]) -> tuple[str | Picture, ...]:
+    """Return the parts of a message with texts beside each other joined, and no empty ones."""
+    content: list[str | Picture] = []
+    for is_text, group in groupby(parts, lambda part: isinstance(part, str)):
+        if not is_text:
+            content += group
+        elif text := "".join(cast("Iterable[str]", group)):
+            content.append(text)
+    return tuple(content)
+
+
+def canonical_history(
+    messages: Sequence[CanonicalMessage], volatile: Sequence[Volatile] = VOLATILE
+) -> list[CanonicalMessage]:
+    """Return a history without what changes by itself, results in the order of their calls."""
+    history: list[CanonicalMessage] = []
+    results: list[CanonicalMessage] = []
+    order: Mapping[str, int] = {}
+    for message in [*messages, None]:
+        if message is not None and message.role == "tool":
+            results.append(_without(message, volatile))
+            continue
+        history += sorted(results, key=lambda result: order.get(result.call_id, len(order)))
+        results = []
+        if message is not None:
+            order = {call.id: place for place, call in enumerate(message.calls)}
+            history.append(_without(message, volatile))
+    return history
+
+
+def _without(message: CanonicalMessage, volatile: Sequence[Volatile]) -> CanonicalMessage:
+    if message.role not in ("system", "user"):
+        return message
+    parts: list[str | Picture] = []
+    for part in message.content:
+        if isinstance(part, str):
+            for mark, pattern in volatile:
+                part = pattern.sub("", part) if mark in part else part
+        parts.append(part)
+    content = joined(parts)
+    return message if content == message.content else replace(message, content=content)
+
+
+# Replies, read as they are generated, so that an echo of an answer is recognised. Calls are read as
+# Hermes and Qwen models write them; what is not well formed is text. White space beside reasoning
+# and calls belongs to neither.
+
+THINK, THOUGHT = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningPiece:
+    """More of what the model reasons."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """More of what it says."""
+
+    text: str
+
+
+Piece: TypeAlias = ReasoningPiece | TextPiece | CanonicalCall
+"""What an answer has gained; a call comes whole, once it is closed."""
+
+
+class ReplyReader:
+    """Reads one answer, bit by bit."""
+
+    def __init__(
+        self, name: str, *, calls: bool, thinking: bool = False, keeps_reasoning: bool = False
+    ) -> None:
+        """Read an answer whose calls have ids that begin with `name`.
+
+        Without `calls`, what looks like a call is text; with `keeps_reasoning`, reasoning is, too.
+        With `thinking`, the prompt has opened the reasoning already.
+        """
+        self._name = name
+        self._reads_calls = calls
+        self._state: Literal["begin", "reasoning", "text"] = "reasoning" if thinking else "begin"
+        if keeps_reasoning:
+            self._state = "text"
+        self._unread = ""
+        self._space = ""
+        self._hides_space = not keeps_reasoning
+        self._reasoning: list[str] | None = [] if thinking else None
+        self._texts: list[str] = []
+        self._calls: list[CanonicalCall] = []
+        self._splitter = CallSplitter()
+
+    @property
+    def reply(self) -> CanonicalMessage:
+        """The content so far, as a message."""
+        return CanonicalMessage(
+            role="assistant",
+            content=joined(self._texts),
+            calls=tuple(self._calls),
+            reasoning=None if self._reasoning is None else "".join(self._reasoning),
+        )
+
+    def push(self, text: str) -> list[Piece]:
+        """Take more text; return what it certainly is."""
+        self._unread += text
+        return self._read(last=False)
+
+    def finish(self) -> list[Piece]:
+        """Return what was held back, now that nothing follows."""
+        pieces = self._read(last=True)
+        if self._state == "text" and not self._calls and self._space:
+            pieces.append(TextPiece(self._space))
+            self._texts.append(self._space)
+        return pieces
+
+    def _read(self, *, last: bool) -> list[Piece]:
+        pieces: list[Piece] = []
+        if self._state == "begin":
+            self._begin(last=last)
+        if self._state == "reasoning":
+            thought, closed = self._until(THOUGHT, last=last)
+            if thought and (text := self._spaced(thought)):
+                pieces.append(ReasoningPiece(text))
+                self._reasoning = [*(self._reasoning or []), text]
+            if closed:
+                self._state, self._space, self._hides_space = "text", "", True
+        if self._state == "text":
+            text, self._unread = self._unread, ""
+            self._read_text(text, pieces, last=last)
+        return pieces
+
+    def _begin(self, *, last: bool) -> None:
+        """Tell reasoning from text by the first letters."""
+        first = self._unread.lstrip()
+        if first.startswith(THINK):
+            self._state, self._unread = "reasoning", first.removeprefix(THINK)
+            self._reasoning = []
+        elif last or (first and not THINK.startswith(first)):
+            self._state, self._hides_space = "text", False
+
+    def _read_text(self, text: str, pieces: list[Piece], *, last: bool) -> None:
+        """Read what is said and called."""
+        if not self._reads_calls:
+            pieces += self._say(text) if text else []
+            return
+        for piece in self._splitter.push(text, last=last):
+            if isinstance(piece, str):
+                pieces += self._say(piece)
+                continue
+            for read in piece:
+                call = CanonicalCall(*read, f"{self._name}{len(self._calls):03}")
+                self._calls.append(call)
+                pieces.append(call)
+            self._space, self._hides_space = "", True
+
+    def _until(self, mark: str, *, last: bool) -> tuple[str, bool]:
+        """Take what stands before a mark, and the mark; hold back what may begin one."""
+        before, found, after = self._unread.partition(mark)
+        if found:
+            self._unread = after
+            return before, True
+        held = 0 if last else overlap(before, mark)
+        self._unread = before[len(before) - held :]
+        return before[: len(before) - held], False
+
+    def _say(self, text: str) -> list[Piece]:
+        said = self._spaced(text)
+        if not said:
+            return []
+        self._texts.append(said)
+        return [TextPiece(said)]
+
+    def _spaced(self, text: str) -> str:
+        """Return the part of a text to send: trailing white space waits for what follows."""
+        whole = self._space + text
+        if self._hides_space:
+            whole = whole.lstrip()
+        stripped = whole.rstrip()
+        self._space = whole[len(stripped) :]
+        self._hides_space = self._hides_space and not stripped
+        return stripped
+
+
+def call_name(request: str, choice: int = 0) -> str:
+    """Return what the ids of the calls in a served answer begin with, wherever they are read."""
+    return f"call_{request[:20]}" if not choice else f"call_{request[:17]}{choice:03}"
+
+
+def parse_reply(text: str, name: str, *, calls: bool, thinking: bool = False) -> CanonicalMessage:
+    """Read a whole answer; see `ReplyReader`."""
+    reader = ReplyReader(name, calls=calls, thinking=thinking)
+    reader.push(text)
+    reader.finish()
+    return reader.reply

@@ -1,0 +1,580 @@
+"""OpenAI's Chat Completions, and the Completions of earlier years."""
+
+import codecs
+import json
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+from ..chat_messages import Origin, UnreadableMessageError, read_conversation, read_tools
+from ..infer import PromptScore
+from . import answers
+from .canonical import (
+    CanonicalCall,
+    CanonicalMessage,
+    Picture,
+    Piece,
+    ReasoningPiece,
+    TextPiece,
+    joined,
+)
+from .request import (
+    Fields,
+    ModelRequest,
+    RequestError,
+    ToolChoice,
+    custom_input,
+    custom_names,
+    output_format,
+    read_format,
+    read_openai_tools,
+    read_sampling,
+    read_tool_choice,
+)
+
+T = TypeVar("T")
+
+DONE = "data: [DONE]\n\n"
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "min_p",
+)
+
+
+def read_chat(body: Any) -> ModelRequest:
+    """Read the body of `POST /v1/chat/completions`; RequestError names what cannot be served."""
+    fields = Fields(body)
+    messages, sent_messages = _read_messages(fields)
+    tools, left_out = read_openai_tools(fields, nested=True)
+    single = "parallel_tool_calls" if fields.any("parallel_tool_calls") is False else ""
+    choice = read_tool_choice(fields.any("tool_choice"), tools, single=single)
+    schema = read_format(fields.any("response_format"), "response_format")
+    include_usage, options_left_out = _read_stream_options(fields)
+    num_top = fields.count("top_logprobs", least=0) or 0
+    tells_logprobs = fields.flag("logprobs")
+    limit = fields.count("max_completion_tokens") or fields.count("max_tokens")
+    return ModelRequest(
+        messages=messages,
+        tools=() if choice.hides_tools else tools,
+        sent_messages=sent_messages,
+        sent_tools=() if choice.hides_tools else _sent_tools(fields, tools),
+        format=output_format(schema, choice, tools),
+        calls_one=choice.is_single,
+        top_logprobs=num_top if tells_logprobs else None,
+        num_choices=fields.count("n") or 1,
+        max_tokens=limit,
+        stop=fields.texts("stop"),
+        stream=fields.flag("stream"),
+        include_usage=include_usage,
+        custom_tools=custom_names(fields, nested=True),
+        return_token_ids=fields.flag("return_token_ids"),
+        model=fields.text("model"),
+        sampling=read_sampling(fields, _SAMPLING),
+        without_effect=(
+            *left_out,
+            *(["top_logprobs"] if num_top and not tells_logprobs else []),
+            *fields.unread(),
+            *options_left_out,
+            *choice.without_effect,
+        ),
+    )
+
+
+def read_completion(body: Any) -> ModelRequest:
+    """Read the body of `POST /v1/completions`; RequestError names what cannot be served."""
+    fields = Fields(body)
+    include_usage, options_left_out = _read_stream_options(fields)
+    prompt_logprobs = fields.count("prompt_logprobs", least=0)
+    max_tokens = fields.count("max_tokens", least=0)
+    schema = read_format(fields.any("response_format"), "response_format")
+    if max_tokens == 0 and prompt_logprobs is None:
+        raise RequestError(
+            "max_tokens is 0, which is for prompt_logprobs alone", param="max_tokens"
+        )
+    if fields.flag("stream") and prompt_logprobs is not None:
+        raise RequestError(
+            "prompt_logprobs are not streamed", param="prompt_logprobs", hint="leave stream out"
+        )
+    return ModelRequest(
+        prompts=_read_prompts(fields),
+        prompt_logprobs=prompt_logprobs,
+        add_special_tokens=fields.flag("add_special_tokens", default=True),
+        format=output_format(schema, ToolChoice(), ()),
+        top_logprobs=fields.count("logprobs", least=0),
+        num_choices=fields.count("n") or 1,
+        max_tokens=max_tokens,
+        stop=fields.texts("stop"),
+        stream=fields.flag("stream"),
+        include_usage=include_usage,
+        return_token_ids=fields.flag("return_token_ids") or prompt_logprobs is not None,
+        model=fields.text("model"),
+        sampling=read_sampling(fields, _SAMPLING),
+        without_effect=(*fields.unread(), *options_left_out),
+    )
+
+
+def _read_stream_options(fields: Fields) -> tuple[bool, tuple[str, ...]]:
+    """Return whether a stream ends with its token counts, and which options have no effect."""
+    options = Fields(fields.any("stream_options") or {}, "stream_options")
+    include_usage = options.flag("include_usage")
+    left_out = options.unread()
+    if include_usage and not fields.flag("stream"):
+        left_out += (options.name("include_usage"),)
+    return include_usage, left_out
+
+
+def _read_messages(
+    fields: Fields,
+) -> tuple[tuple[CanonicalMessage, ...], tuple[dict[str, Any], ...]]:
+    """Return the messages in canonical form, and as chat templates take them."""
+    messages = fields.items("messages")
+    if not messages:
+        raise RequestError("messages is empty", param="messages")
+    origin = Origin(is_request=True, keeps_text=True)
+    read = _readable(lambda: read_conversation(messages, origin))
+    canonical = [canonical_message(message, f"messages[{n}]") for n, message in enumerate(read)]
+    sent = [_with_values(*pair) for pair in zip(read, canonical, strict=True)]
+    return tuple(canonical), tuple(sent)
+
+
+def _with_values(message: dict[str, Any], canonical: CanonicalMessage) -> dict[str, Any]:
+    """Return a message whose calls have their arguments as objects, where they are such."""
+    if not canonical.calls:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": read.value}}
+        for call, read in zip(message["tool_calls"], canonical.calls, strict=True)
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _readable(read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except UnreadableMessageError as error:
+        raise RequestError(error.message, param=error.place, hint=error.hint) from error
+
+
+def canonical_message(message: Mapping[str, Any], place: str) -> CanonicalMessage:
+    """Return a message that `read_conversation` has read; RequestError for its role."""
+    role = message["role"]
+    if role not in ("system", "user", "assistant", "tool"):
+        raise RequestError(f"{place}.role is {role!r}", param=f"{place}.role")
+    content = message["content"]
+    parts = [content] if isinstance(content, str) else [_part(part) for part in content]
+    name = message.get("tool_call_id") or message.get("name") if role == "tool" else ""
+    reasoning = message.get("reasoning_content") if role == "assistant" else None
+    return CanonicalMessage(
+        role,
+        joined(parts),
+        tuple(_call(call) for call in message.get("tool_calls", ())),
+        reasoning if isinstance(reasoning, str) else None,
+        name if isinstance(name, str) else "",
+    )
+
+
+def _part(part: Mapping[str, Any]) -> str | Picture:
+    return part["text"] if part["type"] == "text" else Picture(part["image"])
+
+
+def _call(call: Mapping[str, Any]) -> CanonicalCall:
+    arguments, name = call["function"]["arguments"], call.get("id")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return CanonicalCall(call["function"]["name"], text, name if isinstance(name, str) else "")
+
+
+def _sent_tools(
+    fields: Fields, tools: Sequence[Mapping[str, Any]]
+) -> tuple[Mapping[str, Any], ...]:
+    """Return functions with all of their fields; those that take any text as functions."""
+    origin = Origin("tools", is_request=True)
+    sent = _readable(lambda: read_tools(fields.items("tools"), origin))
+    usable = [tool for tool in sent if tool.get("type", "function") in ("function", "custom")]
+    return tuple(
+        tool if custom.get("type") == "custom" else custom
+        for custom, tool in zip(usable, tools, strict=True)
+    )
+
+
+def _read_prompts(fields: Fields) -> tuple[str | list[int], ...]:
+    """Return one or several prompts: texts, or lists of token ids."""
+    given = fields.any("prompt")
+    prompts = cast("list[Any]", given) if isinstance(given, list) else [given]
+    if prompts and all(_is_token(one) for one in prompts):
+        return (cast("list[int]", prompts),)
+    for prompt in prompts:
+        ids = cast("list[Any]", prompt) if isinstance(prompt, list) else []
+        if not isinstance(prompt, str) and not (ids and all(_is_token(one) for one in ids)):
+            raise RequestError(
+                f"prompt must hold texts or token ids, and holds {prompt!r:.60}", param="prompt"
+            )
+    if not prompts:
+        raise RequestError("the parameter 'prompt' is empty", param="prompt")
+    return tuple(prompts)
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class _Choice:
+    """One choice as it has come so far."""
+
+    def __init__(
+        self, number: int, custom_tools: Collection[str] = (), *, is_streamed: bool = False
+    ) -> None:
+        self.number = number
+        self._is_streamed = is_streamed
+        self._custom_tools = custom_tools
+        self.text = ""
+        self.reasoning: str | None = None
+        self.calls: list[CanonicalCall] = []
+        self.ids: list[int] | None = None
+        self.logprobs: list[answers.TokenLogprob] | None = None
+        self.finish: str | None = None
+        self.stop: str | None = None
+        """The stop text that ended it, as in vLLM."""
+
+    def add(self, piece: Piece) -> dict[str, Any]:
+        """Take more of it; return what is new, as a chunk has it."""
+        if isinstance(piece, TextPiece):
+            self.text += piece.text
+            return {"content": piece.text}
+        if isinstance(piece, ReasoningPiece):
+            self.reasoning = (self.reasoning or "") + piece.text
+            return {"reasoning_content": piece.text}
+        call = {"index": len(self.calls), **_called_function(piece)}
+        self.calls.append(piece)
+        return {"tool_calls": [call]}
+
+    def add_tokens(self, tokens: answers.NewTokens) -> None:
+        """Take its newest tokens, unless they are told already."""
+        if self._is_streamed:
+            return
+        if tokens.ids is not None:
+            self.ids = self.ids or []
+            self.ids += tokens.ids
+        if tokens.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs += tokens.logprobs
+
+    def close(self, reason: answers.FinishReason, stop: str) -> None:
+        """End it."""
+        self.finish = "tool_calls" if self.calls else "length" if reason == "length" else "stop"
+        self.stop = stop or None
+
+    def message(self) -> dict[str, Any]:
+        """Return it as a message."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["content"] = self.text or None
+            message["tool_calls"] = [self._worded_call(call) for call in self.calls]
+        return message
+
+    def _worded_call(self, call: CanonicalCall) -> dict[str, Any]:
+        if call.name not in self._custom_tools:
+            return _called_function(call)
+        custom = {"name": call.name, "input": custom_input(call)}
+        return {"id": call.id, "type": "custom", "custom": custom}
+
+
+def _called_function(call: CanonicalCall) -> dict[str, Any]:
+    """Return a call as one of a function, the only ones that chunks have."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+class ChatCompletionAnswer:
+    """The choices of an answer of Chat Completions; see `Answer`."""
+
+    def __init__(self, head: answers.AnswerHead, request: ModelRequest) -> None:
+        """Word the answer to a request."""
+        self.prompt_ids: Sequence[int] | None = None
+        """Tokens of the prompt, where they were asked for and are known."""
+        self._head = head
+        self._include_usage = request.include_usage
+        self._is_streamed = request.stream
+        self._choices = [
+            _Choice(number, request.custom_tools, is_streamed=request.stream)
+            for number in range(request.num_choices)
+        ]
+
+    def start(self, usage: answers.Usage) -> Iterator[str]:
+        """Yield the first chunks: whose turn it is."""
+        del usage
+        top = self._prompt_fields()
+        for choice in self._choices:
+            yield self._chunk(choice, {"role": "assistant", "content": ""}, top=top)
+            top = {}
+
+    def push(
+        self, pieces: Sequence[Piece], choice: int = 0, tokens: answers.NewTokens | None = None
+    ) -> Iterator[str]:
+        """Add to a choice; yield it as chunks, new tokens with the first text among them."""
+        of = self._choices[choice]
+        if tokens is not None:
+            of.add_tokens(tokens)
+        for piece in pieces:
+            delta = of.add(piece)
+            yield self._chunk(of, delta, tokens=tokens if "content" in delta else None)
+            tokens = None if "content" in delta else tokens
+        if tokens:
+            yield self._chunk(of, {"content": ""}, tokens=tokens)
+
+    def finish(
+        self, reason: answers.FinishReason, choice: int = 0, stop: str = ""
+    ) -> Iterator[str]:
+        """End a choice."""
+        of = self._choices[choice]
+        of.close(reason, stop)
+        yield self._chunk(of, {})
+
+    def end(self, usage: answers.Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
+        """Yield what stands besides, the token counts if they were asked for, and the end."""
+        top: dict[str, Any] = {**self._top("chat.completion.chunk"), "choices": []}
+        if extra:
+            yield answers.event({**top, **extra})
+        if self._include_usage:
+            yield answers.event({**top, "usage": worded_usage(usage)})
+        yield DONE
+
+    def fail(self, error: Mapping[str, Any]) -> str:
+        """Return the event that ends a stream which cannot go on."""
+        return answers.event(error)
+
+    def whole(self, usage: answers.Usage) -> dict[str, Any]:
+        """Return the answer as one object."""
+        return {
+            **self._top("chat.completion"),
+            **self._prompt_fields(),
+            "choices": [
+                {
+                    "index": choice.number,
+                    "message": choice.message(),
+                    "logprobs": _worded_logprobs(choice.logprobs),
+                    "finish_reason": choice.finish,
+                    "stop_reason": choice.stop,
+                    **({} if choice.ids is None else {"token_ids": choice.ids}),
+                }
+                for choice in self._choices
+            ],
+            "usage": worded_usage(usage),
+        }
+
+    def _chunk(
+        self,
+        of: _Choice,
+        delta: dict[str, Any],
+        *,
+        tokens: answers.NewTokens | None = None,
+        top: Mapping[str, Any] | None = None,
+    ) -> str:
+        if not self._is_streamed:  # nobody reads it, and log-probs take their time
+            return ""
+        tokens = tokens or answers.NewTokens()
+        choice: dict[str, Any] = {
+            "index": of.number,
+            "delta": delta,
+            "logprobs": _worded_logprobs(tokens.logprobs),
+            "finish_reason": of.finish,
+        }
+        if of.finish is not None:
+            choice["stop_reason"] = of.stop
+        if tokens.ids is not None:
+            choice["token_ids"] = list(tokens.ids)
+        usage = {"usage": None} if self._include_usage else {}
+        head = self._top("chat.completion.chunk")
+        return answers.event({**head, **(top or {}), "choices": [choice], **usage})
+
+    def _prompt_fields(self) -> dict[str, Any]:
+        return {} if self.prompt_ids is None else {"prompt_token_ids": list(self.prompt_ids)}
+
+    def _top(self, kind: str) -> dict[str, Any]:
+        return _top(self._head, kind)
+
+
+class CompletionAnswer:
+    """The choices of an answer of Completions, of several prompts if there are; see `Answer`."""
+
+    def __init__(self, head: answers.AnswerHead, request: ModelRequest) -> None:
+        """Word the answer to a request."""
+        self.prompt_ids: Sequence[Sequence[int]] = ()
+        """Tokens of each prompt, where they were asked for and are known."""
+        self.scores: list[PromptScore] = []
+        """Log-probs of the prompts' tokens, where they were asked for."""
+        self._head = head
+        self._include_usage = request.include_usage
+        self._is_streamed = request.stream
+        self._num_top = request.top_logprobs or 0
+        self._per_prompt = request.num_choices
+        num = request.num_choices * len(request.prompts)
+        self._choices = [_Text(number, is_streamed=request.stream) for number in range(num)]
+
+    def start(self, usage: answers.Usage) -> Iterator[str]:
+        """Yield nothing: a text begins with its first piece."""
+        del usage
+        yield from ()
+
+    def push(
+        self, pieces: Sequence[Piece], choice: int = 0, tokens: answers.NewTokens | None = None
+    ) -> Iterator[str]:
+        """Add to a choice; yield it as an event."""
+        of = self._choices[choice]
+        text = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
+        of.text += text
+        if tokens is not None:
+            of.add_tokens(tokens)
+        if self._is_streamed and (text or tokens):
+            new = self._choice(of, text, tokens or answers.NewTokens())
+            yield self._event({**new, "finish_reason": None})
+
+    def finish(
+        self, reason: answers.FinishReason, choice: int = 0, stop: str = ""
+    ) -> Iterator[str]:
+        """End a choice."""
+        of = self._choices[choice]
+        of.close(reason, stop)
+        end = {"finish_reason": of.finish, "stop_reason": of.stop}
+        yield self._event({"index": of.number, "text": "", "logprobs": None, **end})
+
+    def end(self, usage: answers.Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
+        """Yield what stands besides, the token counts if they were asked for, and the end."""
+        top: dict[str, Any] = {**_top(self._head, "text_completion"), "choices": []}
+        if extra:
+            yield answers.event({**top, **extra})
+        if self._include_usage:
+            yield answers.event({**top, "usage": worded_usage(usage)})
+        yield DONE
+
+    def fail(self, error: Mapping[str, Any]) -> str:
+        """Return the event that ends a stream which cannot go on."""
+        return answers.event(error)
+
+    def whole(self, usage: answers.Usage) -> dict[str, Any]:
+        """Return the answer as one object."""
+        choices: list[dict[str, Any]] = []
+        for of in self._choices:
+            of.has_prompt, of.offset = False, _Offset()
+            whole = self._choice(of, of.text, answers.NewTokens(of.ids, of.logprobs))
+            scores = self._scores(of.number // self._per_prompt)
+            end = {"finish_reason": of.finish, "stop_reason": of.stop}
+            choices.append({**whole, **end, **scores})
+        usage_fields = {"usage": worded_usage(usage)}
+        return {**_top(self._head, "text_completion"), "choices": choices, **usage_fields}
+
+    def _choice(self, of: "_Text", text: str, tokens: answers.NewTokens) -> dict[str, Any]:
+        """Return a part of a choice; the first one has its prompt's tokens, where vLLM has them."""
+        choice: dict[str, Any] = {"index": of.number, "text": text, "logprobs": None}
+        if tokens.logprobs is not None:
+            choice["logprobs"] = self._logprobs(of, tokens.logprobs)
+        if tokens.ids is not None:
+            choice["token_ids"] = list(tokens.ids)
+            if self.prompt_ids and not of.has_prompt:
+                of.has_prompt = True
+                ids = self.prompt_ids[of.number // self._per_prompt]
+                choice["prompt_token_ids"] = list(ids)
+        return choice
+
+    def _logprobs(self, of: "_Text", logprobs: Sequence[answers.TokenLogprob]) -> dict[str, Any]:
+        likeliest = [
+            {other.text: max(other.logprob, answers.LEAST_LOGPROB) for other in token.top}
+            for token in logprobs
+        ]
+        return {
+            "tokens": [token.text for token in logprobs],
+            "token_logprobs": [token.logprob for token in logprobs],
+            "top_logprobs": likeliest if self._num_top else None,
+            "text_offset": [of.offset.behind(token) for token in logprobs],
+        }
+
+    def _scores(self, prompt: int) -> dict[str, Any]:
+        """Return the log-probs of a prompt's tokens where vLLM has them, if they are known."""
+        scores = [score for score in self.scores if score.prompt == prompt]
+        rows = [row for score in scores for row in _score_rows(score, self.prompt_ids[prompt])]
+        return {"prompt_logprobs": rows} if scores else {}
+
+    def _event(self, choice: Mapping[str, Any]) -> str:
+        usage = {"usage": None} if self._include_usage else {}
+        return answers.event({**_top(self._head, "text_completion"), "choices": [choice], **usage})
+
+
+class _Offset:
+    """Where the next token stands in a text: a character begins where its first byte does."""
+
+    def __init__(self) -> None:
+        self._place = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def behind(self, token: answers.TokenLogprob) -> int:
+        """Return where a token stands; the next one stands behind it."""
+        encoded = token.text.encode(errors="replace") if token.encoded is None else token.encoded
+        begun = self._decoder.getstate()[0]
+        text = self._decoder.decode(encoded)
+        # a character that others have begun and this token does not go on with stands before it
+        is_broken = bool(begun and text) and not (begun + encoded).startswith(text[0].encode())
+        place = self._place + is_broken
+        self._place += len(text)
+        return place
+
+
+class _Text(_Choice):
+    """One continued text."""
+
+    def __init__(self, number: int, *, is_streamed: bool = False) -> None:
+        super().__init__(number, is_streamed=is_streamed)
+        self.has_prompt = False
+        """Whether its prompt's tokens have been written."""
+        self.offset = _Offset()
+
+
+def _top(head: answers.AnswerHead, kind: str) -> dict[str, Any]:
+    return {"id": head.id, "object": kind, "created": head.created, "model": head.model}
+
+
+def _worded_logprobs(logprobs: Sequence[answers.TokenLogprob] | None) -> dict[str, Any] | None:
+    if logprobs is None:
+        return None
+    return {"content": [token.worded() for token in logprobs], "refusal": None}
+
+
+def _score_rows(score: PromptScore, prompt: Sequence[int]) -> Iterator[dict[str, Any] | None]:
+    """Yield a row for each token: itself and the likeliest in its place, by their ids."""
+    ids = prompt[score.start : score.start + len(score.logprobs)]
+    columns = (score.logprobs, score.top_ids, score.top_logprobs)
+    for token, own, top, logprobs in zip(
+        ids, *(column.tolist() for column in columns), strict=True
+    ):
+        if math.isnan(own):
+            yield None  # nothing stands before it
+            continue
+        ranked = enumerate(zip(top, logprobs, strict=True), 1)
+        likeliest = {str(other): _ranked(value, rank) for rank, (other, value) in ranked}
+        yield {str(token): _ranked(own, None), **likeliest}
+
+
+def _ranked(logprob: float, rank: int | None) -> dict[str, Any]:
+    return {"logprob": max(logprob, answers.LEAST_LOGPROB), "rank": rank, "decoded_token": None}
+
+
+def worded_usage(usage: answers.Usage) -> dict[str, Any]:
+    """Return token counts as Chat Completions has them."""
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.generated,
+        "total_tokens": usage.prompt + usage.generated,
+        "prompt_tokens_details": {"cached_tokens": usage.reused},
+    }
+
+
+CHAT = answers.ModelApi("chat", "chatcmpl-", read_chat, ChatCompletionAnswer, answers.openai_error)
+COMPLETIONS = answers.ModelApi(
+    "completions", "cmpl-", read_completion, CompletionAnswer, answers.openai_error
+)
