@@ -6,7 +6,6 @@ and game, or the scheduler of slots.
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ....broker.client.connection import Broker
@@ -34,14 +33,8 @@ from ....schemas.wire import errors
 from ..jobs.states import slots_of, wanted_actor
 from ..reconciler import Reconciler
 from .access import check_game
-from .submission import (
-    ANSWER_S,
-    MOST_ASKED,
-    Submission,
-    ask_for_model,
-    ask_node,
-    models_of,
-)
+from .pool_check import ANSWER_S, MOST_ASKED, ask_for_model, ask_node, models_of
+from .submission import Submission
 
 _SCHEDULER = "scheduler"
 What = Literal["job", "model", "data", "game", "slots", "memory"]
@@ -79,8 +72,8 @@ class DryRun:
 
     async def _memory(self, record: JobRecord, config: JobConfig) -> list[SubmissionFinding]:
         """Return what the job takes on the pool's GPUs; nothing where that is not known."""
-        reader = self.submission.reader(record.user, [Path(root) for root in record.output_roots])
-        plan = await self.submission.plan_on_gpus(record.kind, config, reader)
+        reader = self.submission.pool.reader(record)
+        plan = await self.submission.pool.plan_on_gpus(record.kind, config, reader)
         if plan is None:
             return []
         if plan.refusal is not None:
@@ -91,15 +84,15 @@ class DryRun:
     async def _models(
         self, nodes: Sequence[NodeStatus], config: JobConfig, record: JobRecord
     ) -> list[SubmissionFinding]:
-        reader = self.submission.reader(record.user, [Path(root) for root in record.output_roots])
+        reader = self.submission.pool.reader(record)
         try:
-            await self.submission.refuse_long_contexts(config, reader)
+            await self.submission.pool.refuse_long_contexts(config, reader)
         except errors.ModelError as error:
             return [_failed("model", error)]
         if record.fork_of:
             text = f"it begins with {record.fork_of}: {record.fork_dir}"
             return [SubmissionFinding(what="model", ok=True, text=text, by=_SCHEDULER)]
-        known = await self.submission.known_models(models_of(config), reader)
+        known = await self.submission.pool.known_models(models_of(config), reader)
         return [await self._model(nodes, model, may_know) for model, may_know in known.items()]
 
     async def _model(
@@ -148,9 +141,9 @@ class DryRun:
 
     async def having_model(self, record: JobRecord, config: JobConfig) -> list[str]:
         """Return the nodes that have the model of a job, all of which its owner may know."""
-        reader = self.submission.reader(record.user, [Path(root) for root in record.output_roots])
+        reader = self.submission.pool.reader(record)
         read = [*model_paths(config).values(), *config.sft.data]
-        if not await self.submission.may_know_all(read, reader):
+        if not await self.submission.pool.may_know_all(read, reader):
             return []
         nodes = self._reconciler.nodes()
         reply = await ask_for_model(self._broker, nodes, config.model.path, may_know=True)
@@ -174,7 +167,7 @@ class DryRun:
         self, user: str, actors: Sequence[ActorPlacement], nodes: Sequence[NodeStatus]
     ) -> SubmissionFinding:
         try:
-            self.submission.refuse_placing(user, actors)
+            self.submission.pool.refuse_placing(user, actors)
         except errors.TinkermqError as error:
             return _failed("slots", error)
         there = sum(node.slots for node in nodes)

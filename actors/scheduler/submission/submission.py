@@ -5,163 +5,32 @@ submission continues where it was when it is sent again.
 """
 
 import asyncio
-import contextlib
-import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, cast
 
 from ....broker.client.connection import Broker
-from ....broker.client.rpc import call
 from ....broker.jobs import JobStore, is_final
 from ....schemas.config import sections
 from ....schemas.config.agent import runs_programs
-from ....schemas.config.algorithm import is_checkpoint
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import check_keys, parse_config
-from ....schemas.job import ActorPlacement, ConfigureRequest, JobRecord, SubmitRequest
-from ....schemas.local.disk import DiskThreads
-from ....schemas.node import ModelAnswer, ModelQuestion, NodeStatus
-from ....schemas.plan.plan import Plan, plan_for_pool
-from ....schemas.plan.settings import refuse_long_contexts
+from ....schemas.job import ConfigureRequest, JobRecord, SubmitRequest
 from ....schemas.tinker.names import is_path
 from ....schemas.wire.codec import merged
-from ....schemas.wire.errors import (
-    ConfigError,
-    MessageError,
-    ModelError,
-    StateError,
-    StorageError,
-    TinkermqError,
-)
-from ....schemas.wire.message import Message, new_id
-from ....schemas.wire.subjects import DEFAULT_USER, JobScope, node, token
-from ...storage.access import (
-    in_default_folder,
-    named_by,
-    operator_stores,
-    output_roots,
-    refuse_other_stores,
-    shown_from,
-    with_allowed_folders,
-    without_tilde,
-)
-from ...storage.checkpoints import free_copies
+from ....schemas.wire.errors import ConfigError, MessageError, StateError
+from ....schemas.wire.message import new_id
+from ....schemas.wire.subjects import DEFAULT_USER, JobScope, token
 from ...storage.stores import Stores
 from ..jobs import states
 from ..jobs.secrets import SecretStore
 from ..jobs.view import JobsView, size_of
 from ..reconciler import Reconciler
 from . import origins
-from .access import (
-    check_game,
-    refuse_code_of_others,
-    refuse_endpoints,
-    refuse_network,
-    refuse_own_algorithms,
-    refuse_runs_of_others,
-    refuse_second_service,
-    refuse_unshown,
-)
-
-# -- models: nodes are asked whether they can load them --------------------------------------------
-
-R = TypeVar("R", bound=Message)
-T = TypeVar("T")
-P = ParamSpec("P")
-
-ANSWER_S = 12.0
-_LOOK_S = 30.0
-"""For what the scheduler finds out itself about files: a disk may hang."""
-_LOOKS = 8
-"""At once, for one user."""
-MOST_ASKED = 8
-"""Nodes that are asked; of a larger pool the others count for ones that can."""
-
-
-class ModelReport(NamedTuple):
-    """What one node says of one model."""
-
-    node: str
-    answer: ModelAnswer
-
-
-class Reader(NamedTuple):
-    """Who may know which files the pool's machines have."""
-
-    user: str
-    roots: Sequence[Path]
-    """Folders below which the user's jobs may write; none: the user may read all."""
-
-    def may_know(self, model: str) -> bool:
-        """Whether the answer may say what is at a path."""
-        try:
-            place = Path(os.path.realpath(without_tilde(model)))
-        except ValueError:  # no path: it holds a null byte
-            return True
-        return not self.roots or shown_from(place, self.user, self.roots) is not None
-
-
-async def refuse_missing_models(
-    broker: Broker, nodes: Sequence[NodeStatus], models: Mapping[str, bool]
-) -> None:
-    """Raise ModelError for a model that no node can have, in the words of the first one asked.
-
-    `models` says of each whether the asking user may know what is there. Nodes that do not know
-    count for ones that can: the job finds out. So does a pool without nodes, or with more than are
-    asked.
-    """
-    for model, may_know in models.items():
-        reply = await ask_for_model(broker, nodes, model, may_know=may_know)
-        if reply and len(reply) == len(nodes) and all(item.answer.missing for item in reply):
-            first = reply[0]
-            raise ModelError(f"node {first.node}: {first.answer.missing}", hint=first.answer.hint)
-
-
-async def ask_for_model(
-    broker: Broker, nodes: Sequence[NodeStatus], model: str, *, may_know: bool
-) -> list[ModelReport]:
-    """Return what the nodes say of a model, those that were asked.
-
-    Of a path that the user may not know they say the same whatever is there, unless a model.
-    """
-    names = [item.node for item in nodes[:MOST_ASKED]]
-    question, unknown = ModelQuestion(model=model, alike=not may_know), ModelAnswer(known=False)
-    asking = (
-        ask_node(broker, name, "model", question, unknown, timeout_s=ANSWER_S) for name in names
-    )
-    answers = await asyncio.gather(*asking)
-    return [ModelReport(name, answer) for name, answer in zip(names, answers, strict=True)]
-
-
-def models_of(config: JobConfig) -> Iterable[str]:
-    """Return the models that a job starts from, but those of a store and of other runs."""
-    named = sections.model_paths(config)
-    named.pop("model.tokenizer", None)  # it needs no weights
-    return dict.fromkeys(
-        item for item in named.values() if not (sections.is_url(item) or is_checkpoint(item))
-    )
-
-
-async def ask_node(
-    broker: Broker, name: str, verb: str, question: Message, unknown: R, *, timeout_s: float
-) -> R:
-    """Return what a node answers, or `unknown` where it is leaving, or older than the question."""
-    try:
-        return await call(
-            broker,
-            node(name, verb),
-            question,
-            type(unknown),
-            timeout_s=timeout_s,
-            waiting_for=f"node {name}",
-            idempotent=True,
-        )
-    except TinkermqError:
-        return unknown
-
+from .access import FileReads, allowed_config, check_game, refuse_second_service
+from .pool_check import PoolCheck
 
 # -- names: `<env>-<model>-<two words>` for a run, `serve-<run>-<step>` for a server ---------------
 
@@ -217,16 +86,6 @@ def check_name(name: Any) -> None:
         raise ConfigError(error.message, hint=error.hint) from error
 
 
-class _Plan(NamedTuple):
-    config: JobConfig
-    roots: list[Path]
-    kind: Literal["train", "infer", "eval", "sft", "tinker"]
-    actors: list[ActorPlacement]
-    folders: dict[str, str]
-    """Of checkpoints that it reads beside its own, by their names."""
-    teachers: dict[str, str]
-
-
 class Submission:
     """Makes jobs; a name is taken from the moment it is given."""
 
@@ -239,14 +98,15 @@ class Submission:
         secrets: SecretStore,
     ) -> None:
         """Make jobs that `reconciler` takes up, with their secrets in `secrets`."""
-        self._secrets = secrets
         self._broker = broker
-        self.origins = origins.Origins(broker, view)
-        """What jobs begin with."""
         self._jobs = jobs
         self._view = view
-        self._reconciler = reconciler
-        self._disks = DiskThreads(_LOOKS, _LOOK_S)
+        self._secrets = secrets
+        self._files = FileReads()
+        self.origins = origins.Origins(broker, view)
+        """What jobs start from."""
+        self.pool = PoolCheck(broker, view, reconciler, self._files)
+        """Says whether the pool can run a job."""
         self._names: set[tuple[str, str]] = set()
         self._making: dict[tuple[str, str], asyncio.Future[JobRecord]] = {}
 
@@ -285,12 +145,9 @@ class Submission:
         """
         self._check_kind(user, request)
         parse_config(request.config)
-        record = await self._blank(user, "tried", request)
-        plan = await self._planned(record)
-        folder = await self._look(user, origins.run_dir_of, plan.config, self._folder_of(user))
-        roots = [str(root) for root in plan.roots]
-        fields = {"actors": plan.actors, "run_dir": str(folder), "output_roots": roots}
-        return record.model_copy(update=fields), plan.config
+        record, config, _ = await self._planned(await self._blank(user, "tried", request))
+        folder = await self._files.read(user, origins.run_dir_of, config, self._folder_of(user))
+        return record.model_copy(update={"run_dir": str(folder)}), config
 
     async def _make(self, user: str, request: SubmitRequest) -> JobRecord:
         async with self.lock(user):
@@ -309,13 +166,12 @@ class Submission:
         if request.kind == "tinker":
             is_admin = self._view.is_admin(user) or not self._has_users
             refuse_second_service(request.config, self._view.offers(), is_admin=is_admin)
-        fork_of, fork_dir = await self.origins.fork(user, request)
-        followed = await self.origins.followed(user, request)
-        adapters = await self.origins.adapters(user, request)
-        source = followed.name if followed else fork_of or ""
+        start = await self.origins.start(user, request)
+        fork_of, followed = start.fork_of, start.followed
+        serves = followed.name if followed else fork_of or ""
         return JobRecord(
             job=job,
-            name=await self._free_name(user, job, request.config, request.kind, source),
+            name=await self._free_name(user, job, request.config, request.kind, serves),
             user=user,
             kind=request.kind,
             state="QUEUED",
@@ -325,10 +181,10 @@ class Submission:
             configured=False,
             fork_of=fork_of,
             weights_only=request.weights_only or is_path(fork_of or ""),
-            fork_dir=fork_dir,
+            fork_dir=start.fork_dir,
             follow=followed.job if followed else None,
-            serves=followed.name if followed else _served(request, fork_of),
-            adapters=adapters,
+            serves=serves if request.kind == "infer" else "",
+            adapters=start.adapters,
             secrets=self._secrets.names(user, request.sealed),
             created=time.time(),
         )
@@ -341,7 +197,7 @@ class Submission:
             record = await self._complete(blank, None) if request.configured else blank
             job = await self._jobs.job_of_request(user, request.request_id, job)
             if job != record.job:  # another scheduler has made it meanwhile
-                await self._free_copies(blank)
+                await origins.free_origins(blank, Stores(self._broker))
                 return await self._jobs.get(user, job)
             if request.sealed:
                 await self._secrets.add_sealed(JobScope(user, job), request.sealed)
@@ -375,86 +231,55 @@ class Submission:
             return await self._jobs.update(record, lambda _: changed)
 
     async def _complete(self, record: JobRecord, before: JobRecord | None) -> JobRecord:
-        """Return a record that can be placed, with its run folder made; `before` is what is kept.
+        """Return a record that can be placed, with its run folder made; `before` is the stored one.
 
         A checkpoint of which only the weights count becomes the model of the configuration; a job
         that trains on conversations is one of kind `sft`.
         """
-        config, roots, kind, actors, folders, teachers = await self._planned(record)
-        self.refuse_placing(record.user, actors)
-        reader = self.reader(record.user, roots)
-        plan = await self.plan_on_gpus(kind, config, reader)
-        if plan is not None and plan.refusal is not None:
-            raise plan.refusal
-        await self.refuse_long_contexts(config, reader)
-        if not record.fork_dir:
-            known = await self.known_models(models_of(config), reader)
-            await refuse_missing_models(self._broker, self._reconciler.nodes(), known)
-        wanted = {"actors": actors, "stored_bytes": states.reserved_bytes(config)}
-        self.check_growth(before, record.model_copy(update=wanted))
-        run_dir = await self._look(
+        planned, config, models = await self._planned(record)
+        await self.pool.refuse_unfit(planned, config)
+        planned = planned.model_copy(update={"stored_bytes": states.reserved_bytes(config)})
+        self.check_growth(before, planned)
+        run_dir = await self._files.read(
             record.user, origins.make_run_dir, config, self._folder_of(record.user)
         )
-        judge = await self._judge(record.user, config.env.reward)
-        fork_dir, adapters = await self._kept(record, run_dir)
-        try:
-            config = await self._with_models(record, config, folders, run_dir)
-        except TinkermqError:
-            await self._free_copies(record)
-            raise
-        if record.weights_only:
-            config, fork_dir = config.with_model(fork_dir), ""
+        planned = planned.model_copy(update={"run_dir": str(run_dir)})
+        stores = Stores(self._broker)
+        copies = await origins.copy_origins(planned, config, models.folders, stores)
         fields = {
-            "config": config.model_dump(mode="json", exclude_unset=True),
+            "config": copies.config.model_dump(mode="json", exclude_unset=True),
             "configured": True,
-            "kind": kind,
             "reason": "waits for a node",
-            **wanted,
-            "run_dir": str(run_dir),
-            "output_roots": [str(root) for root in roots],
-            "fork_dir": fork_dir,
-            "adapters": adapters,
-            "judge": judge,
-            "teachers": teachers,
+            "fork_dir": copies.fork_dir,
+            "adapters": copies.adapters,
         }
-        return record.model_copy(update=fields)
+        return planned.model_copy(update=fields)
 
-    async def _with_models(
-        self, record: JobRecord, config: JobConfig, folders: Mapping[str, str], run_dir: Path
-    ) -> JobConfig:
-        """Return a configuration that names the job's own copies of teachers and reference."""
-        if not folders:
-            return config
-        pinned = await asyncio.to_thread(
-            origins.pin_models, record, folders, run_dir, Stores(self._broker)
-        )
-        return config.model_copy(update={"algorithm": config.algorithm.renamed(pinned)})
+    async def _planned(self, record: JobRecord) -> tuple[JobRecord, JobConfig, origins.NamedModels]:
+        """Return a record with its kind and its actors, its configuration, and the models it names.
 
-    async def _planned(self, record: JobRecord) -> _Plan:
-        """Return what a job may do, and its actors, as its record says; raises ConfigError."""
+        Raises ConfigError for what its owner may not run.
+        """
         config = parse_config({**record.config, "name": record.name})
         if record.weights_only:
             config = config.with_model(origins.begins_with(record))
         sections.check_judge_prompt(config.env.reward)
-        config, roots = await self._allowed(config, record)
+        config, roots = await self._allowed(record, config)
         kind = "sft" if record.kind == "train" and config.sft.data else record.kind
-        named = await self.origins.teachers(record, config)
-        return _Plan(config, roots, kind, states.actors_for(config, kind), *named)
+        models = await self.origins.named(record, config)
+        fields = {
+            "kind": kind,
+            "actors": states.actors_for(config, kind),
+            "output_roots": [str(root) for root in roots],
+            "teachers": models.teachers,
+            "judge": models.judge,
+        }
+        return record.model_copy(update=fields), config, models
 
-    async def _kept(self, record: JobRecord, run_dir: Path) -> tuple[str, dict[str, str]]:
-        """Return the job's own copies of what it begins with; of a half one nothing is left."""
-        stores, fork_dir = Stores(self._broker), record.fork_dir
-        try:
-            if fork_dir:
-                fork_dir = await asyncio.to_thread(origins.keep_checkpoint, record, run_dir, stores)
-            return fork_dir, await asyncio.to_thread(origins.pin_adapters, record, run_dir, stores)
-        except TinkermqError:
-            await self._free_copies(record)
-            raise
-
-    async def _free_copies(self, record: JobRecord) -> None:
-        with contextlib.suppress(TinkermqError):  # the store is away: the earlier error is raised
-            await asyncio.to_thread(free_copies, record, Stores(self._broker))
+    async def _allowed(self, record: JobRecord, config: JobConfig) -> tuple[JobConfig, list[Path]]:
+        return await allowed_config(
+            record, config, self._view, self._files, has_users=self._has_users
+        )
 
     async def resumed(self, record: JobRecord, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields with which a job that has ended waits for its next attempt.
@@ -463,21 +288,25 @@ class Submission:
 
         Raises StateError, ConfigError, PlacementError, QuotaError.
         """
-        config, actors, teachers = (
-            origins.changed_config(record, changes),
-            record.actors,
-            record.teachers,
-        )
+        config, actors = origins.changed_config(record, changes), record.actors
+        changed: dict[str, Any] = {}
         if changes:
             check_game(config.model_dump(mode="json", exclude_unset=True))
             before = self._view.config(record)
-            config, roots = await self._allowed(config, record)
-            await self.refuse_long_contexts(config, self.reader(record.user, roots))
-            folders, teachers = await self.origins.teachers(record, config)
-            config = await self._with_models(record, config, folders, Path(record.run_dir))
+            config, roots = await self._allowed(record, config)
+            may_write = {"output_roots": [str(root) for root in roots]}
+            reader = self.pool.reader(record.model_copy(update=may_write))
+            await self.pool.refuse_long_contexts(config, reader)
+            models = await self.origins.named(record, config)
+            config = await origins.copy_models(record, config, models.folders, Stores(self._broker))
             wanted = states.actors_for(config, record.kind)
             actors = actors if wanted == states.actors_for(before, record.kind) else wanted
-        self.refuse_placing(record.user, actors)
+            changed = {
+                "config": config.model_dump(mode="json", exclude_unset=True),
+                "teachers": models.teachers,
+                "judge": models.judge,
+            }
+        self.pool.refuse_placing(record.user, actors)
         fields: dict[str, Any] = {
             "attempt": record.attempt + 1,
             "stop": "no",
@@ -486,85 +315,10 @@ class Submission:
             "losses": 0,
             "stored_bytes": states.reserved_bytes(config),
             "actors": states.unplaced(actors),
+            **changed,
         }
-        if changes:
-            fields["config"] = config.model_dump(mode="json", exclude_unset=True)
-            fields["teachers"] = teachers
-            fields["judge"] = await self._judge(record.user, config.env.reward)
         self.check_growth(record, record.model_copy(update={**fields, "has_streams": True}))
         return fields
-
-    def refuse_placing(self, user: str, actors: Sequence[ActorPlacement]) -> None:
-        """Raise PlacementError or QuotaError for actors that have no place here."""
-        self._reconciler.refuse_impossible(actors)
-        quota = self._view.quota(user)
-        states.check_room(
-            user, quota, {}, max_slots=states.slots_of(actors), max_actors=len(actors)
-        )
-
-    async def plan_on_gpus(self, kind: str, config: JobConfig, reader: Reader) -> Plan | None:
-        """Return what a training job takes on the pool's GPUs.
-
-        None where it may run on a CPU or on machines that are still to come, and for models that
-        the scheduler does not know, or the reader may not.
-        """
-        nodes = self._reconciler.nodes()
-        trains = kind in ("train", "sft")
-        if not trains or self._reconciler.may_grow or any(not node.gpus for node in nodes):
-            return None
-        if not await self.may_know_all(models_of(config), reader):
-            return None
-        gpus = [(gpu.model, gpu.memory_bytes) for node in nodes for gpu in node.gpus]
-        return await self._look(reader.user, plan_for_pool, config, gpus)
-
-    async def refuse_long_contexts(self, config: JobConfig, reader: Reader) -> None:
-        """Raise ModelError for sequences longer than a model of the job has positions for.
-
-        Models that the scheduler does not know, or the reader may not, are left to the generators.
-        """
-        if await self.may_know_all(models_of(config), reader):
-            await self._look(reader.user, refuse_long_contexts, config)
-
-    async def known_models(self, models: Iterable[str], reader: Reader) -> dict[str, bool]:
-        """Return of each model whether the reader may know what is there. Raises StorageError."""
-        return {model: await self._look(reader.user, reader.may_know, model) for model in models}
-
-    async def may_know_all(self, models: Iterable[str], reader: Reader) -> bool:
-        """Whether the reader may know what is at all of these paths. Raises StorageError."""
-        return all((await self.known_models(models, reader)).values())
-
-    async def _look(self, user: str, read: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
-        """Find something out about files, in a thread; StorageError when their disk hangs."""
-        try:
-            return await self._disks.look(user, read, *given, **named)
-        except TimeoutError as error:
-            raise StorageError(
-                f"the files that the job names, or its folder, were not found out about within "
-                f"{_LOOK_S:g} s",
-                hint="see whether their disks answer on the scheduler's machine (`ls`, `df`)",
-            ) from error
-
-    async def _allowed(self, config: JobConfig, record: JobRecord) -> tuple[JobConfig, list[Path]]:
-        """Return what the owner of a job may ask for, and where its processes may write.
-
-        Raises ConfigError, AuthError.
-        """
-        roots = output_roots(has_users=self._has_users)
-        config = in_default_folder(config, roots)
-        if self._view.is_admin(record.user):
-            return config, []
-        config = await self._look(record.user, with_allowed_folders, config, roots)
-        if self._has_users:
-            refuse_code_of_others(config)
-            refuse_own_algorithms(config, record.user)
-            refuse_network(config, record.user)
-            await self._look(record.user, refuse_unshown, config, record.user, roots)
-            refuse_endpoints(config, record.user)
-            refuse_other_stores(config, record.user, operator_stores())
-            others = self._view.run_folders_of_others(record.user)
-            more = named_by(origins.own_settings(record))
-            await self._look(record.user, refuse_runs_of_others, config, others, more)
-        return config, roots
 
     def check_growth(self, before: JobRecord | None, after: JobRecord) -> None:
         """Raise QuotaError unless there is room for a record, or for what it grows by."""
@@ -583,19 +337,9 @@ class Submission:
             max_stored_bytes=after.stored_bytes - states.stored_bytes(before),
         )
 
-    def reader(self, user: str, roots: Sequence[Path]) -> Reader:
-        """Return the requesting user, with the folders below which the user's jobs may write."""
-        return Reader(user, roots if self._has_users else [])
-
     @property
     def _has_users(self) -> bool:
         return self._broker.user != DEFAULT_USER
-
-    async def _judge(self, user: str, reward: sections.RewardConfig) -> str | None:
-        """Return the job that judges episodes through the broker; ConfigError if it cannot."""
-        if reward.judge is None or reward.url is not None:
-            return None
-        return (await self.origins.serving(user, reward.judge, "env.reward.judge")).job
 
     def _folder_of(self, user: str) -> str:
         """Return the folder for the runs of a user; a pool without users has one for all."""
@@ -622,7 +366,3 @@ class Submission:
                 hint=f"go on with it (`tinkermq resume {name}`), or choose another name",
             )
         return name
-
-
-def _served(request: SubmitRequest, fork_of: str | None) -> str:
-    return fork_of or "" if request.kind == "infer" else ""

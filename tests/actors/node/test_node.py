@@ -25,7 +25,7 @@ from tinkermq.actors.node.node import (
     check_files_now,
 )
 from tinkermq.actors.policy.model_folder import check_model_is_here
-from tinkermq.actors.scheduler.submission.submission import Reader
+from tinkermq.actors.scheduler.submission.pool_check import Reader
 from tinkermq.actors.storage.access import MODELS_VARIABLE
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service, call
