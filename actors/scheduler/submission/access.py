@@ -68,18 +68,18 @@ class FileReads:
 
 
 async def allowed_config(
-    record: JobRecord, config: JobConfig, view: JobsView, files: FileReads, *, has_users: bool
+    record: JobRecord, config: JobConfig, view: JobsView, files: FileReads
 ) -> tuple[JobConfig, list[Path]]:
     """Return the configuration as the owner of a job may run it, and where its processes may write.
 
     Without folders they may write everywhere. Raises ConfigError, AuthError, StorageError.
     """
-    user, roots = record.user, output_roots(has_users=has_users)
+    user, roots = record.user, output_roots(has_users=view.has_users)
     config = in_default_folder(config, roots)
     if view.is_admin(user):
         return config, []
     config = await files.read(user, with_allowed_folders, config, roots)
-    if has_users:
+    if view.has_users:
         refuse_code_of_others(config)
         refuse_own_algorithms(config, user)
         refuse_network(config, user)

@@ -17,9 +17,8 @@ from ....schemas.plan.plan import Plan, plan_for_pool
 from ....schemas.plan.settings import refuse_long_contexts
 from ....schemas.wire.errors import ModelError, TinkermqError
 from ....schemas.wire.message import Message
-from ....schemas.wire.subjects import DEFAULT_USER, node
+from ....schemas.wire.subjects import node
 from ...storage.access import shown_from, without_tilde
-from ..jobs import states
 from ..jobs.view import JobsView
 from ..reconciler import Reconciler
 from .access import FileReads
@@ -83,8 +82,8 @@ class PoolCheck:
 
     def reader(self, record: JobRecord) -> Reader:
         """Return the owner of a job, with the folders below which the owner's jobs may write."""
-        has_users = self._broker.user != DEFAULT_USER
-        return Reader(record.user, [Path(root) for root in record.output_roots if has_users])
+        roots = record.output_roots if self._view.has_users else []
+        return Reader(record.user, [Path(root) for root in roots])
 
     async def _refuse_missing_models(self, config: JobConfig, reader: Reader) -> None:
         """Raise ModelError for a model that no node can have, in the words of the first one.
@@ -104,10 +103,7 @@ class PoolCheck:
     def refuse_placing(self, user: str, actors: Sequence[ActorPlacement]) -> None:
         """Raise PlacementError or QuotaError for actors that have no place here."""
         self._reconciler.refuse_impossible(actors)
-        quota = self._view.quota(user)
-        states.check_room(
-            user, quota, {}, max_slots=states.slots_of(actors), max_actors=len(actors)
-        )
+        self._view.check_alone(user, actors)
 
     async def plan_on_gpus(self, kind: str, config: JobConfig, reader: Reader) -> Plan | None:
         """Return what a training job takes on the pool's GPUs.

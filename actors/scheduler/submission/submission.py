@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ....broker.client.connection import Broker
-from ....broker.jobs import JobStore, is_final
+from ....broker.jobs import JobStore
 from ....schemas.config import sections
 from ....schemas.config.agent import runs_programs
 from ....schemas.config.job import JobConfig
@@ -26,7 +26,7 @@ from ....schemas.wire.subjects import DEFAULT_USER, JobScope, token
 from ...storage.stores import Stores
 from ..jobs import states
 from ..jobs.secrets import SecretStore
-from ..jobs.view import JobsView, size_of
+from ..jobs.view import JobsView
 from ..reconciler import Reconciler
 from . import origins
 from .access import FileReads, allowed_config, check_game, refuse_second_service
@@ -134,7 +134,7 @@ class Submission:
                 f"this pool does not run jobs of kind {request.kind!r}",
                 hint=f"submit one of kind {' or '.join(states.KINDS)}",
             )
-        states.check_priority(user, request.priority, self._view.quota(user))
+        self._view.check_priority(user, request.priority)
 
     async def tried(self, user: str, request: SubmitRequest) -> tuple[JobRecord, JobConfig]:
         """Return what a job would be, which is not made: its record and its configuration.
@@ -150,22 +150,18 @@ class Submission:
         return record.model_copy(update={"run_dir": str(folder)}), config
 
     async def _make(self, user: str, request: SubmitRequest) -> JobRecord:
-        async with self.lock(user):
+        async with self._view.lock(user):
             job = await self._jobs.asked_before(user, request.request_id)
             record = await self._jobs.find_by_id(user, job) if job else None
             return record or await self._create(user, job or new_id(), request)
 
-    def lock(self, user: str) -> asyncio.Lock:
-        """Return a lock, so that one request of a user at a time counts and adds to what the user
-        holds."""
-        return self._view.lock(user)
-
     async def _blank(self, user: str, job: str, request: SubmitRequest) -> JobRecord:
         """Return the record of a job that waits for its configuration; nothing is stored."""
-        states.check_room(user, self._view.quota(user), self._view.held(user), max_jobs=1)
+        self._view.check_room(user, max_jobs=1)
         if request.kind == "tinker":
-            is_admin = self._view.is_admin(user) or not self._has_users
-            refuse_second_service(request.config, self._view.offers(), is_admin=is_admin)
+            refuse_second_service(
+                request.config, self._view.offers(), is_admin=self._view.may_administer(user)
+            )
         start = await self.origins.start(user, request)
         fork_of, followed = start.fork_of, start.followed
         serves = followed.name if followed else fork_of or ""
@@ -193,7 +189,7 @@ class Submission:
         blank = await self._blank(user, job, request)
         self._names.add((user, blank.name))
         try:
-            self.check_growth(None, blank)
+            self._view.check_growth(None, blank)
             record = await self._complete(blank, None) if request.configured else blank
             job = await self._jobs.job_of_request(user, request.request_id, job)
             if job != record.job:  # another scheduler has made it meanwhile
@@ -210,7 +206,7 @@ class Submission:
 
         Raises StateError if the job has started, and what `submit` raises.
         """
-        async with self.lock(user):
+        async with self._view.lock(user):
             record = await self._view.get(user, request.job)
             config = merged(record.config, sections.rename_keys(request.config))
             if record.configured:
@@ -227,7 +223,7 @@ class Submission:
             changed = record.model_copy(update={"config": config, "name": name})
             if request.start:
                 changed = await self._complete(changed, record)
-            self.check_growth(record, changed)
+            self._view.check_growth(record, changed)
             return await self._jobs.update(record, lambda _: changed)
 
     async def _complete(self, record: JobRecord, before: JobRecord | None) -> JobRecord:
@@ -239,7 +235,7 @@ class Submission:
         planned, config, models = await self._planned(record)
         await self.pool.refuse_unfit(planned, config)
         planned = planned.model_copy(update={"stored_bytes": states.reserved_bytes(config)})
-        self.check_growth(before, planned)
+        self._view.check_growth(before, planned)
         run_dir = await self._files.read(
             record.user, origins.make_run_dir, config, self._folder_of(record.user)
         )
@@ -277,9 +273,7 @@ class Submission:
         return record.model_copy(update=fields), config, models
 
     async def _allowed(self, record: JobRecord, config: JobConfig) -> tuple[JobConfig, list[Path]]:
-        return await allowed_config(
-            record, config, self._view, self._files, has_users=self._has_users
-        )
+        return await allowed_config(record, config, self._view, self._files)
 
     async def resumed(self, record: JobRecord, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields with which a job that has ended waits for its next attempt.
@@ -317,33 +311,12 @@ class Submission:
             "actors": states.unplaced(actors),
             **changed,
         }
-        self.check_growth(record, record.model_copy(update={**fields, "has_streams": True}))
+        self._view.check_growth(record, record.model_copy(update={**fields, "has_streams": True}))
         return fields
-
-    def check_growth(self, before: JobRecord | None, after: JobRecord) -> None:
-        """Raise QuotaError unless there is room for a record, or for what it grows by."""
-        user, new = after.user, size_of(after)
-        more = new - (size_of(before) if before is not None else 0)
-        if more > 0:
-            states.check_record(after, new)
-            is_admin = self._view.is_admin(user) or not self._has_users
-            states.check_bucket(self._view.record_bytes(), more, is_admin=is_admin)
-        states.check_room(
-            user,
-            self._view.quota(user),
-            self._view.held(user),
-            max_live_jobs=int(before is None or is_final(before)),
-            max_record_bytes=more,
-            max_stored_bytes=after.stored_bytes - states.stored_bytes(before),
-        )
-
-    @property
-    def _has_users(self) -> bool:
-        return self._broker.user != DEFAULT_USER
 
     def _folder_of(self, user: str) -> str:
         """Return the folder for the runs of a user; a pool without users has one for all."""
-        return "" if user == DEFAULT_USER and not self._has_users else user
+        return "" if user == DEFAULT_USER and not self._view.has_users else user
 
     def _is_taken(self, user: str, job: str, name: str) -> bool:
         """Whether another run of the user has a name."""
