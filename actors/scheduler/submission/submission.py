@@ -260,7 +260,7 @@ class Submission:
         if record.weights_only:
             config = config.with_model(origins.begins_with(record))
         sections.check_judge_prompt(config.env.reward)
-        config, roots = await self._allowed(record, config)
+        config, roots = await allowed_config(record, config, self._view, self._files)
         kind = "sft" if record.kind == "train" and config.sft.data else record.kind
         models = await self.origins.named(record, config)
         fields = {
@@ -271,9 +271,6 @@ class Submission:
             "judge": models.judge,
         }
         return record.model_copy(update=fields), config, models
-
-    async def _allowed(self, record: JobRecord, config: JobConfig) -> tuple[JobConfig, list[Path]]:
-        return await allowed_config(record, config, self._view, self._files)
 
     async def resumed(self, record: JobRecord, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields with which a job that has ended waits for its next attempt.
@@ -287,7 +284,7 @@ class Submission:
         if changes:
             check_game(config.model_dump(mode="json", exclude_unset=True))
             before = self._view.config(record)
-            config, roots = await self._allowed(record, config)
+            config, roots = await allowed_config(record, config, self._view, self._files)
             may_write = {"output_roots": [str(root) for root in roots]}
             reader = self.pool.reader(record.model_copy(update=may_write))
             await self.pool.refuse_long_contexts(config, reader)
