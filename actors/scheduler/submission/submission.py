@@ -8,7 +8,6 @@ import asyncio
 import re
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 from ....broker.client.connection import Broker
