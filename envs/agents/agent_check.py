@@ -96,10 +96,8 @@ async def check_program(
     async def speak(call: LocalCall) -> str:
         return scripted_answer(call)
 
-    checks: list[CheckResult] = []
-    if any(source is not None for source in job.task_sources):
-        checks, first = await asyncio.to_thread(check_tasks, job, seed)
-        row = first if row is None else row
+    checks, first = await asyncio.to_thread(check_tasks, job, seed)
+    row = first if row is None else row
     async with open_program(broker, job, limit_s=limit_s) as program:
         report = report_run(await program.run(speak, row=row, seed=seed), job.agent.train)
     return replace(report, checks=[*checks, *report.checks])
@@ -113,10 +111,12 @@ _MAX_REFUSED = 20
 def check_tasks(job: JobConfig, seed: int = 0) -> tuple[list[CheckResult], int | None]:
     """Check where a job's Harbor tasks would run on this machine; blocks.
 
-    Also returns the first task from the seed on that can be run here. Raises DataError for a
-    folder that cannot be read.
+    Also returns the first task from the seed on that can be run here. Nothing is checked for other
+    data. Raises DataError for a folder that cannot be read.
     """
     folders = [TaskFolders(source) for source in job.task_sources if source is not None]
+    if not folders:
+        return [], None
     planner = EnvironmentPlanner(job.agent)
     refused: list[TaskRefused] = []
     rows: list[int] = []
