@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import sys
+from typing import Any
 
 from ...broker.client.login import without_secrets
 from ...broker.client.rpc import Service
@@ -269,7 +270,8 @@ class _ModelInspection:
             start_new_session=True,
             preexec_fn=die_with(os.getpid()),
         )
-        request = {"config": question.config, "exchanges": [], "gold": False, "whole": True}
+        request: dict[str, Any] = {"config": question.config, "exchanges": []}
+        request |= {"gold": False, "whole": True}
         output = _Output()
         try:
             async with asyncio.timeout(_INSPECT_S):

@@ -326,7 +326,7 @@ def test_a_dry_run_names_what_is_wrong_and_submits_nothing(cli: Cli, config: Pat
     outcome = cli("train", str(config), "model.path=/no/model", "--dry-run")
     assert outcome.code == 2
     assert "there is no model folder '/no/model'" in outcome.err
-    assert re.search(r"^ok    the game imports +tinkermq", outcome.out, re.MULTILINE)
+    assert re.search(r"^ok   the game imports +tinkermq", outcome.out, re.MULTILINE)
 
 
 def test_a_dry_run_refuses_sequences_longer_than_the_models_positions(
@@ -422,7 +422,7 @@ def test_doctor_says_whether_the_temporary_folder_serves(
     (tmp_path / ("x" * 100) / ("x" * 100)).mkdir(parents=True)
     folder = place.format(tmp=tmp_path, long="x" * 100)
     told = tinkermq("doctor", "--json", env={"TMPDIR": folder})
-    found = next(one for one in json.loads(told.out) if one["name"] == "temporary folder")
+    found = next(one for one in json.loads(told.out)["checks"] if one["name"] == "temporary folder")
     assert found["ok"] is ok
     assert words.format(tmp=tmp_path) in found["detail"]
     assert bool(found["hint"]) is not ok

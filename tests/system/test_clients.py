@@ -365,7 +365,7 @@ async def test_a_name_that_is_taken_or_a_run_that_is_not_there_is_the_schedulers
     told = await dry_run(stack, tmp_path, small_job(model), "--from", "no-such-run@40", apart=False)
     assert told.code == 2
     failed = "user 'local' has no job or run 'no-such-run'  (scheduler)"
-    assert re.search(rf"^fail  job +{re.escape(failed)}$", told.out, re.MULTILINE)
+    assert re.search(rf"^fail job +{re.escape(failed)}$", told.out, re.MULTILINE)
 
 
 @asynccontextmanager
@@ -394,11 +394,11 @@ async def test_a_pool_elsewhere_may_have_what_this_machine_lacks(
     config = small_job(model, env={"game": "tests.support.games:SlowBandit", "num_val": 0})
     here = await dry_run(stack, tmp_path, config)
     assert here.code == 2
-    assert "fail  the game imports" in here.out
+    assert "fail the game imports" in here.out
     async with from_elsewhere(stack.server.url) as url:
         told = await dry_run(stack, tmp_path, config, url=url)
     assert told.code == 0, told.out + told.err
-    assert "skip  the game imports" in told.out
+    assert "skip the game imports" in told.out
     assert "tests.support.games:SlowBandit: its package is there" in told.out
 
 

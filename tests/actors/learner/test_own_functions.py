@@ -371,4 +371,4 @@ def test_a_function_is_found_by_the_name_under_which_a_package_has_registered_it
     assert all(result.ok for result in run_checks(check_function("loss", "my-clip")))
     (told,) = run_checks(check_function("loss", "your-clip"))
     assert "is registered by no package here" in told.detail
-    assert "my-clip" in told["hint"]
+    assert "my-clip" in told.hint
