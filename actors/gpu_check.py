@@ -27,8 +27,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ..broker.service_process import die_with
 from ..schemas.checks import CheckResult, CheckSkipped, failed_check, write_results
+from ..schemas.local.process import die_with
 from ..schemas.wire.errors import DeadlineError, EngineError, TinkermqError
 
 _PACKAGES = ("torch", "transformers", "vllm", "flash-attn")

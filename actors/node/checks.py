@@ -14,8 +14,6 @@ from typing import Any
 
 from ...broker.client.login import without_secrets
 from ...broker.client.rpc import Service
-from ...broker.disk import DiskThreads
-from ...broker.service_process import die_with
 from ...envs.dataset import is_dataset_name
 from ...envs.registry import find_game
 from ...envs.task_folders import holds_tasks
@@ -29,6 +27,8 @@ from ...schemas.checks import (
     run_checks,
 )
 from ...schemas.config.agent import TaskSource
+from ...schemas.local.disk import DiskThreads
+from ...schemas.local.process import die_with
 from ...schemas.node import InspectQuestion, LookQuestion, ModelQuestion, PlayQuestion
 from ...schemas.wire.codec import pack
 from ...schemas.wire.errors import ConfigError, DataError, GameError, ModelError, TinkermqError

@@ -24,7 +24,7 @@ from tinkermq.actors.policy.model_folder import (
     load_stop_token_ids,
     load_tokenizer,
 )
-from tinkermq.actors.policy.template_facts import facts_of
+from tinkermq.actors.rollout.template_facts import facts_of
 from tinkermq.clients.validation import check_model_folder, resolve_paths
 from tinkermq.schemas.config.job import ModelConfig
 from tinkermq.schemas.model_catalogue import CATALOGUE, PackagedModel, find_model

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tinkermq.broker.client.connection import Broker, connect
-from tinkermq.broker.fair_queue import end_tasks
+from tinkermq.broker.client.fair_queue import end_tasks
 from tinkermq.broker.jetstream.direct_get import get_all
 from tinkermq.broker.jetstream.streams import (
     create_job_streams,

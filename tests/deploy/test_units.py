@@ -23,10 +23,10 @@ from tinkermq.broker.client.keys import JobIdentity, job_key
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.credentials import PoolSecrets
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.service_process import die_with
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.env import DescribeReply, DescribeRequest
 from tinkermq.schemas.job import ActorPlacement
+from tinkermq.schemas.local.process import die_with
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.configs import REPOSITORY

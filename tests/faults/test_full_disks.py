@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tinkermq.broker.disk import append_lines
+from tinkermq.schemas.local.disk import append_lines
 
 from tests.support.configs import REPOSITORY, small_job
 from tests.support.disks import fill, small_disk

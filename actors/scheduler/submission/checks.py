@@ -12,12 +12,12 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 from ....broker.client.connection import Broker
 from ....broker.client.rpc import call
-from ....broker.disk import DiskThreads
 from ....schemas.checks import CheckReply, CheckResult, failed_check, run_check
 from ....schemas.config.algorithm import is_checkpoint
 from ....schemas.config.job import JobConfig
 from ....schemas.config.sections import is_url, model_paths
 from ....schemas.job import ActorPlacement, JobRecord
+from ....schemas.local.disk import DiskThreads
 from ....schemas.node import LookQuestion, ModelQuestion, NodeStatus
 from ....schemas.plan.plan import plan_for_pool
 from ....schemas.plan.settings import refuse_long_contexts

@@ -23,9 +23,9 @@ from tinkermq.broker.client.login import CREDENTIALS_VARIABLE
 from tinkermq.broker.credentials import MAX_SUBSCRIPTIONS
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.service_process import die_with
 from tinkermq.broker.user_records import UserStore
 from tinkermq.clients.pool import Pool
+from tinkermq.schemas.local.process import die_with
 from tinkermq.schemas.node import SchedulerLease
 from tinkermq.schemas.user import AuditList, AuditRequest, SetQuota, UserReply
 from tinkermq.schemas.wire.errors import BrokerError, DeadlineError
