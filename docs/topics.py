@@ -289,6 +289,7 @@ TOPICS: tuple[Topic, ...] = (
         subjects.node("<node>", "inspect"),
         "request",
         InspectQuestion,
+        CheckReply,
         "scheduler → node",
     ),
     Topic(subjects.node("<node>", "status"), "request", Empty, NodeStatus, "anyone → node"),
