@@ -7,9 +7,10 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from pathlib import Path
+from subprocess import PIPE
 from typing import IO, Any
 
 from ...envs.check import Exchange, conversations, game_checks, has_gold
@@ -95,30 +96,26 @@ def run_process(
     If the process does not complete them, the last result is a failed check `name`.
     """
     is_complete, is_late = False, threading.Event()
+    command = [sys.executable, "-P", "-m", module, *arguments]
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-        )
-        timer = threading.Timer(deadline_s or 0.0, _end_late, (process, is_late))
-        if deadline_s is not None:
-            timer.start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            with closing(process.stdin) as stdin:
-                stdin.write(request)
-            for line in process.stdout:
-                text = line.decode(errors="replace").rstrip("\n")
-                is_complete = is_complete or text == LAST_LINE
-                if (result := read_result(text)) is not None:
-                    yield result
-        finally:
-            timer.cancel()
-            process.kill()
-            code = process.wait()
+        with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=log) as process:
+            timer = threading.Timer(deadline_s or 0.0, _end_late, (process, is_late))
+            if deadline_s is not None:
+                timer.start()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                with suppress(BrokenPipeError), process.stdin:
+                    process.stdin.write(request)
+                for line in process.stdout:
+                    text = line.decode(errors="replace").rstrip("\n")
+                    is_complete = is_complete or text == LAST_LINE
+                    if (result := read_result(text)) is not None:
+                        yield result
+                process.wait()
+            finally:
+                timer.cancel()
+                process.kill()
         if is_late.is_set():
             late = error(
                 f"its checks did not end within {deadline_s:g} s",
@@ -126,7 +123,8 @@ def run_process(
             )
             yield failed_check(name, late)
         elif not is_complete:
-            yield failed_check(name, error(f"its checks ended early: {_last_line(log, code)}"))
+            reason = _last_line(log, process.returncode)
+            yield failed_check(name, error(f"its checks ended early: {reason}"))
 
 
 def _end_late(process: subprocess.Popen[bytes], is_late: threading.Event) -> None:

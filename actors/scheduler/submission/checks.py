@@ -5,6 +5,7 @@ A submission raises the error of the first check that fails; a dry run returns a
 """
 
 import asyncio
+import itertools
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
@@ -76,14 +77,11 @@ class JobChecks:
         yield run_check("slots", lambda: self._check_slots(record, nodes), _SCHEDULER)
         async for result in self._check_memory(record, config, nodes, reader):
             yield result
-        try:
-            await self.refuse_long_contexts(config, reader)
-        except errors.ModelError as error:
-            yield failed_check("model", error, _SCHEDULER)
-        else:
-            for result in await self._check_models(record, config, nodes, reader):
-                yield result
-        for result in await self._check_inputs(record, config, nodes):
+        by_nodes = await asyncio.gather(
+            self._check_models(record, config, nodes, reader),
+            self._check_inputs(record, config, nodes),
+        )
+        for result in itertools.chain(*by_nodes):
             yield result
 
     def _check_slots(self, record: JobRecord, nodes: Sequence[NodeStatus]) -> str:
@@ -131,6 +129,10 @@ class JobChecks:
     async def _check_models(
         self, record: JobRecord, config: JobConfig, nodes: Sequence[NodeStatus], reader: Reader
     ) -> list[CheckResult]:
+        try:
+            await self.refuse_long_contexts(config, reader)
+        except errors.ModelError as error:
+            return [failed_check("model", error, _SCHEDULER)]
         if record.fork_dir:
             text = f"it begins with {record.fork_of}: {record.fork_dir}"
             return [_passed("model", text)]

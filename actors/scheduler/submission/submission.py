@@ -45,13 +45,13 @@ from ..jobs.view import JobsView, size_of
 from ..reconciler import Reconciler
 from . import origins
 from .access import (
-    check_game,
     refuse_code_of_others,
     refuse_endpoints,
     refuse_network,
     refuse_own_algorithms,
     refuse_runs_of_others,
     refuse_second_service,
+    refuse_unregistered_game,
     refuse_unshown,
 )
 from .checks import JobChecks
@@ -159,7 +159,7 @@ class Submission:
             parse_config(request.config)
         else:
             check_keys(request.config)
-        check_game(request.config)
+        refuse_unregistered_game(request.config)
         key = (user, request.request_id)
         making = self._making.get(key)
         if making is None:
@@ -262,7 +262,7 @@ class Submission:
                     f"job {record.name} is {record.state}", hint="submit it as a new job"
                 )
             check_keys(config)
-            check_game(config)
+            refuse_unregistered_game(config)
             name = record.name
             if request.config.get("name") is not None:
                 name = await self._free_name(user, record.job, config, record.kind)
@@ -359,7 +359,7 @@ class Submission:
             record.teachers,
         )
         if changes:
-            check_game(config.model_dump(mode="json", exclude_unset=True))
+            refuse_unregistered_game(config.model_dump(mode="json", exclude_unset=True))
             before = self._view.config(record)
             config, roots = await self._allowed(config, record)
             await self.checks.refuse_long_contexts(config, self.checks.reader(record.user, roots))
