@@ -49,6 +49,8 @@ from tests.support.configs import REPOSITORY
 from tests.support.groups import make_group, make_trajectory
 from tests.support.waiting import PATIENCE_S, eventually
 
+pytestmark = pytest.mark.full
+
 
 async def aside(cli: Cli, *words: str) -> Outcome:
     """Run a command in a thread: it has a loop of its own, as in its own process."""

@@ -34,6 +34,8 @@ from tests.support import disks
 from tests.support.s3 import S3, SLOW_S, environment, s3_server
 from tests.support.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.full
+
 BIG = os.urandom((8 << 20) * 2 + 12345)
 
 
