@@ -40,7 +40,7 @@ from .adapter_cache import AdapterStates
 from .apply import OperationApplier
 from .fair_share import ShareFollower
 from .models import Models, TrainedModel
-from .operations import Adapters, OperationArchive
+from .operations import Adapters
 from .training.trainer import AdapterTrainer
 from .user_records import UserRecords
 from .worker import GAP_S, Worker
@@ -142,12 +142,10 @@ class TrainerService:
         self._states = states
         self._records = records
         self._log = OperationLog(context.broker, context.scope)
-        tinker = context.config.tinker
-        self.models = Models(quantum=tinker.micro_batch_tokens)
+        self.models = Models(quantum=context.config.tinker.micro_batch_tokens)
         self.shares = ShareFollower(context, self.models.turns.weights, self.models.tokens)
-        archive = OperationArchive(states.folder, max_bytes=tinker.history_mb << 20)
         self.worker = Worker(
-            context, adapters, applying, states, self.models, self._log, archive, gap_s=gap_s
+            context, adapters, applying, states, self.models, self._log, gap_s=gap_s
         )
 
     async def run(self) -> None:

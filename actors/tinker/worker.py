@@ -22,7 +22,7 @@ from ..training.parallel import torch_thread
 from .adapter_cache import AdapterCache, AdapterStates
 from .apply import OperationApplier, as_failure
 from .models import Models, TrainedModel
-from .operations import Adapters, OperationArchive, Piece, RunningOperation
+from .operations import Adapters, Piece, RunningOperation
 
 # -- pieces: one, or a loss with those of other models ---------------------------------------------
 
@@ -141,17 +141,15 @@ class Worker:
         states: AdapterStates,
         models: Models,
         log: OperationLog,
-        archive: OperationArchive,
         *,
         gap_s: float,
     ) -> None:
-        """Do the operations that wait in `models`; `archive` keeps what was done."""
+        """Do the operations that wait in `models`."""
         self._context = context
         self._adapters = adapters
         self._states = states
         self._models = models
         self._log = log
-        self._archive = archive
         self._gap_s = gap_s
         tinker = context.config.tinker
         self.cache = AdapterCache(
@@ -258,7 +256,6 @@ class Worker:
         """Store the result of an operation, and send it."""
         if not await self._log.put_result(model.user, operation.name, result):
             await self._compare(model, operation.name, result)
-        await self._keep(model, operation, result)
         async with self._changed:  # who asks meanwhile is answered after it
             self._models.applied(model, operation)
             model.running = None
@@ -269,16 +266,6 @@ class Worker:
             self._changed.notify_all()
         if self._is_long(model):
             await self._save(model)
-
-    async def _keep(
-        self, model: TrainedModel, operation: ModelOperation, result: OperationResult
-    ) -> None:
-        """Keep an operation for replays; a failure does not stop the service."""
-        try:
-            await self._in_thread(partial(self._archive.add, model.user, operation, result))
-        except OSError as error:
-            text = f"operation {operation.name} was not kept: {error.strerror}"
-            await self._context.event("operation_not_kept", text)
 
     async def _saved_before(
         self, model: TrainedModel, operation: ModelOperation

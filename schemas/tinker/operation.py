@@ -54,8 +54,6 @@ class ModelOperation(Message):
     """Whether the body is compressed."""
     time: float = 0.0
     """When it was accepted."""
-    companies: list[Company] = Field(default_factory=list[Company])
-    """Of its micro-batches, in kept history; see `OperationResult`."""
 
     max_bytes: ClassVar[int] = MAX_BODY_BYTES + (4 << 10)
 
