@@ -7,12 +7,14 @@ may leave the learner's state out (`learner/`); what is there must be whole.
 
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
+from typing import Any, cast
 
 from ...broker.disk import FREE_SPACE, remedy
 from ...schemas.wire.errors import StorageError, StoreAwayError
@@ -153,6 +155,35 @@ def _damaged(folder: Path, name: str, how: str) -> StorageError:
         f"checkpoint {folder} is damaged: {name} {how}",
         hint="take another checkpoint of the run (`RUN@STEP`), or restore the file",
     )
+
+
+# -- small JSON files, each there whole or not at all
+
+
+def write_record(file: Path, value: Mapping[str, Any], *, lasting: bool = True) -> None:
+    """Write a JSON file; a `lasting` one is on the disk on return. Raises StorageError."""
+    hidden = file.with_name(f".{file.name}.new")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with hidden.open("w", encoding="utf-8") as opened:
+            json.dump(value, opened)
+            opened.flush()
+            if lasting:
+                os.fsync(opened.fileno())
+        hidden.rename(file)
+    except OSError as error:
+        raise StorageError(
+            f"{file} cannot be written: {error.strerror}", hint="see the disk of the pool"
+        ) from error
+
+
+def read_record(file: Path) -> dict[str, Any] | None:
+    """Return the object in a JSON file, None if the file is missing or damaged."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
 
 
 # -- folders that are whole on the disk before they get their names --------------------------------

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import structlog
 
 from ...schemas.tinker.datum import LoraSpec
-from ...schemas.tinker.names import CheckpointName, ModelName
+from ...schemas.tinker.names import ModelName
 from ...schemas.tinker.operation import ModelInfo
 from ...schemas.wire.errors import ModelError, NotFoundError, StorageError
 from ..storage.files import flush, flush_entries
-from ..storage.tinker_checkpoints import CheckpointFolders
 from .models import ModelHistory, Models, TrainedModel
 from .operations import Adapters
 
@@ -54,13 +53,12 @@ class DamagedState(NamedTuple):
 
 
 class AdapterStates:
-    """The folder of one trainer's states; named checkpoints are found there, too."""
+    """The folder of one trainer's states."""
 
     def __init__(self, folder: Path) -> None:
         """Keep them below `folder`."""
         self.folder = folder
         """Where they lie."""
-        self._folders = CheckpointFolders(folder)
 
     def read_all(self) -> tuple[list[SavedState], list[DamagedState]]:
         """Return the newest state of each model, and of which models it is damaged."""
@@ -71,7 +69,7 @@ class AdapterStates:
             if not numbers:
                 continue
             try:
-                name = ModelName.parse(place.parent.name.replace(".train.", ":train:"))
+                name = ModelName.of_folder(place.parent.name)
             except NotFoundError:  # a folder of somebody else's
                 continue
             try:
@@ -116,17 +114,6 @@ class AdapterStates:
         for file in self.folder.glob(f"*/*/{_SUSPENDED}"):
             file.unlink()
 
-    def info_of(self, user: str, name: CheckpointName) -> ModelInfo:
-        """Return what a named checkpoint holds that a user may read; raises NotFoundError."""
-        return self._folders.find(user, name).info
-
-    def place_of(self, user: str, name: CheckpointName) -> Path:
-        """Return the folder of a named checkpoint that a user may read; raises NotFoundError.
-
-        One that is saved anew under its name has another folder.
-        """
-        return self._folders.find(user, name).folder
-
     def forget(self, model: TrainedModel) -> None:
         """Remove a model's states; its named checkpoints stay."""
         place = self._place(model.user, model.name) / "state"
@@ -137,7 +124,7 @@ class AdapterStates:
         return self._place(model.user, model.name) / _SUSPENDED
 
     def _place(self, user: str, name: ModelName) -> Path:
-        return self.folder / user / f"{name.session}.train.{name.number}"
+        return self.folder / user / name.folder
 
     def _write(
         self, adapters: Adapters, model: TrainedModel, folder: Path, meta: dict[str, Any]

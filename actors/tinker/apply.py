@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 
 from ...schemas.tinker import wire
+from ...schemas.tinker.checkpoints import metadata_of
 from ...schemas.tinker.names import CheckpointKind, CheckpointName
 from ...schemas.tinker.operation import (
     ALONE,
@@ -23,11 +24,9 @@ from ...schemas.tinker.operation import (
 from ...schemas.tinker.sampling import SamplerName
 from ...schemas.wire import errors
 from ...schemas.wire.bounds import MAX_CHARS
-from .adapter_cache import AdapterStates
-from .checkpoints import metadata_of
+from .catalogue import Catalogue, SaveOptions
 from .models import TrainedModel
 from .operations import Adapters, RunningLoss, RunningPieces
-from .user_records import UserRecords
 
 _KINDS: dict[OperationKind, CheckpointKind] = {
     "save_weights": "weights",
@@ -43,13 +42,10 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 class OperationApplier:
     """Does operations with one set of adapters."""
 
-    def __init__(
-        self, adapters: Adapters, states: AdapterStates, records: UserRecords, offer: ModelInfo
-    ) -> None:
+    def __init__(self, adapters: Adapters, catalogue: Catalogue, offer: ModelInfo) -> None:
         """Make models on the base of `offer`."""
-        self._records = records
+        self._catalogue = catalogue
         self._adapters = adapters
-        self._states = states
         self._offer = offer
         self._do: dict[OperationKind, Callable[[TrainedModel, ModelOperation], bytes]] = {
             "create_model": self._create,
@@ -117,14 +113,15 @@ class OperationApplier:
                 "train_unembed": spec.train_unembed,
             }
         )
-        self._records.runs.begin(model.user, model.info, metadata, operation.time)
+        self._catalogue.begin_run(model.user, model.info, metadata, operation.time)
         return _json({"type": "create_model", "model_id": operation.model})
 
     def _load(self, model: TrainedModel, operation: ModelOperation) -> bytes:
         body = wire.LoadWeightsBody.parse(operation.body)
         source = body.source()
         metadata = metadata_of(body.user_metadata)
-        info = self._states.info_of(model.user, source)
+        stored = self._catalogue.folders.find(model.user, source)
+        info = stored.info
         if body.base_model not in (None, info.base) or info.base != self._offer.base:
             raise errors.ModelError(
                 f"{source} is an adapter of {info.base}, not of "
@@ -135,12 +132,11 @@ class OperationApplier:
             raise errors.ConfigError(
                 f"{source} holds no optimiser", hint="load one that save_weights made"
             )
-        place = self._states.place_of(model.user, source)
-        self._adapters.load(model.key, place, with_optimizer=body.optimizer)
+        self._adapters.load(model.key, stored.folder, with_optimizer=body.optimizer)
         model.is_pending = False
         model.info = info.model_copy(update={"model": operation.model})
         if operation.seq == 0:
-            self._records.runs.begin(model.user, model.info, metadata, operation.time)
+            self._catalogue.begin_run(model.user, model.info, metadata, operation.time)
         fields = {"type": "load_weights", "path": str(source), "model_id": operation.model}
         return _json(fields)
 
@@ -212,13 +208,18 @@ class OperationApplier:
         moves = body.kind == "inflight"
         named = SamplerName.of_checkpoint
         sampler = named(operation.name.model.session, session or 0, checkpoint, moves=moves)
-        about = body.model_dump(include={"ttl_seconds", "overwrite", "age_encryption_recipients"})
-        about |= {"passing": passing, "time": operation.time}
-        about |= {"user_metadata": metadata_of(body.user_metadata)}
-        save = self._records.checkpoints.save
-        saved = save(self._adapters, model, checkpoint, operation.seq, about)
+        options = SaveOptions(
+            overwrite=body.overwrite,
+            passing=passing,
+            ttl_s=body.ttl_seconds,
+            time=operation.time,
+            user_metadata=metadata_of(body.user_metadata),
+            recipients=body.age_encryption_recipients or (),
+        )
+        save = self._catalogue.save
+        saved = save(self._adapters, model, checkpoint, operation.seq, options)
         if moves:
-            self._records.inflight.move(saved)
+            self._catalogue.folders.set_newest(saved)
         if passing:
             return _json(
                 {"type": operation.kind, "path": None, "sampling_session_id": str(sampler)}

@@ -38,11 +38,12 @@ from ..training.numerics import settle_numerics
 from ..training.parallel import once_in_torch
 from .adapter_cache import AdapterStates
 from .apply import OperationApplier
+from .catalogue import Catalogue
+from .catalogue_service import CatalogueService
 from .fair_share import ShareFollower
 from .models import Models, TrainedModel
 from .operations import Adapters
 from .training.trainer import AdapterTrainer
-from .user_records import UserRecords
 from .worker import GAP_S, Worker
 
 # -- models, curves and the queue, as users see them -----------------------------------------------
@@ -133,16 +134,17 @@ class TrainerService:
         adapters: Adapters,
         applying: OperationApplier,
         states: AdapterStates,
-        records: UserRecords,
+        catalogue: Catalogue,
         *,
         gap_s: float = GAP_S,
     ) -> None:
         """Prepare; `run` does the work."""
         self._context = context
         self._states = states
-        self._records = records
+        self._catalogue = catalogue
         self._log = OperationLog(context.broker, context.scope)
         self.models = Models(quantum=context.config.tinker.micro_batch_tokens)
+        self._catalogue_service = CatalogueService(catalogue, self.models)
         self.shares = ShareFollower(context, self.models.turns.weights, self.models.tokens)
         self.worker = Worker(
             context, adapters, applying, states, self.models, self._log, gap_s=gap_s
@@ -155,7 +157,7 @@ class TrainerService:
         self._context.set_state("working")
         following = asyncio.create_task(self.shares.follow(), name="shares")
         try:
-            await self.worker.work(self._records.calls.sweep)
+            await self.worker.work(self._catalogue_service.sweep)
             await self.worker.save_all()
         finally:
             following.cancel()
@@ -165,7 +167,7 @@ class TrainerService:
         await self._log.claim()
         # The log before the states: a trainer that is fenced off may still write one and trim.
         logged, unreadable = await self._log.read_all()
-        await asyncio.to_thread(self._records.load)
+        await asyncio.to_thread(self._catalogue.load)
         await asyncio.to_thread(self._states.forget_suspended)
         states, damaged = await asyncio.to_thread(self._states.read_all)
         for state in states:
@@ -198,8 +200,7 @@ class TrainerService:
         await service.endpoint("result", rpc("*", name, "result"), AwaitResult, self._result)
         await service.endpoint("info", rpc("*", name, "info"), AboutModel, self._info)
         await Introspection(self.models, self._context.config.tinker.base).open(service, name)
-        await self._records.calls.open(service, name, self.models)
-        await self._records.snapshots.open(service, self._context.scope)
+        await self._catalogue_service.open(service, self._context.scope)
 
     async def _submit(self, operation: ModelOperation, context: RequestContext) -> OperationTaken:
         """Take an operation into the log; one that is there already is as good."""
@@ -213,13 +214,13 @@ class TrainerService:
             )
         _check_kind(operation)
         if model is None:
-            self._records.sessions.check_owner(context.user, name.model.session)
+            self._catalogue.check_owner(context.user, name.model.session)
             await self._make_room(context.user)
         if model is not None and (operation.seq <= model.applied or operation.seq in model.waiting):
             return taken.model_copy(update={"is_new": False})
         if model is not None and model.broken is not None:
             raise self._broken(model, model.broken)
-        self._records.sessions.check_open(context.user, name.model.session)
+        self._catalogue.check_open(context.user, name.model.session)
         if operation.kind == "forward_backward":
             self.shares.check(context.user)
         self.models.check_room(context.user, operation)
@@ -244,7 +245,7 @@ class TrainerService:
 
     async def _make_room(self, user: str) -> None:
         """Forget models of sessions that are over where a user has as many as one may have."""
-        over = partial(self._records.sessions.is_over, user)
+        over = partial(self._catalogue.is_over, user)
         while self.models.num_of(user) >= self.models.most:
             idle = [model for model in self.models if model.user == user and not model.waiting]
             gone = [
@@ -347,13 +348,13 @@ async def run_trainer(context: JobContext) -> None:
     base = await asyncio.to_thread(base_info, config)
     adapters = await once_in_torch(config.learner.threads, partial(open_trainer, config))
     name = base.base
-    folder_of_states = context.run_dir / TINKER_FOLDER
-    states = AdapterStates(folder_of_states)
-    records = UserRecords(folder_of_states, max_bytes=config.tinker.checkpoint_mb << 20)
-    applying = OperationApplier(adapters, states, records, base)
+    folder = context.run_dir / TINKER_FOLDER
+    states = AdapterStates(folder)
+    catalogue = Catalogue(folder, max_bytes=config.tinker.checkpoint_mb << 20)
+    applying = OperationApplier(adapters, catalogue, base)
     settle_memory()
     await context.event("trainer_ready", f"{name} can be trained", base=name)
-    await TrainerService(context, adapters, applying, states, records).run()
+    await TrainerService(context, adapters, applying, states, catalogue).run()
 
 
 def _about(model: ModelConfig) -> Any:

@@ -59,6 +59,16 @@ class ModelName:
             )
         return cls(match[1], int(match[2]))
 
+    @classmethod
+    def of_folder(cls, folder: str) -> "ModelName":
+        """Read the name of a model's folder, `<session>.train.<number>`; raises NotFoundError."""
+        return cls.parse(folder.replace(".train.", ":train:"))
+
+    @property
+    def folder(self) -> str:
+        """The name of the folder with the model's files."""
+        return f"{self.session}.train.{self.number}"
+
     def __str__(self) -> str:
         return f"{self.session}:train:{self.number}"
 

@@ -1,7 +1,6 @@
 """Read the Tinker API's requests, and form its results."""
 
 import asyncio
-import json
 import re
 from collections.abc import Callable
 from typing import Any, cast
@@ -10,7 +9,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ....schemas.tinker.checkpoints import MAX_METADATA_BYTES
 from ....schemas.tinker.names import ModelName, OperationName
 from ....schemas.tinker.operation import MAX_BODY_BYTES, OperationResult
 from ....schemas.tinker.wire import RequestName, parse_request, plain_body
@@ -98,20 +96,6 @@ def text_in(body: dict[str, Any], key: str) -> str:
     if not isinstance(value, str):
         raise MessageError(f"{key}={value!r} is no text", hint=f"{key} must be there")
     return value
-
-
-def metadata_in(body: dict[str, Any]) -> dict[str, str] | None:
-    """Return what a user says of what is made, as texts; raises MessageError."""
-    given = body.get("user_metadata")
-    if given is None:
-        return None
-    if not isinstance(given, dict):
-        raise MessageError(f"user_metadata={str(given)[:80]!r} is no JSON object")
-    pairs = cast("dict[str, Any]", given).items()
-    texts = {key: one if isinstance(one, str) else json.dumps(one) for key, one in pairs}
-    if len(json.dumps(texts)) > MAX_METADATA_BYTES:
-        raise MessageError("user_metadata is too large", hint=f"{MAX_METADATA_BYTES:,} bytes")
-    return texts
 
 
 def number_in_body(value: Any, key: str, least: int = 1, below: int = 10**9) -> int:

@@ -27,6 +27,7 @@ from ....schemas.tinker.checkpoints import (
     TellSession,
     TinkerCheckpoint,
     TrainingRun,
+    metadata_of,
 )
 from ....schemas.tinker.names import CheckpointName, ModelName, session_name
 from ....schemas.tinker.operation import ModelCurves, SessionsShown, TrainerOffer
@@ -35,7 +36,6 @@ from ..sessions import Visitor
 from ..web import Json, gateway_of, number_in, visitor_of
 from .requests import (
     json_body,
-    metadata_in,
     note_to,
     supports_external_weights,
     text_in,
@@ -84,7 +84,7 @@ class RestApi:
         event = TellSession(
             session=session,
             event="begin",
-            user_metadata=metadata_in(body),
+            user_metadata=metadata_of(body.get("user_metadata")),
             display_name=_name_in(body),
             sdk_version=version,
         )

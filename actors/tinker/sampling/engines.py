@@ -43,7 +43,6 @@ from ...policy.model_folder import load_model_config, load_tokenizer
 from ...rollout.players import load_base, settled_for_gpu, start_engine
 from ...storage.tinker_checkpoints import CheckpointFolders
 from ..fair_share import FairShare
-from ..user_records import find_snapshot, mark_of
 
 M = TypeVar("M", bound=Message)
 
@@ -80,7 +79,6 @@ class Snapshots:
         """`folder` is the trainer's, if this machine has it."""
         self._broker = broker
         self._scope = scope
-        self._folder = folder
         self._folders = CheckpointFolders(folder)
         self._is_here: bool | None = None
         self._fetched: Path | None = None
@@ -98,7 +96,7 @@ class Snapshots:
         """
         if self._is_here is None:
             reply = await self._ask("find", FindSnapshot(), FoundSnapshot)
-            self._is_here = bool(reply.mark) and reply.mark == mark_of(self._folder)
+            self._is_here = bool(reply.mark) and reply.mark == self._folders.mark
         name = source.checkpoint
         if self._is_here:
             return await asyncio.to_thread(self._found, user, source, name)
@@ -130,7 +128,7 @@ class Snapshots:
             shutil.rmtree(self._fetched, ignore_errors=True)
 
     def _found(self, user: str, source: SamplerName, name: CheckpointName) -> Snapshot:
-        stored = find_snapshot(self._folders, user, name, moves=source.moves)
+        stored = self._folders.find_snapshot(user, name, moves=source.moves)
         engine_name = _engine_name(stored.user, source, str(stored.name), stored.seq)
         return Snapshot(
             engine_name, stored.seq, user, source, str(stored.name), folder=stored.folder

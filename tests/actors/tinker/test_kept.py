@@ -13,15 +13,16 @@ from pyrage import decrypt, x25519  # pyright: ignore[reportMissingModuleSource]
 from safetensors.torch import load_file
 from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders, StoredCheckpoint
 from tinkermq.actors.tinker.adapter_cache import AdapterStates
-from tinkermq.actors.tinker.checkpoints import Exports
+from tinkermq.actors.tinker.catalogue import Catalogue, SaveOptions
+from tinkermq.actors.tinker.exports import Exports
 from tinkermq.actors.tinker.models import TrainedModel
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
-from tinkermq.actors.tinker.user_records import UserRecords
 from tinkermq.schemas.config.sections import ADAPTER_FILES
 from tinkermq.schemas.tinker.checkpoints import (
     ChangeCheckpoint,
     FetchFile,
     ListCheckpoints,
+    ListRuns,
     ListSessions,
     TellSession,
     TinkerCheckpoint,
@@ -60,8 +61,8 @@ class Kept:
 
     def __init__(self, folder: Path, adapters: AdapterTrainer, max_bytes: int = 1 << 30) -> None:
         self.folder, self.adapters = folder, adapters
-        self.kept = UserRecords(folder, max_bytes=max_bytes)
-        self.kept.load()
+        self.catalogue = Catalogue(folder, max_bytes=max_bytes)
+        self.catalogue.load()
         self.folders = CheckpointFolders(folder)
         info = ModelInfo(model=str(ADAS), base=BASE, folder="f", arch="qwen3", rank=2)
         self.model = TrainedModel("ada", ADAS, info=info)
@@ -70,15 +71,16 @@ class Kept:
         self, name: str, seq: int, kind: CheckpointKind = "weights", **told: Any
     ) -> StoredCheckpoint:
         named = CheckpointName(ADAS, kind, name)
-        return self.kept.checkpoints.save(self.adapters, self.model, named, seq, told)
+        options = SaveOptions(**told)
+        return self.catalogue.save(self.adapters, self.model, named, seq, options)
 
     def change(self, path: str, action: Any, user: str = "ada", **more: Any) -> TinkerCheckpoint:
         wanted = more.pop("wanted", False)
         asked = ChangeCheckpoint(path=path, action=action, **more)
-        return self.kept.checkpoints.change(user, asked, wanted=lambda _: wanted)
+        return self.catalogue.change(user, asked, is_wanted=lambda _: wanted)
 
     def listed(self, user: str = "ada", **asked: Any) -> list[str]:
-        page = self.kept.checkpoints.page(user, ListCheckpoints(**asked))
+        page = self.catalogue.list_checkpoints(user, ListCheckpoints(**asked))
         return [one.path.rpartition("/")[2] for one in page.checkpoints]
 
     def found(self, stored: StoredCheckpoint, user: str = "ada") -> StoredCheckpoint:
@@ -112,10 +114,10 @@ def test_lists_have_pages_and_what_is_gone_is_known_after_a_restart(
     assert kept.listed("bob") == []
     kept.change(str(saved[0].name), "delete")
     kept.change(str(saved[1].name), "expire", ttl_s=1)
-    kept.kept.checkpoints._commit(replace(saved[2], expires=200.0))
+    kept.catalogue._commit(replace(saved[2], expires=200.0))
     (saved[3].place / "99").mkdir()  # what a save that was killed has left
     again = Kept(kept.folder, adapters)
-    assert again.kept.checkpoints.sweep(wanted=lambda _: False) == 1
+    assert again.catalogue.sweep(is_wanted=lambda _: False) == 1
     for one, words in ((saved[0], "was deleted"), (saved[2], "has expired")):
         for some in (kept, again):
             with pytest.raises(NotFoundError, match=words):
@@ -194,9 +196,7 @@ def test_what_is_published_is_read_by_others_and_changed_by_nobody_else(kept: Ke
     with pytest.raises(NotFoundError):
         kept.found(stored, "bob")
     with pytest.raises(ConflictError, match="is about to be loaded"):
-        kept.kept.checkpoints.change(
-            "ada", ChangeCheckpoint(path=path, action="delete"), wanted=lambda _: True
-        )
+        kept.change(path, "delete", wanted=True)
 
 
 def test_a_user_has_so_many_bytes_and_what_is_for_a_while_goes_first(
@@ -239,7 +239,7 @@ def test_a_ticket_opens_the_files_of_one_checkpoint_and_no_more(kept: Kept) -> N
             exports.fetch(FetchFile(ticket=export.ticket, file=file))
     said, _, signature = export.ticket.partition(".")
     for ticket in (f"{said}.{signature[::-1]}", f"x{said}.{signature}", "", ".", "é.é"):
-        with pytest.raises(AuthError, match="is no URL of a checkpoint"):
+        with pytest.raises(AuthError, match="is not a URL of a checkpoint"):
             exports.fetch(FetchFile(ticket=ticket, file="adapter_config.json"))
     with pytest.raises(NotFoundError):
         exports.export("bob", str(stored.name))
@@ -249,7 +249,7 @@ def test_an_export_can_be_encrypted_for_an_age_key(kept: Kept) -> None:
     identity = x25519.Identity.generate()
     recipient = str(identity.to_public())
     plain = kept.save("plain", 1, "external_weights")
-    stored = kept.save("out", 2, "external_weights", age_encryption_recipients=[recipient])
+    stored = kept.save("out", 2, "external_weights", recipients=[recipient])
     assert sorted(one.name for one in plain.folder.iterdir()) == list(ADAPTER_FILES)
     assert sorted(one.name for one in stored.folder.iterdir()) == [
         f"{name}.age" for name in ADAPTER_FILES
@@ -259,34 +259,34 @@ def test_an_export_can_be_encrypted_for_an_age_key(kept: Kept) -> None:
         assert decrypt(sealed, [identity]) == (plain.folder / name).read_bytes()
     other_end = "p" if recipient.endswith("q") else "q"
     for wrong in (recipient[:-1] + other_end, "ssh-ed25519 AAAA", recipient[:-1], "age1"):
-        with pytest.raises(ConfigError, match="is no recipient of age"):
-            kept.save("wrong", 3, "external_weights", age_encryption_recipients=[wrong])
+        with pytest.raises(ConfigError, match="is not an age recipient"):
+            kept.save("wrong", 3, "external_weights", recipients=[wrong])
 
 
 def test_sessions_and_runs_are_their_users_and_outlast_a_restart(
     kept: Kept, adapters: AdapterTrainer
 ) -> None:
-    sessions, runs = kept.kept.sessions, kept.kept.runs
+    catalogue = kept.catalogue
     begin = TellSession(session="s1", event="begin", user_metadata={"a": "b"})
-    assert sessions.record_event("ada", begin).state == "live"
+    assert catalogue.record_event("ada", begin).state == "live"
     assert kept.model.info is not None
-    runs.begin("ada", kept.model.info, {"renderer_name": "x"}, 5.0)
-    sessions.record_event(
+    catalogue.begin_run("ada", kept.model.info, {"renderer_name": "x"}, 5.0)
+    catalogue.record_event(
         "ada", TellSession(session="s1", event="sampler", sampler="s1:sample:0:x")
     )
     for told in (begin, TellSession(session="s1", event="finish", reason="mine")):
         with pytest.raises(NotFoundError, match="there is no session s1"):
-            sessions.record_event("bob", told)
-    assert sessions.record_event("bob", TellSession(session="s2", event="beat")).state == "unknown"
+            catalogue.record_event("bob", told)
+    assert catalogue.record_event("bob", TellSession(session="s2", event="beat")).state == "unknown"
     finish = TellSession(session="s1", event="finish", reason="success")
-    assert sessions.record_event("ada", finish).state == "over"
-    again = Kept(kept.folder, adapters).kept
-    (found,) = again.sessions.page("ada", ListSessions()).sessions
+    assert catalogue.record_event("ada", finish).state == "over"
+    again = Kept(kept.folder, adapters).catalogue
+    (found,) = again.list_sessions("ada", ListSessions()).sessions
     assert (found.models, found.reason) == ([str(ADAS)], "success")
     assert (found.user_metadata, found.samplers) == ({"a": "b"}, ["s1:sample:0:x"])
-    assert again.sessions.page("bob", ListSessions(session="s1")).total == 0
-    (run,) = again.runs.of_user("ada", {ADAS: 7.0})
+    assert again.list_sessions("bob", ListSessions(session="s1")).total == 0
+    (run,) = again.list_runs("ada", ListRuns(), {ADAS: 7.0}).runs
     assert (run.model, run.time, run.user_metadata) == (str(ADAS), 7.0, {"renderer_name": "x"})
-    assert again.runs.of_user("bob", {}) == []
+    assert again.list_runs("bob", ListRuns(), {}).total == 0
     with pytest.raises(NotFoundError):
-        again.sessions.check_owner("bob", "s1")
+        again.check_owner("bob", "s1")

@@ -12,11 +12,12 @@ import pytest
 import torch
 from tinkermq.actors.scheduler.jobs.states import with_usage
 from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders
-from tinkermq.actors.tinker import models, worker
+from tinkermq.actors.tinker import catalogue_service, models, worker
+from tinkermq.actors.tinker.catalogue import Catalogue
+from tinkermq.actors.tinker.catalogue_service import CatalogueService
 from tinkermq.actors.tinker.models import Models
 from tinkermq.actors.tinker.sampling.engines import FairSlots, Snapshots
 from tinkermq.actors.tinker.training.inputs import MAX_TARGETS
-from tinkermq.actors.tinker.user_records import SnapshotEndpoints, mark_of
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.feed import read_events
@@ -539,7 +540,7 @@ async def save(trainer: Trainer, seq: int, kind: str, **more: object) -> Sampler
 
 
 async def test_a_sampler_finds_what_is_saved_wherever_the_disk_is(
-    trainer: Trainer, tmp_path: Path
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states, elsewhere = tmp_path / "states", JobScope("local", "elsewhere")
     here = Snapshots(trainer.broker, SCOPE, states)
@@ -552,7 +553,8 @@ async def test_a_sampler_finds_what_is_saved_wherever_the_disk_is(
         await trainer.send("create_model", 0, create())
         fixed = await save(trainer, 1, "snapshot")
         moves = await save(trainer, 2, "inflight")
-        await SnapshotEndpoints(states, part_bytes=1000).open(service, elsewhere)
+        monkeypatch.setattr(catalogue_service, "SNAPSHOT_PART_BYTES", 1000)
+        await CatalogueService(Catalogue(states), Models()).open(service, elsewhere)
         assert (fixed.moves, moves.moves) == (False, True)
         for source, seq in ((fixed, 1), (moves, 2)):
             local, remote = await here.find("ada", source), await away.find("ada", source)
@@ -599,7 +601,7 @@ async def test_without_a_trainer_nothing_is_guessed(own_broker: Broker, tmp_path
     source = SamplerName("s1", 0, f"tinker://{MODEL}/sampler_weights/passing-1")
     with pytest.raises(NobodyAnswersError):
         await snapshots.find("ada", source)
-    assert mark_of(tmp_path) == ""
+    assert CheckpointFolders(tmp_path).mark == ""
 
 
 # -- Places in a sampler's engine: by turns, whoever has asked for how many ------------------------
@@ -736,7 +738,7 @@ async def test_what_cannot_be_loaded_is_told_by_the_result(trainer: Trainer) -> 
     async with trainer.running():
         await trainer.send("create_model", 0, create())
         path = await save_as(trainer, 1, "first")
-        folders = CheckpointFolders(trainer.states.place_of("ada", _name(path)).parents[4])
+        folders = trainer.folders
         words = await load(trainer, path, "s3:train:0", base_model="org/other")
         assert "is an adapter of tiny, not of org/other" in words
         stored = folders.find("ada", _name(path))
