@@ -21,11 +21,12 @@ from transformers import PreTrainedModel
 from ....schemas.config.sections import LoraConfig
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import EngineError, TinkermqError
+from ...policy.adapted_layers import LowRank
 from ...policy.lora import check_base, policy_tensors, read_lora
 from ...policy.vision import SeenImages, digest_of
 from ...weights.tensors import TensorSource
 from .. import engine
-from .adapters import DoubleBuffer, EngineAdapter, LowRankTensors
+from .adapters import DoubleBuffer, EngineAdapter
 from .decoder import SlotDecoder, load_decoder
 from .kv_cache import PREFIX_CACHE_BYTES
 from .rows import RowRequest
@@ -214,7 +215,7 @@ class TransformersEngine:
         if (adapter := self._adapters.pop(name, None)) is not None:
             self._command(partial(self._worker.forget, adapter))
 
-    def _read(self, folder: Path) -> LowRankTensors:
+    def _read(self, folder: Path) -> dict[str, LowRank]:
         config, tensors = read_lora(folder)
         check_base(self._decoder.model, folder)
         return self._decoder.adapters.prepare(tensors, config)

@@ -26,13 +26,13 @@ from numpy.typing import NDArray
 
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import EngineError, TinkermqError
+from ...policy.adapted_layers import LowRank
 from ...policy.vision import SeenImages
 from .. import engine
 from ..sampling import Constraining, Draw, draw
 from .adapters import (
     DoubleBuffer,
     EngineAdapter,
-    LowRankTensors,
     OffloadedWeights,
     RowsOfAdapters,
 )
@@ -243,13 +243,13 @@ class EngineWorker:
         self,
         adapter: EngineAdapter,
         version: int,
-        by_layer: LowRankTensors,
+        by_layer: dict[str, LowRank],
         done: Callable[[], None],
     ) -> None:
         """Let rows have an adapter; those that have it go on with its newer weights."""
         self._decoder.adapters.open()
         self._decoder.adapters.forget(adapter)
-        adapter.become(version, by_layer)
+        adapter.replace_weights(version, by_layer)
         done()
 
     def forget(self, adapter: EngineAdapter) -> None:

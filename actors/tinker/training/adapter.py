@@ -1,24 +1,22 @@
-"""LoRA adapters: their tensors, gradients and optimiser, and the linear layers that use them.
+"""LoRA adapters that are trained: their tensors, gradients and optimiser.
 
 All tensors of an adapter are views of one row of numbers, and so are their gradients and moments:
 an update of the optimiser is one operation, whatever the number of layers. Each tensor begins at a
 multiple of 64 bytes, which products like; what lies between is 0 and stays so.
 
-The base model is wrapped once. Adapters of different ranks and layers are used with it one after
-the other, or each with some of the rows: in use is a table from a layer's name to two tensors.
+Adapters of different ranks and layers are used with the base model one after the other, or each
+with some of the rows.
 """
 
 # torch and transformers leave some of their methods untyped.
 # pyright: reportUnknownMemberType=false
-# torch leaves some of its methods untyped.
 # safetensors leaves the types of its paths open.
 # pyright: reportUnknownVariableType=false
 
-import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -28,10 +26,10 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ....schemas.tinker.datum import AdamParams, LoraSpec
-from ....schemas.wire.errors import ConfigError, ModelError
+from ....schemas.wire.errors import ModelError
+from ...policy.adapted_layers import AdaptedLayers, LowRank
 from ...storage.files import storage_error
 from ...training.model import Scorer
 from .inputs import PendingWindow
@@ -43,86 +41,36 @@ _ATTENTION = ("attn", "attention")
 
 
 @dataclass(frozen=True)
-class LowRank:
-    """What an adapter adds to one layer: x A^T B^T times a scale."""
-
-    a: Tensor
-    """float32[rank, in]."""
-    b: Tensor
-    """float32[out, rank]."""
-    scale: float
-
-
-@dataclass(frozen=True)
 class RowShare:
-    """Some rows of what layers compute, and the adapter that is added to them."""
+    """Consecutive rows of a layer's input, and the adapter that is added to them."""
 
     num: int
-    """Rows, of all that a layer is given."""
     by_layer: Mapping[str, LowRank]
 
 
-class AdapterInUse:
-    """Which adapter the layers of one model add, or which to which rows."""
+@dataclass(frozen=True)
+class RowShares:
+    """The adapters of a pass for several models: shares of all rows, in order."""
 
-    def __init__(self) -> None:
-        """Begin with none: the layers compute their base."""
-        self._by_layer: Mapping[str, LowRank] = {}
-        self._shares: Sequence[RowShare] = ()
+    shares: Sequence[RowShare]
 
-    @contextlib.contextmanager
-    def using(self, by_layer: Mapping[str, LowRank]) -> Iterator[None]:
-        """Use an adapter for a while; the layers that it does not name compute their base."""
-        with self._set(by_layer, ()):
-            yield
+    def add(self, layer: str, rows: Tensor, whole: Tensor) -> Tensor | None:
+        """Return a layer's products plus those of each share's adapter; None: unchanged.
 
-    @contextlib.contextmanager
-    def sharing(self, shares: Sequence[RowShare]) -> Iterator[None]:
-        """Use each adapter for its rows, in this order, for a while; they are all rows."""
-        with self._set({}, shares):
-            yield
-
-    @contextlib.contextmanager
-    def _set(self, *new: Any) -> Iterator[None]:
-        before = self._by_layer, self._shares
-        self._by_layer, self._shares = new
-        try:
-            yield
-        finally:
-            self._by_layer, self._shares = before
-
-    def add(self, layer: str, rows: Tensor, whole: Tensor) -> Tensor:
-        """Return a layer's products float[rows, out] with what is in use added to them.
-
-        `whole` is not shared and may be overwritten. Raises RuntimeError where the layer is
-        given other rows than those that are shared out.
+        Raises RuntimeError for a layer that does not compute all rows.
         """
-        if not self._shares:
-            own = self._by_layer.get(layer)
-            return whole if own is None else _added(own, rows, whole)
-        named = [share.by_layer.get(layer) for share in self._shares]
-        if not any(named):
-            return whole
-        sizes = [share.num for share in self._shares]
+        adapters = [share.by_layer.get(layer) for share in self.shares]
+        if not any(adapters):
+            return None
+        sizes = [share.num for share in self.shares]
         if sum(sizes) != len(rows):
-            raise RuntimeError(f"layer {layer} computes {len(rows)} rows of {sum(sizes)}")
+            raise RuntimeError(f"layer {layer} computes {len(rows)} rows, not {sum(sizes)}")
         parts = cast("tuple[Tensor, ...]", rows.split(sizes))
-        return whole + torch.cat(
-            [_product(own, part, whole) for own, part in zip(named, parts, strict=True)]
-        )
-
-
-def _added(own: LowRank, rows: Tensor, whole: Tensor) -> Tensor:
-    low = functional.linear(rows, own.a.to(rows.dtype)) * own.scale
-    return whole.addmm_(low, own.b.to(whole.dtype).t())
-
-
-def _product(own: LowRank | None, rows: Tensor, whole: Tensor) -> Tensor:
-    """Return what an adapter adds to some rows, in the type of all; nothing without one."""
-    if own is None:
-        return whole.new_zeros(len(rows), whole.shape[1])
-    low = functional.linear(rows, own.a.to(rows.dtype)) * own.scale
-    return functional.linear(low, own.b.to(low.dtype))
+        products = [
+            whole.new_zeros(len(part), whole.shape[1]) if own is None else own.product(part)
+            for own, part in zip(adapters, parts, strict=True)
+        ]
+        return whole + torch.cat(products)
 
 
 @dataclass(frozen=True)
@@ -134,74 +82,18 @@ class LayerShape:
     num_out: int
 
 
-class AdaptedLinear(nn.Module):
-    """A frozen linear layer, and beside it the adapter in use."""
+def shapes_of(layers: AdaptedLayers, head: nn.Module | None) -> dict[str, LayerShape]:
+    """Return the kinds and sizes of a model's adapted layers by name; `head` is the output layer.
 
-    def __init__(self, base: nn.Linear, name: str, in_use: AdapterInUse) -> None:
-        super().__init__()
-        self.base = base
-        self._name = name
-        self._in_use = in_use
-
-    @property
-    def weight(self) -> Tensor:
-        """The base's, which some models and the scorer look at."""
-        return self.base.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The base's."""
-        return self.base.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute float[..., out] of float[..., in]."""
-        rows = x.flatten(0, -2)
-        whole = self._in_use.add(self._name, rows, self.base(rows))
-        return cast(Tensor, whole.unflatten(0, x.shape[:-1]))
-
-
-def adapt(model: nn.Module) -> tuple[AdapterInUse, dict[str, LayerShape]]:
-    """Freeze a causal language model and wrap its linear layers.
-
-    Returns what is in use, and the layers by name.
-
-    The layers are those of the decoder, and the output layer. Embeddings that the output layer
-    shares its weights with are not touched: an adapter adds to what that layer computes.
+    An output layer that shares its weights with the embeddings leaves these as they are: an
+    adapter adds to what the layer computes.
     """
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    in_use = AdapterInUse()
     shapes: dict[str, LayerShape] = {}
-    for name, kind in _linear_layers(model):
-        base = cast(nn.Linear, model.get_submodule(name))
-        model.set_submodule(name, AdaptedLinear(base, name, in_use))
-        shapes[name] = LayerShape(kind, base.in_features, base.out_features)
-    return in_use, shapes
-
-
-def linear_names(model: nn.Module) -> list[str]:
-    """Return the names of all linear layers of a model that is not wrapped yet."""
-    return [name for name, module in _modules(model) if isinstance(module, nn.Linear)]
-
-
-def _linear_layers(model: nn.Module) -> list[tuple[str, LayerKind]]:
-    decoder: nn.Module = cast(Any, model).get_decoder()
-    head: nn.Module | None = cast(Any, model).get_output_embeddings()
-    inside = {id(module) for module in decoder.modules()}
-    collected: list[tuple[str, LayerKind]] = []
-    for name, module in _modules(model):
-        if type(module) is not nn.Linear:
-            continue
-        if module is head:
-            collected.append((name, "unembed"))
-        elif id(module) in inside:
-            in_attention = any(word in part for part in name.split(".") for word in _ATTENTION)
-            collected.append((name, "attn" if in_attention else "mlp"))
-    return collected
-
-
-def _modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    return cast(Any, model).named_modules()
+    for name, layer in layers.linear.items():
+        in_attention = any(word in part for part in name.split(".") for word in _ATTENTION)
+        kind: LayerKind = "unembed" if layer is head else "attn" if in_attention else "mlp"
+        shapes[name] = LayerShape(kind, layer.in_features, layer.out_features)
+    return shapes
 
 
 # -- the shared base model -------------------------------------------------------------------------
@@ -212,7 +104,8 @@ class SharedBase:
     """The model that all adapters share, and how it is computed."""
 
     scorer: Scorer
-    in_use: AdapterInUse
+    layers: AdaptedLayers
+    """Its linear layers, which add the adapters in use."""
     microbatch_tokens: int
     """Columns of one forward and backward pass; a longer datum is one of its own."""
     logits_columns: int
@@ -409,20 +302,6 @@ class Adapter:
     def _fill(self, row: Tensor, tensors: Mapping[str, Tensor]) -> None:
         for place in self._places:
             place.of(row).copy_(tensors[place.name])
-
-
-def check_adam(params: AdamParams) -> None:
-    """Raise ConfigError for a parameter of the optimiser that makes no sense."""
-    for name in ("beta1", "beta2"):
-        value = getattr(params, name)
-        if not 0 <= value < 1:
-            raise ConfigError(f"{name} is {value}", hint="take a number from 0 to below 1")
-    for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
-        value = getattr(params, name)
-        if not 0 <= value < math.inf:
-            raise ConfigError(
-                f"{name} is {value}", hint="take a finite number that is not negative"
-            )
 
 
 def num_bytes_of(spec: LoraSpec, layers: Mapping[str, LayerShape]) -> int:

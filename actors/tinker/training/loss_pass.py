@@ -26,9 +26,10 @@ from torch.nn import functional
 
 from ....schemas.tinker.datum import LossResult
 from ....schemas.tinker.operation import ALONE, Company
+from ...policy.adapted_layers import OneAdapter
 from ...training.micro_batch import MicroBatch, TokenSequence, ranges
 from ...training.packing import pack
-from .adapter import Adapter, RowShare, SharedBase
+from .adapter import Adapter, RowShare, RowShares, SharedBase
 from .inputs import DatumBatch
 from .losses import LossFunction, LossReader, PlacedTargets, Targets
 
@@ -287,7 +288,7 @@ def _read(
         own_N = place_N[first_n : first_n + len(item.next().micro.index_N)]
         end_u = int(own_N.max()) + 1  # columns stand in the order of their rows
         own_U = slice(first_u, end_u)
-        with base.in_use.using(item.adapter.by_layer):
+        with base.layers.using(OneAdapter(item.adapter.by_layer)):
             slope_UD = item.read(states_UD[own_U], own_N - first_u)
         if slope_UD is not None:
             if gradient_UD is None:
@@ -299,7 +300,7 @@ def _read(
 
 def _in_use(base: SharedBase, parts: Sequence[_Part]) -> AbstractContextManager[None]:
     if len(parts) == 1 and (owner := parts[0].owner) is not None:
-        return base.in_use.using(owner.adapter.by_layer)
+        return base.layers.using(OneAdapter(owner.adapter.by_layer))
     columns = max(part.num_columns for part in parts)
     flat = base.scorer.flat_rows
     shares = [
@@ -309,7 +310,7 @@ def _in_use(base: SharedBase, parts: Sequence[_Part]) -> AbstractContextManager[
         )
         for part in parts
     ]
-    return base.in_use.sharing(shares)
+    return base.layers.using(RowShares(shares))
 
 
 def _companies(base: SharedBase, parts: Sequence[_Part]) -> list[Company]:

@@ -15,57 +15,18 @@ r = exp(p - q). What a target adds to the loss:
 """
 
 # torch leaves some of its methods untyped.
-# pyright: reportUnknownMemberType=false, reportUntypedBaseClass=false
 # pyright: reportUnknownMemberType=false
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from ....schemas.wire.errors import ConfigError
 from ...training.model import Scorer
-
-# Log-probs of some targets out of logits, without a second tensor of their size.
-#
-# Shape letters: U columns, V vocabulary, E targets.
-
-
-def target_logprobs(logits_UV: Tensor, place_E: Tensor, targets_E: Tensor) -> Tensor:
-    """Return the log-prob of each target at its column: float32[E].
-
-    The backward pass writes over the logits, so they must not be shared; it runs once.
-    """
-    return cast(Tensor, _TargetLogprobs.apply(logits_UV.float(), place_E, targets_E))
-
-
-def add_at(row: Tensor, index: Tensor, values: Tensor) -> Tensor:
-    """Add values to a row where the index says, in place, in an order that is always the same."""
-    if row.device.type == "cpu":  # one after the other there, whatever the number of threads
-        return row.index_add_(0, index, values)
-    return row.index_put_((index,), values, accumulate=True)  # sorted there
-
-
-class _TargetLogprobs(Function):
-    @staticmethod
-    def forward(ctx: Any, logits_UV: Tensor, place_E: Tensor, targets_E: Tensor) -> Tensor:
-        norm_U = logits_UV.logsumexp(-1)
-        ctx.save_for_backward(logits_UV, norm_U, place_E, targets_E)
-        return logits_UV[place_E, targets_E] - norm_U[place_E]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient of a column's logits: what its targets get, less softmax times their sum."""
-        (gradient_E,) = gradients
-        logits_UV, norm_U, place_E, targets_E = cast("tuple[Tensor, ...]", ctx.saved_tensors)
-        sum_U = add_at(torch.zeros_like(norm_U), place_E, gradient_E)
-        result_UV = logits_UV.sub_(norm_U[:, None]).exp_().mul_(-sum_U[:, None])
-        add_at(result_UV.view(-1), place_E * logits_UV.shape[1] + targets_E, gradient_E)
-        return result_UV, None, None
+from ...training.output_layer import add_at, row_chunks, target_logprobs
 
 
 @dataclass(frozen=True)
@@ -371,21 +332,26 @@ class LossReader:
         rank_U[order_U] = torch.arange(num, device=order_U.device)
         rank_E, order_E = rank_U[placed.place_E].sort(stable=True)
         num_active = int(active_U.sum())
-        cuts = _cuts(0, num_active, self._logits_columns)
-        cuts += _cuts(num_active, num, self._logits_columns)
+        num_targets = int((rank_E < num_active).sum())
+        parts = [(True, slice(0, num_active), slice(0, num_targets))]
+        parts += [(False, slice(num_active, num), slice(num_targets, len(rank_E)))]
         collected: list[_Columns] = []
-        for first, last in cuts:
-            ends = torch.searchsorted(rank_E, torch.tensor([first, last], device=rank_E.device))
-            part = slice(int(ends[0]), int(ends[1]))
-            place_e = rank_E[part] - first
-            collected.append(
-                _Columns(order_U[first:last], order_E[part], place_e, first < num_active)
-            )
+        for is_active, of_columns, of_targets in parts:
+            column_U, target_E = order_U[of_columns], order_E[of_targets]
+            place_E = rank_E[of_targets] - of_columns.start
+            if len(column_U):
+                collected += [
+                    _Columns(
+                        column_U[first:end],
+                        target_E[begin:stop],
+                        place_E[begin:stop] - first,
+                        is_active,
+                    )
+                    for first, end, begin, stop in row_chunks(
+                        place_E, len(column_U), self._logits_columns
+                    )
+                ]
         return collected
-
-
-def _cuts(first: int, last: int, most: int) -> list[tuple[int, int]]:
-    return [(at, min(at + most, last)) for at in range(first, last, most)]
 
 
 def _put(gradient_UD: Tensor | None, some: _Columns, states_CD: Tensor) -> None:

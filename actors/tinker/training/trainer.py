@@ -8,7 +8,7 @@ for several threads at once.
 # torch and transformers leave some of their methods untyped.
 # pyright: reportUnknownMemberType=false
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +25,7 @@ from ....schemas.plan.model_shape import count_positions
 from ....schemas.tinker.datum import AdamParams, Datum, LoraSpec, LossResult
 from ....schemas.tinker.operation import Company
 from ....schemas.wire.errors import ModelError, NotFoundError, StateError, TinkermqError
+from ...policy.adapted_layers import AdaptedLayers
 from ...policy.devices import exact_products
 from ...policy.lora import check_base
 from ...training.model import Scorer, load_model
@@ -34,11 +35,9 @@ from .adapter import (
     Adapter,
     Moments,
     SharedBase,
-    adapt,
-    check_adam,
-    linear_names,
     num_bytes_of,
     read_suspended,
+    shapes_of,
     write_suspended,
 )
 from .folders import MAX_RANK, AdapterOffer, read_adapter, write_adapter
@@ -68,7 +67,7 @@ class AdapterTrainer:
         logits_bytes: int = _LOGITS_BYTES,
         mixed: bool = False,
     ) -> None:
-        """Take over a model, which is frozen and whose linear layers are wrapped.
+        """Take over a model, which is frozen and whose linear layers get hooks.
 
         `base_model` is its name, which distinguishes folders of adapters; `base_path` the
         folder that they name for PEFT. `microbatch_tokens` bounds the columns of one forward and
@@ -80,17 +79,21 @@ class AdapterTrainer:
         self.base_model = base_model
         self._base_path = base_path or base_model
         module = cast(nn.Module, model)
-        linear = linear_names(module)
-        in_use, layers = adapt(module)
+        modules = cast("Iterable[tuple[str, nn.Module]]", module.named_modules())
+        linear = [name for name, each in modules if isinstance(each, nn.Linear)]
+        module.requires_grad_(False)
+        layers = AdaptedLayers(module)
+        layers.open()
+        shapes = shapes_of(layers, cast(Any, model).get_output_embeddings())
         self._model = module
-        self._offer = AdapterOffer(base_model, self._base_path, layers, linear, max_rank)
+        self._offer = AdapterOffer(base_model, self._base_path, shapes, linear, max_rank)
         inside = Parallel().place(module, LearnerConfig(dtype=dtype), attention)
         scorer = Scorer(module, temperature=1.0, inside=inside)
         config: Any = cast(Any, model).config.get_text_config()
         vocab = self._vocab = int(config.vocab_size)
         self._base = SharedBase(
             scorer,
-            in_use,
+            layers,
             microbatch_tokens,
             logits_columns=max(1, logits_bytes // (4 * vocab)),
             share_prompts=share_prompts,
@@ -278,12 +281,10 @@ class AdapterTrainer:
         """Make one update of AdamW with all gradients since the last one, and forget them.
 
         Returns `grad_norm:mean`, before clipping, and `skipped:sum`, 1 for a gradient that is not
-        finite: it changes nothing. Raises ConfigError for a setting that makes no sense, without
-        any effect; DataError if a forward_backward since the last one failed: the gradients are
-        forgotten.
+        finite: it changes nothing. Raises DataError if a forward_backward since the last one
+        failed: the gradients are forgotten.
         """
         adapter = self._of(model_id)
-        check_adam(params)
         try:
             self._windows[model_id].close()
         except TinkermqError:

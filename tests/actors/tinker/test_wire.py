@@ -216,6 +216,15 @@ CREATE = {"session_id": "s", "model_seq_id": 0, "base_model": "b", "lora_config"
         (CreateModelBody, {**CREATE, "new_key": 1}, "new_key=1 is not offered here"),
         (OptimStepBody, {"model_id": "m", "seq_id": 1, "adam_params": {"beta1": 1}}, "beta1"),
         (OptimStepBody, {"model_id": "m", "seq_id": 1, "adam_params": {"x": 1}}, "adam_params.x"),
+        *(
+            (OptimStepBody, {"model_id": "m", "seq_id": 1, "adam_params": {name: value}}, name)
+            for name, value in (
+                ("learning_rate", float("nan")),
+                ("learning_rate", -1.0),
+                ("beta2", 1.0),
+                ("grad_clip_norm", float("inf")),
+            )
+        ),
         (SaveWeightsBody, {"model_id": "m", "seq_id": 1, "kind": "other"}, "kind"),
         (
             SampleBody,

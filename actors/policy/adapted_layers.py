@@ -1,0 +1,121 @@
+"""LoRA adapters on the linear layers of one model, chosen anew for each forward pass.
+
+The layers are not replaced: hooks add the products of the adapters in use to their output. Engines
+and the trainer of a Tinker service differ in which rows have which adapter (`Addition`).
+
+Shape letters: X rows of a layer, R rank.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...schemas.wire.errors import ModelError
+from .lora import has_adapter
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What an adapter adds to one layer: x A^T B^T times a scale."""
+
+    a: Tensor
+    """float[R, in]."""
+    b: Tensor
+    """float[out, R]."""
+    scale: float = 1.0
+
+    def add(self, rows: Tensor, whole: Tensor) -> Tensor:
+        """Return the layer's products float[X, out] plus the adapter's."""
+        return torch.addmm(whole, self._lower(rows), self.b.to(whole.dtype).t())
+
+    def product(self, rows: Tensor) -> Tensor:
+        """Return the adapter's products float[X, out]."""
+        low_XR = self._lower(rows)
+        return functional.linear(low_XR, self.b.to(low_XR.dtype))
+
+    def _lower(self, rows: Tensor) -> Tensor:
+        low_XR = functional.linear(rows, self.a.to(rows.dtype))
+        return low_XR if self.scale == 1.0 else low_XR * self.scale
+
+
+class Addition(Protocol):
+    """The adapters of one forward pass."""
+
+    def add(self, layer: str, rows: Tensor, whole: Tensor) -> Tensor | None:
+        """Return a layer's products float[X, out] plus those of adapters; None: unchanged.
+
+        `rows` is the layer's input float[X, in].
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OneAdapter:
+    """One adapter for all rows."""
+
+    by_layer: Mapping[str, LowRank]
+
+    def add(self, layer: str, rows: Tensor, whole: Tensor) -> Tensor | None:
+        """See Addition."""
+        own = self.by_layer.get(layer)
+        return None if own is None else own.add(rows, whole)
+
+
+class AdaptedLayers:
+    """The linear layers of a model's decoder and its output layer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Set no hooks yet."""
+        self._model = model
+        self._addition: Addition | None = None
+        self._is_open = False
+        self._linear: dict[str, nn.Linear] = {}
+
+    @property
+    def linear(self) -> dict[str, nn.Linear]:
+        """The layers by name; raises ModelError for a model with an adapter of its own."""
+        if not self._linear:
+            if has_adapter(self._model):
+                raise ModelError(
+                    "the model has an adapter of its own", hint="start with its base model"
+                )
+            decoder: nn.Module = cast(Any, self._model).get_decoder()
+            head: nn.Module | None = cast(Any, self._model).get_output_embeddings()
+            inside = {id(module) for module in decoder.modules()} | {id(head)}
+            modules: Iterable[tuple[str, nn.Module]] = cast(Any, self._model).named_modules()
+            self._linear = {
+                name: module
+                for name, module in modules
+                if isinstance(module, nn.Linear) and id(module) in inside
+            }
+        return self._linear
+
+    def open(self) -> None:
+        """Set the hooks, in the thread that computes; later calls change nothing."""
+        if not self._is_open:
+            for name, layer in self.linear.items():
+                layer.register_forward_hook(self._hook(name))
+            self._is_open = True
+
+    @contextlib.contextmanager
+    def using(self, addition: Addition) -> Iterator[None]:
+        """Add adapters in the forward passes of this block."""
+        before, self._addition = self._addition, addition
+        try:
+            yield
+        finally:
+            self._addition = before
+
+    def _hook(self, name: str) -> Any:
+        def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+            if self._addition is None:
+                return None
+            whole = self._addition.add(name, inputs[0].flatten(0, -2), output.flatten(0, -2))
+            return None if whole is None else whole.view(output.shape)
+
+        return add
