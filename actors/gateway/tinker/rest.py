@@ -88,7 +88,7 @@ class RestApi:
             display_name=_name_in(body),
             sdk_version=version,
         )
-        await self._records.report_event(visitor, event)
+        await self._records.report_event(visitor.broker, event)
         notes = note_to(version)
         if body.get("project_id") is not None:
             notes["info_message"] = "this service has no projects: project_id is ignored"
@@ -100,7 +100,7 @@ class RestApi:
         _, body = await json_body(request)
         event = TellSession(session=session_name(text_in(body, "session_id")), event="beat")
         try:
-            state = await self._records.report_event(visitor, event)
+            state = await self._records.report_event(visitor.broker, event)
         except errors.NobodyAnswersError:  # the trainer starts again: the session goes on
             state = "live"
         if state == "over":
@@ -121,20 +121,20 @@ class RestApi:
             event="finish",
             reason=": ".join(item for item in (message, detail) if item)[:1000],
         )
-        await self._records.report_event(visitor, event)
+        await self._records.report_event(visitor.broker, event)
         return JSONResponse({})
 
     async def list_sessions(self, request: Request) -> Response:
         """List the ids of sessions."""
         visitor = await visitor_of_key(request)
-        reply = await self._records.sessions(visitor, *_page(request, 20))
+        reply = await self._records.sessions(visitor.broker, *_page(request, 20))
         return JSONResponse({"sessions": [item.session for item in reply]})
 
     async def get_session(self, request: Request) -> Response:
         """Tell what was made in a session."""
         visitor = await visitor_of_key(request)
         session = session_name(request.path_params["session"])
-        reply = await self._records.session(visitor, session)
+        reply = await self._records.session(visitor.broker, session)
         return JSONResponse(
             {
                 "training_run_ids": reply.models,
@@ -149,19 +149,19 @@ class RestApi:
         visitor = await visitor_of_key(request)
         _check_project(request)
         offset, limit = _page(request, 20)
-        runs, total = await self._records.runs(visitor, offset, limit)
+        runs, total = await self._records.runs(visitor.broker, offset, limit)
         shown = [_run(run) for run in runs]
         return JSONResponse({"training_runs": shown, "cursor": _cursor(offset, limit, total)})
 
     async def get_run(self, request: Request) -> Response:
         """Tell of one training run."""
         visitor = await visitor_of_key(request)
-        return JSONResponse(_run(await self._records.run(visitor, _model(request))))
+        return JSONResponse(_run(await self._records.run(visitor.broker, _model(request))))
 
     async def list_of_run(self, request: Request) -> Response:
         """List the checkpoints of a training run, newest first."""
         visitor = await visitor_of_key(request)
-        reply = await self._records.checkpoints_of(visitor, _model(request))
+        reply = await self._records.checkpoints_of(visitor.broker, _model(request))
         checkpoints = _checkpoints(request, reply)
         return JSONResponse({"checkpoints": checkpoints, "cursor": None})
 
@@ -169,7 +169,7 @@ class RestApi:
         """List all checkpoints of a user, newest first."""
         visitor = await visitor_of_key(request)
         offset, limit = _page(request, 100)
-        found, total = await self._records.checkpoints(visitor, offset, limit)
+        found, total = await self._records.checkpoints(visitor.broker, offset, limit)
         checkpoints = _checkpoints(request, found)
         return JSONResponse({"checkpoints": checkpoints, "cursor": _cursor(offset, limit, total)})
 
@@ -197,14 +197,14 @@ class RestApi:
             )
         path = str(checkpoint_in(request))
         changed = ChangeCheckpoint(path=path, action="expire", ttl_s=ttl)
-        return JSONResponse(_checkpoint(await self._records.change(visitor, changed)))
+        return JSONResponse(_checkpoint(await self._records.change(visitor.broker, changed)))
 
     async def _change(
         self, request: Request, action: Literal["delete", "publish", "unpublish"]
     ) -> Response:
         visitor = await visitor_of_key(request)
         message = ChangeCheckpoint(path=str(checkpoint_in(request)), action=action)
-        return JSONResponse(_checkpoint(await self._records.change(visitor, message)))
+        return JSONResponse(_checkpoint(await self._records.change(visitor.broker, message)))
 
 
 def checkpoint_in(request: Request) -> CheckpointName:
@@ -347,7 +347,7 @@ class Downloads:
     async def _exported(self, request: Request) -> tuple[str, CheckpointExport]:
         visitor = await visitor_of_key(request)
         await self._own(request)
-        return await self._records.export(visitor, checkpoint_in(request))
+        return await self._records.export(visitor.broker, checkpoint_in(request))
 
     async def _own(self, request: Request) -> Broker:
         """Return the gateway's own connection; raises StateError where it has none."""

@@ -312,7 +312,7 @@ class TinkerApi:
             )
             await self._trainers.job_of_sampler(visitor.broker, name)
         opened = TellSession(session=session_name(session), event="sampler", sampler=str(name))
-        await self._records.report_event(visitor, opened)
+        await self._records.report_event(visitor.broker, opened)
         fields = {"type": "create_sampling_session", "sampling_session_id": str(name)}
         return JSONResponse(fields)
 

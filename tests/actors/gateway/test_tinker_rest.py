@@ -227,7 +227,7 @@ async def test_files_are_fetched_without_a_key(api: Api) -> None:
         assert set(opened.getnames()) == {*PARTS, "checkpoint_complete"}
     await api.refused(
         403,
-        "no URL of a checkpoint",
+        "not a URL of a checkpoint",
         "GET",
         urls["adapter_config.json"].replace("files/j1/", "files/j1/x"),
         None,
