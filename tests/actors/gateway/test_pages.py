@@ -682,7 +682,7 @@ async def test_ones_models_their_curves_and_who_waits_are_shown(
     async with watched_page(browser, service.url) as page:
         await page.goto("/tinker")
         row = page.locator("tr", has_text=MODEL)
-        await expect(row).to_contain_text("for operation 601, which has not come")
+        await expect(row).to_contain_text("for operation 601, which has not arrived")
         await expect(row).to_contain_text("2.0 kB")
         await expect(row).to_contain_text("grad_norm 0.500")
         await expect(page.locator("main")).to_contain_text("bob")

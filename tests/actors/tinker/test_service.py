@@ -248,7 +248,7 @@ async def test_a_number_that_never_comes_fails_and_those_behind_it_go_on(trainer
         async def waits() -> bool:
             waiting = await trainer.result(2, wait_s=0.1)
             assert waiting.state == "pending"
-            return "waits for operation 1, which has not come" in waiting.queue_reason
+            return "waits for operation 1, which has not arrived" in waiting.queue_reason
 
         await eventually(waits, "the reason of the wait")
     async with trainer.running(gap_s=0.5):
@@ -273,7 +273,7 @@ async def test_garbage_in_the_log_ends_one_model_and_nothing_else(trainer: Train
         await trainer.send("optim_step", 5, step_body(5))
         ended = await trainer.result(5)
         assert (ended.state, ended.category) == ("failed", "server")
-        assert "since operation 4 is not known" in ended.error
+        assert "operation 4 cannot be read" in ended.error
     await write(1, b"garbage", model="s2")
     await write(
         0, ModelOperation(kind="optim_step", model="s3:train:0", seq=0, body=b"").to_bytes(), "s3"
@@ -281,7 +281,7 @@ async def test_garbage_in_the_log_ends_one_model_and_nothing_else(trainer: Train
     await write(0, b"garbage", model="s4", log="result")
     async with trainer.running(gap_s=0.5):
         assert (await trainer.result(3)).state == "done"
-        assert "since operation 4 is not known" in (await trainer.result(4)).error
+        assert "operation 4 cannot be read" in (await trainer.result(4)).error
         with pytest.raises(StateError, match=r"entry \d+ of the operation log"):
             await trainer.send("optim_step", 6, step_body(6))
         await trainer.send("create_model", 0, create("s2"), model="s2:train:0")
