@@ -67,7 +67,7 @@ WRONG: list[tuple[str, str, Any, int, str]] = [
      404, "there is no checkpoint tinker://s1:train:0/weights/no (it was never saved"),
     ("POST", "forward_backward", {}, 400, "upgrade the SDK: tinker>=0.25"),
     ("POST", "create_session", {"user_metadata": 3}, 400, "must be a JSON object, not '3'"),
-    ("POST", "create_session", {"user_metadata": {"a": "x" * 5000}}, 400, "at most 4,096 are stored"),
+    ("POST", "create_session", {"user_metadata": {"a": "x" * 5000}}, 400, "at most 4,096"),
     ("POST", "session_heartbeat", {}, 400, "session_id=None is no text"),
     ("POST", "session_heartbeat", {"session_id": "../x"}, 404, "there is no session '../x'"),
     ("POST", "sessions/s1/finish", {"reason": "done"}, 400, "reason='done' is no JSON object"),
