@@ -158,7 +158,7 @@ class OperationApplier:
             yield loss_pass
         result = loss_pass.result()
         model.tokens += sum(len(datum.tokens) for datum in request.data)
-        model.history.passed(result.metrics, forward_only=request.forward_only)
+        model.history.add_pass(result.metrics, forward_only=request.forward_only)
         mixed = any(company != ALONE for company in loss_pass.companies)
         return OperationResult(
             state="done",
@@ -184,7 +184,7 @@ class OperationApplier:
 
     def _optim_step(self, model: TrainedModel, operation: ModelOperation) -> bytes:
         body = wire.OptimStepBody.parse(operation.body)
-        passed = model.history.take_passed()  # also where the step fails
+        passed = model.history.join_passes()  # also where the step fails
         params = body.params()
         try:
             metrics = self._adapters.optim_step(model.key, params)
@@ -192,7 +192,7 @@ class OperationApplier:
             model.is_pending = False  # it was forgotten
             raise
         model.is_pending = False
-        model.history.stepped({**passed, **metrics})
+        model.history.add_step({**passed, **metrics})
         # JSON has no NaN: a gradient's norm that is none is left out, `skipped:sum` says so.
         told = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return _json({"metrics": told})

@@ -12,25 +12,25 @@ from ...schemas.tinker.operation import Company, OperationResult
 
 
 class RunningLoss(Protocol):
-    """A loss that is computed one micro-batch after the other."""
+    """A loss that is computed one micro-batch at a time."""
 
     @property
     def num_left(self) -> int:
-        """Micro-batches that are still to be computed."""
+        """Number of micro-batches not yet computed."""
         ...
 
     @property
     def next_tokens(self) -> int:
-        """Tokens of the next one."""
+        """Tokens of the next micro-batch."""
         ...
 
     @property
     def companies(self) -> list[Company]:
-        """Beside how much those were computed that are."""
+        """The companies of the computed micro-batches."""
         ...
 
     def result(self) -> LossResult:
-        """Return the loss, once all are computed."""
+        """Return the loss after the last micro-batch."""
         ...
 
 
@@ -52,39 +52,39 @@ class Adapters(Protocol):
         operation: str = "",
         companies: Sequence[Company] | None = None,
     ) -> RunningLoss:
-        """Lay out a loss, which with `backward` adds its gradients; raises DataError, ConfigError.
+        """Prepare a loss, which with `backward` adds its gradients; raises DataError, ConfigError.
 
-        `operation` is what it is called when the step behind it fails because of it. With the
-        `companies` of an earlier time it comes to the same bits.
+        `operation` names it in the error of an optim_step that fails because of it. With the
+        `companies` of an earlier computation the result has the same bits.
         """
         ...
 
     def advance(self, losses: Sequence[Any]) -> Sequence[RunningLoss]:
-        """Compute the next micro-batch of the first loss; return of which losses one is computed.
+        """Compute the next micro-batch of the first loss, and of others that fit in the same pass.
 
-        With it those of others may be computed that fit. All of them are of `begin`.
+        `losses` are results of `begin`. Returns those of which a micro-batch was computed.
         """
         ...
 
     def refuse(self, model_id: str, *, operation: str, reason: str) -> None:
-        """Let the step behind a loss fail that could not be laid out at all."""
+        """Fail a model's next optim_step because of a loss that could not be read."""
         ...
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        """Take a step with the gradients since the last; raises when one of these failed."""
+        """Apply the gradients since the last step; DataError if one of their losses failed."""
         ...
 
     def save(
         self, model_id: str, folder: Path, *, with_optimizer: bool, lasting: bool = True
     ) -> None:
-        """Write an adapter to a folder that is not there yet, whole or not at all.
+        """Write an adapter to a new folder, completely or not at all.
 
-        One that is not `lasting` may be lost with the machine, not with a process.
+        One that is not `lasting` survives the process but may be lost with the machine.
         """
         ...
 
     def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
-        """Make an adapter what a folder holds; the model need not be there. Raises ModelError."""
+        """Load an adapter from a folder, into a new model if there is none. Raises ModelError."""
         ...
 
     def evict(self, model_id: str) -> None:
@@ -92,30 +92,30 @@ class Adapters(Protocol):
         ...
 
     def suspend(self, model_id: str, file: Path) -> None:
-        """Write all that a model has in memory to a file, and forget it; raises StorageError."""
+        """Write all of a model's memory to a file, and evict it; raises StorageError."""
         ...
 
     def resume(self, model_id: str, file: Path) -> None:
-        """Make a model what it was when it was suspended, to the bit; raises ModelError."""
+        """Restore a suspended model, to the bit; raises ModelError."""
         ...
 
     def save_pending(self, model_id: str, file: Path) -> None:
-        """Write what is pending for a model's next optim_step; raises StorageError."""
+        """Write gradients and failures for the next optim_step; raises StorageError."""
         ...
 
     def load_pending(self, model_id: str, file: Path) -> None:
-        """Take back what is pending, once the adapter is loaded; raises ModelError."""
+        """Restore them after the adapter was loaded; raises ModelError."""
         ...
 
     def num_bytes_of(self, spec: LoraSpec) -> int:
-        """Return the most bytes that such a model will hold; ConfigError for one not offered."""
+        """Return the most bytes that such a model takes; ConfigError if it is not offered."""
         ...
 
 
 # -- a running operation ---------------------------------------------------------------------------
 
 Piece = int | OperationResult
-"""Tokens of what was done, or the result."""
+"""Tokens of a finished piece, or the operation's result."""
 RunningPieces = Generator[Piece | RunningLoss, None, None]
 """What `OperationApplier.begin` returns."""
 
@@ -124,18 +124,18 @@ class RunningOperation:
     """Does one operation; its caller computes the micro-batches of its loss."""
 
     def __init__(self, pieces: RunningPieces) -> None:
-        """Begin nothing yet."""
+        """Start with the first call of `next`."""
         self._pieces = pieces
         self._loss: RunningLoss | None = None
 
     @property
     def loss(self) -> RunningLoss:
-        """The loss whose next micro-batch is to be computed, as `next` has said."""
+        """The loss whose next micro-batch must be computed, after `next` has returned None."""
         assert self._loss is not None
         return self._loss
 
     def next(self) -> Piece | None:
-        """Do the next piece; None says that first a micro-batch of `loss` is to be computed."""
+        """Do the next piece; None: the next micro-batch of `loss` must be computed first."""
         if self._loss is None:
             piece = next(self._pieces)
             if isinstance(piece, int | OperationResult):
@@ -144,7 +144,7 @@ class RunningOperation:
         return None
 
     def computed(self) -> None:
-        """Go on: the next micro-batch of `loss` is computed."""
+        """Continue: the next micro-batch of `loss` was computed."""
         self._loss = None
 
     def failed(self, error: Exception) -> OperationResult:

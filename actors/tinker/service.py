@@ -247,7 +247,7 @@ class TrainerService:
     async def _make_room(self, user: str) -> None:
         """Forget models of ended sessions while a user has the most models allowed."""
         over = partial(self._catalogue.is_over, user)
-        while self.models.num_of(user) >= self.models.most:
+        while self.models.num_of(user) >= self.models.max_models:
             idle = [model for model in self.models if model.user == user and not model.waiting]
             ended = [
                 item for item in idle if item.running is None and over(item.name.session, item.used)

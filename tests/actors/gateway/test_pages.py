@@ -643,9 +643,9 @@ def trained() -> Models:
         model.info = ModelInfo(model=f"{session}:train:0", base=BASE, folder="f", arch="a", rank=4)
         for step in range(steps):
             for _ in range(2):  # two passes before each step
-                model.history.passed({"loss:sum": 1000.0 - step}, forward_only=False)
-            passed = model.history.take_passed()
-            model.history.stepped({**passed, "grad_norm": 0.5})
+                model.history.add_pass({"loss:sum": 1000.0 - step}, forward_only=False)
+            passed = model.history.join_passes()
+            model.history.add_step({**passed, "grad_norm": 0.5})
     behind_gap = ModelOperation(kind="optim_step", model=MODEL, seq=602, body=b"x" * 2000)
     models.enqueue("local", behind_gap)
     return models

@@ -361,17 +361,17 @@ async def test_a_used_up_quota_holds_up_losses_until_it_is_raised(
         async with trainer.running() as running:
             await trainer.send("create_model", 0, create())
             await trainer.result(0)
-            await running.shares.ask()
+            await running.shares.report()
             assert running.models.turns.weights == {"ada": 2.0}
             await trainer.train(1, 2)  # 36 tokens each
             await trainer.result(4)
-            await running.shares.ask()
+            await running.shares.report()
             assert scheduler.told == {"ada": 72}
             with pytest.raises(ExhaustedError, match="used all tokens of the quota"):
                 await trainer.send("forward_backward", 5, loss(5))
             await trainer.send("optim_step", 6, step_body(6))  # what costs no tokens is taken
             scheduler.quota = 1000
-            await running.shares.ask()
+            await running.shares.report()
             await trainer.train(5, 1)
             assert (await trainer.result(6)).state == "done"
         async with trainer.running() as running:  # counted once, also behind a state
@@ -758,7 +758,7 @@ async def test_models_of_sessions_that_are_over_make_room(trainer: Trainer) -> N
         await trainer.ask("ada", "session", told, SessionState)
 
     async with trainer.running() as service:
-        service.models.most = 2
+        service.models.max_models = 2
         for session in ("s1", "s2"):
             await tell(session, "begin")
             await trainer.send("create_model", 0, create(session), model=f"{session}:train:0")
