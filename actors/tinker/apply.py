@@ -1,6 +1,6 @@
-"""Do one operation on one model, in the trainer's thread; whatever happens becomes its result.
+"""Apply one operation to one model, in the trainer's thread; every error becomes its result.
 
-It is done in pieces, between which those of other models may be done.
+It is applied in pieces, between which those of other models may be done.
 """
 
 import json
@@ -34,13 +34,13 @@ _KINDS: dict[OperationKind, CheckpointKind] = {
     "save_weights_external": "external_weights",
 }
 PIECE_TOKENS = 64
-"""What a piece of work without a micro-batch counts as."""
+"""Cost of a piece of work without a micro-batch."""
 _Pieces = Generator[int | RunningLoss, None, OperationResult]
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class OperationApplier:
-    """Does operations with one set of adapters."""
+    """Applies operations to one set of adapters."""
 
     def __init__(self, adapters: Adapters, catalogue: Catalogue, offer: ModelInfo) -> None:
         """Make models on the base of `offer`."""
@@ -54,7 +54,7 @@ class OperationApplier:
             "save_weights": self._save,
             "save_weights_for_sampler": self._save,
             "save_weights_external": self._save,
-            "missing": self._missing,
+            "missing": self._fail_missing,
         }
 
     def begin(
@@ -63,11 +63,11 @@ class OperationApplier:
         operation: ModelOperation,
         companies: Sequence[Company] | None = None,
     ) -> RunningPieces:
-        """Do an operation piece by piece, then return the result.
+        """Yield the pieces of an operation, and its result at last.
 
-        Nothing is done before the first is asked for. Whoever asks computes the micro-batches of
-        losses, and throws what that raises in here: an error of the client's or ours is a result.
-        With the `companies` of an earlier time, none if all were alone, they have the same bits.
+        The caller computes the micro-batch of each yielded loss, and throws what that raises into
+        the generator. With the `companies` of an earlier computation (empty if all micro-batches
+        were alone) the result has the same bits.
         """
         try:
             yield (yield from self._pieces(model, operation, companies))
@@ -79,7 +79,7 @@ class OperationApplier:
             yield OperationResult(state="failed", error=message, category="server")
 
     def advance(self, losses: Sequence[RunningLoss]) -> Sequence[RunningLoss]:
-        """Compute the next micro-batch of the first loss, and of others with it: see `Adapters`."""
+        """Compute micro-batches; see `Adapters.advance`."""
         return self._adapters.advance(losses)
 
     def _pieces(
@@ -87,7 +87,7 @@ class OperationApplier:
     ) -> _Pieces:
         if model.info is None and operation.kind not in ("create_model", "load_weights"):
             raise errors.StateError(
-                f"{operation.model} was never made", hint="see why its create_model failed"
+                f"{operation.model} was never made", hint="see the result of its create_model"
             )
         if operation.kind == "forward_backward":
             return (yield from self._forward_backward(model, operation, companies))
@@ -130,7 +130,7 @@ class OperationApplier:
             )
         if source.kind != "weights" and body.optimizer:
             raise errors.ConfigError(
-                f"{source} holds no optimiser", hint="load one that save_weights made"
+                f"{source} does not contain an optimiser", hint="load one that save_weights made"
             )
         self._adapters.load(model.key, stored.folder, with_optimizer=body.optimizer)
         model.is_pending = False
@@ -168,7 +168,7 @@ class OperationApplier:
         )
 
     def _read(self, model: TrainedModel, operation: ModelOperation) -> wire.ForwardBackward:
-        """Read a request; the step behind one that cannot be read fails."""
+        """Read a request; if that fails, so will the next optim_step."""
         is_forward = False
         try:
             body = wire.plain_body(operation.body, is_zstd=operation.is_zstd)
@@ -178,24 +178,24 @@ class OperationApplier:
         except errors.TinkermqError as error:
             if not is_forward:
                 model.is_pending = True
-                called = f"operation {operation.seq}"
-                self._adapters.refuse(model.key, operation=called, reason=error.message)
+                name = f"operation {operation.seq}"
+                self._adapters.refuse(model.key, operation=name, reason=error.message)
             raise
 
     def _optim_step(self, model: TrainedModel, operation: ModelOperation) -> bytes:
         body = wire.OptimStepBody.parse(operation.body)
-        passed = model.history.join_passes()  # also where the step fails
+        of_passes = model.history.join_passes()  # also if the step fails
         params = body.params()
         try:
             metrics = self._adapters.optim_step(model.key, params)
         except errors.DataError:
-            model.is_pending = False  # it was forgotten
+            model.is_pending = False  # the gradients were cleared
             raise
         model.is_pending = False
-        model.history.add_step({**passed, **metrics})
-        # JSON has no NaN: a gradient's norm that is none is left out, `skipped:sum` says so.
-        told = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        return _json({"metrics": told})
+        model.history.add_step({**of_passes, **metrics})
+        # JSON has no NaN: a gradient norm that is not finite is left out; `skipped:sum` is 1 then.
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        return _json({"metrics": finite})
 
     def _save(self, model: TrainedModel, operation: ModelOperation) -> bytes:
         body = wire.SaveWeightsBody.parse(operation.body)
@@ -229,15 +229,15 @@ class OperationApplier:
             fields["size_bytes"] = saved.size_bytes
         return _json(fields)
 
-    def _missing(self, _: TrainedModel, operation: ModelOperation) -> bytes:
+    def _fail_missing(self, _: TrainedModel, operation: ModelOperation) -> bytes:
         raise errors.StateError(
-            f"operation {operation.seq} of {operation.model} never came",
-            hint="the client died, or left a number out; those behind it go on",
+            f"operation {operation.seq} of {operation.model} never arrived",
+            hint="the client died, or skipped a number; later operations continue",
         )
 
 
 def as_failure(error: errors.TinkermqError) -> OperationResult:
-    """Return the result of what an error has ended; of a message as long as a body, its begin."""
+    """Return the result of an operation that raised an error, whose message is cut if long."""
     message = error.message[:MAX_CHARS]
     message = f"{message} ({error.hint[:MAX_CHARS]})" if error.hint else message
     mistake = error.is_mistake or 400 <= error.status < 500

@@ -157,8 +157,8 @@ class Worker:
             adapters,
             states,
             models,
-            most=tinker.adapters_in_memory,
-            most_bytes=tinker.adapters_mb << 20,
+            max_models=tinker.adapters_in_memory,
+            max_bytes=tinker.adapters_mb << 20,
         )
         self._idle_s = tinker.idle_s
         self._mixed = tinker.mixed_micro_batches
@@ -352,7 +352,7 @@ class Worker:
                 await self._in_thread(partial(self.cache.admit, model))
                 await self._save(model)
             except (ModelError, StorageError) as error:
-                _log.warning("not_saved", model=model.key, reason=error.message)
+                _log.warning("model_not_saved", model=model.key, reason=error.message)
             return
 
     async def _end_gap(self, model: TrainedModel, now: float) -> None:

@@ -253,7 +253,7 @@ async def test_a_number_that_never_comes_fails_and_those_behind_it_go_on(trainer
         await eventually(waits, "the reason of the wait")
     async with trainer.running(gap_s=0.5):
         assert (await trainer.result(2)).state == "done"
-        assert "never came" in (await trainer.result(1)).error
+        assert "never arrived" in (await trainer.result(1)).error
         assert not (await trainer.send("forward_backward", 1, loss(1))).is_new
 
 
