@@ -1,8 +1,8 @@
 """LoRA adapters that are trained: their tensors, gradients and optimiser.
 
-All tensors of an adapter are views of one row of numbers, and so are their gradients and moments:
-an update of the optimiser is one operation, whatever the number of layers. Each tensor begins at a
-multiple of 64 bytes, which products like; what lies between is 0 and stays so.
+All tensors of an adapter are views of one flat tensor, and so are their gradients and moments: an
+update of the optimiser is one operation, whatever the number of layers. Each view begins at a
+multiple of 64 bytes, for fast products; the gaps are 0 and stay so.
 
 Adapters of different ranks and layers are used with the base model one after the other, or each
 with some of the rows.
@@ -101,28 +101,28 @@ def shapes_of(layers: AdaptedLayers, head: nn.Module | None) -> dict[str, LayerS
 
 @dataclass(frozen=True)
 class SharedBase:
-    """The model that all adapters share, and how it is computed."""
+    """The model that all adapters share, and the bounds of its passes."""
 
     scorer: Scorer
     layers: AdaptedLayers
     """Its linear layers, which add the adapters in use."""
     microbatch_tokens: int
-    """Columns of one forward and backward pass; a longer datum is one of its own."""
+    """Columns of one forward and backward pass; a longer datum has a pass of its own."""
     logits_columns: int
-    """Columns whose logits are held at once."""
+    """Columns whose logits are in memory at once."""
     share_prompts: bool
-    """Whether what data begin with in common is computed once."""
+    """Whether common prefixes of data are computed once."""
 
 
 ALPHA = 32
-"""What an adapter adds is multiplied by ALPHA / rank, whatever its rank."""
+"""The product of an adapter is multiplied by ALPHA / rank."""
 _ALIGNED = 16
 _BYTES = 4
 
 
 @dataclass(frozen=True)
 class Moments:
-    """The state of an optimiser: AdamW's moments, by the names of the tensors."""
+    """The state of AdamW: moments by the names of the tensors."""
 
     step: int
     """Updates made."""
@@ -142,9 +142,9 @@ class _Place:
 
 
 class Adapter:
-    """A LoRA adapter that is trained; fresh, it changes nothing yet.
+    """A LoRA adapter that is trained; a new one does not change the model.
 
-    The same specification gives the same tensors, whatever else there is.
+    The same specification gives the same tensors, whatever other adapters exist.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Adapter:
         layers: Mapping[str, LayerShape],
         device: torch.device,
     ) -> None:
-        """Make an adapter on all of `layers`; without a seed the model's id is one."""
+        """Make an adapter on `layers`; without a seed the model's id gives one."""
         seed = _seed_of(model_id) if spec.seed is None else spec.seed
         self.spec = replace(spec, seed=seed)
         places = list(_places(spec.rank, layers))
@@ -174,26 +174,26 @@ class Adapter:
             )
             for layer in layers
         }
-        """What each layer adds."""
+        """The adapter's part in each layer."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held: weights, and gradients and moments once there are some."""
+        """Bytes of the weights, and of gradients and moments if there are any."""
         rows = 1 + (self._weights.grad is not None) + 2 * bool(self._optimizer.state)
         return rows * _BYTES * self._weights.numel()
 
     @property
     def num_steps(self) -> int:
-        """Updates that its optimiser has made."""
+        """Updates of its optimiser."""
         state = self._optimizer.state
         return int(state[self._weights]["step"]) if state else 0
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return copies of its tensors on the CPU, float32, by the names that PEFT gives them."""
+        """Return copies of its tensors on the CPU, float32, by PEFT's names."""
         return self._named(self._weights)
 
-    def put(self, tensors: Mapping[str, Tensor], moments: Moments | None) -> None:
-        """Take over tensors, by name, and the optimiser's state; without one it begins anew."""
+    def set_tensors(self, tensors: Mapping[str, Tensor], moments: Moments | None) -> None:
+        """Set tensors by name, and the optimiser's state; None resets the optimiser."""
         self.clear()
         self._optimizer.state.clear()
         self._fill(self._weights.data, tensors)
@@ -217,18 +217,18 @@ class Adapter:
         return Moments(self.num_steps, first, second)
 
     def rows(self) -> dict[str, Tensor]:
-        """Return all that it has in memory, gradients included, as `put_rows` takes it back."""
+        """Return all of its memory, gradients included, for `set_rows`."""
         rows = {"weights": self._weights.data}
         if self._weights.grad is not None:
             rows[_GRADIENTS] = self._weights.grad
         rows |= self._optimizer.state.get(self._weights, {})
         return rows
 
-    def put_rows(self, rows: Mapping[str, Tensor]) -> None:
-        """Take back what `rows` returned: it is then as it was, to the bit."""
+    def set_rows(self, rows: Mapping[str, Tensor]) -> None:
+        """Restore what `rows` returned, to the bit."""
         self._weights.data.copy_(rows["weights"])
         self._optimizer.state.clear()
-        self.put_pending(rows)
+        self.set_pending(rows)
         state = {name: row for name, row in rows.items() if name not in ("weights", _GRADIENTS)}
         if state:
             device = self._weights.device
@@ -236,14 +236,14 @@ class Adapter:
                 name: row.to(device, copy=True) for name, row in state.items()
             }
 
-    def put_pending(self, rows: Mapping[str, Tensor]) -> None:
-        """Take back the gradients of what `rows` returned, if there are some."""
+    def set_pending(self, rows: Mapping[str, Tensor]) -> None:
+        """Restore the gradients that `rows` returned, if any."""
         if _GRADIENTS in rows:
             self.begin_gradients()
             cast(Tensor, self._weights.grad).copy_(rows[_GRADIENTS])
 
     def begin_gradients(self) -> None:
-        """Make room for gradients, which then add up over backward passes."""
+        """Allocate gradients, to which backward passes add."""
         if self._weights.grad is not None:
             return
         row = torch.zeros_like(self._weights.data)
@@ -252,22 +252,22 @@ class Adapter:
             self._parameters[place.name].grad = place.of(row)
 
     def gradients(self) -> Tensor | None:
-        """Return a copy of the gradients, None while there are none."""
+        """Return a copy of the gradients, None if there are none."""
         return None if self._weights.grad is None else self._weights.grad.clone()
 
-    def put_gradients(self, row: Tensor | None) -> None:
-        """Take back what `gradients` returned."""
+    def set_gradients(self, row: Tensor | None) -> None:
+        """Restore what `gradients` returned."""
         self.clear()
         if row is not None:
             cast(Tensor, self._weights.grad).copy_(row)
 
     def clear(self) -> None:
-        """Forget gradients."""
+        """Set gradients to 0."""
         if self._weights.grad is not None:
             self._weights.grad.zero_()
 
     def step(self, params: AdamParams) -> dict[str, float]:
-        """Make one update and forget the gradients; one that is not finite changes nothing.
+        """Make one update and clear the gradients; with infinite or NaN gradients weights stay.
 
         Returns `grad_norm:mean`, before clipping, and `skipped:sum`.
         """
@@ -287,7 +287,7 @@ class Adapter:
         return {"grad_norm:mean": norm, "skipped:sum": float(skipped)}
 
     def _draw(self, seed: int) -> None:
-        """Draw the A of each layer as PEFT does, each by a generator of its own; B is 0."""
+        """Draw the A of each layer as PEFT does, with one generator per layer; B is 0."""
         for place in self._places:
             if place.name != _name(place.layer, "A"):
                 continue
@@ -305,12 +305,12 @@ class Adapter:
 
 
 def num_bytes_of(spec: LoraSpec, layers: Mapping[str, LayerShape]) -> int:
-    """Return the most bytes that an adapter holds: weights, gradients and both moments."""
+    """Return the most bytes of an adapter: weights, gradients and both moments."""
     return 4 * _BYTES * _end(list(_places(spec.rank, layers))[-1])
 
 
 def tensor_shapes(rank: int, layers: Mapping[str, LayerShape]) -> dict[str, tuple[int, int]]:
-    """Return the shapes of an adapter's tensors by the names that PEFT gives them."""
+    """Return the shapes of an adapter's tensors by PEFT's names."""
     return {place.name: place.shape for place in _places(rank, layers)}
 
 
@@ -336,9 +336,9 @@ def _seed_of(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
 
 
-# Suspended models: one file each, with pending gradients, for the process that wrote it, and not
-# synced to the disk. What survives a crash is the saved state and the operation log. A state that
-# is saved before an optim_step has such a file, too, of the gradients alone.
+# Suspended models: one file each, with pending gradients, for the process that wrote it, so it is
+# not synced to disk: after a crash, saved states and the operation log are used. A state that is
+# saved between a loss and its optim_step has such a file with the gradients.
 
 _SPEC, _WINDOW, _GRADIENTS = "spec", "window", "gradients"
 
@@ -346,7 +346,7 @@ _SPEC, _WINDOW, _GRADIENTS = "spec", "window", "gradients"
 def write_suspended(
     file: Path, adapter: Adapter, window: PendingWindow, *, only_pending: bool = False
 ) -> None:
-    """Write a model down, or only what is pending; raises StorageError."""
+    """Write a model, or only its gradients and window; raises StorageError."""
     fields = {_SPEC: json.dumps(asdict(adapter.spec)), _WINDOW: json.dumps(window.to_map())}
     rows = adapter.rows()
     if only_pending:
@@ -363,7 +363,7 @@ def write_suspended(
 
 
 def read_suspended(file: Path) -> tuple[LoraSpec, dict[str, Tensor], PendingWindow]:
-    """Return what was written down; raises ModelError."""
+    """Return the content of a written model; raises ModelError."""
     try:
         opened: Any = safe_open
         with opened(file, framework="pt") as handle:
@@ -373,5 +373,6 @@ def read_suspended(file: Path) -> tuple[LoraSpec, dict[str, Tensor], PendingWind
         return spec, rows, PendingWindow.from_map(json.loads(fields[_WINDOW]))
     except (OSError, SafetensorError, KeyError, ValueError, ValidationError) as error:
         raise ModelError(
-            f"{file} cannot be read: {error}", hint="start the trainer again: its log has the rest"
+            f"{file} cannot be read: {error}",
+            hint="restart the trainer: it repeats the operations from its log",
         ) from error
