@@ -193,10 +193,10 @@ def test_a_failed_call_fails_the_optim_step_behind_it(shared: AdapterTrainer) ->
     shared.create("m", SPEC)
     before = shared.tensors("m")
     shared.forward_backward("m", group(0), "ppo")
-    with pytest.raises(DataError, match="a call without data"):
+    with pytest.raises(DataError, match="the call has no data"):
         shared.forward_backward("m", [], "ppo", operation="forward_backward 17")
     shared.forward_backward("m", group(1), "ppo")
-    with pytest.raises(DataError, match="since forward_backward 17 failed: a call without data"):
+    with pytest.raises(DataError, match="since forward_backward 17 failed: the call has no data"):
         shared.optim_step("m", AdamParams(1e-2))
     assert same_bits(before, shared.tensors("m"))
     told = shared.optim_step("m", AdamParams(1e-2))
@@ -213,7 +213,7 @@ def test_a_failed_call_fails_the_optim_step_behind_it(shared: AdapterTrainer) ->
 
     shared.begin("m", group(0), "ppo", operation="forward_backward 8")
     assert shared.window("m").num_calls == 1
-    with pytest.raises(DataError, match="forward_backward 8 failed: it did not come to its end"):
+    with pytest.raises(DataError, match="forward_backward 8 failed: it was not finished"):
         shared.optim_step("m", AdamParams(1e-2))
     shared.evict("m")
 
@@ -553,9 +553,9 @@ LONG = {"target_tokens": ids(5000), "weights": zeros(5000)}
         (
             "cross_entropy",
             [supervised(np.random.default_rng(0), 3), Datum(ids(5000), LONG)],
-            "datum 1 has 5000 tokens, the model reads 4096 at most",
+            "datum 1 has 5000 tokens, more than the model's 4096",
         ),
-        ("cross_entropy", [], "a call without data"),
+        ("cross_entropy", [], "the call has no data"),
     ],
 )
 def test_bad_data_is_refused(
