@@ -139,7 +139,7 @@ class TrainingRun(Message):
     rank: int
     owner: str
     time: float
-    """Last request for it."""
+    """Time of its last request."""
     user_metadata: Metadata | None = None
     checkpoint: TinkerCheckpoint | None = None
     """Newest checkpoint to train from."""
@@ -163,7 +163,7 @@ class RunPage(Message):
 
 
 class TellSession(Message):
-    """Report a session to trainers: it begins, goes on, samples, or is over."""
+    """Report an event of a session to trainers: its begin, a heartbeat, a sampler, its end."""
 
     session: SessionId
     event: Literal["begin", "beat", "sampler", "finish"]
@@ -193,7 +193,7 @@ class TinkerSession(Message):
     seen: float = 0.0
     """Last contact."""
     reason: str = ""
-    """How it ended; empty: it has not."""
+    """How it ended; empty: it is open."""
     user_metadata: Metadata | None = None
     display_name: str | None = None
     sdk_version: str = ""

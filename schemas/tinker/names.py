@@ -1,7 +1,7 @@
 """Names of sessions, models, requests and checkpoints of the Tinker API.
 
-A model is `<session>:train:<number>`, its request `<model>:<sequence number>`. Both are computed,
-so polls need no table. A checkpoint is `tinker://<model>/<kind>/<name>`.
+A model is `<session>:train:<number>`, its request `<model>:<sequence number>`. Both are computed
+from a request, so polls need no table. A checkpoint is `tinker://<model>/<kind>/<name>`.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ MAX_SEQ = 10**9 - 1
 
 
 def session_name(text: str) -> str:
-    """Return a session's id; raises NotFoundError if it cannot be one."""
+    """Return a valid session id; raises NotFoundError for another text."""
     if re.fullmatch(_SESSION, text) is None:
         raise NotFoundError(
             f"there is no session {text[:80]!r}", hint="create_session returns a session's id"

@@ -223,7 +223,7 @@ def test_a_failed_call_fails_the_optim_step_behind_it(shared: AdapterTrainer) ->
     [
         (LoraSpec(129), "rank 129 is not offered"),
         (LoraSpec(0), "rank 0 is not offered"),
-        (LoraSpec(4, 0, False, False, False), "an adapter of no layers"),
+        (LoraSpec(4, 0, False, False, False), "the adapter has no layers"),
     ],
 )
 def test_an_adapter_that_is_not_offered_is_refused(

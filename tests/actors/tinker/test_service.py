@@ -143,7 +143,7 @@ async def test_what_is_wrong_is_told_by_the_result_and_leaves_no_hole(trainer: T
         assert {(one.state, one.category) for one in failed} == {("failed", "user")}
         assert "loss_fn=importance_sampling" in failed[0].error
         assert "since operation 2 failed" in failed[1].error
-        assert "is no ForwardBackwardRequest" in failed[2].error
+        assert "is not a ForwardBackwardRequest" in failed[2].error
         assert "adam_params" in failed[3].error
         await trainer.send("optim_step", 6, step_body(6))
         assert "since operation 4 failed" in (await trainer.result(6)).error
