@@ -30,8 +30,8 @@ class LowRank:
     scale: float = 1.0
 
     def add(self, rows: Tensor, whole: Tensor) -> Tensor:
-        """Return the layer's products float[X, out] plus the adapter's."""
-        return torch.addmm(whole, self._lower(rows), self.b.to(whole.dtype).t())
+        """Return the layer's products float[X, out] plus the adapter's; overwrites `whole`."""
+        return whole.addmm_(self._lower(rows), self.b.to(whole.dtype).t())
 
     def product(self, rows: Tensor) -> Tensor:
         """Return the adapter's products float[X, out]."""
@@ -49,7 +49,7 @@ class Addition(Protocol):
     def add(self, layer: str, rows: Tensor, whole: Tensor) -> Tensor | None:
         """Return a layer's products float[X, out] plus those of adapters; None: unchanged.
 
-        `rows` is the layer's input float[X, in].
+        `rows` is the layer's input float[X, in]. `whole` may be overwritten.
         """
         ...
 
@@ -99,7 +99,7 @@ class AdaptedLayers:
         """Set the hooks, in the thread that computes; later calls change nothing."""
         if not self._is_open:
             for name, layer in self.linear.items():
-                layer.register_forward_hook(self._hook(name))
+                self._set_hooks(name, layer)
             self._is_open = True
 
     @contextlib.contextmanager
@@ -111,11 +111,23 @@ class AdaptedLayers:
         finally:
             self._addition = before
 
-    def _hook(self, name: str) -> Any:
+    def _set_hooks(self, name: str, layer: nn.Linear) -> None:
+        # The layer and the adapters read the same flattened input, so that its gradient is the sum
+        # of theirs before gradients of other layers are added.
+        leading = torch.Size()
+
+        def flatten(_: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor | None:
+            nonlocal leading
+            if self._addition is None:
+                return None
+            leading = inputs[0].shape[:-1]
+            return inputs[0].flatten(0, -2)
+
         def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
             if self._addition is None:
                 return None
-            whole = self._addition.add(name, inputs[0].flatten(0, -2), output.flatten(0, -2))
-            return None if whole is None else whole.view(output.shape)
+            whole = self._addition.add(name, inputs[0], output)
+            return cast(Tensor, (output if whole is None else whole).unflatten(0, leading))
 
-        return add
+        layer.register_forward_pre_hook(flatten)
+        layer.register_forward_hook(add)
