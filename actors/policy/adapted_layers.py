@@ -1,7 +1,7 @@
 """LoRA adapters on the linear layers of one model, chosen anew for each forward pass.
 
-The layers are not replaced: hooks add the products of the adapters in use to their output. Engines
-and the trainer of a Tinker service differ in which rows have which adapter (`Addition`).
+The layers are not replaced: hooks add the output of the adapters in use to theirs. Engines and the
+trainer of a Tinker service differ in which rows have which adapter (`Addition`).
 
 Shape letters: X rows of a layer, R rank.
 """
@@ -29,27 +29,28 @@ class LowRank:
     """float[out, R]."""
     scale: float = 1.0
 
-    def add(self, rows: Tensor, whole: Tensor) -> Tensor:
-        """Return the layer's products float[X, out] plus the adapter's; overwrites `whole`."""
-        return whole.addmm_(self._lower(rows), self.b.to(whole.dtype).t())
+    def add(self, inputs: Tensor, whole: Tensor) -> Tensor:
+        """Return a layer's output float[..., out] plus the adapter's; overwrites `whole`."""
+        low_XR = self._lower(inputs).flatten(0, -2)
+        return whole.flatten(0, -2).addmm_(low_XR, self.b.to(whole.dtype).t()).view(whole.shape)
 
-    def product(self, rows: Tensor) -> Tensor:
-        """Return the adapter's products float[X, out]."""
-        low_XR = self._lower(rows)
-        return functional.linear(low_XR, self.b.to(low_XR.dtype))
+    def product(self, inputs: Tensor) -> Tensor:
+        """Return the adapter's products float[..., out]."""
+        low = self._lower(inputs)
+        return functional.linear(low, self.b.to(low.dtype))
 
-    def _lower(self, rows: Tensor) -> Tensor:
-        low_XR = functional.linear(rows, self.a.to(rows.dtype))
-        return low_XR if self.scale == 1.0 else low_XR * self.scale
+    def _lower(self, inputs: Tensor) -> Tensor:
+        low = functional.linear(inputs, self.a.to(inputs.dtype))
+        return low if self.scale == 1.0 else low * self.scale
 
 
 class Addition(Protocol):
     """The adapters of one forward pass."""
 
-    def add(self, layer: str, rows: Tensor, whole: Tensor) -> Tensor | None:
-        """Return a layer's products float[X, out] plus those of adapters; None: unchanged.
+    def add(self, layer: str, inputs: Tensor, whole: Tensor) -> Tensor | None:
+        """Return a layer's output float[..., out] plus that of adapters; None: unchanged.
 
-        `rows` is the layer's input float[X, in]. `whole` may be overwritten.
+        `inputs` are the layer's, float[..., in]. `whole` may be overwritten.
         """
         ...
 
@@ -60,18 +61,23 @@ class OneAdapter:
 
     by_layer: Mapping[str, LowRank]
 
-    def add(self, layer: str, rows: Tensor, whole: Tensor) -> Tensor | None:
+    def add(self, layer: str, inputs: Tensor, whole: Tensor) -> Tensor | None:
         """See Addition."""
         own = self.by_layer.get(layer)
-        return None if own is None else own.add(rows, whole)
+        return None if own is None else own.add(inputs, whole)
 
 
 class AdaptedLayers:
     """The linear layers of a model's decoder and its output layer."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Set no hooks yet."""
+    def __init__(self, model: nn.Module, *, flatten: bool = False) -> None:
+        """Set no hooks yet.
+
+        With `flatten` layers and adapters read one flattened input, float[X, in], so that its
+        gradient is the sum of theirs before gradients of other layers are added.
+        """
         self._model = model
+        self._flatten = flatten
         self._addition: Addition | None = None
         self._is_open = False
         self._linear: dict[str, nn.Linear] = {}
@@ -112,22 +118,23 @@ class AdaptedLayers:
             self._addition = before
 
     def _set_hooks(self, name: str, layer: nn.Linear) -> None:
-        # The layer and the adapters read the same flattened input, so that its gradient is the sum
-        # of theirs before gradients of other layers are added.
         leading = torch.Size()
 
-        def flatten(_: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor | None:
+        def flatten(_: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
             nonlocal leading
-            if self._addition is None:
-                return None
             leading = inputs[0].shape[:-1]
             return inputs[0].flatten(0, -2)
 
         def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
             if self._addition is None:
                 return None
-            whole = self._addition.add(name, inputs[0], output)
-            return cast(Tensor, (output if whole is None else whole).unflatten(0, leading))
+            return self._addition.add(name, inputs[0], output)
 
-        layer.register_forward_pre_hook(flatten)
+        def unflatten(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            return cast(Tensor, output.unflatten(0, leading))
+
+        if self._flatten:
+            layer.register_forward_pre_hook(flatten)
         layer.register_forward_hook(add)
+        if self._flatten:
+            layer.register_forward_hook(unflatten)

@@ -111,17 +111,17 @@ class _AdapterOfEachRow:
     place_B: Tensor
     """int64: each row's place in the stack; -1: no adapter."""
 
-    def add(self, layer: str, rows: Tensor, whole: Tensor) -> Tensor | None:
+    def add(self, layer: str, inputs: Tensor, whole: Tensor) -> Tensor | None:
         """See Addition."""
         in_layer = self.stack.layer(layer)
         if in_layer is None:
             return None
-        low_XR = nn.functional.linear(rows, in_layer.a)
+        low_XR = nn.functional.linear(inputs, in_layer.a).flatten(0, -2)
         other_BR = self.place_B[:, None] != in_layer.owner_R
-        # Layers before which a model flattens rows have the rows' tokens in this order, too.
+        # Layers whose input a model flattens have the rows' tokens in this order, too.
         num_tokens = len(low_XR) // len(other_BR)
         low_XR.masked_fill_(other_BR.repeat_interleave(num_tokens, 0), 0)
-        return torch.addmm(whole, low_XR, in_layer.b)
+        return whole.flatten(0, -2).addmm_(low_XR, in_layer.b).view(whole.shape)
 
 
 class RowAdapters:

@@ -54,8 +54,8 @@ class RowShares:
 
     shares: Sequence[RowShare]
 
-    def add(self, layer: str, rows: Tensor, whole: Tensor) -> Tensor | None:
-        """Return a layer's products plus those of each share's adapter; None: unchanged.
+    def add(self, layer: str, inputs: Tensor, whole: Tensor) -> Tensor | None:
+        """Return a layer's output plus that of each share's adapter; None: unchanged.
 
         Raises RuntimeError for a layer that does not compute all rows.
         """
@@ -63,9 +63,9 @@ class RowShares:
         if not any(adapters):
             return None
         sizes = [share.num for share in self.shares]
-        if sum(sizes) != len(rows):
-            raise RuntimeError(f"layer {layer} computes {len(rows)} rows, not {sum(sizes)}")
-        parts = cast("tuple[Tensor, ...]", rows.split(sizes))
+        if sum(sizes) != len(inputs):
+            raise RuntimeError(f"layer {layer} computes {len(inputs)} rows, not {sum(sizes)}")
+        parts = cast("tuple[Tensor, ...]", inputs.split(sizes))
         products = [
             whole.new_zeros(len(part), whole.shape[1]) if own is None else own.product(part)
             for own, part in zip(adapters, parts, strict=True)

@@ -80,7 +80,7 @@ class AdapterTrainer:
         modules = cast("Iterable[tuple[str, nn.Module]]", module.named_modules())
         linear = [name for name, each in modules if isinstance(each, nn.Linear)]
         module.requires_grad_(False)
-        layers = AdaptedLayers(module)
+        layers = AdaptedLayers(module, flatten=True)
         layers.open()
         shapes = shapes_of(layers, cast(Any, model).get_output_embeddings())
         self._model = module

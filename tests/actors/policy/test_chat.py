@@ -230,7 +230,7 @@ def test_tools_stand_in_the_first_prompt_and_their_answers_are_appended() -> Non
 
 @pytest.mark.parametrize(
     ("template", "words"),
-    [(CHATML, "has no place for tools"), (TOOLS_LAST, "rewrites the history")],
+    [(CHATML, "omits tools"), (TOOLS_LAST, "rewrites the history")],
 )
 def test_a_template_that_leaves_tools_out_or_moves_them_is_refused(template, words) -> None:
     with pytest.raises(ModelError, match=words):
