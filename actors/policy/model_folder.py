@@ -466,7 +466,7 @@ def load_generation_config(path: str) -> "GenerationConfig | None":
             return None  # the file is optional
         raise ModelError(
             f"generation_config.json of model {path} cannot be read: {error}",
-            hint="`GenerationConfig.from_pretrained` must open it; it is optional and may be removed",
+            hint="`GenerationConfig.from_pretrained` must open it; or remove it: it is optional",
         ) from error
 
 
