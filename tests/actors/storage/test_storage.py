@@ -198,7 +198,7 @@ def test_a_name_that_leads_out_of_its_folder_is_refused(s3: S3, tmp_path: Path) 
     store = UrlStore(s3.url("names"))
     store.put("one/a", b"a")
     files = [store.objects("one")[0]._replace(name="one/../../a")]
-    with pytest.raises(StorageError, match="is no name of a file"):
+    with pytest.raises(StorageError, match="is not a valid name of a file"):
         fetch_tree(store, "one", files, tmp_path / "got")
 
 
