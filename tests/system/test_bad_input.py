@@ -161,7 +161,7 @@ async def test_a_mistake_fails_the_job_with_its_reason(
 async def test_a_folder_without_a_model_is_refused_by_a_node_and_makes_no_job(
     shared_stack: Stack, tmp_path: Path
 ) -> None:
-    told = "empty is no model folder: config.json is missing"
+    told = "empty is not a model folder: config.json is missing"
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match=told) as refused:
         await shared_stack.submit(small_job(tmp_path / "empty"))

@@ -178,7 +178,7 @@ async def test_the_log_keeps_what_a_form_took_out(
     ("fields", "said"),
     [
         ({"format": FORM, "is_prefill": True}, "begins the answer itself"),
-        ({"format": OutputFormat()}, "asks for nothing"),
+        ({"format": OutputFormat()}, "an output format is empty"),
         (
             {"format": OutputFormat(json_schema={"type": "string", "pattern": "(?=a)b"})},
             "look-around",
