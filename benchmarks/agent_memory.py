@@ -27,10 +27,11 @@ from tinkermq.actors.policy.template_facts import TemplateFacts, facts_of
 from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.actors.rollout.agent_loop import EpisodeSampling
 from tinkermq.actors.rollout.call_answers import CallAnswers
-from tinkermq.actors.rollout.exact_calls import CallLog
+from tinkermq.actors.rollout.call_log import CallLog
 from tinkermq.broker.metering import TimeUse
-from tinkermq.schemas.agent import CallMessage, CallPart, CallRequest
+from tinkermq.schemas.agent import CallPart, CallRequest
 from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.generation import ModelMessage
 from tinkermq.schemas.model_apis.request import history_of
 
 from benchmarks.report import Report, parser
@@ -78,17 +79,17 @@ async def converse(
     `beside` is given each request behind its answer.
     """
     seconds: list[float] = []
-    messages: list[CallMessage] = []
+    messages: list[ModelMessage] = []
     for number in range(num_calls):
         said = f"{number} ".ljust(_GIVEN_CHARS, "x")
-        messages.append(CallMessage(role="user", content=[said]))
+        messages.append(ModelMessage(role="user", content=[said]))
         asked = CallRequest(request=f"r{number}", messages=list(messages))
         started = time.process_time()
         last = await calls.answer(asked, _unheard)
         seconds.append(time.process_time() - started)
         if beside is not None:
             beside(asked)
-        messages.append(CallMessage(role="assistant", content=[last.deltas[0].text]))
+        messages.append(ModelMessage(role="assistant", content=[last.deltas[0].text]))
     return seconds
 
 

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from .agent import CallMessage, CallPlaces
+from .agent import CallPlaces
+from .generation import ModelMessage
 from .task import Blame, Task
 from .wire.array import (
     ExpertArray,
@@ -490,7 +491,7 @@ class LoggedCall(Message):
     """Call whose history it continues, rendered anew."""
     context: bytes
     """Digest of all that shapes the prompt, such as tools."""
-    given: list[CallMessage]
+    given: list[ModelMessage]
     """Messages since the parent's answer."""
     num_given: int = Field(ge=0)
     """The segment's tokens for these messages; the others are generated."""

@@ -20,13 +20,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import isfinite
-from typing import Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...envs.agents.call_selection import (
-    NO_TOOLS,
     Readers,
     WhyNot,
     main_root,
@@ -34,9 +33,12 @@ from ...envs.agents.call_selection import (
     why_untrained,
 )
 from ...schemas.agent import CallPlaces, RewardedBranch
-from ...schemas.model_apis.canonical import CanonicalMessage, quotes
+from ...schemas.model_apis.canonical import CanonicalMessage, ReplyReader, pictures_of, quotes
 from ...schemas.wire.array import FloatVector, IntVector
 from ..engine.engine import Generation
+
+if TYPE_CHECKING:
+    from ..policy.grammar import TokenGrammar
 
 Branch: TypeAlias = Literal[
     "", "sample", "edited", "template", "system", "tools", "compacted", "apart"
@@ -52,31 +54,83 @@ def new_path_digest() -> blake2b:
     return blake2b(digest_size=16)
 
 
-@dataclass(eq=False, slots=True)
-class ModelCall:
-    """One call of the model that was answered."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class CallPrompt:
+    """A request of a program: where it stands in the tree of calls, and its prompt."""
 
-    number: int
-    """Its place among the calls of the episode, in the order in which they ended."""
     parent: "ModelCall | None"
-    context: bytes
-    """Digest of the tools and of what else shapes the prompt."""
+    """The call whose tokens it continues."""
     given: tuple[CanonicalMessage, ...]
-    """The messages since its parent's answer."""
-    given_ids: IntVector
-    """int32[G]: what stands for them, from the end of the parent's turn to the generation
-    prompt."""
-    generated: Generation
-    """N tokens as the engine drew them."""
-    reply: CanonicalMessage
-    """The answer that the program got, made from the tokens."""
-    num_seen: int
-    """Calls that had ended when it was asked for."""
-    name: str = ""
-    """With what the ids of its tool calls begin."""
+    """The messages since its parent's answer; the whole history where there is none."""
+    context: bytes
+    """Digest of the tools."""
     branch: Branch = ""
+    num_seen: int = 0
+    """Calls that had ended when it was asked for."""
     follows: "ModelCall | None" = None
     """Of a root: the call that its history continues, though not its tokens."""
+    given_ids: IntVector = field(default_factory=lambda: np.empty(0, np.int32))
+    """int32[G]: what stands for the new messages, from the end of the parent's turn to the
+    generation prompt."""
+    name: str = ""
+    """Of the answer: the ids of its tool calls begin with it."""
+    has_tools: bool = False
+    opened: str = ""
+    """The mark with which the prompt opens the reasoning that `ReplyReader` reads."""
+    prefill: str = ""
+    """What the program wrote of the answer itself."""
+    grammar: "TokenGrammar | None" = None
+    """What the answer's tokens must be; None: anything."""
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.given_ids) + (0 if self.parent is None else self.parent.num_tokens)
+
+    @property
+    def prompt_ids(self) -> IntVector:
+        """int32[P]: the path's tokens, then those of what is new; put together at each call."""
+        return self.ids_with(())
+
+    def ids_with(self, begun: Sequence[int]) -> IntVector:
+        """Return int32: the prompt, and the tokens of an answer that were drawn before."""
+        new = [self.given_ids, *([np.array(begun, np.int32)] if begun else [])]
+        return np.concatenate(new) if self.parent is None else self.parent.path_ids_with(new)
+
+    def request_digest(self, *limits: object) -> bytes:
+        """Return 16 bytes that identify a request by the prompt's ids and its limits."""
+        digesting = digest_behind(self.parent, self.given_ids)
+        digesting.update(repr(limits).encode())
+        return digesting.digest()
+
+    @property
+    def images(self) -> tuple[bytes, ...]:
+        """The encoded images of the prompt, in order."""
+        before = [] if self.parent is None else self.parent.path_messages
+        return tuple(picture.encoded for picture in pictures_of((*before, *self.given)))
+
+    def reader(self) -> ReplyReader:
+        """Return what reads the answer."""
+        return ReplyReader(self.name, calls=self.has_tools, thinking=bool(self.opened))
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class ModelCall(CallPrompt):
+    """One call of the model that was answered."""
+
+    generated: Generation
+    """N tokens as the engine drew them."""
+    text: str | None = None
+    """The sent text, if it is not that of the tokens."""
+    request: bytes = b""
+    """Digest of the request."""
+    asked: str = ""
+    """Id by which the program's proxy first asked for it, the same for all choices of an answer."""
+    reply: CanonicalMessage
+    """The answer that the program got, made from the tokens."""
+    number: int = -1
+    """Its place among the calls of the episode, in the order in which they ended; -1: it is not in
+    the tree."""
     delivered: bool | None = None
     """Whether the program has the answer, by its proxy or a later call; None: unknown."""
     children: "list[ModelCall]" = field(default_factory=list["ModelCall"])
@@ -113,11 +167,6 @@ class ModelCall:
         return call
 
     @property
-    def has_tools(self) -> bool:
-        """Whether it may call tools."""
-        return self.context != NO_TOOLS
-
-    @property
     def num_generated(self) -> int:
         """Tokens of its answer."""
         return len(self.generated.token_ids)
@@ -138,20 +187,6 @@ class ModelCall:
         return [message for call in self.path for message in (*call.given, call.reply)]
 
 
-@dataclass(frozen=True, slots=True)
-class Attachment:
-    """Where a request stands in the tree."""
-
-    parent: ModelCall | None
-    given: tuple[CanonicalMessage, ...]
-    """What is new behind the parent; the whole history where there is none."""
-    context: bytes
-    branch: Branch
-    num_seen: int
-    follows: ModelCall | None = None
-    """The call whose history it continues, where that is rendered anew."""
-
-
 class CallTree:
     """All calls of one episode."""
 
@@ -166,7 +201,7 @@ class CallTree:
         """The calls that continue no other."""
         return [call for call in self.calls if call.parent is None]
 
-    def attach(self, history: Sequence[CanonicalMessage], context: bytes) -> Attachment:
+    def attach(self, history: Sequence[CanonicalMessage], context: bytes) -> CallPrompt:
         """Find the call that a request continues: the deepest whose messages begin its history."""
         digests = list(prefixes(context, history))
         for length in range(len(history), 0, -1):
@@ -174,67 +209,53 @@ class CallTree:
             fitting = [call for call in known if _agree(call.path_messages, history)]
             if fitting:
                 parent = max(fitting, key=lambda call: _likelihood(call, history))
-                return self._attachment(parent, history[length:], context)
-        return self._attachment(None, history, context)
+                return self._prompt(parent, history[length:], context)
+        return self._prompt(None, history, context)
 
     def detached(
         self, history: Sequence[CanonicalMessage], context: bytes, follows: ModelCall
-    ) -> Attachment:
+    ) -> CallPrompt:
         """Return a root for a request that continues a call, but not its tokens."""
-        return Attachment(None, tuple(history), context, "template", len(self.calls), follows)
+        return CallPrompt(
+            parent=None,
+            given=tuple(history),
+            context=context,
+            branch="template",
+            num_seen=len(self.calls),
+            follows=follows,
+        )
 
-    def commit(
-        self,
-        attachment: Attachment,
-        given_ids: IntVector,
-        generated: Generation,
-        reply: CanonicalMessage,
-        name: str = "",
-    ) -> ModelCall:
+    def add(self, call: ModelCall) -> None:
         """Add an answered call. That it was asked shows that its parent's answer had arrived."""
-        parent = attachment.parent
-        known = parent or attachment.follows
+        parent = call.parent
+        known = parent or call.follows
         if known is not None:
-            for call in known.path:
-                call.delivered = True
-        before = parent.digest if parent is not None else attachment.context
-        tokens = given_ids.tobytes() + b"|" + generated.token_ids.tobytes()
-        *_, prefix = prefixes(
-            parent.prefix if parent is not None else attachment.context,
-            (*attachment.given, reply),
-        )
-        digesting = digest_behind(parent, given_ids)
-        digesting.update(generated.token_ids.tobytes())
-        call = ModelCall(
-            number=len(self.calls),
-            parent=parent,
-            context=attachment.context,
-            given=attachment.given,
-            given_ids=given_ids,
-            generated=generated,
-            reply=reply,
-            num_seen=attachment.num_seen,
-            name=name,
-            branch=attachment.branch,
-            follows=attachment.follows,
-            prefix=prefix,
-            digest=_digest(before, tokens),
-            num_tokens=(parent.num_tokens if parent is not None else 0)
-            + len(given_ids)
-            + len(generated.token_ids),
-            digesting=digesting,
-        )
+            for earlier in known.path:
+                earlier.delivered = True
+        call.number = len(self.calls)
+        before = parent.digest if parent is not None else call.context
+        tokens = call.given_ids.tobytes() + b"|" + call.generated.token_ids.tobytes()
+        call.digest = _digest(before, tokens)
+        start = parent.prefix if parent is not None else call.context
+        *_, call.prefix = prefixes(start, (*call.given, call.reply))
+        call.num_tokens = call.num_prompt + len(call.generated.token_ids)
+        call.digesting = digest_behind(parent, call.given_ids)
+        call.digesting.update(call.generated.token_ids.tobytes())
         self.calls.append(call)
-        self._by_prefix[prefix].append(call)
+        self._by_prefix[call.prefix].append(call)
         if parent is not None:
             parent.children.append(call)
-        return call
 
-    def _attachment(
+    def _prompt(
         self, parent: ModelCall | None, given: Sequence[CanonicalMessage], context: bytes
-    ) -> Attachment:
-        branch = self._branch(parent, given, context)
-        return Attachment(parent, tuple(given), context, branch, len(self.calls))
+    ) -> CallPrompt:
+        return CallPrompt(
+            parent=parent,
+            given=tuple(given),
+            context=context,
+            branch=self._branch(parent, given, context),
+            num_seen=len(self.calls),
+        )
 
     def _branch(
         self, parent: ModelCall | None, given: Sequence[CanonicalMessage], context: bytes

@@ -32,7 +32,7 @@ from ..policy.template_facts import facts_of
 from . import call_tree
 from .agent_loop import EpisodePlan, EpisodeSampling, blaming
 from .call_answers import CallAnswers
-from .exact_calls import CallLog
+from .call_log import CallLog
 from .recording import EpisodeRecorder, Transcript
 
 # -- ended episodes --------------------------------------------------------------------------------

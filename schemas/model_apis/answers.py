@@ -93,6 +93,9 @@ class NewTokens:
 class Answer(Protocol):
     """An answer in the words of one API. Its events have to be iterated to be written."""
 
+    prompt_ids: Sequence[Sequence[int]]
+    """Tokens of each prompt, where they were asked for and are known."""
+
     def start(self, usage: Usage) -> Iterator[str]:
         """Yield the first events."""
         ...

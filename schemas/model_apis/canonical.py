@@ -87,6 +87,8 @@ class CanonicalMessage:
     """Its reasoning; None if not sent, which is no difference."""
     call_id: str = field(default="", compare=False)
     """Of a tool's result: the call that it answers."""
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
+    """Further fields for the chat template, such as `name`."""
     _key: bytes = field(default=b"", init=False, compare=False, repr=False)
 
     @property
@@ -109,13 +111,20 @@ class CanonicalMessage:
         return self._key
 
     def _made_key(self) -> bytes:
-        if not self.calls and all(isinstance(part, str) for part in self.content):
+        is_text = not self.calls and all(isinstance(part, str) for part in self.content)
+        if is_text and not self._has_own_extra:
             text = self.text.encode(errors="surrogatepass")
             return blake2b(text, digest_size=16, person=self.role.encode()).digest()
         parts = [part if isinstance(part, str) else [part.digest] for part in self.content]
         calls = [[call.name, call.key] for call in self.calls]
-        whole = json.dumps([self.role, parts, calls], ensure_ascii=True)
+        extra = [dict(self.extra)] if self._has_own_extra else []
+        whole = json.dumps([self.role, parts, calls, *extra], sort_keys=True, default=repr)
         return blake2b(whole.encode(), digest_size=16).digest()
+
+    @property
+    def _has_own_extra(self) -> bool:
+        """Whether further fields belong to its meaning; programs add some to answers."""
+        return bool(self.extra) and self.role != "assistant"
 
     def agrees(self, other: "CanonicalMessage") -> bool:
         """Whether it equals another; reasoning is compared if both have it."""
@@ -125,6 +134,7 @@ class CanonicalMessage:
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates take it."""
         message: dict[str, Any] = {"role": self.role, "content": self._content()}
+        message |= {name: value for name, value in self.extra.items() if name not in message}
         if self.calls:
             message["tool_calls"] = [
                 {

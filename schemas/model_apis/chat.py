@@ -3,10 +3,10 @@
 import codecs
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, cast
 
-from ..chat_messages import Origin, UnreadableMessageError, read_conversation, read_tools
+from ..chat_messages import Origin, UnreadableMessageError, read_conversation
 from ..infer import PromptScore
 from . import answers
 from .canonical import (
@@ -32,9 +32,11 @@ from .request import (
     read_tool_choice,
 )
 
-T = TypeVar("T")
-
 DONE = "data: [DONE]\n\n"
+_OWN_FIELDS = frozenset(
+    {"role", "content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
+)
+"""Fields of a message that have a place of their own in a `CanonicalMessage`."""
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -50,7 +52,7 @@ _SAMPLING = (
 def read_chat(body: Any) -> ModelRequest:
     """Read the body of `POST /v1/chat/completions`; RequestError names what cannot be served."""
     fields = Fields(body)
-    messages, sent_messages = _read_messages(fields)
+    messages = _read_messages(fields)
     tools, left_out = read_openai_tools(fields, nested=True)
     single = "parallel_tool_calls" if fields.any("parallel_tool_calls") is False else ""
     choice = read_tool_choice(fields.any("tool_choice"), tools, single=single)
@@ -62,8 +64,6 @@ def read_chat(body: Any) -> ModelRequest:
     return ModelRequest(
         messages=messages,
         tools=() if choice.hides_tools else tools,
-        sent_messages=sent_messages,
-        sent_tools=() if choice.hides_tools else _sent_tools(fields, tools),
         format=output_format(schema, choice, tools),
         calls_one=choice.is_single,
         top_logprobs=num_top if tells_logprobs else None,
@@ -129,36 +129,24 @@ def _read_stream_options(fields: Fields) -> tuple[bool, tuple[str, ...]]:
     return include_usage, left_out
 
 
-def _read_messages(
-    fields: Fields,
-) -> tuple[tuple[CanonicalMessage, ...], tuple[dict[str, Any], ...]]:
-    """Return the messages in canonical form, and as chat templates take them."""
+def _read_messages(fields: Fields) -> tuple[CanonicalMessage, ...]:
     messages = fields.items("messages")
     if not messages:
         raise RequestError("messages is empty", param="messages")
-    origin = Origin(is_request=True, keeps_text=True)
-    read = _readable(lambda: read_conversation(messages, origin))
-    canonical = [canonical_message(message, f"messages[{n}]") for n, message in enumerate(read)]
-    sent = [_with_values(*pair) for pair in zip(read, canonical, strict=True)]
-    return tuple(canonical), tuple(sent)
-
-
-def _with_values(message: dict[str, Any], canonical: CanonicalMessage) -> dict[str, Any]:
-    """Return a message whose calls have their arguments as objects, where they are such."""
-    if not canonical.calls:
-        return message
-    calls = [
-        {**call, "function": {**call["function"], "arguments": read.value}}
-        for call, read in zip(message["tool_calls"], canonical.calls, strict=True)
-    ]
-    return {**message, "tool_calls": calls}
-
-
-def _readable(read: Callable[[], T]) -> T:
     try:
-        return read()
+        return conversation(messages)
     except UnreadableMessageError as error:
         raise RequestError(error.message, param=error.place, hint=error.hint) from error
+
+
+def conversation(messages: Sequence[Any]) -> tuple[CanonicalMessage, ...]:
+    """Read chat messages, however they are written.
+
+    Raises UnreadableMessageError, and RequestError for an unknown role.
+    """
+    origin = Origin(is_request=True, keeps_text=True)
+    read = read_conversation(messages, origin)
+    return tuple(canonical_message(message, f"messages[{n}]") for n, message in enumerate(read))
 
 
 def canonical_message(message: Mapping[str, Any], place: str) -> CanonicalMessage:
@@ -176,6 +164,7 @@ def canonical_message(message: Mapping[str, Any], place: str) -> CanonicalMessag
         tuple(_call(call) for call in message.get("tool_calls", ())),
         reasoning if isinstance(reasoning, str) else None,
         name if isinstance(name, str) else "",
+        {field: value for field, value in message.items() if field not in _OWN_FIELDS},
     )
 
 
@@ -187,19 +176,6 @@ def _call(call: Mapping[str, Any]) -> CanonicalCall:
     arguments, name = call["function"]["arguments"], call.get("id")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return CanonicalCall(call["function"]["name"], text, name if isinstance(name, str) else "")
-
-
-def _sent_tools(
-    fields: Fields, tools: Sequence[Mapping[str, Any]]
-) -> tuple[Mapping[str, Any], ...]:
-    """Return functions with all of their fields; those that take any text as functions."""
-    origin = Origin("tools", is_request=True)
-    sent = _readable(lambda: read_tools(fields.items("tools"), origin))
-    usable = [tool for tool in sent if tool.get("type", "function") in ("function", "custom")]
-    return tuple(
-        tool if custom.get("type") == "custom" else custom
-        for custom, tool in zip(usable, tools, strict=True)
-    )
 
 
 def _read_prompts(fields: Fields) -> tuple[str | list[int], ...]:
@@ -297,7 +273,7 @@ class ChatCompletionAnswer:
 
     def __init__(self, head: answers.AnswerHead, request: ModelRequest) -> None:
         """Word the answer to a request."""
-        self.prompt_ids: Sequence[int] | None = None
+        self.prompt_ids: Sequence[Sequence[int]] = ()
         """Tokens of the prompt, where they were asked for and are known."""
         self._head = head
         self._include_usage = request.include_usage
@@ -395,7 +371,7 @@ class ChatCompletionAnswer:
         return answers.event({**head, **(top or {}), "choices": [choice], **usage})
 
     def _prompt_fields(self) -> dict[str, Any]:
-        return {} if self.prompt_ids is None else {"prompt_token_ids": list(self.prompt_ids)}
+        return {"prompt_token_ids": list(self.prompt_ids[0])} if self.prompt_ids else {}
 
     def _top(self, kind: str) -> dict[str, Any]:
         return _top(self._head, kind)

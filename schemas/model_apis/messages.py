@@ -162,6 +162,8 @@ class MessagesAnswer:
     def __init__(self, head: AnswerHead, request: ModelRequest) -> None:
         """Word the answer to a request."""
         del request
+        self.prompt_ids: Sequence[Sequence[int]] = ()
+        """Tokens of the prompt; the API has no place for them."""
         self._head = head
         self._blocks: list[dict[str, Any]] = []
         self._is_open = False

@@ -17,11 +17,22 @@ from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, cast
 
-from ..agent import CallMessage, CallRequest
-from ..output_format import ANY_OBJECT, OutputFormat, SchemaError, check_schema
+from pydantic import ValidationError
+
+from ..agent import MAX_CALL_CHOICES, CallRequest
+from ..generation import MAX_COUNT, MAX_SEED, MAX_TEMPERATURE, Decoding, ModelMessage
+from ..infer import ChatRequest, CompletionRequest
+from ..output_format import (
+    ANY_OBJECT,
+    MAX_PENALTY,
+    MAX_REPETITION,
+    OutputFormat,
+    SchemaError,
+    check_schema,
+)
 from ..wire.errors import DataError, TinkermqError
 from ..wire.images import encoded_image
-from .canonical import CanonicalCall, CanonicalMessage, Picture, canonical_history, joined
+from .canonical import CanonicalCall, CanonicalMessage, Picture, joined
 
 _TEXT, _FLAG, _LIST = (str, NoneType), (bool, NoneType), (list, NoneType)
 """Made once: each call of the model is read field by field."""
@@ -86,20 +97,6 @@ class ModelRequest:
     """What it says of sampling, as it says it; in episodes the job decides."""
     without_effect: tuple[str, ...] = ()
     """Fields that were sent, ask for something, and change nothing."""
-    sent_messages: tuple[Mapping[str, Any], ...] = ()
-    """The messages of Chat Completions with all of their fields, as chat templates take them."""
-    sent_tools: tuple[Mapping[str, Any], ...] = ()
-    """Its tools, likewise."""
-
-    def template_messages(self) -> list[dict[str, Any]]:
-        """Return the messages for a chat template."""
-        if self.sent_messages:
-            return [dict(message) for message in self.sent_messages]
-        return [message.for_template() for message in canonical_history(self.messages, ())]
-
-    def template_tools(self) -> list[dict[str, Any]]:
-        """Return the tools for a chat template."""
-        return [dict(tool) for tool in self.sent_tools or self.tools]
 
 
 class Fields:
@@ -510,12 +507,30 @@ def _is_one_of(value: Any, neutral: Any) -> bool:
     return value in neutral if isinstance(neutral, tuple) else bool(value == neutral)
 
 
-# The request as it travels to a generator.
+# -- the request as it travels ---------------------------------------------------------------------
+
+_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, MAX_TEMPERATURE),
+    "top_p": (1e-6, 1.0),
+    "top_k": (0, MAX_COUNT - 1),
+    "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "repetition_penalty": (0.1, MAX_REPETITION),
+}
+"""Least and largest values with which an episode's tokens can be drawn."""
+_NAMES = {
+    ("", "num_choices"): "n",
+    ("completions", "prompts"): "prompt",
+    ("completions", "top_logprobs"): "logprobs",
+    ("messages", "stop"): "stop_sequences",
+    ("responses", "max_tokens"): "max_output_tokens",
+}
+"""Names that the APIs have for fields of a request that travels, where they differ."""
 
 
-def packed(message: CanonicalMessage) -> CallMessage:
+def packed(message: CanonicalMessage) -> ModelMessage:
     """Return a message as it travels."""
-    return CallMessage(**_fields(message))
+    return ModelMessage(**_fields(message))
 
 
 def _fields(message: CanonicalMessage) -> dict[str, Any]:
@@ -525,10 +540,11 @@ def _fields(message: CanonicalMessage) -> dict[str, Any]:
         "calls": [(call.name, call.arguments, call.id) for call in message.calls],
         "reasoning": message.reasoning,
         "call_id": message.call_id,
+        "extra": dict(message.extra),
     }
 
 
-def unpacked(message: CallMessage) -> CanonicalMessage:
+def unpacked(message: ModelMessage) -> CanonicalMessage:
     """Return a message that has travelled."""
     content: tuple[str | Picture, ...]
     match message.content:
@@ -542,32 +558,101 @@ def unpacked(message: CallMessage) -> CanonicalMessage:
         calls=tuple(CanonicalCall(*call) for call in message.calls),
         reasoning=message.reasoning,
         call_id=message.call_id,
+        extra=message.extra,
     )
+
+
+def history_of(request: CallRequest | ChatRequest) -> list[CanonicalMessage]:
+    """Return the messages of a request."""
+    return [unpacked(message) for message in request.messages]
 
 
 def call_request(
     asked: ModelRequest, request: str, *, previous: int | None = None, is_retry: bool = False
 ) -> CallRequest:
-    """Return a request as it travels; ValidationError for what is out of bounds."""
+    """Return a program's call as it travels; ValidationError for what is out of bounds.
+
+    The job decides how tokens are drawn: options that cannot be used are left out or moved into
+    their bounds.
+    """
+    if asked.num_choices > MAX_CALL_CHOICES:
+        raise RequestError(
+            f"the parameter 'n' is {asked.num_choices}, at most {MAX_CALL_CHOICES} are allowed",
+            param="n",
+        )
+    sampling: dict[str, Any] = {
+        name: min(max(least, value), most)
+        for name, (least, most) in _BOUNDS.items()
+        if isinstance(value := asked.sampling.get(name), int | float)
+    }
+    if "top_k" in sampling:
+        sampling["top_k"] = int(sampling["top_k"])
+    if isinstance(seed := asked.sampling.get("seed"), int):
+        sampling["seed"] = seed % MAX_SEED
+    unknown = sorted(asked.sampling.keys() - Decoding.model_fields)
     return CallRequest(
-        request=request,
-        messages=cast("list[CallMessage]", [_fields(message) for message in asked.messages]),
-        tools=[dict(tool) for tool in asked.tools],
-        num_choices=asked.num_choices,
-        max_tokens=asked.max_tokens,
-        format=asked.format,
-        top_logprobs=asked.top_logprobs,
-        stop=list(asked.stop),
-        stream=asked.stream,
+        **_shared_fields(asked, request, sampling),
+        **_conversation_fields(asked),
         is_prefill=asked.is_prefill,
         previous=previous,
-        sampled=dict(asked.sampling),
-        without_effect=list(asked.without_effect),
+        without_effect=[*asked.without_effect, *unknown],
         is_retry=is_retry,
-        token_ids=asked.return_token_ids,
     )
 
 
-def history_of(request: CallRequest) -> Sequence[CanonicalMessage]:
-    """Return the messages of a request."""
-    return [unpacked(message) for message in request.messages]
+def served_request(asked: ModelRequest, request: str) -> ChatRequest | CompletionRequest:
+    """Return what a server is asked; ValidationError for a value that is out of bounds."""
+    shared = _shared_fields(asked, request, _served_sampling(asked.sampling))
+    if asked.prompts:
+        return CompletionRequest(
+            **shared,
+            prompts=list(asked.prompts),
+            prompt_logprobs=asked.prompt_logprobs,
+            add_special_tokens=asked.add_special_tokens,
+        )
+    return ChatRequest(**shared, **_conversation_fields(asked))
+
+
+def _shared_fields(
+    asked: ModelRequest, request: str, sampling: Mapping[str, Any]
+) -> dict[str, Any]:
+    decoding = Decoding(
+        max_tokens=asked.max_tokens,
+        stop=list(asked.stop),
+        num_choices=asked.num_choices,
+        format=asked.format,
+        top_logprobs=asked.top_logprobs or 0,
+        **sampling,
+    )
+    return {
+        "request": request,
+        "decoding": decoding,
+        "stream": asked.stream,
+        "logprobs": asked.top_logprobs is not None,
+        "token_ids": asked.return_token_ids,
+    }
+
+
+def _conversation_fields(asked: ModelRequest) -> dict[str, Any]:
+    return {
+        "messages": [_fields(message) for message in asked.messages],
+        "tools": [dict(tool) for tool in asked.tools],
+    }
+
+
+def _served_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how tokens are drawn: any integer is a seed, and a `top_k` of -1 keeps all tokens."""
+    values = dict(sampling)
+    if isinstance(values.get("seed"), int):
+        values["seed"] %= MAX_SEED
+    if values.get("top_k") == -1:
+        values["top_k"] = 0
+    return values
+
+
+def bounds_error(error: ValidationError, api: str) -> RequestError:
+    """Return the error of a request that cannot travel, with the field's name in an API."""
+    problem = error.errors()[0]
+    place = ".".join(map(str, problem["loc"]))
+    param = _NAMES.get((api, place)) or _NAMES.get(("", place), place)
+    return RequestError(f"the parameter {param!r} cannot be used: {problem['msg']}", param=param)

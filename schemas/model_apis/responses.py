@@ -209,6 +209,8 @@ class ResponseAnswer:
 
     def __init__(self, head: answers.AnswerHead, request: ModelRequest) -> None:
         """Word the answer to a request."""
+        self.prompt_ids: Sequence[Sequence[int]] = ()
+        """Tokens of the prompt; the API has no place for them."""
         self._head = head
         self._echo = request.echo or _ECHOED
         self._custom = request.custom_tools

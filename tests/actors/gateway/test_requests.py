@@ -20,10 +20,11 @@ from tinkermq.actors.policy.model_folder import load_tokenizer
 from tinkermq.actors.rollout.completions import Answers
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.parts import Tell
-from tinkermq.schemas.infer import ChatRequest, CompletionRequest, Decoding, InferPart
+from tinkermq.schemas.generation import Decoding
+from tinkermq.schemas.infer import ChatRequest, CompletionRequest, InferPart
 from tinkermq.schemas.model_apis.answers import ModelApi
 from tinkermq.schemas.model_apis.chat import CHAT, COMPLETIONS
-from tinkermq.schemas.model_apis.request import RequestError
+from tinkermq.schemas.model_apis.request import RequestError, history_of
 from tinkermq.schemas.output_format import OutputFormat
 from tinkermq.schemas.wire.subjects import JobScope
 
@@ -47,6 +48,11 @@ def chat(**fields: Any) -> ChatRequest:
     query = read(CHAT, **{**ASKED, **fields})
     assert isinstance(query, ChatRequest)
     return query
+
+
+def shown(query: ChatRequest) -> list[dict[str, Any]]:
+    """Return the messages as a template gets them."""
+    return [message.for_template() for message in history_of(query)]
 
 
 def test_a_chat_becomes_a_servers_request() -> None:
@@ -154,7 +160,7 @@ def test_messages_reach_the_template_as_text_and_maps() -> None:
             {"role": "tool", "tool_call_id": "1", "content": "4"},
         ]
     )
-    system, user, assistant, tool = query.messages
+    system, user, assistant, tool = shown(query)
     assert system == {"role": "system", "content": "be brief"}
     assert user["content"] == "2+2"
     assert assistant["content"] == ""
@@ -167,7 +173,7 @@ def test_an_image_comes_in_a_data_url() -> None:
         {"type": "text", "text": "What is"},
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw=="}},
     ]
-    (message,) = chat(messages=[{"role": "user", "content": parts}]).messages
+    (message,) = shown(chat(messages=[{"role": "user", "content": parts}]))
     assert message["content"] == [parts[0], {"type": "image", "image": b"\x89PNG"}]
 
 
@@ -197,7 +203,8 @@ def test_prompts_come_as_texts_or_token_ids(prompt: Any, prompts: Any) -> None:
 
 
 def test_tools_are_left_out_when_none_shall_be_called() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
+    function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+    tools: list[Any] = [{"type": "function", "function": function}]
     assert chat(tools=tools).tools == tools
     assert chat(tools=tools, tool_choice="none").tools == []
     custom: dict[str, Any] = {"type": "custom", "custom": {"name": "run"}}
@@ -207,13 +214,15 @@ def test_tools_are_left_out_when_none_shall_be_called() -> None:
         "required": ["input"],
     }
     described = {"name": "run", "description": "", "parameters": parameters}
-    shown = chat(tools=[*tools, custom]).tools
-    assert shown == [*tools, {"type": "function", "function": described}]
+    assert chat(tools=[*tools, custom]).tools == [
+        *tools,
+        {"type": "function", "function": described},
+    ]
 
 
 def test_fields_of_messages_that_only_a_template_knows_reach_it() -> None:
     named = {"role": "user", "content": "hi", "name": "ada"}
-    assert chat(messages=[named]).messages == [named]
+    assert shown(chat(messages=[named])) == [named]
 
 
 @pytest.mark.parametrize("prompt", [None, [], [[]], ["a", 1], [1.5], [[True]], {"a": 1}])
