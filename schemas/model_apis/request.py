@@ -653,6 +653,6 @@ def _served_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
 def bounds_error(error: ValidationError, api: str) -> RequestError:
     """Return the error of a request that cannot travel, with the field's name in an API."""
     problem = error.errors()[0]
-    place = ".".join(map(str, problem["loc"]))
+    place = str(problem["loc"][0]) if problem["loc"] else ""
     param = _NAMES.get((api, place)) or _NAMES.get(("", place), place)
     return RequestError(f"the parameter {param!r} cannot be used: {problem['msg']}", param=param)

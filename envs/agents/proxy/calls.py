@@ -61,9 +61,9 @@ class GatheredChoice:
         return self._delta
 
     @property
-    def num_chars(self) -> int:
-        """Characters of its text."""
-        return sum(map(len, self._texts))
+    def text(self) -> str:
+        """Its text."""
+        return "".join(self._texts)
 
     def add(self, delta: Delta) -> None:
         """Take more of it."""

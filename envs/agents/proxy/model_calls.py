@@ -52,7 +52,9 @@ class AnswerReading:
         self._tells_ids = model_request.return_token_ids
         self._request = request
         self._created = int(time.time())
-        self._reader = AnswerReader(api, model_request)
+        # a stream has the tokens in its last event
+        in_answer = model_request.return_token_ids and not model_request.stream
+        self._reader = AnswerReader(api, replace(model_request, return_token_ids=in_answer))
         self._places: list[tuple[int, int]] = []
         self._extra: dict[str, Any] = {}
 
@@ -72,7 +74,7 @@ class AnswerReading:
 
     def kept(self, gathered: GatheredAnswer) -> KeptAnswer:
         """Return what words an answer again that was read to its end."""
-        num_chars = sum(choice.num_chars for choice in gathered.choices)
+        num_chars = sum(len(choice.text) for choice in gathered.choices)
         num_tokens = gathered.num_generated
         if gathered.head is not None:
             num_tokens += sum(map(len, gathered.head.prompt_token_ids))

@@ -128,7 +128,7 @@ class Proxied:
         if not gathered.is_whole:
             await self._told(again, gathered, most=1 << 30)
         self.given += gathered.calls
-        return ["".join(choice.texts) for choice in gathered.choices]
+        return [choice.text for choice in gathered.choices]
 
     async def _until(
         self, event: str, num_parts: int, asked: CallRequest, gathered: GatheredAnswer
