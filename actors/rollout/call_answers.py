@@ -15,9 +15,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from ...broker.client.fair_queue import end_tasks
 from ...broker.client.parts import Tell
-from ...broker.fair_queue import end_tasks
-from ...broker.metering import TimeUse
 from ...broker.partial_rollouts import Fenced
 from ...envs.agents.episode import ContextTooLong, EpisodeLimit, EpisodeOver
 from ...schemas.agent import CallDelivered, CallPart, CallRequest
@@ -25,16 +24,17 @@ from ...schemas.config.job import JobConfig
 from ...schemas.generation import Decoding, Delta
 from ...schemas.model_apis.canonical import Picture, pictures_of
 from ...schemas.model_apis.request import history_of
+from ...schemas.profile import TimeUse
 from ...schemas.wire import errors
 from ..engine.engine import Drawn, Engine, Generation, Sampling, nothing
 from ..policy.chat import ChatTokenizer
 from ..policy.grammar import OtherCallForm, OutputGrammars, TokenGrammar
-from ..policy.template_facts import TemplateFacts, facts_of
 from .agent_loop import EpisodeSampling
 from .call_log import CallLog, PastAnswers, choices_of_answers, restore_calls
 from .call_tree import CallPrompt, CallTree, ModelCall
 from .choices import DeltaWriter, GrowingChoice, sampling_of
 from .exact_calls import ExactCalls
+from .template_facts import TemplateFacts, facts_of
 
 # -- limits and sampling ---------------------------------------------------------------------------
 

@@ -10,9 +10,9 @@ from typing import Protocol
 from ...schemas.generation import Decoding, Delta
 from ..engine.engine import Drawn, Generation, OnToken, Sampling, tops_of
 from ..policy.chat import ChatTokenizer
-from ..policy.template_facts import Tools, certain_text, hermes_text, read_text, reads_whole
 from ..policy.token_text import TextStream
 from .agent_loop import EpisodeSampling
+from .template_facts import Tools, certain_text, hermes_text, read_text, reads_whole
 
 GATHER_S = 0.02
 """Tokens within this time are sent together: fewer messages, still faster than reading."""

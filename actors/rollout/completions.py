@@ -23,9 +23,9 @@ from ...schemas.wire.array import IntVector
 from ..engine.engine import Generation, OnToken, PromptScores, Sampling
 from ..policy.chat import ChatTokenizer
 from ..policy.grammar import OutputGrammars, TokenGrammar
-from ..policy.template_facts import HistoryRenderer, facts_of
 from .agent_loop import EpisodeSampling
 from .choices import PART_VALUES, DeltaWriter, GrowingChoice, sampling_of
+from .template_facts import HistoryRenderer, facts_of
 
 # -- log-probs of prompts --------------------------------------------------------------------------
 

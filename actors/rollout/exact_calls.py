@@ -11,8 +11,8 @@ from ...schemas.model_apis.canonical import THINK, CanonicalMessage, pictures_of
 from ...schemas.wire.array import IntVector
 from ..engine.engine import Generation
 from ..policy.chat import ChatTokenizer
-from ..policy.template_facts import HistoryRenderer, TemplateFacts, Tools, facts_of
 from .call_tree import CallPrompt, CallTree, ModelCall
+from .template_facts import HistoryRenderer, TemplateFacts, Tools, facts_of
 
 _NAME = re.compile(r"c([0-9]{5,9})")
 
