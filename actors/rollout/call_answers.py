@@ -34,7 +34,6 @@ from .call_log import CallLog, PastAnswers, choices_of_answers, restore_calls
 from .call_tree import CallPrompt, CallTree, ModelCall
 from .choices import DeltaWriter, GrowingChoice, sampling_of
 from .exact_calls import ExactCalls
-from .template_facts import TemplateFacts, facts_of
 
 # -- limits and sampling ---------------------------------------------------------------------------
 
@@ -299,7 +298,6 @@ class CallAnswers:
         sampling: EpisodeSampling,
         log: CallLog,
         time_use: TimeUse,
-        facts: TemplateFacts | None = None,
         message_bytes: int | None = None,
         grammars: OutputGrammars | None = None,
     ) -> None:
@@ -322,7 +320,6 @@ class CallAnswers:
             sampling, chat.stop_token_ids, log.drawing_seed, obeys_program=obeys
         )
         self._keeps_reasoning = config.agent.reasoning == "keep"
-        self._facts = facts or facts_of(chat)
         self._log = log
         self._time_use = time_use
         self._over = ""
@@ -338,9 +335,7 @@ class CallAnswers:
             self._limits.show(pictures_of(call.given))
 
     def _begin_tree(self) -> None:
-        self._exact = ExactCalls(
-            self._chat, keeps_reasoning=self._keeps_reasoning, facts=self._facts
-        )
+        self._exact = ExactCalls(self._chat, keeps_reasoning=self._keeps_reasoning)
         self._past = PastAnswers()
         self._open: list[OpenAnswer] = []
         self._known = KnownAnswers(self.tree)

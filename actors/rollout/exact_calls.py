@@ -12,7 +12,7 @@ from ...schemas.wire.array import IntVector
 from ..engine.engine import Generation
 from ..policy.chat import ChatTokenizer
 from .call_tree import CallPrompt, CallTree, ModelCall
-from .template_facts import HistoryRenderer, TemplateFacts, Tools, facts_of
+from .template_facts import HistoryRenderer, Tools, facts_of
 
 _NAME = re.compile(r"c([0-9]{5,9})")
 
@@ -20,21 +20,15 @@ _NAME = re.compile(r"c([0-9]{5,9})")
 class ExactCalls:
     """Turns requests into prompts and answers into calls of a tree."""
 
-    def __init__(
-        self,
-        chat: ChatTokenizer,
-        *,
-        keeps_reasoning: bool = True,
-        facts: TemplateFacts | None = None,
-    ) -> None:
-        """Render with the template of `chat`, of which `facts` are known.
+    def __init__(self, chat: ChatTokenizer, *, keeps_reasoning: bool = True) -> None:
+        """Render with the template of `chat`.
 
         Without `keeps_reasoning`, a history that the template writes anew when a user speaks is a
         root of its own.
         """
         self.tree = CallTree()
         self._keeps_reasoning = keeps_reasoning
-        self._facts = facts or facts_of(chat)
+        self._facts = facts_of(chat)
         self._chat = chat
         self._renderer = HistoryRenderer(chat)
         self._num_requests = 0
