@@ -547,20 +547,7 @@ class CallAnswers:
             self._opening(request, all_prompts),
             [known[0].asked if in_tree else asking, asking],
         )
-        samplings: list[Sampling] = []
-        if more:
-            num_calls = len(self.tree.calls) - len(in_tree)
-            num_calls += sum(len(open_answer.choices) for open_answer in self._open)
-            num_tokens = sum(call.num_generated for call in self.tree.calls)
-            room = self._limits.room(decoding, prompt.num_prompt, num_calls, num_tokens)
-            digest_of_prompt, drawn = self._count_sample(prompt, len(more))
-            samplings = [
-                replace(
-                    self._drawing.sampling(decoding, room, digest_of_prompt, number),
-                    grammar=prompt.grammar,
-                )
-                for number in range(drawn, drawn + len(more))
-            ]
+        samplings = self._samplings(decoding, prompt, len(more), len(in_tree)) if more else []
         for begun in request.begun.deltas if request.begun is not None else ():
             if begun.choice in more:
                 for token in zip(begun.token_ids, begun.logprobs, begun.versions, strict=True):
@@ -571,6 +558,24 @@ class CallAnswers:
             answer.task.add_done_callback(answer.changed)
             return answer
         return self._started(answer, self._generate_all(answer, samplings, in_tree))
+
+    def _samplings(
+        self, decoding: Decoding, prompt: CallPrompt, num: int, num_in_tree: int
+    ) -> list[Sampling]:
+        """Return how `num` new choices of a request are drawn; `num_in_tree` others are known.
+
+        Raises EpisodeLimit when the episode's calls or tokens are used up.
+        """
+        num_calls = len(self.tree.calls) - num_in_tree
+        num_calls += sum(len(answer.choices) for answer in self._open)
+        num_tokens = sum(call.num_generated for call in self.tree.calls)
+        room = self._limits.room(decoding, prompt.num_prompt, num_calls, num_tokens)
+        digest, num_drawn = self._count_sample(prompt, num)
+        samplings = [
+            self._drawing.sampling(decoding, room, digest, number)
+            for number in range(num_drawn, num_drawn + num)
+        ]
+        return [replace(sampling, grammar=prompt.grammar) for sampling in samplings]
 
     def _count_sample(self, prompt: CallPrompt, num: int = 1) -> tuple[bytes, int]:
         """Return the digest of a prompt, and how many samples of it were begun before these."""
