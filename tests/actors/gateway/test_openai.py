@@ -333,7 +333,7 @@ async def test_a_response_has_reasoning_text_call_and_counts(
     assert (said.type, said.content[0].text) == ("message", "I look.")
     assert (call.type, call.name, call.arguments) == ("function_call", "add", '{"a": 1}')
     assert (made.model, made.status) == ("my-run@4", "completed")
-    assert (made.usage.input_tokens, made.usage.output_tokens) == (3, 2)
+    assert (made.usage.input_tokens, made.usage.output_tokens) == (3, 5)
     (asked,) = canned.asked
     assert isinstance(asked, ChatRequest)
     assert [told.content for told in asked.messages] == [["be brief"], ["2+2?"]]
@@ -351,7 +351,7 @@ async def test_a_message_has_thinking_text_call_and_counts(
     assert (said.type, said.text) == ("text", "I look.")
     assert (call.type, call.name, call.input) == ("tool_use", "add", {"a": 1})
     assert (made.model, made.stop_reason) == ("my-run@4", "tool_use")
-    assert made.usage.output_tokens == 2
+    assert made.usage.output_tokens == 5
     (asked,) = canned.asked
     assert isinstance(asked, ChatRequest)
     assert [told.content for told in asked.messages] == [["be brief"], ["2+2?"]]
