@@ -73,7 +73,7 @@ def test_a_chat_becomes_a_servers_request() -> None:
         ({"presence_penalty": "high"}, "presence_penalty", "valid number"),
         ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
         ({"response_format": {"type": "grammar"}}, "response_format.type", "give json_schema"),
-        ({"response_format": "json"}, "response_format", "is no object"),
+        ({"response_format": "json"}, "response_format", "must be an object"),
         ({"tool_choice": "required"}, "tool_choice", "and with tools required"),
         ({"tool_choice": "maybe", "tools": TOOLS}, "tool_choice", "give auto or none"),
         (
@@ -89,7 +89,7 @@ def test_a_chat_becomes_a_servers_request() -> None:
         ({"skip_special_tokens": False}, "skip_special_tokens", "not supported"),
         ({"min_p": 0.1}, "min_p", "not supported"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
-        ({"n": 0}, "n", "at least 1"),
+        ({"n": 0}, "n", "an integer ≥ 1"),
         ({"n": 129}, "n", "less than or equal to 128"),
         ({"messages": []}, "messages", "is empty"),
         (
