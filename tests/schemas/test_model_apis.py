@@ -231,7 +231,7 @@ def test_each_event_and_answer_of_responses_has_the_shape_of_openais_own_types(t
             "chat",
             {"messages": [{"role": "user", "content": "x"}], "n": 0},
             "n",
-            "an integer ≥ 1, and is 0",
+            "must be an integer",
         ),
         ("responses", {"input": []}, "input", "input is empty"),
         ("responses", {"input": [{"role": "bard", "content": ""}]}, "input[0].role", "'bard'"),
