@@ -1,10 +1,10 @@
-"""An episode's calls in the log: each is written down before its program sees the end of an answer.
+"""An episode's calls in the log: each is stored before its program gets the end of the answer.
 
-They stand where other running episodes do (`broker/partial_rollouts.py`), fenced in the same way: a
-generator that was overtaken can send a program text, but not the end of an answer. The next holder
-of the task rebuilds the tree of calls from the log and continues. Where the program itself has to
-start again, because its host has died, its repeated requests are answered from the log, token for
-token.
+They are segments like those of other running episodes (`broker/partial_rollouts.py`), with the same
+fencing: a generator that was overtaken can send text to a program, but not the end of an answer.
+The next holder of the task rebuilds the tree of calls from the log and continues. If the program
+has to start again because its host has died, its repeated requests are answered from the log, token
+for token.
 """
 
 from collections import defaultdict, deque
@@ -35,32 +35,32 @@ _log = structlog.get_logger()
 
 
 class CallLog(EpisodeRecorder):
-    """The calls of one episode; kept nowhere without a writer."""
+    """Logs the calls of one episode; without a writer it stores nothing."""
 
     def __init__(
         self,
         name: str = "",
         writer: SegmentWriter | None = None,
-        found: Sequence[Segment] = (),
+        segments: Sequence[Segment] = (),
         hosts: dict[str, str] | None = None,
     ) -> None:
-        """`name` decides what the episode draws; `found` is what earlier holders wrote."""
+        """`name` determines the episode's random draws; `segments` are those of earlier holders."""
         self.delivery = 1 if writer is None else writer.delivery
         self.segments: list[Segment] = []
-        """Calls of this try that an earlier holder wrote."""
+        """Calls of this try that an earlier holder logged."""
         self.episode = self.host = ""
-        """The try that is under way, and the environment host that runs its program."""
+        """The current try, and the environment host of its program."""
         self.drawing_seed = 0
-        """What its answers are drawn with."""
+        """Seed of its answers."""
         self._name, self._num_tries = name, 0
-        self._before = found
+        self._before = segments
         self._writer = writer
         self._hosts: dict[str, str] = {} if hosts is None else hosts
         self._end = 0
         self._has_room = True
 
     def begin_try(self) -> None:
-        """Go on with the try that an earlier holder began, or else begin one."""
+        """Continue the try of an earlier holder, or begin one."""
         before, self._before = self._before, ()
         self.segments = [segment for segment in before if segment.call is not None]
         self._num_tries += 1
@@ -74,14 +74,14 @@ class CallLog(EpisodeRecorder):
             self.num_continued = int(sum(segment.mask.sum() for segment in self.segments))
 
     def hold(self, episode: str, host: str, *, anew: bool) -> None:
-        """Take notice of the host that runs the program; `anew`: what was written is void."""
+        """Record the host of the program; `anew` voids earlier segments."""
         self.episode, self.host = episode, host
         self._hosts[episode] = host
         if anew:
             self._end = 0
 
     async def append(self, call: ModelCall) -> None:
-        """Log a call; raises Fenced when another generator has the episode now."""
+        """Log a call; raises Fenced if another generator has taken the episode over."""
         if self._writer is None or not self._has_room:
             return
         segment = self._segment(call)
@@ -89,9 +89,9 @@ class CallLog(EpisodeRecorder):
         self._end = segment.end
 
     def _segment(self, call: ModelCall) -> Segment:
-        given, generated = call.given_ids, call.generated
+        new_ids, generated = call.given_ids, call.generated
         assert self._writer is not None
-        zeros = np.zeros(len(given), np.float32)
+        zeros = np.zeros(len(new_ids), np.float32)
         return Segment(
             delivery=self._writer.delivery,
             writer=self._writer.writer,
@@ -99,7 +99,7 @@ class CallLog(EpisodeRecorder):
             host=self.host,
             seed=self.drawing_seed,
             start=self._end,
-            token_ids=np.concatenate([given, generated.token_ids]),
+            token_ids=np.concatenate([new_ids, generated.token_ids]),
             mask=np.concatenate([zeros, np.ones(len(generated.token_ids))]).astype(np.uint8),
             logprobs=np.concatenate([zeros, generated.logprobs]),
             versions=np.concatenate([zeros.astype(np.int32) - 1, generated.versions]),
@@ -130,7 +130,7 @@ def _logged(call: ModelCall) -> LoggedCall:
 
 
 def restore_calls(segments: Sequence[Segment], calls: ExactCalls) -> None:
-    """Add the calls that were written down to a tree, in the order in which they ended."""
+    """Add logged calls to a tree, in the order in which they ended."""
     for segment in segments:
         call = segment.call
         assert call is not None
@@ -161,14 +161,14 @@ def restore_calls(segments: Sequence[Segment], calls: ExactCalls) -> None:
 
 
 def _spread(masked: float, num: int) -> FloatVector | None:
-    """Return float32[num] of the recorded sum, of which only the mean is reported."""
+    """Spread a recorded sum over float32[num]; only the mean is reported."""
     return np.full(num, masked / num, np.float32) if masked and num else None
 
 
 def choices_of_answers(calls: Sequence[ModelCall]) -> list[list[ModelCall]]:
-    """Return the choices of each answer, the answer that ended first first.
+    """Return the choices of each answer, in the order in which the answers ended.
 
-    Those of one answer stand apart where a generator died between two of them.
+    The choices of one answer are not adjacent if a generator died between two of them.
     """
     choices = defaultdict[tuple[bytes, str, int], list[ModelCall]](list)
     for call in calls:
@@ -177,37 +177,37 @@ def choices_of_answers(calls: Sequence[ModelCall]) -> list[list[ModelCall]]:
 
 
 class PastAnswers:
-    """Answers that the same try was given before its program started again."""
+    """Answers that the same try got before its program started again."""
 
     def __init__(self, calls: Sequence[ModelCall] = ()) -> None:
-        """Take them in the order in which they were given."""
+        """Keep them in the order in which they ended."""
         self._by_request = defaultdict[bytes, deque[list[ModelCall]]](deque)
         for choices in choices_of_answers(calls):
             self._by_request[choices[0].request].append(choices)
 
     def next_answer(self, request: bytes) -> list[ModelCall]:
-        """Return the next answer to the same request, once: its choices, as many as there are."""
+        """Return the choices of the next answer to a request, and remove it; empty: none."""
         waiting = self._by_request.get(request)
         return waiting.popleft() if waiting else []
 
 
 @dataclass
 class TaskCalls(TaskRecorder):
-    """Writes the calls of one lease of a task down."""
+    """Logs the calls of one lease of a task."""
 
     broker: Broker
     scope: JobScope
     environments: Environments
     task: Task
     delivery: int
-    """How often the task was handed out, this time included."""
+    """Number of deliveries of the task, including this one."""
     writer: str
-    """Names the lease, uniquely."""
+    """Unique id of the lease."""
     hosts: dict[str, str] = field(default_factory=dict[str, str])
-    """Which environment host holds each episode, until the task's end."""
+    """The environment host of each episode, until the task's end."""
 
     async def open(self, number: int) -> CallLog:
-        """Take over an episode of the task; raises Fenced when another generator has."""
+        """Take over an episode of the task; raises Fenced if another generator has."""
         task = self.task
         writer = SegmentWriter(
             self.broker, self.scope, task.task, number, delivery=self.delivery, writer=self.writer
@@ -216,7 +216,7 @@ class TaskCalls(TaskRecorder):
         return CallLog(f"{task.seed} {task.task} {number}", writer, segments, self.hosts)
 
     async def end(self) -> None:
-        """Forget the calls and free the episodes: the task's group is in the log."""
+        """Delete the calls and free the episodes, once the task's group is in the log."""
         for episode, host in self.hosts.items():
             self.environments.close(host, episode)
         try:

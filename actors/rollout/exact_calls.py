@@ -18,13 +18,13 @@ _NAME = re.compile(r"c([0-9]{5,9})")
 
 
 class ExactCalls:
-    """Turns requests into prompts and answers into calls of a tree."""
+    """Makes prompts of requests, and calls of a tree of answers."""
 
     def __init__(self, chat: ChatTokenizer, *, keeps_reasoning: bool = True) -> None:
         """Render with the template of `chat`.
 
-        Without `keeps_reasoning`, a history that the template writes anew when a user speaks is a
-        root of its own.
+        Without `keeps_reasoning`, a history becomes a new root if the template renders it
+        differently after a user's message.
         """
         self.tree = CallTree()
         self._keeps_reasoning = keeps_reasoning
@@ -41,36 +41,36 @@ class ExactCalls:
         previous: ModelCall | None = None,
         is_prefill: bool = False,
     ) -> CallPrompt:
-        """Find the call that a request continues, and render what is new behind it.
+        """Find the call that a request continues, and render its new messages.
 
         The messages follow `previous`, or are the whole history; with `is_prefill` the last one is
-        the beginning of the answer. Raises ModelError for a history that the model's template does
-        not take.
+        the beginning of the answer. Raises ModelError if the template does not accept the history.
         """
         before = previous.path_messages if previous is not None else []
         history = [*before, *self._facts.shaped(messages)]
         prefill = history.pop().text if is_prefill else ""
         context = digest_of(tools)
         prompt = self.tree.attach(history, context)
-        given = self._given(prompt, tools)
-        if given is None and prompt.parent is not None:
+        new_ids = self._ids_behind_parent(prompt, tools)
+        if new_ids is None and prompt.parent is not None:
             prompt = self.tree.detached(history, context, prompt.parent)
-        if given is None:
-            given = self._renderer.whole(history, tools)
-        thinking = self._chat.opens_thinking(given, prefill)
+        if new_ids is None:
+            new_ids = self._renderer.whole(history, tools)
+        thinking = self._chat.opens_thinking(new_ids, prefill)
         if prefill:
-            given = np.concatenate([given, np.array(self._chat.encode_reply(prefill), np.int32)])
+            prefill_ids = np.array(self._chat.encode_reply(prefill), np.int32)
+            new_ids = np.concatenate([new_ids, prefill_ids])
         return replace(
             prompt,
-            given_ids=given,
+            given_ids=new_ids,
             name=self._next_name(),
             has_tools=bool(tools),
             opened=THINK if thinking else "",
             prefill=prefill,
         )
 
-    def _given(self, prompt: CallPrompt, tools: Tools) -> IntVector | None:
-        """Return int32[G]: what stands for the new messages behind the parent; None: nothing."""
+    def _ids_behind_parent(self, prompt: CallPrompt, tools: Tools) -> IntVector | None:
+        """Return int32[G]: tokens of the new messages; None if the parent cannot be continued."""
         parent = prompt.parent
         if parent is None:
             return None
@@ -85,15 +85,15 @@ class ExactCalls:
         return self._renderer.following(parent.reply, generated_ids, new, tools)
 
     def _drew_images(self, call: ModelCall) -> bool:
-        """Whether the policy has said an image's token: no image may stand behind that."""
+        """Whether the policy generated an image token, after which no image can be shown."""
         return any(self._chat.has_image_token(earlier.generated.token_ids) for earlier in call.path)
 
     def another(self, prompt: CallPrompt) -> CallPrompt:
-        """Return the same request once more, for another answer to it."""
+        """Return the same request under a new name, for another answer."""
         return replace(prompt, name=self._next_name())
 
     def under_name(self, prompt: CallPrompt, name: str) -> CallPrompt:
-        """Return a request under the name that its answer has had before; no later one gets it."""
+        """Return a request under the name of an earlier answer, and reserve that name."""
         if matched := _NAME.fullmatch(name):  # a host may send anything
             self._num_requests = max(self._num_requests, int(matched[1]) + 1)
         return replace(prompt, name=name)
@@ -107,14 +107,14 @@ class ExactCalls:
         request: bytes = b"",
         asked: str = "",
     ) -> ModelCall:
-        """Return the answered call, not yet in the tree; `text` if it is not that of the tokens."""
+        """Return the answered call, not yet in the tree; `text` if it differs from the tokens'."""
         reader = prompt.reader()
         written = self._chat.decode(generated.token_ids) if text is None else text
         reader.push(prompt.prefill + written)
         reader.finish()
-        own = {name.name: getattr(prompt, name.name) for name in fields(CallPrompt)}
+        own = {part.name: getattr(prompt, part.name) for part in fields(CallPrompt)}
         return ModelCall(
-            **own,
+            **(own | {"grammar": None}),  # which is large
             generated=generated,
             text=text,
             request=request,

@@ -332,9 +332,9 @@ async def test_an_earlier_version_plays_and_is_not_in_the_group(
             "DuetGame",
             {"policies": {"tenor": "MODEL"}},
             {},
-            "policies.tenor is not a role of the game",
+            "policies.tenor is not a role of the",
         ),
-        ("AloneGame", {"policies": {"low": "MODEL"}}, {}, "policies.low is not a role of the game"),
+        ("AloneGame", {"policies": {"low": "MODEL"}}, {}, "policies.low is not a role of the"),
         (
             "DuetGame",
             {"algorithm": {"advantage": "remax"}},
