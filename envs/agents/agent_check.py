@@ -174,7 +174,7 @@ def scripted_answer(call: LocalCall) -> str:
     """
     tools = {name: tool for tool in call.request.tools if (name := tool_name(tool))}
     called = {one.name for message in call.history for one in message.calls}
-    form = call.request.format
+    form = call.request.decoding.format
     if form is not None and form.functions and (form.json_schema is None or not called):
         allowed = sorted(form.functions, key=lambda name: (name in called, _is_end(name)))
         return _call(tools[allowed[0]])
@@ -237,7 +237,7 @@ def report_run(run: LocalRun, train: str) -> AgentReport:
         calls=reports,
         endpoints=dict(endpoints),
         without_effect=sorted({name for call in calls for name in call.request.without_effect}),
-        overruled=sorted({name for call in calls for name in call.request.sampled}),
+        overruled=sorted({name for call in calls for name in call.request.decoding.sampling}),
         rows=num_rows,
         outcome=str(info.get("outcome", "")),
         reward=run.result.reward if run.result is not None else None,
@@ -260,7 +260,7 @@ def _report_calls(run: LocalRun, train: str) -> list[CallReport]:
             new=len(call.new_messages),
             tools=[tool_name(tool) for tool in call.request.tools],
             streamed=call.request.stream,
-            choices=call.request.num_choices,
+            choices=call.request.decoding.num_choices,
             refusal=call.refusal,
             trained=sum(not why_not[answer] for answer in call.answers),
             why=_explain(call.answers, why_not, train),
