@@ -28,8 +28,8 @@ from ..jobs.secrets import SecretStore
 from ..jobs.view import JobsView
 from ..reconciler import Reconciler
 from . import origins
-from .access import FileReads, allowed_config, check_game, refuse_second_service
-from .pool_check import PoolCheck
+from .access import FileReads, allowed_config, refuse_second_service, refuse_unregistered_game
+from .checks import JobChecks
 
 # -- names: `<env>-<model>-<two words>` for a run, `serve-<run>-<step>` for a server ---------------
 
@@ -104,8 +104,8 @@ class Submission:
         self._files = FileReads()
         self.origins = origins.Origins(broker, view)
         """What jobs start from."""
-        self.pool = PoolCheck(broker, view, reconciler, self._files)
-        """Says whether the pool can run a job."""
+        self.checks = JobChecks(broker, view, reconciler, self._files)
+        """What a job is checked for before it is queued."""
         self._names: set[tuple[str, str]] = set()
         self._making: dict[tuple[str, str], asyncio.Future[JobRecord]] = {}
 
@@ -119,7 +119,7 @@ class Submission:
             parse_config(request.config)
         else:
             check_keys(request.config)
-        check_game(request.config)
+        refuse_unregistered_game(request.config)
         key = (user, request.request_id)
         making = self._making.get(key)
         if making is None:
@@ -215,7 +215,7 @@ class Submission:
                     f"job {record.name} is {record.state}", hint="submit it as a new job"
                 )
             check_keys(config)
-            check_game(config)
+            refuse_unregistered_game(config)
             name = record.name
             if request.config.get("name") is not None:
                 name = await self._free_name(user, record.job, config, record.kind)
@@ -232,7 +232,9 @@ class Submission:
         that trains on conversations is one of kind `sft`.
         """
         planned, config, models = await self._planned(record)
-        await self.pool.refuse_unfit(planned, config)
+        async for result in self.checks.run(planned, config):
+            if not result.ok:
+                raise result.error()
         planned = planned.model_copy(update={"stored_bytes": states.reserved_bytes(config)})
         self._view.check_growth(before, planned)
         run_dir = await self._files.read(
@@ -281,12 +283,12 @@ class Submission:
         config, actors = origins.changed_config(record, changes), record.actors
         changed: dict[str, Any] = {}
         if changes:
-            check_game(config.model_dump(mode="json", exclude_unset=True))
+            refuse_unregistered_game(config.model_dump(mode="json", exclude_unset=True))
             before = self._view.config(record)
             config, roots = await allowed_config(record, config, self._view, self._files)
             may_write = {"output_roots": [str(root) for root in roots]}
-            reader = self.pool.reader(record.model_copy(update=may_write))
-            await self.pool.refuse_long_contexts(config, reader)
+            reader = self.checks.reader(record.model_copy(update=may_write))
+            await self.checks.refuse_long_contexts(config, reader)
             models = await self.origins.named(record, config)
             config = await origins.copy_models(record, config, models.folders, Stores(self._broker))
             wanted = states.actors_for(config, record.kind)
@@ -296,7 +298,7 @@ class Submission:
                 "teachers": models.teachers,
                 "judge": models.judge,
             }
-        self.pool.refuse_placing(record.user, actors)
+        self.checks.refuse_placing(record.user, actors)
         fields: dict[str, Any] = {
             "attempt": record.attempt + 1,
             "stop": "no",
