@@ -123,12 +123,7 @@ class Intake:
         """
         ever = await self.newest()
         if ever < self._from_seq - 1:
-            raise StorageError(
-                f"the rollout log ends at entry {ever}, the checkpoint knows of "
-                f"{self._from_seq - 1}: stream {self._log.stream} was deleted and made again",
-                hint="restore the stream from a back-up, or go on in a new run: `tinkermq fork "
-                "RUN@STEP`",
-            )
+            raise stream_recreated("rollout log", ever, self._from_seq - 1, self._log.stream)
         newest = await self._log.newest_there()
         try:
             async with asyncio.timeout(deadline_s):
@@ -257,6 +252,15 @@ class Intake:
             math.isfinite(return_of(rows)) for rows in group.episodes
         ):
             raise MessageError(f"the returns of the group of task {task.task} must be finite")
+
+
+def stream_recreated(what: str, last: int, known: int, stream: str) -> StorageError:
+    """Return the error of a stream that ends before what the checkpoint knows of it."""
+    return StorageError(
+        f"the {what} ends at entry {last}, the checkpoint knows entry {known}: stream {stream} was "
+        "deleted and made again",
+        hint="restore the stream from a back-up, or start a new run: `tinkermq fork RUN@STEP`",
+    )
 
 
 def _blame_of(refused: MessageError) -> Blame | None:

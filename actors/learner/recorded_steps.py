@@ -17,7 +17,7 @@ from ...schemas.task import BatchRecord, Task
 from ...schemas.wire.errors import BrokerError, DeadlineError, MessageError, StorageError
 from ..runtime import JobContext
 from ..training.state import LearnerState
-from .intake import CheckedEntry, Drops, Intake, batch_digest
+from .intake import CheckedEntry, Drops, Intake, batch_digest, stream_recreated
 from .staleness import num_admissible
 from .tasks import Ledger
 
@@ -72,7 +72,9 @@ class RecordedSteps:
         self._records = [record for _, record in stored]
         last_seq = stored[-1][0] if stored else 0
         if last_seq < self._state.batch_seq:
-            raise _cut_off("batch records", last_seq, self._state.batch_seq, self._batches.stream)
+            raise stream_recreated(
+                "log of batches", last_seq, self._state.batch_seq, self._batches.stream
+            )
         self._state.batch_seq = last_seq
         self._intake.note_version(self._state.step)
         if self._records:
@@ -145,11 +147,3 @@ class RecordedSteps:
             self._ledger.num_credits + max(num_read, 0),
         )
         return max([by_gate, *(n + 1 for record in self._records for n in record.tasks)])
-
-
-def _cut_off(what: str, last: int, known: int, stream: str) -> StorageError:
-    return StorageError(
-        f"the {what} end at {last}, the checkpoint knows of {known}: stream {stream} was deleted "
-        "and made again",
-        hint="restore the stream from a back-up, or go on in a new run: `tinkermq fork RUN@STEP`",
-    )
