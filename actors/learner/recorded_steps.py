@@ -59,15 +59,15 @@ class RecordedSteps:
     async def refuse_if_replaced(self) -> None:
         """Raise FencedError rather than let a fenced-off learner write a checkpoint.
 
-        A broker that is away does not prevent a checkpoint: decisions in it that are recorded
-        nowhere are compared with the records when it is loaded.
+        An unreachable broker does not prevent a checkpoint: decisions in it that no record has are
+        compared with the records when it is loaded.
         """
         with contextlib.suppress(TimeoutError, BrokerError, DeadlineError):
             async with asyncio.timeout(_OWNER_S):
                 await self.check_owner()
 
     async def read(self) -> None:
-        """Read the records: what the job had come to, and how many tasks were given out."""
+        """Read the records: the last step of the job, and a bound on the tasks that were issued."""
         stored = await self._batches.read_all()
         self._records = [record for _, record in stored]
         last_seq = stored[-1][0] if stored else 0
@@ -117,10 +117,10 @@ class RecordedSteps:
     def entries_of(self, record: BatchRecord) -> list[CheckedEntry]:
         """Return the entries that a recorded step trained, and drop those that it dropped."""
         step, intake = record.step, self._intake
-        lost = [seq for seq in record.seqs if seq not in intake]
-        if lost:
+        missing = [seq for seq in record.seqs if seq not in intake]
+        if missing:
             raise StorageError(
-                f"step {step} trained log entries {lost[:5]} that the rollout log no longer has",
+                f"step {step} trained log entries {missing[:5]} that the rollout log no longer has",
                 hint="resume from a checkpoint that is at least that new, or fork the run",
             )
         self._drops.drop([item for item in record.dropped if item.seq in intake], reported=True)
@@ -132,12 +132,12 @@ class RecordedSteps:
             raise StorageError(
                 f"step {step} trained log entries {[entry.seq for entry in refused[:5]]} that "
                 f"cannot be trained now: {refused[0].refusal}",
-                hint="was the configuration changed in the middle of the run?",
+                hint="check whether the configuration was changed in the middle of the run",
             )
         return entries
 
     async def _largest_number(self) -> int:
-        """Bound the numbers that were given out before a crash: each log entry may be a credit."""
+        """Bound the numbers that were issued before a crash: each log entry may be a credit."""
         training: TrainingConfig = self._context.config.training
         num_read = await self._intake.newest() + 1 - self._state.log_seq
         by_gate = num_admissible(
