@@ -403,11 +403,12 @@ class Learner:
         Versions of an SFT job are published where they are evaluated or saved.
         """
         step, last, evaluations = self._state.step, self._state.total_steps, self._evaluations
-        wanted = step == 0 or self._saver.is_due or evaluations.is_due(step, last)
-        if wanted or not self._config.sft.data:
-            kept = {*opponent_versions(self._config.self_play, step), *([step] if wanted else [])}
+        is_kept = step == 0 or self._saver.is_due or evaluations.is_due(step, last)
+        if is_kept or not self._config.sft.data:
+            needed = set(opponent_versions(self._config.self_play, step))
+            needed |= {step} if is_kept else set()
             await self._publisher.publish(
-                step, self._compute.read_weights, keep=lambda: evaluations.open_versions | kept
+                step, self._compute.read_weights, keep=lambda: evaluations.open_versions | needed
             )
             evaluations.note_version(step)
 

@@ -208,7 +208,7 @@ class Ledger:
 
         Returns whether its task, a position of the data order or a client's, will be issued again
         under another number; an `unplayable` one never is. A group that is `of_another_task` than
-        was issued is no failed try of the issued task.
+        was issued does not count as a failed try of the issued task.
         """
         if not returns_credit(reason) or number in self:
             return False
