@@ -132,7 +132,7 @@ class CallDrawing:
         self._obeys_program = obeys_program
 
     def sampling(self, decoding: Decoding, room: int, prompt: bytes, number: int) -> Sampling:
-        """Return the parameters of a sample, whose seed follows from `prompt` (a digest) and number."""
+        """Return how a sample is drawn; its seed follows from `prompt` (a digest) and `number`."""
         digest = blake2b(f"{self._seed} {number}".encode() + prompt, digest_size=7).digest()
         sampling = sampling_of(
             decoding if self._obeys_program else Decoding(),
