@@ -158,7 +158,7 @@ async def test_more_answers_than_a_server_ever_holds_are_refused_for_good(
     max_tokens: int,
 ) -> None:
     asked = Asked(make_tokenizer())
-    with pytest.raises(ConfigError, match="10 answers were asked for by one request"):
+    with pytest.raises(ConfigError, match="one request asks for 10 answers"):
         await asked.ask([5], COMPLETIONS, prompt=["a", "b"], n=5, max_tokens=max_tokens)
     (made,) = await asked.ask([5], COMPLETIONS, prompt=["a", "b", "c"], n=3)
     assert len(made["choices"]) == 9
