@@ -1,15 +1,14 @@
-"""What a model's chat template can do for programs, found out by rendering, once at start-up.
+"""Shapes and renders conversations for a model's chat template, and finds out what it supports.
 
-What the policy said is never rendered again. To learn what a template writes between the end of a
-turn and the next one, a short conversation with the *shape* of the turn is rendered instead: the
-same calls, with their names and ids, and a mark where the last of it would stand. What follows the
-mark is what follows the turn. Templates look back at names and ids, so a plain text in place of the
-turn would not do; and they rewrite what came long before, so what stands before the mark is not
-looked at.
+Generated text is never rendered again. To find the text between the end of a turn and the next one,
+a short stand-in conversation with the *shape* of the turn is rendered: the same calls with their
+names and ids, and a mark at the end. The text after the mark is the text after the turn. Templates
+refer to names and ids of calls, so a plain text would not do as a stand-in. They may also rewrite
+the earlier history, so the text before the mark is not compared.
 
-Whether that is the true continuation is proved for each template at start-up, by rendering it
-behind other histories. What a template cannot do is logged, and costs rows or tools, never
-exactness: there the whole history is rendered as a root of its own.
+At start-up each template is rendered with other histories to prove that the text after the turn is
+the same. Limitations of a template are logged. They cost rows or tools, never exactness: if a turn
+cannot be continued exactly, the whole history is rendered as a new root.
 """
 
 import json
@@ -44,14 +43,14 @@ _STAND_IN_USER = CanonicalMessage("user", ("stand-in",))
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A rendering, cut behind a turn: the text before it, and the tokens from its end on."""
+    """A rendering, cut after a turn: the text before the turn, and the tokens from its end on."""
 
     before: str
     after: list[int]
 
 
 class HistoryRenderer:
-    """Renders the histories of a program's calls with a model's template."""
+    """Renders conversations with a model's template."""
 
     def __init__(self, chat: ChatTokenizer) -> None:
         """Render with the template of `chat`."""
