@@ -4,16 +4,11 @@ Pages run no script and load nothing that this gateway did not serve. A browser'
 changes something must come from one of these pages: cookies are `samesite=strict`, and beyond that
 `Sec-Fetch-Site` or `Origin` must say so. Without a log-in only names of this machine are answered,
 so that no web site can reach the gateway under a name of its own.
-
-A client that is answered before all of its request was read is still sending it. A connection
-closed then is reset, and with it goes the answer, unread (RFC 9112, 9.6). So the answer is sent
-whole, the rest of the body is dropped as it comes, within bounds, and only then does the answer
-end.
 """
 
-import asyncio
 import contextlib
 import time
+from email.utils import formatdate
 from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -29,9 +24,6 @@ from .sessions import COOKIE
 
 HELD = "tinkermq.held"
 """Key in a request's scope: what is held until the request is answered."""
-MAX_DROPPED_BYTES = 64 << 20
-DROPPING_S = 10.0
-"""How much is read, and how long, of a request that has been answered already."""
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _POLICY = (
@@ -66,7 +58,18 @@ class Guard:
         started = time.perf_counter()
         status = 500
         held = scope[HELD] = contextlib.ExitStack()
-        body = _Body(receive, scope, _largest(scope))
+        largest = _largest(scope)
+        num_bytes = 0
+
+        async def receive_bounded() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > largest:
+                raise HTTPException(413, f"a request may have {largest:,} bytes")
+            if not message.get("more_body", False) and TAKEN in scope:
+                scope[TAKEN].settle(num_bytes)
+            return message
 
         async def send_guarded(message: Message) -> None:
             nonlocal status
@@ -76,22 +79,19 @@ class Guard:
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
                 headers.setdefault("cache-control", "no-store")
-            elif not message.get("more_body", False) and not body.ended:
-                await send({**message, "more_body": True})
-                held.close()
-                await body.drop_the_rest()
-                message = {"type": "http.response.body"}
+                headers.setdefault("date", formatdate(usegmt=True))
+            elif not message.get("more_body", False):
+                held.close()  # the server may still drop the rest of the request
             await send(message)
 
-        refusal = self._refusal(scope)
-        app = self._app if refusal is None else refusal
+        app = self._refusal(scope, largest) or self._app
         try:
             with held:
-                await app(scope, body.receive, send_guarded)
+                await app(scope, receive_bounded, send_guarded)
         finally:
             self._counters.count(scope, status, time.perf_counter() - started)
 
-    def _refusal(self, scope: Scope) -> JSONResponse | None:
+    def _refusal(self, scope: Scope, largest: int) -> JSONResponse | None:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if self._local_only and _place(f"//{host}").hostname not in LOOPBACK:
@@ -99,7 +99,6 @@ class Guard:
         if scope["method"] in _SAFE:
             return None
         length = headers.get("content-length", "0")
-        largest = _largest(scope)
         if not length.isdigit() or int(length) > largest:
             why = f"a request may have {largest:,} bytes"
             if (path := scope["path"]).startswith("/v1/"):
@@ -131,43 +130,6 @@ def _place(url: str) -> SplitResult:
         return urlsplit(url)
     except ValueError:
         return urlsplit("")
-
-
-class _Body:
-    """The body of a request as it comes, which is refused where it is longer than it may be."""
-
-    def __init__(self, receive: Receive, scope: Scope, largest: int) -> None:
-        headers = Headers(scope=scope)
-        content_length = headers.get("content-length", "0")
-        self.ended = content_length == "0" and "transfer-encoding" not in headers
-        """Whether all of it has come."""
-        self._receive = receive
-        self._scope = scope
-        self._largest = largest
-        self._seen = 0
-
-    async def receive(self) -> Message:
-        """Return what came next; HTTPException 413 for more than may come."""
-        message = await self._next()
-        if self._seen > self._largest:
-            raise HTTPException(413, f"a request may have {self._largest:,} bytes")
-        return message
-
-    async def drop_the_rest(self) -> None:
-        """Read to the end of what is still sent, for as long and as much as is bearable."""
-        most = self._seen + MAX_DROPPED_BYTES
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DROPPING_S):
-                while not self.ended and self._seen < most:
-                    await self._next()
-
-    async def _next(self) -> Message:
-        message = await self._receive()
-        self._seen += len(message.get("body", b""))
-        self.ended = message["type"] != "http.request" or not message.get("more_body", False)
-        if self.ended and TAKEN in self._scope:
-            self._scope[TAKEN].settle(self._seen)
-        return message
 
 
 def _refuse(why: str, status: int = 403) -> JSONResponse:

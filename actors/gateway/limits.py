@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 from starlette.types import Scope
 
-from ...envs.http_server import ConnectionBounds, Connections, Deadlines
+from ...schemas.http_server import HttpBounds
 from ...schemas.metric import Presence
 from ...schemas.node import NodeStatus
 from ...schemas.wire.errors import BusyError, ConfigError
@@ -21,11 +21,10 @@ from ...schemas.wire.errors import BusyError, ConfigError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MAX_CONNECTIONS = 1024
-MAX_OF_HOLDER = 512
-"""Of one address, as long as it has shown no key, or of one user."""
-NUM_RESERVED = 64
-"""Further ones, for one light request each."""
+MAX_REQUESTS = 1024
+"""Requests that run at once, without light ones."""
+MAX_LOCAL_REQUESTS = 512
+"""The same in a pool without users: half of what its one visitor may have, pages included."""
 RETRY_AFTER_S = 5
 MAX_INFERENCE_BYTES = 8 << 20
 MAX_PROGRAM_BYTES = 1 << 30
@@ -41,8 +40,6 @@ MAX_ANSWER_BYTES = 64 << 20
 """Bytes of answers of one user at a time: of streams what was not read yet, of others all."""
 MAX_THREADS = 2
 """Threads that work for one user at a time; what has to wait does so without a thread."""
-_DEADLINES = Deadlines(head_s=10.0, idle_s=10.0, body_s=15.0, stalled_s=30.0)
-_BOUNDS = ConnectionBounds(MAX_CONNECTIONS, MAX_OF_HOLDER, MAX_OF_HOLDER, NUM_RESERVED)
 _CONFIGS = frozenset({"/submit", "/api/v1/jobs", "/api/v1/check"})
 _APIS = ("/v1/", "/tinker/", "/e/")
 _TINKER = "/tinker/api/v1/"
@@ -52,21 +49,20 @@ _LIGHT = tuple(
 )
 
 
-def gateway_connections(
-    bounds: ConnectionBounds = _BOUNDS, deadlines: Deadlines = _DEADLINES
-) -> Connections:
-    """Return what bounds the connections of a gateway."""
-    return Connections(
-        "gateway",
-        bounds=bounds,
-        deadlines=deadlines,
-        retry_after_s=RETRY_AFTER_S,
+def http_bounds(max_running: int = MAX_REQUESTS) -> HttpBounds:
+    """Return the bounds of a gateway's HTTP server."""
+    return HttpBounds(
+        idle_s=10,
+        body_s=15,
+        stalled_s=30,
+        max_running=max_running,
         is_light=_is_light,
+        retry_after_s=RETRY_AFTER_S,
     )
 
 
 def _is_light(scope: Scope) -> bool:
-    """Whether the reserve is for a request: one of a page, of health, or a heartbeat; no stream."""
+    """Return whether a request is short: for a page, health or a heartbeat, and no stream."""
     if any(name == b"accept" and b"event-stream" in value for name, value in scope["headers"]):
         return False
     path: str = scope["path"]
@@ -79,6 +75,14 @@ def content_length(headers: Mapping[str, str]) -> int | None:
     if length is None:
         return None
     return int(length) if length.isascii() and length.isdigit() and len(length) < 12 else 0
+
+
+def body_bytes(headers: Mapping[str, str], largest: int) -> int:
+    """Return how large the body of a request is, or may be, up to `largest`."""
+    length = content_length(headers)
+    if length is not None:
+        return min(length, largest)
+    return largest if "transfer-encoding" in headers else 0
 
 
 def max_body_bytes(path: str) -> int:

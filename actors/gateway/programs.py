@@ -12,6 +12,7 @@ from collections import Counter
 from hashlib import blake2b
 
 from cachetools import TTLCache
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...broker.client.connection import connect
@@ -19,13 +20,12 @@ from ...broker.client.keys import EPISODE_KEY, EpisodeIdentity, read_episode_key
 from ...broker.client.login import of_program
 from ...broker.fair_queue import end_tasks
 from ...envs.agents.proxy.calls import bare_key
-from ...envs.agents.proxy.exchange import BodyRoom, ClientGone, HttpExchange, KeyRefused
+from ...envs.agents.proxy.exchange import BodyRoom, KeyRefused, error_answer
 from ...envs.agents.proxy.model_calls import MAX_BODY_BYTES
 from ...envs.agents.proxy.remote_episode import RemoteEpisode
 from ...envs.agents.proxy.routes import api_of, presented_keys, split_path
-from ...envs.http_server import give_connection_to
 from ...schemas.wire.errors import BusyError, LogInRefusedError, TinkermqError
-from .limits import TAKEN, Share, content_length
+from .limits import TAKEN, Share, body_bytes
 
 MAX_EPISODES = 1024
 MAX_OF_USER = 512
@@ -196,18 +196,15 @@ class ProgramRequests:
         if not is_of_program(scope):
             await self._app(scope, receive, send)
             return
-        exchange = HttpExchange(scope, receive, send)
-        exchange.api = api_of(split_path(exchange.path)[1])
         try:
             episode = await self._episodes.of_key(_key_of(scope))
-            give_connection_to(f"{episode.user}'s programs", scope)
-            with self._episodes.share(episode.user).taken(_body_bytes(exchange)) as taken:
+            num_bytes = body_bytes(Headers(scope=scope), MAX_BODY_BYTES)
+            with self._episodes.share(episode.user).taken(num_bytes) as taken:
                 scope[TAKEN] = taken
                 await episode(scope, receive, send)
-        except ClientGone:
-            return
         except TinkermqError as error:
-            await exchange.fail(error)
+            api = api_of(split_path(scope["path"])[1])
+            await error_answer(error, api)(scope, receive, send)
 
 
 def is_of_program(scope: Scope) -> bool:
@@ -223,14 +220,5 @@ def _key_of(scope: Scope) -> str:
 
 
 def _presented(scope: Scope) -> str:
-    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-    keys = (bare_key(key) for key in presented_keys(headers) if key)
+    keys = (bare_key(key) for key in presented_keys(Headers(scope=scope)) if key)
     return next((key for key in keys if key.startswith(EPISODE_KEY)), "")
-
-
-def _body_bytes(exchange: HttpExchange) -> int:
-    """Return how large a body is, or may be."""
-    length = content_length(exchange.headers)
-    if length is not None:
-        return min(length, MAX_BODY_BYTES)
-    return MAX_BODY_BYTES if "transfer-encoding" in exchange.headers else 0

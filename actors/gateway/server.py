@@ -9,13 +9,12 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 from urllib.parse import quote
 
 import structlog
-import uvicorn
 from starlette.applications import Starlette
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.exceptions import HTTPException
@@ -35,7 +34,7 @@ from ...broker.jetstream.kv import Entry
 from ...broker.jetstream.streams import create_shared, wait_for_shared
 from ...broker.presence import PresenceBeat, list_presences
 from ...broker.service_process import notifying_systemd
-from ...envs.http_server import MAX_HEAD_BYTES, ConnectionBounds
+from ...schemas.http_server import HttpServer, listening_socket
 from ...schemas.job import FINAL_STATES
 from ...schemas.metric import Presence
 from ...schemas.wire import errors
@@ -237,8 +236,8 @@ async def _crash(request: Request, error: Exception) -> Response:
 
 DRAIN_S = 5
 _RETRY_S = 0.5
-_OPEN_FILES = 4 * limits.MAX_CONNECTIONS
-"""Files: one for each connection, and those towards the broker."""
+_OPEN_FILES = 8 * limits.MAX_REQUESTS
+"""Files: one for each connection, idle ones too, and those towards the broker."""
 
 
 @dataclass(frozen=True)
@@ -279,29 +278,15 @@ async def run(options: Options) -> None:
     secure = options.certificate is not None or options.behind_tls
     app = make_app(sessions, local_only=not with_keys, secure=secure)
     gateway: Gateway = app.state.gateway
-    # the proxy's is one
-    of_address = limits.MAX_CONNECTIONS if options.behind_tls else limits.MAX_OF_HOLDER
-    bounds = ConnectionBounds(
-        limits.MAX_CONNECTIONS, of_address, limits.MAX_OF_HOLDER, limits.NUM_RESERVED
+    max_running = limits.MAX_REQUESTS if with_keys else limits.MAX_LOCAL_REQUESTS
+    server = HttpServer(
+        "gateway",
+        app,
+        limits.http_bounds(max_running),
+        ssl_certfile=options.certificate,
+        ssl_keyfile=options.certificate_key,
     )
-    connections = limits.gateway_connections(bounds)
-    with _listen(options.host, options.port) as listener:
-        server = _Server(
-            uvicorn.Config(
-                app,
-                lifespan="off",
-                http=cast("Any", connections.protocol),
-                ws="none",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-                timeout_graceful_shutdown=DRAIN_S,
-                ssl_certfile=options.certificate,
-                ssl_keyfile=options.certificate_key,
-            )
-        )
+    with listening_socket(options.host, options.port) as listener:
         settle_memory()
         _settle_open_files()
         compiling = asyncio.create_task(
@@ -309,31 +294,23 @@ async def run(options: Options) -> None:
         )
         sweeping = asyncio.create_task(sessions.sweep(), name="close idle connections")
         sweeping_programs = asyncio.create_task(gateway.programs.sweep(), name="idle programs")
-        watching = asyncio.create_task(connections.watch(), name="close slow visitors")
         async with _announced(options, gateway, login):
-            _stop_on_signal(server, gateway)
+            _stop_on_signal(gateway)
+            await server.listen(listener)
             scheme = "https" if options.certificate else "http"
             address = f"{scheme}://{options.host}:{listener.getsockname()[1]}"
             _log.info("gateway_listens", url=address, with_keys=with_keys)
-            await server.serve(sockets=[listener])
+            await gateway.stopping.wait()
+            await server.stop(DRAIN_S)
         await compiling
         sweeping.cancel()
         sweeping_programs.cancel()
-        watching.cancel()
         await gateway.histories.close()
         await gateway.programs.close()
         await sessions.close()
 
 
-class _Server(uvicorn.Server):
-    """uvicorn, with its signals left to this module."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _stop_on_signal(server: uvicorn.Server, gateway: Gateway) -> None:
+def _stop_on_signal(gateway: Gateway) -> None:
     """Drain at the first signal; a second one ends at once."""
 
     def stop() -> None:
@@ -342,7 +319,6 @@ def _stop_on_signal(server: uvicorn.Server, gateway: Gateway) -> None:
             os._exit(1)
         _log.info("actor_draining")
         gateway.stopping.set()
-        server.should_exit = True
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
@@ -385,21 +361,6 @@ def _check_certificate(options: Options) -> None:
             f"the certificate {certificate} cannot be used: {error}",
             hint="give the PEM files of a certificate and of its key, readable by this user",
         ) from error
-
-
-@contextlib.contextmanager
-def _listen(host: str, port: int) -> Iterator[socket.socket]:
-    try:
-        listener = socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=256
-        )
-    except OSError as error:
-        raise errors.StorageError(
-            f"the gateway cannot listen on {host}:{port}: {error.strerror}",
-            hint="choose another port: --port N (0 takes a free one)",
-        ) from error
-    with listener:
-        yield listener
 
 
 @contextlib.asynccontextmanager

@@ -25,7 +25,7 @@ from ...schemas.job import JobRecord
 from ...schemas.wire import errors
 from ...schemas.wire.foreign import ends_this_task
 from ...schemas.wire.subjects import DEFAULT_USER
-from .limits import MAX_CONNECTIONS, MAX_RUNNING, Share, Taken
+from .limits import MAX_REQUESTS, MAX_RUNNING, Share, Taken
 
 COOKIE = "tinkermq_session"
 SESSION_S = 12 * 3600.0
@@ -214,7 +214,7 @@ class Sessions:
         for visitor in self._visitors.values():
             if visitor.user == user:
                 return visitor.share
-        return Share(MAX_RUNNING if self.with_keys else MAX_CONNECTIONS)
+        return Share(MAX_RUNNING if self.with_keys else MAX_REQUESTS)
 
     async def _make_room(self) -> None:
         if len(self._visitors) < self._max_visitors:

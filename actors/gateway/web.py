@@ -14,13 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...broker.client.connection import Broker
-from ...envs.http_server import give_connection_to
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import BrokerError, DeadlineError, MessageError, TinkermqError
 from .data.jobs import Figures
 from .data.metrics import Histories
 from .guard import HELD
-from .limits import TAKEN, Counters, content_length, max_body_bytes
+from .limits import TAKEN, Counters, body_bytes, max_body_bytes
 from .operations import Scheduler
 from .programs import ProgramEpisodes
 from .sessions import COOKIE, LogInError, Sessions, Visitor
@@ -63,8 +62,7 @@ async def visitor_of(request: Request) -> Visitor:
     written as Tinker's SDK has it. Raises LogInError.
     """
     visitor = await _let_in(request)
-    take_connection(request, visitor)
-    held = visitor.held(_body_bytes(request))
+    held = visitor.held(body_bytes(request.headers, max_body_bytes(request.url.path)))
     request.scope[TAKEN] = request.scope[HELD].enter_context(held)
     return visitor
 
@@ -91,23 +89,6 @@ async def why_it_failed(request: Request, error: TinkermqError) -> TinkermqError
     except TinkermqError:
         return error  # the broker is away, as the first error says
     return error
-
-
-def take_connection(request: Request, visitor: Visitor) -> None:
-    """Count the connection of a request as its user's; raises BusyError for too many.
-
-    In a pool without users it stays that of its address.
-    """
-    if gateway_of(request).sessions.with_keys:
-        give_connection_to(visitor.user, request.scope)
-
-
-def _body_bytes(request: Request) -> int:
-    """Return how large the body of a request is, or may be."""
-    length = content_length(request.headers)
-    if length is not None:
-        return length
-    return max_body_bytes(request.url.path) if "transfer-encoding" in request.headers else 0
 
 
 async def scheduler_of(request: Request) -> Scheduler:

@@ -27,7 +27,6 @@ from ..running.episodes import Opening
 from .call_selection import digest_of
 from .episode import EpisodeLimit, ProgramEpisode
 from .programs.runner import ProgramRunner
-from .proxy.exchange import HttpExchange
 from .proxy.proxy import ModelProxy
 
 SCOPE = JobScope("local", "agent-check")
@@ -283,9 +282,9 @@ class _ObservedProxy(ModelProxy):
         self.seen.episode = episode
         super().open(episode)
 
-    def _record(self, exchange: HttpExchange, path: str) -> None:
-        request = f"{exchange.method} /v1/{path}"[:200] if path else f"{exchange.method} /"
-        self.seen.requests[request, exchange.status] += 1
+    def _record(self, method: str, path: str, status: int) -> None:
+        request = f"{method} /v1/{path}"[:200] if path else f"{method} /"
+        self.seen.requests[request, status] += 1
 
 
 class LocalProgram:

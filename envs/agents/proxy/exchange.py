@@ -1,7 +1,7 @@
-"""One HTTP request of a program and its answer, as ASGI has them, and the errors it may be given.
+"""One HTTP request of a program, its answer, and the errors of the proxy.
 
-Some programs read no `x-should-retry`, so the statuses themselves are those that were measured to
-end or to repeat a call.
+Some programs do not read `x-should-retry`, so the statuses were chosen by what they were measured
+to do: end the call, or repeat it.
 """
 
 import asyncio
@@ -9,10 +9,12 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import parse_qs
 
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....schemas.http_server import Receive, Scope, Send
 from ....schemas.wire.errors import AuthError, BrokerError, BusyError, TinkermqError
-from ...http_server import Hangup, Receive, Scope, Send
 from ...model_apis.answers import ModelApi, retry_headers
 from ...model_apis.chat import CHAT
 from ...model_apis.messages import MESSAGES
@@ -23,14 +25,13 @@ from ..episode import ContextTooLong, EpisodeOver
 _COUNTS = re.compile(r"(\d+) tokens > (\d+) maximum")
 _OVER = {CHAT: 410, RESPONSES: 400, MESSAGES: 410}
 """The statuses by which programs stop to call once their episode is over."""
-_JSON = "application/json"
 _LARGE = 32 << 10
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-_STREAM: Mapping[str, str] = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
+_STREAM = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 
 
 class KeyRefused(AuthError):
@@ -53,10 +54,6 @@ class NoSuchEndpoint(RequestError):
     """A path or method that is not served, or an answer that is not there."""
 
     status = 404
-
-
-class ClientGone(Exception):
-    """The program has closed its connection."""
 
 
 class UnreadableBody(RequestError):
@@ -83,128 +80,108 @@ class BodyRoom:
         self._left += num_bytes
 
 
-class HttpExchange:
-    """A request that is being answered."""
+async def read_body(request: Request, most: int, room: BodyRoom | None = None) -> bytes:
+    """Return a body; TooLarge, as soon as it is known, for one over `most` bytes.
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Take what the server has read of it."""
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
-        self.headers: dict[str, str] = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
-        }
-        self.api: ModelApi = CHAT
-        """The API in whose words it gets errors."""
-        self.is_started = False
-        """Whether the head of the answer has been sent."""
-        self.status = 0
-        """What was answered; 0: nothing."""
+    The body takes up `room` while it is read; BusyError where none is left.
+    """
+    room = room or BodyRoom(most)
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > most:
+        raise _too_large(most)
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise UnreadableBody("the body is compressed", hint="send it as it is")
+    raw = bytearray()
+    try:
+        async for piece in request.stream():
+            if len(raw) + len(piece) > most:
+                raise _too_large(most)
+            room.reserve(len(piece))
+            raw += piece
+        return bytes(raw)
+    finally:
+        room.release(len(raw))
+
+
+class ClientWatch:
+    """Notices that the client of a request disconnects.
+
+    Use it as a context manager, after the body was read.
+    """
+
+    def __init__(self, receive: Receive, wake: Callable[[], object]) -> None:
+        """Call `wake` when the client has disconnected."""
         self.is_gone = False
-        """Whether the program has closed the connection before the answer was whole."""
-        self._query: bytes = scope["query_string"]
         self._receive = receive
+        self._wake = wake
+
+    def __enter__(self) -> "ClientWatch":
+        self._watching = asyncio.create_task(self._wait(), name="watch a program's connection")
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._watching.cancel()
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.is_gone = True
+        self._wake()
+
+
+class JsonAnswer(Response):
+    """A JSON value, or the bytes of one."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Return the bytes of a value."""
+        return content if isinstance(content, bytes) else dumped(content)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it; the end of a large one waits until the program has read the rest."""
+        is_large = len(self.body) > _LARGE
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        await send({"type": "http.response.body", "body": self.body, "more_body": is_large})
+        if is_large:
+            await send({"type": "http.response.body", "body": b""})
+
+
+class EventStream:
+    """An answer of server-sent events."""
+
+    def __init__(self, send: Send) -> None:
+        """Send by `send`; nothing is sent yet."""
+        self.is_started = False
         self._send = send
-        self._hangup: Hangup | None = scope.get("state", {}).get(Hangup.NAME)
-        self._watching: asyncio.Task[None] | None = None
 
-    def asked(self, name: str) -> str:
-        """Return a parameter of the query; empty where it is missing."""
-        return parse_qs(self._query.decode("latin-1")).get(name, [""])[-1]
-
-    async def body(self, most: int, room: "BodyRoom | None" = None) -> bytes:
-        """Return the body; TooLarge, as soon as it is known, for one over `most` bytes.
-
-        While it is read it takes up `room`; BusyError where there is none left.
-        """
-        room = room or BodyRoom(most)
-        taken = 0
-        declared = self.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > most:
-            raise _too_large(most)
-        if self.headers.get("content-encoding", "identity") != "identity":
-            raise UnreadableBody("the body is compressed", hint="send it as it is")
-        raw = bytearray()
-        try:
-            while True:
-                message = await self._receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                piece = message.get("body", b"")
-                if len(raw) + len(piece) > most:
-                    raise _too_large(most)
-                room.reserve(len(piece))
-                taken += len(piece)
-                raw += piece
-                if not message.get("more_body", False):
-                    return bytes(raw)
-        finally:
-            room.release(taken)
-
-    def watch(self, wake: Callable[[], object]) -> None:
-        """From now on notice when the program goes away, and call `wake` then."""
-
-        def gone() -> None:
-            self.is_gone = True
-            wake()
-
-        async def wait() -> None:
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
-            gone()
-
-        if self._hangup is not None:
-            self._hangup.watch(gone)
-        else:
-            self._watching = asyncio.create_task(wait(), name="watch a program's connection")
-
-    def unwatch(self) -> None:
-        """Watch no more."""
-        if self._hangup is not None:
-            self._hangup.call = None
-        if self._watching is not None:
-            self._watching.cancel()
-
-    async def reply(
-        self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None
-    ) -> None:
-        """Answer with a JSON value."""
-        await self.reply_raw(dumped(value), status, headers)
-
-    async def reply_raw(
-        self, raw: bytes, status: int = 200, headers: Mapping[str, str] | None = None
-    ) -> None:
-        """Answer with a JSON value that is serialised already."""
-        described = {"content-type": _JSON, "content-length": str(len(raw)), **(headers or {})}
-        await self._start(status, described)
-        large = len(raw) > _LARGE
-        await self._send({"type": "http.response.body", "body": raw, "more_body": large})
-        if large:  # the end of it waits until the program has read the rest
-            await self._send({"type": "http.response.body", "body": b""})
-
-    async def fail(self, error: TinkermqError) -> None:
-        """Answer with an error, if nothing has been said yet."""
-        if self.is_started or self.is_gone:
-            return
-        status = status_of(error, self.api)
-        await self.reply(worded(error, self.api), status, retry_headers(error, status))
-
-    async def start_stream(self, headers: Mapping[str, str]) -> None:
-        """Begin a stream of server-sent events."""
-        await self._start(200, {**_STREAM, **headers})
+    async def start(self, headers: Mapping[str, str]) -> None:
+        """Send the head."""
+        self.is_started = True
+        raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        message = {"type": "http.response.start", "status": 200, "headers": [*_STREAM, *raw]}
+        await self._send(message)
 
     async def write(self, text: str) -> None:
         """Send events; waits while the program reads too slowly."""
         body = text.encode(errors="replace")
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
-    async def end_stream(self) -> None:
-        """End a stream."""
+    async def end(self) -> None:
+        """End the stream."""
         await self._send({"type": "http.response.body", "body": b""})
 
-    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
-        self.is_started, self.status = True, status
-        encoded = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+
+def error_answer(error: TinkermqError, api: ModelApi) -> JsonAnswer:
+    """Return the answer for an error."""
+    status = status_of(error, api)
+    return JsonAnswer(worded(error, api), status, retry_headers(error, status))
 
 
 def dumped(value: Any) -> bytes:

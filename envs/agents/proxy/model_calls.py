@@ -4,13 +4,16 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from ....schemas.agent import CallRequest
+from ....schemas.http_server import Receive, Scope, Send
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import MessageError, NotFoundError
 from ...model_apis.answers import (
@@ -28,7 +31,7 @@ from ...model_apis.request import ModelRequest, RequestError, call_request
 from ...model_apis.responses import RESPONSES, input_items
 from ..episode import EpisodeOver
 from .calls import CallAsker, GatheredAnswer, GatheredChoice, KeptAnswer, OpenEpisode, RunningCall
-from .exchange import BodyRoom, ClientGone, HttpExchange, dumped, worded
+from .exchange import BodyRoom, ClientWatch, EventStream, JsonAnswer, read_body, worded
 
 T = TypeVar("T")
 
@@ -171,18 +174,6 @@ def _token_fields(gathered: GatheredAnswer) -> dict[str, Any]:
     return {"tinkermq": {**fields, "answers": answers}}
 
 
-@dataclass
-class _Waiting:
-    """A request that waits for a call."""
-
-    exchange: HttpExchange
-    opened: OpenEpisode
-    api: ModelApi
-    call: RunningCall
-    reading: AnswerReading
-    woken: asyncio.Event
-
-
 class ModelCalls:
     """Answers the model endpoints."""
 
@@ -191,92 +182,119 @@ class ModelCalls:
         self._asker = asker
         self._room = room or BodyRoom(MAX_BODIES_BYTES)
 
-    async def answer(self, exchange: HttpExchange, opened: OpenEpisode, api: ModelApi) -> None:
-        """Answer one call."""
-        raw = await exchange.body(MAX_BODY_BYTES, self._room)
+    async def answer(self, request: Request, opened: OpenEpisode, api: ModelApi) -> Response:
+        """Begin one call, or join the one that it repeats; return what sends its answer."""
+        raw = await read_body(request, MAX_BODY_BYTES, self._room)
         aside = _run_in_thread if len(raw) > _LARGE else _run_inline
         model_request, digest = await aside(_read, raw, api)
-        if "x-tinkermq-tokens" in exchange.headers:
+        if "x-tinkermq-tokens" in request.headers:
             model_request = replace(model_request, return_token_ids=True)
-        is_marked = _is_retry(exchange)
-        if named := exchange.headers.get("idempotency-key", ""):
+        is_marked = _is_retry(request)
+        if named := request.headers.get("idempotency-key", ""):
             digest = blake2b(digest + named.encode(errors="replace"), person=b"named").digest()
             is_marked = is_marked or opened.is_known(digest)
         call = opened.calls.join(digest, is_marked=is_marked)
         if call is None:
             if model_request.previous:
                 await self._asker.look_up(model_request.previous)
-            request = await aside(_request, opened, model_request, is_marked)
-            call = RunningCall(self._asker, opened, request, len(raw))
+            outgoing = await aside(_request, opened, model_request, is_marked)
+            call = RunningCall(self._asker, opened, outgoing, len(raw))
             opened.calls.add(digest, call)
         reading = AnswerReading(api, model_request, call.request.request)
-        try:
-            with call.listening() as woken:
-                waiting = _Waiting(exchange, opened, api, call, reading, woken)
-                await self._tell(waiting, stream=model_request.stream)
-        finally:
-            opened.calls.leave(digest, call)
+        keepalive_s = self._asker.times.keepalive_s
+        return _CallAnswer(
+            opened, api, call, digest, reading, keepalive_s, stream=model_request.stream
+        )
 
-    async def count(self, exchange: HttpExchange, opened: OpenEpisode) -> None:
+    async def count(self, request: Request, opened: OpenEpisode) -> Response:
         """Answer how many tokens a prompt of Messages has, as it would be continued."""
-        raw = await exchange.body(MAX_BODY_BYTES, self._room)
+        raw = await read_body(request, MAX_BODY_BYTES, self._room)
         aside = _run_in_thread if len(raw) > _LARGE else _run_inline
         model_request, _ = await aside(_read, raw, MESSAGES)
         model_request = replace(model_request, stream=False, return_token_ids=False)
-        request = await aside(_request, opened, model_request, False)
-        counting = request.model_copy(update={"count_only": True})
+        outgoing = await aside(_request, opened, model_request, False)
+        counting = outgoing.model_copy(update={"count_only": True})
         call = RunningCall(self._asker, opened, counting, len(raw))
         try:
-            with call.listening() as woken:
-                exchange.watch(woken.set)
-                await _until_over(exchange, call, woken)
+            with (
+                call.listening() as woken,
+                ClientWatch(request.receive, woken.set) as client,
+            ):
+                await _until_over(client, call, woken)
         finally:
-            exchange.unwatch()
             call.end(EpisodeOver("the program no longer waits for the count"))
         assert call.answer.head is not None
-        await exchange.reply({"input_tokens": call.answer.head.num_prompt})
+        return JsonAnswer({"input_tokens": call.answer.head.num_prompt})
 
-    async def _tell(self, waiting: _Waiting, *, stream: bool) -> None:
-        """Tell a program the answer, and the generator whether it has arrived."""
-        exchange, call = waiting.exchange, waiting.call
-        exchange.watch(waiting.woken.set)
-        arrived = False
+
+class _CallAnswer(Response):
+    """The answer to a call, sent as the model generates it, or whole."""
+
+    def __init__(
+        self,
+        opened: OpenEpisode,
+        api: ModelApi,
+        call: RunningCall,
+        digest: bytes,
+        reading: AnswerReading,
+        keepalive_s: float,
+        *,
+        stream: bool,
+    ) -> None:
+        super().__init__()
+        self._opened, self._api = opened, api
+        self._call, self._digest = call, digest
+        self._reading = reading
+        self._keepalive_s = keepalive_s
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer, and tell the generator whether the program has all of it."""
+        call, arrived = self._call, False
         try:
-            await (self._stream(waiting) if stream else self._whole(waiting))
-            arrived = not exchange.is_gone  # at once: the end of an answer looks like a hang-up
+            with call.listening() as woken, ClientWatch(receive, woken.set) as client:
+                try:
+                    if self._stream:
+                        await self._send_events(EventStream(send), client, woken)
+                    else:
+                        await _until_over(client, call, woken)
+                        answer = JsonAnswer(self._reading.whole(call.answer), 200, _headers(call))
+                        await answer(scope, receive, send)
+                    arrived = not client.is_gone  # at once: the end looks like a disconnection
+                finally:
+                    if call.answer.is_whole:
+                        await call.delivered(whole=arrived)
+            if self._api is RESPONSES and call.error is None:
+                self._opened.answers.add(self._reading.id, self._reading.kept(call.answer))
+                self._opened.inputs.add(self._reading.id, self._reading.kept_input())
         finally:
-            exchange.unwatch()
-            if call.answer.is_whole:
-                await call.delivered(whole=arrived)
-        if waiting.api is RESPONSES and call.error is None:
-            opened, reading = waiting.opened, waiting.reading
-            opened.answers.add(reading.id, reading.kept(call.answer))
-            opened.inputs.add(reading.id, reading.kept_input())
+            self._opened.calls.leave(self._digest, call)
 
-    async def _stream(self, waiting: _Waiting) -> None:
-        exchange, call, reading = waiting.exchange, waiting.call, waiting.reading
+    async def _send_events(
+        self, stream: EventStream, client: ClientWatch, woken: asyncio.Event
+    ) -> None:
+        call, reading = self._call, self._reading
         while True:
-            waiting.woken.clear()
-            if exchange.is_gone:
-                raise ClientGone
-            if call.error is not None and not exchange.is_started:
+            woken.clear()
+            if client.is_gone:
+                raise ClientDisconnect
+            if call.error is not None and not stream.is_started:
                 raise call.error
             is_over = call.is_over
             text = "".join(reading.news(call.answer))
             if call.error is not None:
-                text += reading.fail(worded(call.error, exchange.api))
+                text += reading.fail(worded(call.error, self._api))
             if text:
-                await _write(waiting, text)
+                await self._write(stream, text)
             if is_over:
-                return await exchange.end_stream()
-            if not await _is_woken(waiting.woken, self._asker.times.keepalive_s):
-                await _write(waiting, waiting.api.waiting)
+                return await stream.end()
+            if not await _is_woken(woken, self._keepalive_s):
+                await self._write(stream, self._api.waiting)
 
-    async def _whole(self, waiting: _Waiting) -> None:
-        call = waiting.call
-        await _until_over(waiting.exchange, call, waiting.woken)
-        answer = dumped(waiting.reading.whole(call.answer))
-        await waiting.exchange.reply_raw(answer, headers=_headers(call))
+    async def _write(self, stream: EventStream, text: str) -> None:
+        if not stream.is_started:
+            await stream.start(_headers(self._call))
+        await stream.write(text)
 
 
 async def _run_in_thread(work: Callable[..., T], *arguments: Any) -> T:
@@ -325,8 +343,8 @@ def _previous(opened: OpenEpisode, name: str) -> int:
         ) from error
 
 
-def _is_retry(exchange: HttpExchange) -> bool:
-    num_tries = exchange.headers.get("x-stainless-retry-count", "")
+def _is_retry(request: Request) -> bool:
+    num_tries = request.headers.get("x-stainless-retry-count", "")
     return num_tries.isdecimal() and num_tries.strip("0") != ""
 
 
@@ -346,19 +364,13 @@ def _headers(call: RunningCall) -> Mapping[str, str]:
     return headers
 
 
-async def _write(waiting: _Waiting, text: str) -> None:
-    if not waiting.exchange.is_started:
-        await waiting.exchange.start_stream(_headers(waiting.call))
-    await waiting.exchange.write(text)
-
-
-async def _until_over(exchange: HttpExchange, call: RunningCall, woken: asyncio.Event) -> None:
-    """Wait for all of an answer; raises the error that it ended with, ClientGone."""
+async def _until_over(client: ClientWatch, call: RunningCall, woken: asyncio.Event) -> None:
+    """Wait for all of an answer; raises the error that it ended with, ClientDisconnect."""
     while not call.is_over:
         await woken.wait()
         woken.clear()
-        if exchange.is_gone:
-            raise ClientGone
+        if client.is_gone:
+            raise ClientDisconnect
     if call.error is not None:
         raise call.error
 

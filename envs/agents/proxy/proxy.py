@@ -16,10 +16,10 @@ from ....broker.client.parts import PartsService, SharedInbox, Tell
 from ....broker.client.replies import Listening
 from ....broker.client.rpc import Service, call
 from ....schemas.agent import EpisodePost, EpisodePosted, EpisodeSecret, ReportedCall
+from ....schemas.http_server import HttpBounds, HttpServer, listening_socket
 from ....schemas.wire.errors import StateError, TinkermqError
 from ....schemas.wire.message import Empty
 from ....schemas.wire.subjects import JobScope
-from ...http_server import Connections, Deadlines, HttpServer
 from ..episode import EpisodeOver, ProgramEpisode
 from .calls import (
     KEPT_BYTES,
@@ -33,7 +33,7 @@ from .calls import (
 )
 from .exchange import KeyRefused
 from .model_calls import ModelCalls
-from .routes import ProxyRoutes, Seen, is_posted
+from .routes import ProxyRoutes, Seen, is_about_episode
 
 MODEL = "policy"
 _MODEL_NAMES = (
@@ -86,7 +86,7 @@ class ModelProxy:
         scope: JobScope,
         *,
         times: ProxyTimes | None = None,
-        deadlines: Deadlines | None = None,
+        bounds: HttpBounds | None = None,
         kept_bytes: int = KEPT_BYTES,
         port: int = 0,
         gateway: str = "",
@@ -104,7 +104,7 @@ class ModelProxy:
         self._inbox = SharedInbox(broker)
         calls = ModelCalls(CallAsker(broker, self._times, self._inbox))
         routes = ProxyRoutes(self._episodes, calls, seen)
-        self._server = HttpServer(routes, Connections("proxy", deadlines=deadlines))
+        self._server = HttpServer("proxy", routes, bounds)
         self._gateway = gateway.rstrip("/")
         self._posts = HostPosts(broker, scope, routes) if gateway else None
         self._signer = EpisodeSigner(scope, None)
@@ -134,7 +134,7 @@ class ModelProxy:
 
     def listen(self, listening: socket.socket) -> contextlib.AbstractAsyncContextManager[None]:
         """Listen at a program's socket as well, in a network of its own, while it runs."""
-        return self._server.listen_at(listening)
+        return self._server.listening(listening)
 
     def env_of(self, episode: ProgramEpisode, base_url: str = "") -> dict[str, str]:
         """Return the environment variables that lead a program to its model.
@@ -167,7 +167,9 @@ class ModelProxy:
         if self._posts is not None:
             self._signer = await EpisodeSigner.of_job(self._broker, self._scope)
             await self._posts.start()
-        self._port = await self._server.listen(port=self._port)
+        listening = listening_socket("127.0.0.1", self._port)
+        await self._server.listen(listening)
+        self._port = int(listening.getsockname()[1])
         self._is_listening = True
         return self
 
@@ -331,7 +333,7 @@ class _PostedEpisode:
 
 async def _answered(routes: ProxyRoutes, post: EpisodePost) -> EpisodePosted:
     """Let the proxy's endpoints answer a program's request."""
-    if not is_posted(post.method, post.path):
+    if not is_about_episode(post.method, post.path):
         return EpisodePosted(status=404, body=b"{}")
     sent: list[Mapping[str, Any]] = []
     headers = {"authorization": f"Bearer {post.key}", "idempotency-key": post.name}

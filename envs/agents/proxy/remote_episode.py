@@ -12,18 +12,21 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 from ....broker.client.connection import Broker
 from ....broker.client.keys import EpisodeIdentity
 from ....broker.client.parts import SharedInbox, ask_parts, last_part
 from ....schemas.agent import EpisodePost, EpisodePosted, ReportedCall
+from ....schemas.http_server import Receive, Scope, Send
 from ....schemas.wire import errors
 from ....schemas.wire.codec import read_json
-from ...http_server import Receive, Scope, Send
 from ..episode import EpisodeOver, ProgramEpisode
 from .calls import CallAsker, EpisodeSubjects, OpenEpisode, OpenEpisodes, ProgramCalls, ProxyTimes
-from .exchange import BodyRoom, HttpExchange, KeyRefused, NobodyPlays
+from .exchange import BodyRoom, JsonAnswer, KeyRefused, NobodyPlays, read_body
 from .model_calls import ModelCalls
-from .routes import MAX_POST_BYTES, ProxyRoutes, path_of
+from .routes import MAX_POST_BYTES, ProxyRoutes
 
 KEPT_BYTES = 256 << 10
 """Each episode's room, at one gateway, for answers that can be asked for again."""
@@ -153,17 +156,16 @@ class RemoteEpisode:
                 value: Any = read_json(posted.body)
                 self._opened.learn([name], [int(value["call"])])
 
-    async def _relay(self, exchange: HttpExchange, opened: OpenEpisode) -> None:
+    async def _relay(self, request: Request) -> Response:
         """Let the host answer a request."""
-        del opened
         raw = b""
-        if exchange.method == "POST":
-            raw = await exchange.body(MAX_POST_BYTES, self._room)
-        name = exchange.headers.get("idempotency-key", "")[:256]
-        method, path = exchange.method, path_of(exchange)[:1024]
-        post = self._post(method=method, path=path, name=name, body=raw)
+        if request.method == "POST":
+            raw = await read_body(request, MAX_POST_BYTES, self._room)
+        name = request.headers.get("idempotency-key", "")[:256]
+        path = f"/v1{request.scope['path']}"[:1024]
+        post = self._post(method=request.method, path=path, name=name, body=raw)
         posted = await self._ask_patiently(post)
-        await exchange.reply_raw(posted.body, posted.status, posted.headers)
+        return JsonAnswer(posted.body, posted.status, posted.headers)
 
     def _post(self, **request: Any) -> EpisodePost:
         episode = self._episode

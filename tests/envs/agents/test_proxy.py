@@ -347,7 +347,7 @@ async def test_what_a_response_was_asked_with_is_listed_page_by_page(
         assert listed == ["message", *kinds]
         assert [one.type async for one in items.list(made.id)] == listed[::-1]
         refused: list[tuple[dict[str, Any], str]] = [
-            ({"limit": 0}, "not 1 to 100"),
+            ({"limit": 0}, "must be 1 to 100"),
             ({"after": "x"}, "no item 'x'"),
         ]
         for query, words in refused:
