@@ -30,7 +30,7 @@ TEMPLATES = {
     if "template" in one.get("spec", {})
 }
 SECRETS = {f"tinkermq-{name}" for name in (*SERVICES, "accounts", "tls", "ca")}
-"""Those that docs/kubernetes.md makes of what `tinkermq init` has written, and of certificates."""
+"""Those that docs/clusters.md makes of what `tinkermq init` has written, and of certificates."""
 OPEN = {"GOMEMLIMIT"}
 
 
@@ -100,7 +100,7 @@ def _rooms() -> str:
 
 
 def test_the_page_makes_the_secrets() -> None:
-    page = (REPOSITORY / "docs" / "kubernetes.md").read_text()
+    page = (REPOSITORY / "docs" / "clusters.md").read_text()
     assert [name for name in SECRETS if name not in page and name.split("-")[1] not in page] == []
 
 
