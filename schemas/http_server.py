@@ -49,6 +49,8 @@ _BACKLOG = 1024
 _LOGGED_S = 60.0
 """Refusals are logged once in so many seconds, with their number."""
 _CLOSE = (b"connection", b"close")
+_CONNECTION = "tinkermq.connection"
+"""Key in the state of a request's scope."""
 _Protocol = cast("type[H11Protocol]", AutoHTTPProtocol)
 """The protocol of httptools where it is installed; both have the attributes that are used here."""
 
@@ -92,6 +94,9 @@ class _BoundedConnection(_Protocol):
     _head_bytes = 0
     """Bytes received of the head after it."""
     _head_deadline: asyncio.TimerHandle | None = None
+    is_lost = False
+    on_lost: Callable[[], object] | None = None
+    """Called when the client has disconnected."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the deadline of the first request."""
@@ -99,9 +104,13 @@ class _BoundedConnection(_Protocol):
         self._start_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the deadline."""
+        """End the deadline, and tell the running request."""
         super().connection_lost(exc)
         self._end_deadline()
+        self.is_lost = True
+        self.app_state = {}  # which refers to this connection
+        if self.on_lost is not None:
+            self.on_lost()
 
     def data_received(self, data: bytes) -> None:
         """Parse what was received; close the connection if this makes a head too large."""
@@ -126,6 +135,32 @@ class _BoundedConnection(_Protocol):
         if self._head_deadline is not None:
             self._head_deadline.cancel()
             self._head_deadline = None
+
+
+class ClientWatch:
+    """Notices that the client of a request disconnects; use it as a context manager.
+
+    Waiting for ASGI's own message would take a task for each request.
+    """
+
+    def __init__(self, scope: Scope, wake: Callable[[], object]) -> None:
+        """Call `wake` when the client disconnects."""
+        self._connection: _BoundedConnection = scope["state"][_CONNECTION]
+        self._wake = wake
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the client has disconnected."""
+        return self._connection.is_lost
+
+    def __enter__(self) -> "ClientWatch":
+        self._connection.on_lost = self._wake
+        if self.is_gone:
+            self._wake()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._connection.on_lost = None
 
 
 # -- requests --------------------------------------------------------------------------------------
@@ -253,9 +288,10 @@ class _BoundedExchange:
 
 def _has_no_body(scope: Scope) -> bool:
     """Return whether the head of a request announces no body."""
-    lengths = [value for name, value in scope["headers"] if name == b"content-length"]
-    is_chunked = any(name == b"transfer-encoding" for name, _ in scope["headers"])
-    return not is_chunked and all(value.strip() == b"0" for value in lengths)
+    for name, value in scope["headers"]:
+        if name == b"transfer-encoding" or (name == b"content-length" and value.strip() != b"0"):
+            return False
+    return True
 
 
 # -- the server ------------------------------------------------------------------------------------
@@ -339,4 +375,6 @@ class HttpServer:
             connection.transport.abort()
 
     def _connection(self) -> asyncio.Protocol:
-        return _BoundedConnection(self._config, self._state, {})
+        connection = _BoundedConnection(self._config, self._state, {})
+        connection.app_state = {_CONNECTION: connection}
+        return connection

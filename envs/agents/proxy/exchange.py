@@ -4,10 +4,9 @@ Some programs do not read `x-should-retry`, so the statuses were chosen by what 
 to do: end the call, or repeat it.
 """
 
-import asyncio
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -101,32 +100,6 @@ async def read_body(request: Request, most: int, room: BodyRoom | None = None) -
         return bytes(raw)
     finally:
         room.release(len(raw))
-
-
-class ClientWatch:
-    """Notices that the client of a request disconnects.
-
-    Use it as a context manager, after the body was read.
-    """
-
-    def __init__(self, receive: Receive, wake: Callable[[], object]) -> None:
-        """Call `wake` when the client has disconnected."""
-        self.is_gone = False
-        self._receive = receive
-        self._wake = wake
-
-    def __enter__(self) -> "ClientWatch":
-        self._watching = asyncio.create_task(self._wait(), name="watch a program's connection")
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._watching.cancel()
-
-    async def _wait(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.is_gone = True
-        self._wake()
 
 
 class JsonAnswer(Response):

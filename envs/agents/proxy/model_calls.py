@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from ....schemas.agent import CallRequest
-from ....schemas.http_server import Receive, Scope, Send
+from ....schemas.http_server import ClientWatch, Receive, Scope, Send
 from ....schemas.model_apis.answers import (
     Answer,
     AnswerHead,
@@ -31,7 +31,7 @@ from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import MessageError, NotFoundError
 from ..episode import EpisodeOver
 from .calls import CallAsker, GatheredAnswer, GatheredChoice, KeptAnswer, OpenEpisode, RunningCall
-from .exchange import BodyRoom, ClientWatch, EventStream, JsonAnswer, read_body, worded
+from .exchange import BodyRoom, EventStream, JsonAnswer, read_body, worded
 
 T = TypeVar("T")
 
@@ -218,7 +218,7 @@ class ModelCalls:
         try:
             with (
                 call.listening() as woken,
-                ClientWatch(request.receive, woken.set) as client,
+                ClientWatch(request.scope, woken.set) as client,
             ):
                 await _until_over(client, call, woken)
         finally:
@@ -252,7 +252,7 @@ class _CallAnswer(Response):
         """Send the answer, and tell the generator whether the program has all of it."""
         call, arrived = self._call, False
         try:
-            with call.listening() as woken, ClientWatch(receive, woken.set) as client:
+            with call.listening() as woken, ClientWatch(scope, woken.set) as client:
                 try:
                     if self._stream:
                         await self._send_events(EventStream(send), client, woken)
