@@ -33,9 +33,9 @@ from ...broker.client.rpc import Service
 from ...broker.jetstream.kv import Entry
 from ...broker.jetstream.streams import create_shared, wait_for_shared
 from ...broker.presence import PresenceBeat, list_presences
-from ...broker.service_process import notifying_systemd
 from ...schemas.http_server import HttpServer, listening_socket
 from ...schemas.job import FINAL_STATES
+from ...schemas.local.process import notifying_systemd
 from ...schemas.metric import Presence
 from ...schemas.wire import errors
 from ...schemas.wire.subjects import SERVICES

@@ -19,7 +19,7 @@ from cyclopts.validators import Number
 from ...broker.client.faults import shown_url
 from ...broker.client.login import KEY_VARIABLE
 from ...broker.credentials import PoolSecrets
-from ...broker.service_process import die_with
+from ...schemas.local.process import die_with
 from ...schemas.machines import machines_config
 from ...schemas.wire.errors import ConfigError, DeadlineError, TinkermqError, error_from_reply
 from ..home import HOME_VARIABLE, Home, StackState, default_folder

@@ -26,6 +26,8 @@ from tinkermq.schemas.wire.subjects import rpc
 from tests.support.gateway import Gateway, run_gateway
 from tests.support.waiting import PATIENCE_S, until
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize(
     ("path", "accept", "is_light"),
