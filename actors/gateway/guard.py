@@ -2,8 +2,8 @@
 
 Pages run no script and load nothing that this gateway did not serve. A browser's request that
 changes something must come from one of these pages: cookies are `samesite=strict`, and beyond that
-`Sec-Fetch-Site` or `Origin` must say so. Without a log-in only names of this machine are answered,
-so that no web site can reach the gateway under a name of its own.
+`Sec-Fetch-Site` or `Origin` must name it. Without log-ins the gateway answers only under names of
+this machine, so that no web site can reach it under a name of its own.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from .programs import is_of_program
 from .sessions import COOKIE
 
 HELD = "tinkermq.held"
-"""Key in a request's scope: what is held until the request is answered."""
+"""Key in a request's scope: the context that ends when the request is answered."""
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _POLICY = (
@@ -51,7 +51,7 @@ class Guard:
         self._local_only = local_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse what must not pass, and put the headers on what does."""
+        """Refuse forbidden requests, and add headers to answers."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -105,16 +105,20 @@ class Guard:
                 value = api_of(split_path(path)[1]).error(RequestError(why), 413)
                 return JSONResponse(value, status_code=413)
             return _refuse(why, 413)
-        return None if _same_origin(headers, host) else _refuse("the request comes from elsewhere")
+        return (
+            None
+            if _same_origin(headers, host)
+            else _refuse("the request comes from a page of another site")
+        )
 
 
 def _largest(scope: Scope) -> int:
-    """Return the size of the largest body that passes; what reads it for a program is stricter."""
+    """Return the size of the largest body; endpoints of programs have lower bounds."""
     return MAX_PROGRAM_BYTES if is_of_program(scope) else max_body_bytes(scope["path"])
 
 
 def _same_origin(headers: Headers, host: str) -> bool:
-    """Whether a request that changes something comes from our own pages, or from no browser."""
+    """Return whether a request comes from our own pages, or not from a browser."""
     site = headers.get("sec-fetch-site")
     origin = headers.get("origin")
     if site is not None and site not in ("same-origin", "none"):
@@ -125,7 +129,7 @@ def _same_origin(headers: Headers, host: str) -> bool:
 
 
 def _place(url: str) -> SplitResult:
-    """Return the parts of what a visitor says is a URL; those of none where it is none."""
+    """Return the parts of a URL; empty parts for a malformed one."""
     try:
         return urlsplit(url)
     except ValueError:

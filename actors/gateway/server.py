@@ -100,7 +100,7 @@ def make_app(sessions: Sessions, *, local_only: bool, secure: bool = False) -> S
 
 
 class _Brokers:
-    """The visitors' connections, for the endpoints of OpenAI."""
+    """The visitors' connections, for the model APIs."""
 
     async def broker(self, request: Request) -> Broker:
         """Return the visitor's connection; a missing key is a 401."""
@@ -111,7 +111,7 @@ class _Brokers:
 
 
 class _Number(Convertor[int]):
-    """Numbers in paths: one of thousands of digits is none of ours, and no page."""
+    """Numbers in paths, of up to 15 digits."""
 
     regex = "[0-9]{1,15}"
 
@@ -126,7 +126,7 @@ register_url_convertor("int", _Number())
 
 
 class _Static(StaticFiles):
-    """Files that a browser keeps: their addresses change with their contents."""
+    """Files that a browser caches: their addresses change with their contents."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         reply = await super().get_response(path, scope)
@@ -150,7 +150,7 @@ async def openapi_document(_: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Answer with what Prometheus collects; see `counters`."""
+    """Answer with the figures for Prometheus; see `limits`."""
     gateway = gateway_of(request)
     gateway.counters.sessions.set(gateway.sessions.num_sessions)
     gateway.counters.connections.set(gateway.sessions.num_visitors)
@@ -210,8 +210,8 @@ def _error_response(
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     message = errors.NotFoundError(
-        f"there is no page {request.url.path}" if error.status_code == 404 else error.detail,
-        hint="" if error.status_code != 404 else "begin at /jobs",
+        f"page {request.url.path} does not exist" if error.status_code == 404 else error.detail,
+        hint="" if error.status_code != 404 else "start at /jobs",
     )
     return _error_response(request, message, error.status_code, error.headers)
 
@@ -242,28 +242,28 @@ _OPEN_FILES = 8 * limits.MAX_REQUESTS
 
 @dataclass(frozen=True)
 class Options:
-    """Where to listen, and whom to serve."""
+    """Options of the command line."""
 
     nats: str
     host: str = "127.0.0.1"
     port: int = 8780
     name: str = "gateway"
     certificate: str | None = None
-    """PEM files of certificate and key: HTTPS."""
+    """PEM file of a certificate: serve HTTPS."""
     certificate_key: str | None = None
     behind_tls: bool = False
-    """A proxy in front speaks TLS with the browsers."""
+    """A reverse proxy in front terminates TLS."""
     patience_s: float = 30.0
-    """How long the broker is waited for at the start."""
+    """How long to wait for the broker at the start."""
 
 
 async def run(options: Options) -> None:
     """Serve until SIGTERM or SIGINT.
 
-    Raises ConfigError for an address that must not be listened on and for a certificate that
-    cannot be used, StorageError for an address in use, BrokerError when no broker answers.
+    Raises ConfigError for a forbidden address and for a certificate that cannot be used,
+    StorageError for an address in use, BrokerError when no broker answers.
     """
-    login = take_login()  # what visitors do is done with their own keys, never with this one
+    login = take_login()  # visitors use their own keys, never this one
     check_url(options.nats)
     _check_certificate(options)
     with_keys = await _until_broker(options.nats, options.patience_s)
@@ -325,7 +325,7 @@ def _stop_on_signal(gateway: Gateway) -> None:
 
 
 async def _until_broker(url: str, patience_s: float) -> bool:
-    """Wait for the broker; return whether it asks for keys."""
+    """Wait for the broker; return whether it requires keys."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -337,13 +337,13 @@ async def _until_broker(url: str, patience_s: float) -> bool:
 
 
 def _settle_open_files() -> None:
-    """Let the process open a file for each connection, as far as the system lets it."""
+    """Raise the limit on open files, as far as the system allows."""
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-    if wanted < _OPEN_FILES:
-        _log.warning("open_files_limited", limit=wanted, wanted=_OPEN_FILES)
+    num_files = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
+    if soft != resource.RLIM_INFINITY and soft < num_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, most))
+    if num_files < _OPEN_FILES:
+        _log.warning("open_files_limited", limit=num_files, wanted=_OPEN_FILES)
 
 
 def _check_certificate(options: Options) -> None:
@@ -352,7 +352,8 @@ def _check_certificate(options: Options) -> None:
         return
     if certificate is None or key is None:
         raise errors.ConfigError(
-            "--certificate and --certificate-key belong together", hint="give both, or neither"
+            "--certificate and --certificate-key must be used together",
+            hint="give both, or neither",
         )
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
@@ -365,10 +366,10 @@ def _check_certificate(options: Options) -> None:
 
 @contextlib.asynccontextmanager
 async def _announced(options: Options, gateway: Gateway, login: Login) -> AsyncIterator[None]:
-    """Be an actor like others: a micro service with a heartbeat, watched by systemd.
+    """Run a micro service with a heartbeat, as every actor does, watched by systemd.
 
-    Where the broker asks for keys that needs the gateway's own credentials; beside that they are
-    good for fetching a file for which a trainer has signed a ticket.
+    If the broker requires keys, this needs the gateway's own credentials, which also fetch files
+    for which a trainer has signed a ticket.
     """
     sessions = gateway.sessions
     if sessions.with_keys and login.user not in SERVICES:

@@ -5,8 +5,8 @@ program inside gets an unused user id. No control groups are needed.
 
 `inside.py` runs first in the sandbox. It reads the program and its environment from a socket, so
 they do not appear in the command line or environment of bubblewrap, and nothing runs if this
-process ends before it has sent them. The first process of the sandbox ends with its program, and every
-process that the program left running with it; bubblewrap ends with this process.
+process ends before it has sent them. The first process of the sandbox ends with its program, and
+every process that the program left running with it; bubblewrap ends with this process.
 """
 
 import asyncio
