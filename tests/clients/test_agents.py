@@ -122,7 +122,7 @@ def test_a_game_is_no_agent(cli: Cli, tmp_path: Path) -> None:
     config.write_text("env: {game: guess}\n")
     done = cli("agent", "check", str(config))
     assert done.code == 2
-    assert "this is no job with a program: agent.command is empty" in done.err
+    assert "this job has no program: agent.command is empty" in done.err
 
 
 # -- agent play ------------------------------------------------------------------------------------

@@ -202,16 +202,16 @@ class AgentRun:
         running = self._launcher.running(
             folder, self._filled(config.setup), variables_, reach, view=self._view
         )
-        async with running as one:
-            how = await _by_itself(one, config.setup_timeout_s)
-            exit_code = await one.program.kill()
+        async with running as process:
+            how = await _by_itself(process, config.setup_timeout_s)
+            exit_code = await process.program.kill()
         if how != "exit" or exit_code:
             words = {
                 "timeout": f"took longer than agent.setup_timeout_s={config.setup_timeout_s:g}"
             }
             raise SandboxError(
                 f"agent.setup {words.get(how, _ended(how, exit_code))}",
-                hint=f"it printed: {one.program.printed.tail().strip()[-_SHOWN_CHARS:]}",
+                hint=f"it printed: {process.program.printed.tail().strip()[-_SHOWN_CHARS:]}",
             )
 
     async def _run(self, folder: ProgramFolder, begun: Callable[[], None]) -> Ending:
@@ -244,11 +244,11 @@ class AgentRun:
     async def _until_over(self, running: Running) -> How:
         """Wait until the program ends or says so, or is over a limit."""
         episode, ended, over = self.episode, running.program.ended, running.over
-        said = asyncio.ensure_future(episode.said_end.wait())
+        said_end = asyncio.ensure_future(episode.said_end.wait())
         try:
             while True:
                 await asyncio.wait(
-                    {ended, over, said},
+                    {ended, over, said_end},
                     timeout=self._patience_s(),
                     return_when=asyncio.FIRST_COMPLETED,
                 )
@@ -256,14 +256,14 @@ class AgentRun:
                     return over.result()
                 if ended.done():
                     return "exit"
-                if said.done():
+                if said_end.done():
                     return "said"
                 if time.monotonic() >= episode.deadline:
                     return "timeout"
                 if self._idle_s() >= self._config.idle_s:
                     return "stuck"
         finally:
-            said.cancel()
+            said_end.cancel()
 
     def _patience_s(self) -> float:
         """Return how long nothing needs to be looked at."""
@@ -458,8 +458,8 @@ def _described(ending: Ending, config: AgentConfig) -> str:
 
 
 def _last_words(ending: Ending) -> str:
-    said = ending.printed.strip()[-_SHOWN_CHARS:]
-    return f"it printed at last: {said}" if said else "it printed nothing"
+    output = ending.printed.strip()[-_SHOWN_CHARS:]
+    return f"it printed at last: {output}" if output else "it printed nothing"
 
 
 async def _by_itself(running: Running, limit_s: float) -> How:
@@ -538,8 +538,10 @@ def parse_task_reward(
         raise _tests_refusal(task, name, text, "no `reward`")
     if len(fields) > _MAX_METRICS:
         raise _tests_refusal(task, name, text, f"more than {_MAX_METRICS} numbers")
-    numbers = {key: _tests_number(one, task, name, text) for key, one in fields.items()}
-    return numbers.pop("reward"), {key: one for key, one in numbers.items() if key.isprintable()}
+    numbers = {key: _tests_number(number, task, name, text) for key, number in fields.items()}
+    return numbers.pop("reward"), {
+        key: number for key, number in numbers.items() if key.isprintable()
+    }
 
 
 def _tests_number(value: Any, task: str, name: str, text: str) -> float:

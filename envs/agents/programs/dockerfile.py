@@ -133,7 +133,7 @@ class SandboxPlan:
 
 def read_dockerfile(text: str) -> list[Instruction]:
     """Return the instructions of a Dockerfile."""
-    found: list[Instruction] = []
+    instructions: list[Instruction] = []
     parts: list[str] = []
     first = 0
     for number, line in enumerate(text.splitlines(), 1):
@@ -143,15 +143,15 @@ def read_dockerfile(text: str) -> list[Instruction]:
         first = first if parts else number
         parts.append(words.removesuffix("\\").rstrip())
         if not words.endswith("\\"):
-            found.append(_instruction(first, parts))
+            instructions.append(_instruction(first, parts))
             parts = []
     if parts:
-        found.append(_instruction(first, parts))
-    return found
+        instructions.append(_instruction(first, parts))
+    return instructions
 
 
 def _instruction(line: int, parts: list[str]) -> Instruction:
-    name, _, rest = " ".join(one for one in parts if one).partition(" ")
+    name, _, rest = " ".join(part for part in parts if part).partition(" ")
     return Instruction(line, name.upper(), rest.strip())
 
 
@@ -297,7 +297,9 @@ def _copy(plan: SandboxPlan, step: Instruction, values: Mapping[str, str]) -> st
 
 def _pattern(part: str) -> str:
     pieces = re.split(r"([*?])", part)
-    return "".join(one if one in ("*", "?") else shlex.quote(one) for one in pieces if one)
+    return "".join(
+        piece if piece in ("*", "?") else shlex.quote(piece) for piece in pieces if piece
+    )
 
 
 def _run(plan: SandboxPlan, step: Instruction, values: Mapping[str, str]) -> str:

@@ -106,12 +106,12 @@ def variables(
 def mcp_servers(config: AgentConfig) -> dict[str, Any]:
     """Return the MCP servers of a program in the form that most clients read."""
     servers: dict[str, Any] = {}
-    for one in config.named_mcp():
-        if one.url:
-            servers[one.name] = {"type": "http", "url": one.url, "headers": one.headers}
+    for server in config.named_mcp():
+        if server.url:
+            servers[server.name] = {"type": "http", "url": server.url, "headers": server.headers}
         else:
-            command, *arguments = filled(config, [one.command, *one.args])
-            servers[one.name] = {"command": command, "args": arguments, "env": one.env}
+            command, *arguments = filled(config, [server.command, *server.args])
+            servers[server.name] = {"command": command, "args": arguments, "env": server.env}
     return {"mcpServers": servers}
 
 
@@ -153,15 +153,15 @@ def _own() -> dict[str, str]:
 
 def _public(record: Record) -> dict[str, Any]:
     """Return a row without what its author calls an answer, wherever it stands."""
-    extra = {name: one for name, one in record.extra_info.items() if name not in _ANSWERS}
+    extra = {name: value for name, value in record.extra_info.items() if name not in _ANSWERS}
     fields: dict[str, Any] = {
-        **{name: one for name, one in record.columns.items() if name not in _ANSWERS},
+        **{name: value for name, value in record.columns.items() if name not in _ANSWERS},
         "prompt": record.prompt,
         "data_source": record.data_source,
         "extra_info": extra,
         "images": record.images,
     }
-    return {name: one for name, one in fields.items() if one}
+    return {name: value for name, value in fields.items() if value}
 
 
 def _filled(word: str, values: Mapping[str, str]) -> str:

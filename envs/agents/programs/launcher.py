@@ -429,7 +429,7 @@ class LimitWatch:
 
     def remove(self, watched: Watched) -> None:
         """Look after it no more; harmless when repeated."""
-        self._watched = [one for one in self._watched if one is not watched]
+        self._watched = [other for other in self._watched if other is not watched]
 
     def stop(self) -> None:
         """End the thread."""
@@ -443,10 +443,10 @@ class LimitWatch:
                 self._changed.wait()
                 self._changed.clear()
             began = time.thread_time()  # a loaded machine is no reason to look seldom
-            for one in self._watched:
-                if (limit := one.exceeded(time.monotonic())) is not None:
-                    self.remove(one)
-                    one.over(limit)
+            for watched in self._watched:
+                if (limit := watched.exceeded(time.monotonic())) is not None:
+                    self.remove(watched)
+                    watched.over(limit)
             time.sleep(max(_LOOK_S, _SHARE * (time.thread_time() - began)))
 
 

@@ -199,9 +199,9 @@ async def prove(config: AgentConfig, launcher: ProgramLauncher, *, has_tasks: bo
         name: filled(config, getattr(config, name)) for name in ("command", "setup", "reward")
     }
     commands |= {
-        f"mcp ({one.name})": filled(config, [one.command])
-        for one in config.named_mcp()
-        if one.command
+        f"mcp ({server.name})": filled(config, [server.command])
+        for server in config.named_mcp()
+        if server.command
     }
     keys = {words[0]: name for name, words in commands.items() if _is_needed(config, words)}
     keys = {} if has_tasks else keys
@@ -213,9 +213,9 @@ async def prove(config: AgentConfig, launcher: ProgramLauncher, *, has_tasks: bo
         absent = await launcher.blocking(
             lambda: absent_commands(sandbox, sorted(keys), environment, hidden=sandboxes.unseen)
         )
-    for one in absent:
+    for command in absent:
         raise ConfigError(
-            f"agent.{keys[one]}: programs find no {one!r}",
+            f"agent.{keys[command]}: programs do not find {command!r}",
             hint="they see agent.files, agent.read, and agent.image or else the system's folders "
             "and the pool's interpreter ({python}); its folder must also stand in PATH",
         )

@@ -140,7 +140,7 @@ class ImageRoot:
 
 def _find(name: str, key: str) -> tuple[str, dict[str, Any]]:
     """Return which tool has an image, and what it says of it."""
-    tools = [path for one in _TOOLS if (path := shutil.which(one)) is not None]
+    tools = [path for tool in _TOOLS if (path := shutil.which(tool)) is not None]
     if not tools:
         raise SandboxError(
             f"{key}={name!r} needs podman or docker, and this machine has neither",
@@ -163,7 +163,7 @@ def _find(name: str, key: str) -> tuple[str, dict[str, Any]]:
 
 def _variables(facts: dict[str, Any]) -> dict[str, str]:
     config: Any = facts.get("Config") or {}
-    pairs = [str(one).partition("=") for one in config.get("Env") or ()]
+    pairs = [str(pair).partition("=") for pair in config.get("Env") or ()]
     return {name: value for name, _, value in pairs}
 
 
@@ -280,17 +280,17 @@ def interpreter_files() -> dict[str, Path]:
     python = Path(os.path.realpath(sys.executable))
     standard = Path(sysconfig.get_path("stdlib")).resolve()
     loaded = _loaded(python)
-    loader = next((one for one in loaded if one.name.startswith(("ld-", "ld."))), None)
+    loader = next((library for library in loaded if library.name.startswith(("ld-", "ld."))), None)
     if loader is None:
         raise SandboxError(
             f"the dynamic loader of {python} is not known: programs cannot be run in an image",
             hint="remove agent.image, or run the host with a Python of the system",
         )
     libraries = {
-        name: one
-        for one in loaded
-        if not one.is_relative_to(standard)
-        for name in _library_names(one)
+        name: library
+        for library in loaded
+        if not library.is_relative_to(standard)
+        for name in _library_names(library)
     }
     inner = f"{_HOME}/{sys.platlibdir}/python{sys.version_info[0]}.{sys.version_info[1]}"
     return {
@@ -318,7 +318,7 @@ def _loaded(python: Path) -> list[Path]:
 def _library_names(library: Path) -> set[str]:
     """Return the names under which others know a library: links beside it."""
     stem = library.name.partition(".so")[0]
-    return {one.name for one in library.parent.glob(f"{stem}.so*") if one.samefile(library)}
+    return {other.name for other in library.parent.glob(f"{stem}.so*") if other.samefile(library)}
 
 
 WORK, HOME, TASK, GRADER = "/episode/work", "/episode/home", "/episode/task", "/episode/grader"
@@ -396,13 +396,13 @@ class ProgramSandboxes:
         bubblewrap_program()
         self._config = config
         read = {
-            f"agent.read: {one}": folders.check_folder("agent.read", one) for one in config.read
+            f"agent.read: {path}": folders.check_folder("agent.read", path) for path in config.read
         }
         own = {"this interpreter": Path(sys.prefix), "its library": Path(sys.base_prefix)}
         own = own if image is None else {}
         refuse_shown({**read, **own}, private)
-        for one in config.read:
-            folders.check_shown("agent.read", one)
+        for path in config.read:
+            folders.check_shown("agent.read", path)
         self._read = sorted({*read.values()})
         self._shown = sorted({*read.values(), *own.values()})
         above = {parent for path in self._shown for parent in path.parents}
@@ -426,8 +426,8 @@ class ProgramSandboxes:
             of_task = view.environment.command_variables
             if view.stage != "program":
                 return {**of_task, **({"HOME": HOME} if view.stage == "tests" else {}), **own}
-            given = self._config.environment
-            named = {name: given.get(name) or of_task[name] for name in ("HOME", "PATH")}
+            environment = self._config.environment
+            named = {name: environment.get(name) or of_task[name] for name in ("HOME", "PATH")}
             return {**of_task, **own, **named}
         if self._image is None:
             return own
@@ -448,7 +448,7 @@ class ProgramSandboxes:
         environment, stage = view.environment, view.stage
         writable_paths = environment.root.writable if stage != "build" else ()
         if stage == "tests":
-            writable_paths = tuple(one for one in writable_paths if one not in ("tests", "logs"))
+            writable_paths = tuple(path for path in writable_paths if path not in ("tests", "logs"))
         shown = self.shown(in_image=environment.is_image)
         mounts = (
             memory_folder("/dev/shm", (self._config.memory_mb << 20) // _SHARED_MEMORY_PART),  # noqa: S108 - its own

@@ -411,10 +411,10 @@ class TaskEnvironments:
             raise TaskRefused(task.name, reason, where)
         writable = tuple(
             sorted(
-                one.name
-                for one in os.scandir(root)
-                if one.is_dir(follow_symlinks=False)
-                and one.name not in (*SYSTEM_FOLDERS, *_OUR_FOLDERS)
+                entry.name
+                for entry in os.scandir(root)
+                if entry.is_dir(follow_symlinks=False)
+                and entry.name not in (*SYSTEM_FOLDERS, *_OUR_FOLDERS)
             )
         )
         shown = self._launcher.sandboxes.shown(in_image=is_image)

@@ -283,8 +283,8 @@ class _PostedEpisode:
         if not episode.over:
             self._take(post)
         posted = await _answered(self.routes, post) if post.method else EpisodePosted()
-        said = "its program has said that it has ended" if episode.said_end.is_set() else ""
-        return posted.model_copy(update={"over": episode.over or said})
+        end = "its program has said that it has ended" if episode.said_end.is_set() else ""
+        return posted.model_copy(update={"over": episode.over or end})
 
     def settle(self) -> None:
         """Take no call for open any more."""

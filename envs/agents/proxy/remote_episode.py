@@ -217,8 +217,8 @@ class RemoteEpisode:
             raise KeyRefused(error.message, hint=error.hint) from error
         self._away_since, self._away_s = None, self._times.away_s
         self._told = post.num_open, post.limit
-        said = {call.calls[0] for call in post.answered}
-        self._unsaid = [call for call in self._unsaid if call.calls[0] not in said]
+        reported = {call.calls[0] for call in post.answered}
+        self._unsaid = [call for call in self._unsaid if call.calls[0] not in reported]
         if posted.over:
             self._end(posted.over)
         return posted

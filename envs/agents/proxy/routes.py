@@ -67,18 +67,18 @@ def post_end(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
     if status not in ("done", "failed"):
         raise RequestError(f"status is {status!r:.40}", param="status", hint="give done or failed")
     reward = None if fields.any("reward") is None else _reward(fields, "reward")
-    said: dict[str, Any] = {
+    posted: dict[str, Any] = {
         key: value for key in ("success", "message") if (value := fields.any(key)) is not None
     }
-    if not isinstance(said.get("success", False), bool):
+    if not isinstance(posted.get("success", False), bool):
         raise RequestError("success must be true or false", param="success")
-    if not isinstance(said.get("message", ""), str):
+    if not isinstance(posted.get("message", ""), str):
         raise RequestError("message must be a text", param="message")
     info = fields.any("info")
     _nothing_else(fields)
     if not episode.status:
         _take_info(episode, info)
-        _take_info(episode, said)
+        _take_info(episode, posted)
         episode.reward = episode.reward if reward is None else reward
         episode.status = status
         episode.said_end.set()
@@ -382,8 +382,8 @@ async def _kept(request: Request) -> Response:
 
 async def _inputs(request: Request) -> Response:
     """List what an answer was asked with, the newest first unless `order` is asc."""
-    kept = _opened(request).inputs.find(request.path_params["name"])
-    items: list[dict[str, Any]] = kept.make()["data"]
+    inputs = _opened(request).inputs.find(request.path_params["name"])
+    items: list[dict[str, Any]] = inputs.make()["data"]
     if request.query_params.get("order") != "asc":
         items.reverse()
     ids = [item["id"] for item in items]

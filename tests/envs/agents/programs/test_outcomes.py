@@ -94,7 +94,7 @@ async def test_a_program_starts_its_mcp_server_inside_its_sandbox(play):
 
 
 async def test_an_mcp_server_that_a_program_cannot_use_is_refused():
-    with pytest.raises(ConfigError, match=r"agent\.mcp \(server1\): programs find no 'no-server'"):
+    with pytest.raises(ConfigError, match=r"agent\.mcp \(server1\): programs do not find 'no-server'"):
         async with hosting(REWARDED, mcp=[{"command": "no-server"}]):
             pass
     command = ["true"]
