@@ -151,7 +151,7 @@ def look_at_tasks(job: JobConfig, seed: int = 0) -> TaskReport | None:
         AgentFinding(
             "ok" if rows else "fail",
             f"{len(rows)} of {len(tasks)} Harbor tasks run here, in {where}"
-            + (f" ({planner.lacking})" if planner.lacking else ""),
+            + (f" ({planner.missing_engine})" if planner.missing_engine else ""),
         ),
         AgentFinding("ok", "their reward is that of tests/test.sh, in /logs/verifier"),
         *(AgentFinding("note", error.message, error.hint) for error in refused[:_MAX_REFUSED]),

@@ -289,9 +289,10 @@ class LeaseRequests:
             if not lease.episode.over:
                 return lease
         if self._num_open + self._num_requested >= self._most:
+            num = self._num_open + self._num_requested
             raise BusyError(
-                f"{self._num_open + self._num_requested} episodes are open or requested, as many as "
-                f"agent.per_host={self._most} allows",
+                f"{num} episodes are open or requested, as many as agent.per_host={self._most} "
+                "allows",
                 hint="end some, or raise agent.per_host",
             )
         waiter: asyncio.Future[EpisodeLease] = asyncio.get_running_loop().create_future()

@@ -425,7 +425,7 @@ async def test_a_folder_of_files_that_is_not_there_is_told(
     async with started(broker, tmp_path, record.name) as process:
         _, errors = await process.communicate()
     assert process.returncode == 2
-    assert "agent.files='nowhere' is no folder on this host" in " ".join(errors.decode().split())
+    assert "agent.files='nowhere' is not a folder on this host" in " ".join(errors.decode().split())
 
 
 async def test_a_run_that_has_ended_is_hosted_no_more(broker: Broker, scope: JobScope) -> None:

@@ -200,7 +200,7 @@ async def test_what_cannot_be_hosted_is_refused_at_the_start(tmp_path):
     with pytest.raises(ConfigError, match=r"agent.reward: programs do not find './grade.sh'"):
         async with hosting(reward=["./grade.sh"]):
             pass
-    with pytest.raises(ConfigError, match=r"agent.files='.*nowhere' is no folder on this host"):
+    with pytest.raises(ConfigError, match=r"agent.files='.*nowhere' is not a folder on this host"):
         async with hosting(files=str(tmp_path / "nowhere")):
             pass
     with pytest.raises(ConfigError, match=r"programs would see .*run in .*agent.read"):
