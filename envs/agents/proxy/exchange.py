@@ -1,7 +1,7 @@
-"""One HTTP request of a program, its answer, and the errors of the proxy.
+"""HTTP for programs: bodies, answers, and the errors of the proxy.
 
-Some programs do not read `x-should-retry`, so the statuses were chosen by what they were measured
-to do: end the call, or repeat it.
+Many programs do not read `x-should-retry`, so each status is one that was measured to end a call,
+or to have it repeated.
 """
 
 import json
@@ -23,7 +23,7 @@ from ..episode import ContextTooLong, EpisodeOver
 
 _COUNTS = re.compile(r"(\d+) tokens > (\d+) maximum")
 _OVER = {CHAT: 410, RESPONSES: 400, MESSAGES: 410}
-"""The statuses by which programs stop to call once their episode is over."""
+"""Statuses that make programs stop calling once their episode is over."""
 _LARGE = 32 << 10
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _STREAM = (
@@ -34,55 +34,55 @@ _STREAM = (
 
 
 class KeyRefused(AuthError):
-    """A key that is that of no episode, or of one that has ended."""
+    """A key that belongs to no open episode."""
 
     status = 401
 
 
 class TooLarge(RequestError):
-    """A body, or what it becomes as a message, over the limit."""
+    """A body, or its message, over the limit."""
 
     status = 413
 
 
 class NobodyPlays(BrokerError):
-    """Nobody has played the episode for as long as a call waits."""
+    """No generator has played the episode for as long as a call waits."""
 
 
 class NoSuchEndpoint(RequestError):
-    """A path or method that is not served, or an answer that is not there."""
+    """A path or method that is not served, or an answer that does not exist."""
 
     status = 404
 
 
 class UnreadableBody(RequestError):
-    """A body in an encoding that is not read."""
+    """A body in an unsupported encoding."""
 
     status = 415
 
 
 class BodyRoom:
-    """Memory for bodies that are being read, of all requests together."""
+    """Memory for the bodies that are being read by all requests."""
 
     def __init__(self, num_bytes: int) -> None:
         """Allow so many bytes."""
         self._left = num_bytes
 
     def reserve(self, num_bytes: int) -> None:
-        """Take some; BusyError where so much is not left."""
+        """Reserve bytes; BusyError if too few are left."""
         if num_bytes > self._left:
             raise BusyError("too many large requests are being read", hint="send fewer at once")
         self._left -= num_bytes
 
     def release(self, num_bytes: int) -> None:
-        """Give some back."""
+        """Release reserved bytes."""
         self._left += num_bytes
 
 
 async def read_body(request: Request, most: int, room: BodyRoom | None = None) -> bytes:
     """Return a body; TooLarge, as soon as it is known, for one over `most` bytes.
 
-    The body takes up `room` while it is read; BusyError where none is left.
+    The body takes up `room` while it is read; BusyError if too little is left.
     """
     room = room or BodyRoom(most)
     declared = request.headers.get("content-length", "")
@@ -180,7 +180,7 @@ def worded(error: TinkermqError, api: ModelApi) -> dict[str, Any]:
 
 
 def _own_words(error: ContextTooLong, api: ModelApi) -> ContextTooLong:
-    """Word a context that is too long as the API's maker does: programs begin to compact by it."""
+    """Word a context that is too long as the API's maker does: it makes programs compact."""
     if api is MESSAGES:
         return ContextTooLong(f"prompt is too long: {error.message}")
     counts = _COUNTS.search(error.message)

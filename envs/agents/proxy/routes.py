@@ -29,10 +29,10 @@ from .exchange import JsonAnswer, NoSuchEndpoint, dumped, error_answer, read_bod
 from .model_calls import ModelCalls
 
 # Posts of a program about its own episode: rewards, its end, notes about calls. Other trainers'
-# forms are accepted, so that programs written for them need no change.
+# formats are accepted, so that programs written for them run unchanged.
 
 Post: TypeAlias = Callable[[OpenEpisode, bytes, str], dict[str, Any]]
-"""`post(episode, body, idempotency_key)` takes what was said and returns the reply."""
+"""`post(episode, body, idempotency_key)` processes a post and returns the reply."""
 
 MAX_POST_BYTES = 1 << 20
 _MOST_POSTS = 1 << 16
@@ -50,22 +50,22 @@ def post_reward(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, An
     _take_info(opened.episode, fields.any("info"))
     _nothing_else(fields)
     if mode not in ("set", "add"):
-        raise RequestError(f"mode is {mode!r:.40}", param="mode", hint="give set or add")
+        raise RequestError(f"mode is {mode!r:.40}", param="mode", hint="use set or add")
     if branch is not None and call is not None:
         raise RequestError(
-            "a reward is that of a call or of a branch", param="branch", hint="post two"
+            "a reward is for a call or for a branch, not both", param="branch", hint="post two"
         )
     what = name.encode() or raw
     return _give(opened, reward, call, cast("Any", mode), what, branch=branch)
 
 
 def post_end(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
-    """Take `{status, reward?, success?, info?, message?}`; what was said first stands."""
+    """Take `{status, reward?, success?, info?, message?}`; the first post counts."""
     del name
     fields, episode = _fields(raw), opened.episode
     status = fields.text("status", "done")
     if status not in ("done", "failed"):
-        raise RequestError(f"status is {status!r:.40}", param="status", hint="give done or failed")
+        raise RequestError(f"status is {status!r:.40}", param="status", hint="use done or failed")
     reward = None if fields.any("reward") is None else _reward(fields, "reward")
     posted: dict[str, Any] = {
         key: value for key in ("success", "message") if (value := fields.any(key)) is not None
@@ -84,12 +84,12 @@ def post_end(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
         episode.said_end.set()
         episode.changed.set()
         for call in opened.calls:
-            call.end(EpisodeOver("the program has said that its episode has ended"))
+            call.end(EpisodeOver("the program has posted the end of its episode"))
     return {"status": episode.status, "reward": episode.reward}
 
 
 def post_note(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
-    """Take `{call | branch, role?, train?}`: the name of a branch, whether a call is trained."""
+    """Take `{call | branch, role?, train?}`: a branch's name, and whether a call is trained."""
     del name
     fields, episode = _fields(raw), opened.episode
     call, branch = _call(opened, fields.any("call")), _call(opened, fields.any("branch"), "branch")
@@ -116,13 +116,13 @@ def post_interaction_reward(opened: OpenEpisode, raw: bytes, name: str = "") -> 
 
 
 def post_session_end(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
-    """Take whatever says that a session has ended."""
+    """Take the end of a session, in any form."""
     del raw
     return post_end(opened, b"", name)
 
 
 def post_reward_info(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
-    """Take `{reward_info: {reward | reward_score, …}}`, or the same without a field around it."""
+    """Take `{reward_info: {reward | reward_score, …}}`, or the inner object."""
     fields = _fields(raw)
     inner = fields.any("reward_info")
     if isinstance(inner, dict):
@@ -132,7 +132,7 @@ def post_reward_info(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[st
 
 
 def post_event(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
-    """Take `{event_type: "reward", data: {value}}`; other events say nothing to us."""
+    """Take `{event_type: "reward", data: {value}}`; other events are ignored."""
     fields = _fields(raw)
     if fields.text("event_type") != "reward":
         return {"taken": False}
@@ -142,7 +142,7 @@ def post_event(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any
 
 
 def episode_status(opened: OpenEpisode, now: float) -> dict[str, Any]:
-    """Return what a program may know of its own episode."""
+    """Return a program's view of its own episode."""
     episode = opened.episode
     left_s = episode.deadline - now
     return {
@@ -168,11 +168,11 @@ def _give(
     what: bytes,
     branch: int | None = None,
 ) -> dict[str, Any]:
-    """Give the episode, a call or a branch a reward; an addition that was posted counts once."""
+    """Set or add a reward of the episode, a call or a branch; a repeated addition counts once."""
     episode = opened.episode
     if episode.said_end.is_set():
         raise EpisodeOver(
-            "the program has said that its episode has ended",
+            "the program has posted the end of its episode",
             hint="post rewards before the end, or with it",
         )
     number = call if branch is None else branch
@@ -237,7 +237,7 @@ def _take_info(episode: ProgramEpisode, info: Any) -> None:
 
 def _nothing_else(fields: Fields) -> None:
     for name in fields.unread():
-        raise RequestError(f"there is no field {name!r:.60} here", param=name)
+        raise RequestError(f"unknown field {name!r:.60}", param=name)
 
 
 # -- the application -------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class ProxyRoutes:
             await _ROUTER({**scope, "app": self, _OPENED: opened}, receive, send)
         except HTTPException as error:
             raise NoSuchEndpoint(
-                f"there is no {scope['method']} /v1{scope['path']}"[:200],
+                f"{scope['method']} /v1{scope['path']} does not exist"[:200],
                 hint="there are POST chat/completions, responses, messages, messages/count_tokens, "
                 "episode/reward, episode/end, episode/note, and GET models, episode",
             ) from error
@@ -349,7 +349,9 @@ class _CountOpen:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         episode = cast("OpenEpisode", scope[_OPENED]).episode
         if episode.over or episode.said_end.is_set():
-            raise EpisodeOver(f"the episode is over: {episode.over or 'its program has said so'}")
+            raise EpisodeOver(
+                f"the episode is over: {episode.over or 'its program has posted its end'}"
+            )
         episode.num_open += 1
         episode.last_call = time.monotonic()
         episode.changed.set()
@@ -502,7 +504,7 @@ def split_path(path: str) -> tuple[str, tuple[str, ...]]:
 
 
 def presented_keys(headers: Mapping[str, str]) -> Iterator[str]:
-    """Yield what may be a key in the headers of a request."""
+    """Yield possible keys in the headers of a request."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         yield token.strip()
