@@ -1,4 +1,4 @@
-"""A program's calls of the model: read, asked for, and answered in its API's own words."""
+"""A program's calls of the model: read, sent to a generator, and answered in its API's words."""
 
 import asyncio
 import secrets
@@ -34,16 +34,16 @@ T = TypeVar("T")
 
 MAX_BODY_BYTES = 32 << 20
 MAX_BODIES_BYTES = 512 << 20
-"""Of all requests of one proxy that are being read."""
+"""Bound on the bodies that one proxy reads at once."""
 _LARGE = 64 << 10
-"""Bytes of a body that is read in a thread: the loop answers others meanwhile."""
+"""Larger bodies are parsed in a thread, so that they do not block the loop."""
 _MOST_NAMES, _NAME_CHARS = 256, 100
 _EMPTY_BYTES, _TOKEN_BYTES = 4096, 64
-"""What Python needs for an answer, and for each of its tokens."""
+"""Memory of an answer, and of each of its tokens."""
 
 
 class AnswerReading:
-    """How much of an answer one of a program's requests has had."""
+    """Reads an answer for one request of a program."""
 
     def __init__(self, api: ModelApi, model_request: ModelRequest, request: str) -> None:
         """Read the answer to call `request` from its beginning."""
@@ -62,7 +62,7 @@ class AnswerReading:
         self._extra: dict[str, Any] = {}
 
     def news(self, gathered: GatheredAnswer) -> Iterator[str]:
-        """Yield what the answer has gained, as events: the last ones once it is whole."""
+        """Yield events for the new part of the answer; the last ones once it is whole."""
         if gathered.head is None:
             return
         yield from self._read(gathered)
@@ -70,13 +70,13 @@ class AnswerReading:
             yield from self._reader.end(self._extra)
 
     def whole(self, gathered: GatheredAnswer) -> dict[str, Any]:
-        """Return an answer that is whole as one object."""
+        """Return a whole answer as one object."""
         for _ in self._read(gathered):
             pass
         return self._reader.whole() | self._extra
 
     def kept(self, gathered: GatheredAnswer) -> KeptAnswer:
-        """Return what words an answer again that was read to its end."""
+        """Return the answer, read to its end, for further requests."""
         num_chars = sum(len(choice.text) for choice in gathered.choices)
         num_tokens = gathered.num_generated
         if gathered.head is not None:
@@ -85,17 +85,17 @@ class AnswerReading:
         return KeptAnswer(lambda: self._reader.whole() | self._extra, num_bytes)
 
     def kept_input(self) -> KeptAnswer:
-        """Return what lists the messages that it was asked with."""
+        """Return its input messages for further requests."""
         name, messages = self.id, self._messages
         num_bytes = _EMPTY_BYTES + sum(message.num_bytes for message in messages)
         return KeptAnswer(lambda: {"data": list(input_items(messages, name))}, num_bytes)
 
     def fail(self, error: Mapping[str, Any]) -> str:
-        """Return the event that ends a stream which cannot go on."""
+        """Return the event that ends a failed stream."""
         return self._reader.fail(AnswerHead(self._request, self._created, self._model), error)
 
     def _read(self, gathered: GatheredAnswer) -> Iterator[str]:
-        """Read what has come since."""
+        """Read the new part."""
         head = gathered.head
         assert head is not None
         if not self._reader.has_begun:
@@ -110,7 +110,7 @@ class AnswerReading:
 
 
 def _token_fields(gathered: GatheredAnswer) -> dict[str, Any]:
-    """Return the field that an answer has besides where tokens were asked for."""
+    """Return the additional field of an answer whose tokens were requested."""
     head = gathered.head
     assert head is not None
     answers = [
@@ -131,12 +131,12 @@ class ModelCalls:
     """Answers the model endpoints."""
 
     def __init__(self, asker: CallAsker, room: BodyRoom | None = None) -> None:
-        """Ask by `asker`; `room` is for bodies that are being read, if it is shared with others."""
+        """Send calls by `asker`; `room` is for bodies, if it is shared."""
         self._asker = asker
         self._room = room or BodyRoom(MAX_BODIES_BYTES)
 
     async def answer(self, request: Request, opened: OpenEpisode, api: ModelApi) -> Response:
-        """Begin one call, or join the one that it repeats; return what sends its answer."""
+        """Start a call, or join the one that it repeats; return its answer."""
         raw = await read_body(request, MAX_BODY_BYTES, self._room)
         aside = _run_in_thread if len(raw) > _LARGE else _run_inline
         model_request, digest = await aside(_read, raw, api)
@@ -160,7 +160,7 @@ class ModelCalls:
         )
 
     async def count(self, request: Request, opened: OpenEpisode) -> Response:
-        """Answer how many tokens a prompt of Messages has, as it would be continued."""
+        """Answer with the number of tokens of a prompt of Messages."""
         raw = await read_body(request, MAX_BODY_BYTES, self._room)
         aside = _run_in_thread if len(raw) > _LARGE else _run_inline
         model_request, _ = await aside(_read, raw, MESSAGES)
@@ -202,7 +202,7 @@ class _CallAnswer(Response):
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer, and tell the generator whether the program has all of it."""
+        """Send the answer, and report to the generator whether the program received it."""
         call, arrived = self._call, False
         try:
             with call.listening() as woken, ClientWatch(scope, woken.set) as client:
@@ -213,7 +213,9 @@ class _CallAnswer(Response):
                         await _until_over(client, call, woken)
                         answer = JsonAnswer(self._reading.whole(call.answer), 200, _headers(call))
                         await answer(scope, receive, send)
-                    arrived = not client.is_gone  # at once: the end looks like a disconnection
+                    arrived = (
+                        not client.is_gone
+                    )  # before the end of the answer can close the connection
                 finally:
                     if call.answer.is_whole:
                         await call.delivered(whole=arrived)
@@ -251,7 +253,7 @@ class _CallAnswer(Response):
 
 
 async def _run_in_thread(work: Callable[..., T], *arguments: Any) -> T:
-    """Do something in a thread: the loop serves others meanwhile."""
+    """Run work in a thread, so that it does not block the loop."""
     return await asyncio.to_thread(work, *arguments)
 
 
@@ -260,13 +262,13 @@ async def _run_inline(work: Callable[..., T], *arguments: Any) -> T:
 
 
 def _read(raw: bytes, api: ModelApi) -> tuple[ModelRequest, bytes]:
-    """Read a body; return also a digest of it."""
+    """Parse a body; return it with its digest."""
     try:
         value: Any = read_json(raw)
     except MessageError as error:
         raise RequestError(f"the body is not valid JSON: {error.message}") from error
     model_request = api.read(value)
-    # What is sampled with the job says, not the program.
+    # the job sets these, not the program
     echo = {**model_request.echo, "temperature": None, "top_p": None} if model_request.echo else {}
     return replace(model_request, echo=echo), blake2b(raw, person=api.name.encode()).digest()
 
@@ -274,7 +276,7 @@ def _read(raw: bytes, api: ModelApi) -> tuple[ModelRequest, bytes]:
 def _request(
     opened: OpenEpisode, model_request: ModelRequest, api: ModelApi, is_retry: bool
 ) -> CallRequest:
-    """Return what travels; RequestError for what is out of bounds."""
+    """Return the message to the generator; RequestError for values out of bounds."""
     if model_request.without_effect:
         names = dict.fromkeys(name[:_NAME_CHARS] for name in model_request.without_effect)
         model_request = replace(model_request, without_effect=tuple(names)[:_MOST_NAMES])
@@ -302,7 +304,7 @@ def _is_retry(request: Request) -> bool:
 
 
 def _headers(call: RunningCall) -> Mapping[str, str]:
-    """Return what is known of a call at the beginning of its answer."""
+    """Return the headers of a call's answer."""
     head = call.answer.head
     if head is None:
         return {}
@@ -318,7 +320,7 @@ def _headers(call: RunningCall) -> Mapping[str, str]:
 
 
 async def _until_over(client: ClientWatch, call: RunningCall, woken: asyncio.Event) -> None:
-    """Wait for all of an answer; raises the error that it ended with, ClientDisconnect."""
+    """Wait for the whole answer; raises its error, ClientDisconnect."""
     while not call.is_over:
         await woken.wait()
         woken.clear()
@@ -329,7 +331,7 @@ async def _until_over(client: ClientWatch, call: RunningCall, woken: asyncio.Eve
 
 
 async def _is_woken(woken: asyncio.Event, timeout_s: float) -> bool:
-    """Wait until something has happened; False after `timeout_s` without."""
+    """Wait for the event; return False after `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):
             await woken.wait()

@@ -250,7 +250,7 @@ async def test_a_key_is_worth_something_in_its_episode_only(
     assert [answer.status_code for answer in refused] == [401] * 7
     assert {answer.headers["x-should-retry"] for answer in refused} == {NO_RETRY}
     assert "no key came with the request" in words(refused[0])
-    assert "this key is that of no episode" in words(refused[3])
+    assert "this key belongs to no episode" in words(refused[3])
     assert message.json()["error"]["type"] == "authentication_error"
     assert past.status_code == 401
     assert "the episode of this key is over: it has ended" in words(past)
