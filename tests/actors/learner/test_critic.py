@@ -22,17 +22,11 @@ from torch import Tensor, nn
 
 from tests.actors.learner.plain_step import Episodes, Tokens, plain_step
 from tests.support.groups import make_group, random_group
-from tests.support.models import gradients_of, make_tiny_model
+from tests.support.models import gradients_of
 
 torch.set_num_threads(1)
 
 STEP = 3
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def _config(folder: Path, **sections: dict[str, Any]) -> JobConfig:

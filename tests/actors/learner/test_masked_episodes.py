@@ -28,7 +28,7 @@ from tests.actors.learner.plain_step import (
     plain_step,
 )
 from tests.support.groups import make_group, make_trajectory, random_group
-from tests.support.models import gradients_of, make_tiny_model
+from tests.support.models import gradients_of
 
 torch.set_num_threads(1)
 
@@ -50,12 +50,6 @@ def _config(folder: Path | str = "none", **sections: dict[str, Any]) -> JobConfi
             **sections,
         }
     )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def _credit(values: list[float] | None = None, **algorithm: Any) -> Credit:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from tests.actors.learner.plain_step import Episodes, grpo, plain_logprobs, plain_step
 from tests.support.groups import make_group, make_trajectory
-from tests.support.models import make_tiny_model
 
 torch.set_num_threads(1)
 
@@ -39,12 +38,6 @@ def _config(folder: Path | str = "none", **sections: dict[str, Any]) -> JobConfi
             **sections,
         }
     )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def _groups(num: int = 3) -> list[Group]:

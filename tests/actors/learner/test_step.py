@@ -21,18 +21,12 @@ from transformers import PreTrainedModel
 
 from tests.actors.learner.plain_step import Episodes, grpo, plain_logprobs, plain_step
 from tests.support.groups import make_group, make_trajectory, random_group
-from tests.support.models import changed, gradients_of, loaded, make_tiny_model
+from tests.support.models import changed, gradients_of, loaded
 
 torch.set_num_threads(1)
 
 VERSION = 3
 STEP = VERSION + 1
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -22,16 +22,10 @@ from tinkermq.schemas.wire.errors import DataError, ModelError
 
 from tests.actors.learner.plain_step import plain_logprobs
 from tests.support.groups import random_group
-from tests.support.models import changed, gradients_of, loaded, make_tiny_model
+from tests.support.models import changed, gradients_of, loaded
 
 torch.set_num_threads(1)
 VERSION = 3
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The policy's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")
