@@ -19,7 +19,7 @@ from tinkermq.broker.nats_server import NatsServer
 from tinkermq.clients.base import parse_broker_url, parse_server_url
 from tinkermq.clients.cli.app import EXAMPLES, build_app
 from tinkermq.clients.cli.decode import render
-from tinkermq.clients.cli.dry_run import check_model, needed_slots
+from tinkermq.clients.cli.dry_run import check_model_files, needed_slots
 from tinkermq.clients.cli.live import render as render_live
 from tinkermq.clients.cli.new_package import write_package
 from tinkermq.clients.cli.output import (
@@ -206,10 +206,10 @@ def test_env_check_proves_a_game_and_makes_its_data_if_none_is_given(cli: Cli) -
 
 def test_a_dry_run_leaves_the_folders_of_a_pool_elsewhere_to_the_pool() -> None:
     given = {"model": {"path": "/pool/models/small"}, "env": {"game": "bandit"}}
-    told = check_model(parse_config(given), "tls://pool.example.org:4222")
+    told = check_model_files(parse_config(given), "tls://pool.example.org:4222")
     assert "the pool's own" in told
     with pytest.raises(ModelError, match="there is no model folder"):
-        check_model(parse_config(given), "nats://127.0.0.1:4222")
+        check_model_files(parse_config(given), "nats://127.0.0.1:4222")
 
 
 def test_a_dry_run_counts_what_each_actor_holds() -> None:
@@ -240,7 +240,7 @@ def test_doctor_says_whether_the_temporary_folder_serves(
     (tmp_path / ("x" * 100) / ("x" * 100)).mkdir(parents=True)
     folder = place.format(tmp=tmp_path, long="x" * 100)
     told = tinkermq("doctor", "--json", env={"TMPDIR": folder})
-    found = next(one for one in json.loads(told.out) if one["name"] == "temporary folder")
+    found = next(one for one in json.loads(told.out)["checks"] if one["name"] == "temporary folder")
     assert found["ok"] is ok
     assert words.format(tmp=tmp_path) in found["detail"]
     assert bool(found["hint"]) is not ok
