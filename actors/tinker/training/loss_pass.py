@@ -26,8 +26,8 @@ from torch.nn import functional
 from ....schemas.tinker.datum import LossResult
 from ....schemas.tinker.operation import ALONE, Company
 from ...policy.adapted_layers import OneAdapter
-from ...training.micro_batch import MicroBatch, TokenSequence, ranges
-from ...training.packing import pack
+from ...training.micro_batch import MicroBatch, TokenSequence
+from ...training.packing import pack, ranges
 from .adapter import Adapter, RowShare, RowShares, SharedBase
 from .inputs import DatumBatch
 from .losses import LossFunction, LossReader, PlacedTargets, Targets

@@ -501,7 +501,7 @@ async def test_an_answer_is_shown_with_its_tokens_and_the_next_one_knows_of_it(
         await (await download.value).save_as(tmp_path / "said.json")
     asked = served.asked[-1]
     assert isinstance(asked, ChatRequest)
-    assert [one["role"] for one in asked.messages] == ["user", "assistant", "user"]
+    assert [one.role for one in asked.messages] == ["user", "assistant", "user"]
     assert (asked.decoding.temperature, served.asked[-2].decoding.temperature) == (0.5, 1.0)
     said = json.loads((tmp_path / "said.json").read_text())
     assert [one["content"] for one in said["messages"]][:2] == ["hi", f"Hel{HOSTILE}"]

@@ -216,7 +216,10 @@ async def test_an_engine_swaps_adapters_beside_its_base(
         ({"rank": 2, "alpha": 8}, r"has rank 4, lora\.rank is 2"),
         ({"rank": 4, "alpha": 4}, r"has alpha 8, lora\.alpha is 4"),
         ({"rank": 4, "alpha": 8, "exclude": ["q_proj"]}, "has other tensors"),
-        ({"rank": 4, "alpha": 8, "targets": ["gate"]}, r"lora\.targets=\['gate'\] matches no layers"),
+        (
+            {"rank": 4, "alpha": 8, "targets": ["gate"]},
+            r"lora\.targets=\['gate'\] matches no layers",
+        ),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(
