@@ -176,7 +176,7 @@ async def test_the_log_keeps_what_a_form_took_out(
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"format": FORM, "is_prefill": True}, "begins the answer itself"),
+        ({"format": FORM, "is_prefill": True}, "both begin the answer and require a form"),
         ({"format": OutputFormat()}, "an output format is empty"),
         (
             {"format": OutputFormat(json_schema={"type": "string", "pattern": "(?=a)b"})},
@@ -370,6 +370,6 @@ async def test_the_images_of_an_episode_fit_its_share_of_a_message(looking: Aski
     history = ((SMALL,), (text_of(first),), ("and ", TALL))
     await calls.answer(shown(*history), looking.tell)
     await calls.answer(shown((TALL,)), looking.tell)  # each counts once
-    with pytest.raises(EpisodeLimit, match=rf"may have {room:,}: the 1 episodes"):
+    with pytest.raises(EpisodeLimit, match=rf"share of {room:,}: a task's 1 episodes"):
         await calls.answer(shown((png(16, 16, 3),)), looking.tell)
     assert calls.limit_hit == "length"
