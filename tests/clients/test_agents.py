@@ -101,8 +101,8 @@ def test_a_check_is_told_in_lines(cli: Cli, made: Path) -> None:
     assert done.code == 0, done.err
     assert "asks   POST /v1/chat/completions  2 times" in lines
     assert any(line.startswith("call   1   continues 0") for line in lines)
-    assert "ok     ends by itself, exit code 0" in lines
-    assert "ok     each call continues the one before it: one row" in lines
+    assert "ok   end     ends by itself, exit code 0" in lines
+    assert "ok   rows    each call continues the one before it: one row" in lines
     assert "ok     has the reward 0" in lines
 
 
@@ -122,7 +122,7 @@ def test_a_game_is_no_agent(cli: Cli, tmp_path: Path) -> None:
     config.write_text("env: {game: guess}\n")
     done = cli("agent", "check", str(config))
     assert done.code == 2
-    assert "this is no job with a program: agent.command is empty" in done.err
+    assert "this job has no program: agent.command is empty" in done.err
 
 
 # -- agent play ------------------------------------------------------------------------------------
@@ -152,13 +152,13 @@ def test_who_leaves_before_the_end_is_told_so(made: Path) -> None:
 
 def test_a_dry_run_runs_the_program_once(cli: Cli, made: Path) -> None:
     done = cli("train", "agent.yaml", "--dry-run", "--json")
-    told = {check["check"]: check for check in json.loads(done.out)["checks"]}
+    told = {check["name"]: check for check in json.loads(done.out)["checks"]}
     assert done.code == 0, done.err
-    assert "run once against a scripted model, 2 calls, 1 rows, done" in told["agent"]["detail"]
+    assert "run once against a scripted model, 2 calls, 1 rows, done" in told["program"]["detail"]
     (made / "program" / "agent.py").write_text("raise SystemExit(1)")
     failed = cli("train", "agent.yaml", "--dry-run")
     assert failed.code == 2
-    assert "agent.command: the program exited with code 1 without one answered" in failed.err
+    assert "the program exited with code 1 without one answered" in failed.err
     hosted = cli("train", "agent.yaml", "env.hosts=0", "--dry-run")
     assert hosted.code == 0
     assert "its programs are run by clients: not checked" in hosted.out
@@ -425,7 +425,7 @@ async def test_a_folder_of_files_that_is_not_there_is_told(
     async with started(broker, tmp_path, record.name) as process:
         _, errors = await process.communicate()
     assert process.returncode == 2
-    assert "agent.files='nowhere' is no folder on this host" in " ".join(errors.decode().split())
+    assert "agent.files='nowhere' is not a folder on this host" in " ".join(errors.decode().split())
 
 
 async def test_a_run_that_has_ended_is_hosted_no_more(broker: Broker, scope: JobScope) -> None:

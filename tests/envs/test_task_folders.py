@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from tinkermq.actors.node.node import check_files_now
+from tinkermq.actors.node.checks import check_files_now
 from tinkermq.actors.scheduler.jobs.states import actors_for, wanted_actor
 from tinkermq.actors.storage.access import leads
 from tinkermq.clients.validation import check_files_exist, resolve_paths
@@ -247,7 +247,8 @@ def test_a_folder_of_tasks_is_looked_at_like_other_files(
     assert wanted_actor(record, host, config).programs == [str(folder)]
     assert folder in {lead.path for lead in leads(config)}
     question = LookQuestion(files=[f"harbor:{folder}", f"harbor:{tmp_path}", "harbor:/nowhere"])
-    assert check_files_now(question).missing == [f"harbor:{tmp_path}", "harbor:/nowhere"]
+    [result] = check_files_now(question).results
+    assert result.detail == f"there is no file harbor:{tmp_path}, harbor:/nowhere"
 
 
 # -- Dockerfiles that the sandbox can follow -------------------------------------------------------
@@ -298,14 +299,14 @@ CMD ["bash"]
         ('RUN ["pip", "install"]', "RUN pip"),
         ("RUN echo 'a", "RUN: No closing quotation"),
         ("COPY --from=other a b", "COPY --from"),
-        ("COPY ../a b", "lies outside"),
+        ("COPY ../a b", "is outside of"),
         ("COPY a /usr/local/bin/a", "the sandbox's /usr cannot be written"),
         ("COPY a /app/../etc/a", "the sandbox's /etc cannot be written"),
         ("ADD https://x/y /app/", "is fetched or unpacked"),
         ("ADD a.tar.gz /app/", "is fetched or unpacked"),
-        ("COPY a", "names no file and its place"),
+        ("COPY a", "needs a file and its destination"),
         ("WORKDIR /usr/src/app", "the sandbox's /usr cannot be written"),
-        ("USER nobody", "USER nobody is not done in the sandbox"),
+        ("USER nobody", "USER nobody is not supported in the sandbox"),
         ('SHELL ["bash"]', "SHELL"),
         ("ARG VERSION", "ARG VERSION has no value"),
         ("FROM debian", "a second FROM"),

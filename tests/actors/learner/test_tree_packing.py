@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinkermq.actors.policy.vision import load_image_reader
 from tinkermq.actors.training.batch import assemble
-from tinkermq.actors.training.micro_batch import MicroBatch, TokenSequence, share_sequences
+from tinkermq.actors.training.micro_batch import MicroBatch, TokenSequence
 from tinkermq.actors.training.model import Scorer, load_model
 from tinkermq.actors.training.packing import block_causal_mask, pack
 from tinkermq.actors.training.parallel import Parallel
+from tinkermq.actors.training.rank_batches import share_sequences
 from tinkermq.actors.training.step import Trainer
 from tinkermq.actors.training.varlen import flatten
 from tinkermq.schemas.config.job import JobConfig, ModelConfig
@@ -27,16 +28,9 @@ from torch import Tensor
 
 from tests.support.groups import make_group, make_trajectory
 from tests.support.images import IMAGE_ID, load, make_vision_model, png, seeing_logprobs
-from tests.support.models import make_tiny_model
 
 torch.set_num_threads(1)
 SMALL = png(16, 16)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def paths_of(seed: int, vocab: int = 250) -> list[TokenSequence]:

@@ -349,7 +349,7 @@ async def test_what_a_response_was_asked_with_is_listed_page_by_page(
         assert listed == ["message", *kinds]
         assert [one.type async for one in items.list(made.id)] == listed[::-1]
         refused: list[tuple[dict[str, Any], str]] = [
-            ({"limit": 0}, "not 1 to 100"),
+            ({"limit": 0}, "must be 1 to 100"),
             ({"after": "x"}, "no item 'x'"),
         ]
         for query, words in refused:
@@ -506,7 +506,7 @@ async def test_the_end_is_said_once(http: httpx.AsyncClient, episode: ProgramEpi
         ("reward", {"reward": True}, "reward must be a finite number"),
         ("reward", {"reward": "1"}, "reward must be a finite number"),
         ("reward", {"reward": 1, "mode": "twice"}, "mode is 'twice'"),
-        ("reward", {"reward": 1, "cal": 3}, "there is no field 'cal' here"),
+        ("reward", {"reward": 1, "cal": 3}, "unknown field 'cal'"),
         ("reward", {"reward": 1, "call": 1.5}, "call must be a number or an id"),
         ("reward", {"reward": 1, "branch": 1.5}, "branch must be a number or an id"),
         ("reward", {"reward": 1, "info": 3}, "info must be an object"),

@@ -166,7 +166,7 @@ def test_a_machine_without_bubblewrap_is_refused_with_the_remedy(monkeypatch, tm
             "Creating new namespace failed",
             "kernel.unprivileged_userns_clone=1",
         ),
-        ("exit 1", "it ended without a word", "as the user of the environment host"),
+        ("exit 1", "it ended without output", "as the user of the environment host"),
         (
             'exec {bwrap} --ro-bind /etc /etc "$@"',
             "it shows files of the host",

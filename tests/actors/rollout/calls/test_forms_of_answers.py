@@ -177,7 +177,7 @@ async def test_the_log_keeps_what_a_form_took_out(
     ("fields", "said"),
     [
         ({"format": FORM, "is_prefill": True}, "both begin the answer and require a form"),
-        ({"format": OutputFormat()}, "asks for nothing"),
+        ({"format": OutputFormat()}, "an output format is empty"),
         (
             {"format": OutputFormat(json_schema={"type": "string", "pattern": "(?=a)b"})},
             "look-around",
@@ -338,7 +338,7 @@ async def test_images_that_cannot_be_shown_cost_their_call_alone(looking: Asking
     for content, words in (
         ((b"no image",), "cannot be opened"),
         ((SMALL[:60],), "damaged|cannot be opened"),
-        ((SMALL, SMALL), "side by side"),
+        ((SMALL, SMALL), "are adjacent"),
     ):
         with pytest.raises(DataError, match=words):
             await calls.answer(shown(content), looking.tell)
@@ -355,9 +355,9 @@ async def test_images_that_cannot_be_shown_cost_their_call_alone(looking: Asking
 async def test_a_model_of_text_refuses_images_also_behind_an_answer(asking: Asking) -> None:
     calls = asking.calls()
     first = await calls.answer(request("hi"), asking.tell)
-    with pytest.raises(ModelError, match="reads text alone"):
+    with pytest.raises(ModelError, match="reads text only"):
         await calls.answer(shown(("hi",), (text_of(first),), ("see ", SMALL)), asking.tell)
-    with pytest.raises(ModelError, match="reads text alone"):
+    with pytest.raises(ModelError, match="reads text only"):
         await calls.answer(shown((SMALL,)), asking.tell)
     assert len(calls.tree.calls) == 1
 

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tinkermq.envs.agents.agent_check import look_at_tasks
+from tinkermq.envs.agents.agent_check import check_tasks
 from tinkermq.envs.agents.programs.task_environments import (
     EnvironmentPlanner,
     digest_of,
@@ -128,16 +128,16 @@ async def test_an_image_without_bash_or_with_a_link_in_the_way_is_refused(
             await host.play("e-1", record=record(FIXED.write(tasks / "linked")))
         (root / "logs").unlink()
         (root / "usr" / "bin" / "bash").unlink()
-        with pytest.raises(TaskRefused, match="it has no bash, which runs its tests"):
+        with pytest.raises(TaskRefused, match="bash, which runs its tests, is missing"):
             await host.play("f-1", record=record(FIXED.write(tasks / "plain")))
 
 
 def test_an_engine_that_does_not_answer_is_none(tmp_path: Path, engine: FakeEngine) -> None:
     assert find_engine()[0] is not None
     (engine.folder / "podman").write_text("#!/bin/sh\necho 'no socket'; exit 1\n")
-    assert find_engine() == (None, "podman does not answer: no socket")
+    assert find_engine() == (None, "podman does not work: no socket")
     engine.remove()
-    assert find_engine() == (None, "there is no podman or docker on this machine")
+    assert find_engine() == (None, "podman and docker are not installed on this machine")
 
 
 def test_the_check_says_where_tasks_run_and_which_do_not(
@@ -148,27 +148,25 @@ def test_the_check_says_where_tasks_run_and_which_do_not(
     tree = {"model": {"path": "m"}, "agent": {"command": ["sh"]}}
     tree["agent"]["tasks"] = f"harbor:{tmp_path / 'tasks'}"
     job = JobConfig.model_validate(tree)
-    report = look_at_tasks(job)
-    assert report is not None
-    assert report.findings[0].text == "2 of 2 Harbor tasks run here, in images of podman"
+    checks, _ = check_tasks(job)
+    assert checks[0].detail == "2 of 2 Harbor tasks run here, in images of podman"
     engine.remove()
-    report = look_at_tasks(job)
-    assert report is not None
-    assert report.row == 1
-    assert [finding.level for finding in report.findings] == ["ok", "ok", "note"]
-    assert report.findings[0].text == (
-        "1 of 2 Harbor tasks run here, in the sandbox (there is no podman or docker on this "
-        "machine)"
+    checks, row = check_tasks(job)
+    assert row == 1
+    assert [check.outcome for check in checks] == ["ok", "ok", "note"]
+    assert checks[0].detail == (
+        "1 of 2 Harbor tasks run here, in the sandbox (podman and docker are not installed on "
+        "this machine)"
     )
-    assert "tests/test.sh" in report.findings[1].text
-    refused = report.findings[2]
-    assert refused.text == (
-        "task a-needs-image cannot be run: FROM somewhere/else:1: the sandbox stands only for "
+    assert "tests/test.sh" in checks[1].detail
+    refused = checks[2]
+    assert refused.detail == (
+        "task a-needs-image cannot be run: FROM somewhere/else:1: the sandbox replaces only "
         "images of debian, ubuntu and python (environment/Dockerfile:1)"
     )
-    assert "with podman or docker all tasks run" in refused.remedy
+    assert "with podman or docker all tasks with an image run" in refused.hint
     only = job.model_copy(update={"env": job.env.model_copy(update={"train_data": []})})
-    assert look_at_tasks(only) is None
+    assert check_tasks(only) == ([], None)
 
 
 def imported(program: str, root: Path, name: str) -> None:
