@@ -97,7 +97,7 @@ class CallPrompt:
         new = [self.given_ids, *([np.array(begun, np.int32)] if begun else [])]
         return np.concatenate(new) if self.parent is None else self.parent.path_ids_with(new)
 
-    def request_digest(self, *limits: object) -> bytes:
+    def digest_with(self, *limits: object) -> bytes:
         """Return 16 bytes that identify a request by its prompt's ids and its limits."""
         digesting = digest_behind(self.parent, self.given_ids)
         digesting.update(repr(limits).encode())
@@ -122,10 +122,10 @@ class ModelCall(CallPrompt):
     """N tokens as the engine drew them."""
     text: str | None = None
     """The text that was sent, if it is not that of the tokens."""
-    request: bytes = b""
-    """Digest of the request."""
-    asked: str = ""
-    """Id by which the program's proxy first asked for it, the same for all choices of an answer."""
+    request_digest: bytes = b""
+    """Identifies equal requests."""
+    request_id: str = ""
+    """Id of the proxy's first request for it, equal for all choices of an answer."""
     reply: CanonicalMessage
     """The answer as a message, as the program got it."""
     number: int = -1

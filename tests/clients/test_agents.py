@@ -102,7 +102,7 @@ def test_a_check_is_told_in_lines(cli: Cli, made: Path) -> None:
     assert "asks   POST /v1/chat/completions  2 times" in lines
     assert any(line.startswith("call   1   continues 0") for line in lines)
     assert "ok   end     ends by itself, exit code 0" in lines
-    assert "ok     each call continues the one before it: one row" in lines
+    assert "ok   rows    each call continues the one before it: one row" in lines
     assert "ok     has the reward 0" in lines
 
 

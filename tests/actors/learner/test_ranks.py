@@ -45,12 +45,6 @@ HARD = {
 """Asks for the policy before the update, a reference, and statistics over the whole batch."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 def config_of(folder: Path, ranks: int, **sections: dict[str, Any]) -> JobConfig:
     """Updates are nearly proportional to gradients, and each takes several micro-batches."""
     learner = {"lr": 0.1, "eps": 1.0, "grad_clip": 0.5, "ranks": ranks, "slots": ranks}

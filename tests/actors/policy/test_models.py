@@ -254,7 +254,7 @@ def _raised(kind: type[Exception]) -> OSError:
     [
         (LocalEntryNotFoundError, True, "offline mode (HF_HUB_OFFLINE)", "unset HF_HUB_OFFLINE"),
         (LocalEntryNotFoundError, False, "the hub cannot be reached", "HF_ENDPOINT"),
-        (RepositoryNotFoundError, False, "the hub has no such model", "see owner and name"),
+        (RepositoryNotFoundError, False, "the hub has no such model", "check owner and name"),
         (GatedRepoError, False, "is gated on the hub", "accept its terms"),
         (ValueError, True, "cannot be read", "model_type"),
     ],
