@@ -33,18 +33,19 @@ from ..training.checkpoint_copy import CheckpointCopy
 from ..training.parallel import torch_thread
 from ..training.policies import Policies
 from ..training.state import LearnerState
+from ..weights.publisher import Publisher
 from .batching import BatchDecision, form_batch, oldest_trained
 from .control import LearnerControl, TorchTracer
 from .curriculum import keeps_of
 from .data_order import TaskOrder
 from .drops import Drops
-from .evaluations import Evaluations
+from .evaluations import MOST_EVALUATIONS, Evaluations
 from .failures import Failures, Untrainable
 from .intake import CheckedEntry, Intake, batch_digest
 from .memory import GpuTurns, PassTokens, gpu_use_of
 from .recorded_steps import RecordedSteps
 from .reporter import Reporter, learner_time_use
-from .saving import Publisher, Saver
+from .saving import Saver
 from .tasks import Ledger, TaskIssuer
 
 T = TypeVar("T")
@@ -98,7 +99,13 @@ class Learner:
             heard=lambda: self._failures.heard(),
         )
         checkpoints.judged = self.evaluations
-        self.publisher = Publisher(context, policies.models, policies.snapshot)
+        self.publisher = Publisher(
+            context,
+            policies.snapshot,
+            policies.snapshot_bytes,
+            kind=policies.kind,
+            num_evaluated=MOST_EVALUATIONS,
+        )
         self._gpu = self._open_gpu(policies)
         self._tracer = TorchTracer(context.run_dir / "traces")
         self.control = LearnerControl(

@@ -25,7 +25,6 @@ from ...broker.client.rpc import Service, call
 from ...broker.feed import publish_log
 from ...broker.jetstream.kv import Bucket
 from ...broker.jetstream.streams import stream_info
-from ...broker.weights.shared_memory import sweep
 from ...envs.dataset import is_dataset_name
 from ...envs.registry import find_game
 from ...envs.task_folders import holds_tasks
@@ -67,6 +66,7 @@ from ..gpus import Gpus
 from ..policy.model_folder import check_model_alike, check_model_is_here
 from ..storage.access import without_tilde
 from ..storage.run_folders import remove_run_folder
+from ..weights.shared_memory import sweep
 from .children import ActorStarter, Child, StartChild, StartFailed
 from .process import (
     PIPE_DEADLINE_S,

@@ -26,13 +26,6 @@ from torch import Tensor
 
 from ...broker.client.connection import Broker
 from ...broker.client.rpc import Service, call
-from ...broker.weights.payloads import (
-    TRANSFER_DEADLINE_S,
-    Payload,
-    read_file,
-    remove_file,
-    write_file,
-)
 from ...schemas.weights import JoinRound, Manifest, Round, TensorEntry
 from ...schemas.wire.errors import BrokerError, DeadlineError, NotFoundError
 from ...schemas.wire.subjects import JobScope
@@ -51,7 +44,13 @@ from .broadcast_group import (
     own_address,
     server_of,
 )
-from .tensors import fingerprint
+from .payloads import (
+    TRANSFER_DEADLINE_S,
+    read_file,
+    remove_file,
+    write_file,
+)
+from .tensors import Payload, fingerprint
 
 # -- receiver --------------------------------------------------------------------------------------
 

@@ -35,12 +35,11 @@ from torch.multiprocessing import reductions
 
 from ...broker.client.connection import Broker
 from ...broker.jetstream.objects import DigestMismatch
-from ...broker.weights.payloads import Payload
 from ...schemas.weights import Manifest, Round
 from ...schemas.wire.codec import pack, unpack
 from ...schemas.wire.errors import BrokerError, ConfigError
 from ..policy.devices import gpu_of
-from .tensors import PART_BYTES, fingerprint
+from .tensors import PART_BYTES, Payload, fingerprint
 
 MEET_S = 20.0
 """A member that is not there after so long is done without."""
@@ -643,7 +642,7 @@ class LocalMember:
         digest = await off_loop(lambda: fingerprint(payload), "weights digest")
         if digest != manifest.digest:
             raise DigestMismatch(f"it has digest {digest}, told was {manifest.digest}")
-        return _as_payload(payload)
+        return payload if payload.is_cuda else payload.numpy().data
 
     def leave(self) -> None:
         """Leave the group."""
@@ -667,7 +666,3 @@ class LocalMember:
 
 INSTEAD = "; or set weights.transport=object"
 """What else can be done where the learner cannot be reached."""
-
-
-def _as_payload(payload: Tensor) -> Payload:
-    return cast("Any", payload) if payload.is_cuda else payload.numpy().data

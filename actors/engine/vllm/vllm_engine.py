@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+import torch
 
 from ....broker.jetstream.objects import DigestMismatch
-from ....broker.weights.shared_memory import place_of
-from ....broker.weights.store import WeightStore
 from ....schemas.config.job import JobConfig
 from ....schemas.config.sections import LoraConfig
 from ....schemas.weights import Manifest, Round
@@ -27,7 +26,9 @@ from ...policy.vision import ImageReader, Images, digest_of, load_image_reader
 from ...storage.adapters import base_of, is_adapter
 from ...weights.broadcast import BroadcastReceiver
 from ...weights.broadcast_group import FORM_S, ProcessGroupFailed, no_route, own_address
-from ...weights.tensors import TensorSource, dtype_of, shape_of
+from ...weights.shared_memory import place_of
+from ...weights.store import WeightStore
+from ...weights.tensors import TensorBytes, TensorSource, WeightNames, dtype_of
 from ..engine import (
     EngineStats,
     Generation,
@@ -48,7 +49,6 @@ from ..engine import (
     require_reader,
 )
 from ..transformers.adapters import RowAdapters
-from ..weight_updates import WeightNames
 from .model import VllmModel
 from .request import ShownImages, show
 from .weight_files import WeightFiles, hollow_model, reference_names
@@ -345,7 +345,7 @@ class VllmEngine:
                 await self.load_weights(version, tensors)
             return
         zeros: dict[str, TensorSource] = {
-            of_one[0]: ("float32", tuple(tensor.shape), bytes(4 * tensor.numel()))
+            of_one[0]: torch.zeros(tensor.shape)
             for of_one, tensor in zip(names.names, names.tensors, strict=True)
         }
         await self.load_weights(version, zeros)
@@ -365,12 +365,10 @@ class VllmEngine:
 
     def _check_manifest(self, manifest: Manifest) -> None:
         names = self._reference()
-        names.check({one.name: (one.dtype, one.shape, b"") for one in manifest.tensors})
+        names.check({entry.name: entry.shape for entry in manifest.tensors})
 
     def _checked(self, tensors: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
-        names = self._reference()
-        names.check(tensors)
-        return names.once(tensors)
+        return self._reference().checked(tensors)
 
     def _update(self, version: int, tensors: Mapping[str, TensorSource]) -> dict[str, Any]:
         """Return what vLLM's workers take tensors by: the file that they lie in, or one of ours."""
@@ -576,8 +574,7 @@ def _update_of_mapped(tensors: Mapping[str, TensorSource]) -> dict[str, Any] | N
     """Return what workers take tensors by that lie in one mapped file; None: they do not."""
     places: dict[str, tuple[Path, int]] = {}
     for name, source in tensors.items():
-        data = None if not isinstance(source, tuple) else source[2]
-        place = place_of(data) if isinstance(data, memoryview) else None
+        place = place_of(source.data) if isinstance(source, TensorBytes) else None
         if place is None:
             return None
         places[name] = place
@@ -595,7 +592,7 @@ def update_of_file(
     return {
         "names": names,
         "dtype_names": [str(dtype_of(tensors[name])).removeprefix("torch.") for name in names],
-        "shapes": [list(shape_of(tensors[name])) for name in names],
+        "shapes": [list(tensors[name].shape) for name in names],
         "offsets": [offsets[name] for name in names],
         "num_bytes": path.stat().st_size,
         "path": str(path),

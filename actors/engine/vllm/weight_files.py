@@ -20,8 +20,7 @@ from ....schemas.config.sections import ADAPTER_CONFIG, LoraConfig
 from ....schemas.wire.errors import EngineError, ModelError
 from ...policy.lora import add_adapter, policy_tensors, uniform
 from ...policy.model_folder import auto_class, load_model_config
-from ...weights.tensors import TensorSource, as_tensor, bytes_of, dtype_of, shape_of
-from ..weight_updates import WeightNames
+from ...weights.tensors import TensorSource, WeightNames, as_tensor, bytes_of, dtype_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,7 +97,7 @@ class WeightFiles:
         specs = {
             key: TensorSpec(
                 dtype=str(dtype_of(source)).removeprefix("torch."),
-                shape=list(shape_of(source)),
+                shape=list(source.shape),
                 data_ptr=buffers[key].ctypes.data,
                 data_len=buffers[key].nbytes,
             )
