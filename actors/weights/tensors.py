@@ -46,24 +46,26 @@ DTYPES = {
 
 
 def layout(tensors: Mapping[str, TensorBytes]) -> list[TensorEntry]:
-    """Say where each tensor lies in the payload, one after the other. Raises MessageError."""
+    """Return the layout of a payload of tensors, one after the other. Raises MessageError."""
     entries: list[TensorEntry] = []
     offset = 0
     for name, tensor in tensors.items():
-        size = tensor.data.nbytes
-        entries.append(
-            TensorEntry(
-                name=name,
-                dtype=tensor.dtype,
-                shape=list(tensor.shape),
-                offset=offset,
-                num_bytes=size,
-            )
-        )
-        offset += size
+        entries.append(entry_of(name, tensor, offset))
+        offset += tensor.data.nbytes
     for entry in entries:
         _check_entry(entry, offset)
     return entries
+
+
+def entry_of(name: str, tensor: TensorBytes, offset: int) -> TensorEntry:
+    """Return the entry of a tensor whose first byte is at `offset`."""
+    return TensorEntry(
+        name=name,
+        dtype=tensor.dtype,
+        shape=list(tensor.shape),
+        offset=offset,
+        num_bytes=tensor.data.nbytes,
+    )
 
 
 def check_layout(manifest: Manifest) -> None:
@@ -124,6 +126,12 @@ def bytes_of(source: TensorSource) -> np.ndarray:
             hint="the payload is damaged: fetch it again",
         )
     return data
+
+
+def in_bytes(source: TensorSource) -> TensorBytes:
+    """Return new weights in this machine's memory; EngineError for a size that does not fit."""
+    name = str(dtype_of(source)).removeprefix("torch.")
+    return TensorBytes(name, tuple(source.shape), bytes_of(source).data)
 
 
 def as_tensor(source: TensorSource, *, pinned: bool = False) -> Tensor:

@@ -217,7 +217,7 @@ async def test_weights_that_come_in_part_are_taken_whole_by_the_next_round(
     engines = {MAIN: vllm}
     await load_version(store, engines, await learner.publish(1), "keep")
     manifest = await learner.publish(2)
-    update = update_of(manifest)
+    update = update_of(manifest.tensors, manifest.num_bytes, digest=manifest.digest)
     path = learner.sender._folder / "part"
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(bytes(manifest.num_bytes))

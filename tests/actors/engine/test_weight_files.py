@@ -45,8 +45,8 @@ def test_weights_are_written_once_and_freed() -> None:
     ones = torch.ones(3, 2, dtype=torch.bfloat16)
     zeros = TensorBytes("float32", [2], memoryview(bytes(8)))
     tensors: dict[str, TensorSource] = {"a": ones, "b": zeros}
-    (first, _), (second, offsets) = files.write_model(1, tensors), files.write_model(1, tensors)
-    assert offsets == {"a": 0, "b": 12}
+    (first, _), (second, entries) = files.write_model(1, tensors), files.write_model(1, tensors)
+    assert [(entry.name, entry.offset) for entry in entries] == [("a", 0), ("b", 12)]
     assert second.read_bytes() == ones.view(torch.uint8).numpy().tobytes() + bytes(8)
     files.keep_only(second.parent)
     assert (first.exists(), second.exists()) == (False, True)
