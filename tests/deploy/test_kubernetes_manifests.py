@@ -19,6 +19,8 @@ from tinkermq.schemas.wire.subjects import SERVICES
 from tests.support.configs import REPOSITORY
 from tests.support.kubernetes import VERSION
 
+pytestmark = pytest.mark.full
+
 FOLDER = REPOSITORY / "deploy" / "kubernetes"
 OVERLAY: dict[str, Any] = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
 RESOURCES: list[dict[str, Any]] = [

@@ -32,6 +32,8 @@ from tinkermq.schemas.wire.subjects import JobScope
 from tests.support.configs import REPOSITORY
 from tests.support.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.full
+
 UNITS = sorted((REPOSITORY / "deploy" / "systemd").glob("*.service"))
 PORT_OF_ITS_OWN = {"gateway": " --port 0"}
 MOST_EXPOSED = {"node": 5.0, "environment@": 5.0}
@@ -234,7 +236,7 @@ def _free_port() -> int:
 @pytest.fixture(
     params=[
         pytest.param(True, id="with users"),
-        pytest.param(False, id="without users", marks=pytest.mark.long),
+        pytest.param(False, id="without users"),
     ]
 )
 def systemd(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Systemd]:

@@ -33,6 +33,8 @@ from tinkermq.schemas.wire.errors import GameError
 
 from tests.support.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.full
+
 MANY = [f"e{number}" for number in range(2000)]
 
 

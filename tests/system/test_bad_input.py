@@ -13,7 +13,7 @@ from tinkermq.clients import AsyncTrajectoryPublisher
 from tinkermq.clients.base import JobAddress
 from tinkermq.schemas.control import ControlReply, ControlRequest
 from tinkermq.schemas.wire.codec import pack
-from tinkermq.schemas.wire.errors import MessageError, ModelError
+from tinkermq.schemas.wire.errors import DataError, GameError, MessageError, ModelError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.faults.injected import append_untrainable, episode
@@ -22,7 +22,7 @@ from tests.support.jobs import Job
 from tests.support.proofs import assert_every_task_once
 from tests.support.stack import Stack
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 
 NO_SYSTEM = (
@@ -100,7 +100,6 @@ async def mistakes(
     configs = {
         "template": small_job(forgetful, rollout={"max_turns": 2}),
         "system": small_job(no_system, env={"game": "tests.support.games:EchoGame"}),
-        "missing": small_job(model, env=data("missing.parquet"), generator=alone),
         "column": small_job(model, env=data("no_answer.jsonl"), generator=alone),
         "nothing": small_job(model, env=data("nothing.jsonl"), generator=alone),
         "import": small_job(model, env={"game": "tests.support.games:NoSuchGame"}, generator=alone),
@@ -133,28 +132,20 @@ async def mistakes(
     await shared_stack.stop_all()
 
 
-def rarely(*case: Any) -> Any:
-    """Leave a case to the long suite: the learner's own tests show the same sooner."""
-    return pytest.param(*case, marks=pytest.mark.long)
-
-
 @pytest.mark.parametrize(
     ("mistake", "told"),
     [
-        rarely("template", ["chat template"]),
-        rarely("system", ["no_system takes no system message", "the template leaves it out"]),
-        rarely("missing", ["missing.parquet"]),
+        ("template", ["chat template"]),
+        ("system", ["no_system takes no system message", "the template leaves it out"]),
         ("column", ["no_answer.jsonl", "answer"]),
-        rarely("nothing", ["nothing.jsonl"]),
-        rarely("import", ["module tests.support.games has no game 'NoSuchGame'", "SlowBandit"]),
+        ("nothing", ["nothing.jsonl"]),
+        ("import", ["module tests.support.games has no game 'NoSuchGame'", "SlowBandit"]),
         ("raises", ["tasks in a row failed", "ValueError: no rule for", "letters"]),
-        rarely(
-            "reward", ["tasks in a row failed", "no_reward raised LookupError: no rubric for this"]
-        ),
-        rarely("equal", ["groups could not be trained", "equal_rewards", "rollout.temperature"]),
-        rarely("hangs", ["tasks in a row failed", "SlowBandit hung in step for 0.5 s"]),
-        rarely("prompt", ["tasks in a row failed", "rollout.max_prompt_tokens is 5"]),
-        rarely("hostless", ["no task was finished for 1 s (limits.idle_s)", "bring them back"]),
+        ("reward", ["tasks in a row failed", "no_reward raised LookupError: no rubric for this"]),
+        ("equal", ["groups could not be trained", "equal_rewards", "rollout.temperature"]),
+        ("hangs", ["tasks in a row failed", "SlowBandit hung in step for 0.5 s"]),
+        ("prompt", ["tasks in a row failed", "rollout.max_prompt_tokens is 5"]),
+        ("hostless", ["no task was finished for 1 s (limits.idle_s)", "bring them back"]),
     ],
 )
 async def test_a_mistake_fails_the_job_with_its_reason(
@@ -170,11 +161,33 @@ async def test_a_mistake_fails_the_job_with_its_reason(
 async def test_a_folder_without_a_model_is_refused_by_a_node_and_makes_no_job(
     shared_stack: Stack, tmp_path: Path
 ) -> None:
-    told = "empty is no model folder: config.json is missing"
+    told = "empty is not a model folder: config.json is missing"
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match=told) as refused:
         await shared_stack.submit(small_job(tmp_path / "empty"))
     assert "save_pretrained" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("error", "env", "told"),
+    [
+        (
+            DataError,
+            {"train_data": ["/no/rows.jsonl"]},
+            "node node: there is no file /no/rows.jsonl",
+        ),
+        (GameError, {"game": "beside_the_yaml:Game"}, "there is no module 'beside_the_yaml'"),
+    ],
+)
+async def test_what_no_node_has_is_refused_and_leaves_the_name_free(
+    shared_stack: Stack, model: Path, error: type[Exception], env: dict[str, Any], told: str
+) -> None:
+    name = f"refused-{error.__name__.lower()}"
+    with pytest.raises(error, match=told):
+        await shared_stack.submit({**small_job(model, env={"num_val": 0, **env}), "name": name})
+    sound = small_job(model, env={"hosts": 0}, generator={"count": 0})
+    job = await shared_stack.submit({**sound, "name": name})
+    await job.stop(now=True)
 
 
 async def test_a_model_whose_weights_are_cut_is_refused_by_a_node_and_makes_no_job(
@@ -187,7 +200,6 @@ async def test_a_model_whose_weights_are_cut_is_refused_by_a_node_and_makes_no_j
     assert "copy or download the model's files again" in refused.value.hint
 
 
-@pytest.mark.long
 async def test_a_deserted_run_gives_its_slots_back_and_leaves_a_checkpoint(
     mistakes: Mistakes,
 ) -> None:
@@ -200,7 +212,6 @@ async def test_a_deserted_run_gives_its_slots_back_and_leaves_a_checkpoint(
     assert (job.run_dir / "latest").exists()
 
 
-@pytest.mark.long
 async def test_groups_that_cannot_be_trained_are_told_and_leave_a_checkpoint(
     mistakes: Mistakes,
 ) -> None:
@@ -224,14 +235,12 @@ async def test_failed_tasks_are_in_the_dead_letters_with_their_blame(mistakes: M
         assert letter.num_attempts >= 3
 
 
-@pytest.mark.long
 async def test_a_prompt_that_is_too_long_is_the_tasks_own_failure(mistakes: Mistakes) -> None:
     job = await mistakes.job("prompt")
     await job.until("FAILED")
     assert {letter.blame.boundary for letter in await job.dead()} == {"task"}
 
 
-@pytest.mark.long
 async def test_a_healthy_job_beside_all_mistakes_is_unharmed(mistakes: Mistakes) -> None:
     healthy = (await mistakes.all_jobs())["healthy"]
     await healthy.until("COMPLETED")

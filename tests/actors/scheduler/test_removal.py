@@ -44,6 +44,8 @@ from tests.support.hollow_model import make_hollow
 from tests.support.strategies import make_group
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.full
+
 
 async def _ended(stack: Stack, job: JobRecord) -> JobRecord:
     """Let a job that runs leave something everywhere, and end."""
