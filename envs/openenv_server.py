@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 import structlog
 
 from ..schemas.config.job import EnvConfig
+from ..schemas.http_server import HttpBounds, HttpServer, listening_socket
 from ..schemas.wire import errors
 from ..schemas.wire.codec import read_json
 from ..schemas.wire.foreign import shown
-from .http_server import ConnectionBounds, Connections, HttpServer
 from .openenv_sessions import (
     MAX_TASKS,
     ActionError,
@@ -93,14 +93,19 @@ class OpenEnvServer:
     async def listening(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[int]:
         """Serve in this context; yield the port. Raises StorageError for one in use."""
         most = self.bounds.max_sessions + _MORE_CONNECTIONS
-        connections = Connections("server", bounds=ConnectionBounds(most, most, most))
         http = HttpServer(
-            self.application(), connections, max_websocket_bytes=self.bounds.max_message_bytes
+            "server",
+            self.application(),
+            HttpBounds(max_running=most),
+            ws="websockets-sansio",
+            ws_max_size=self.bounds.max_message_bytes,
         )
         async with self.game.running():
             watching = asyncio.create_task(self.sessions.watch(), name="end overdue sessions")
             try:
-                yield await http.listen(host, port)
+                listening = listening_socket(host, port)
+                await http.listen(listening)
+                yield int(listening.getsockname()[1])
             finally:
                 await http.stop(_STOP_S)
                 watching.cancel()
