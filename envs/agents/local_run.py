@@ -173,8 +173,8 @@ class LocalModel:
 
     async def _answer(self, request: CallRequest, tell: Tell[CallPart]) -> CallPart:
         history = self._history(request)
-        call = request.request.partition("-")[0]
-        names = [call_name(call, choice) for choice in range(request.decoding.num_choices)]
+        name = request.request.partition("-")[0]
+        names = [call_name(name, choice) for choice in range(request.decoding.num_choices)]
         if request.count_only:
             return CallPart(prompt_tokens=_num_characters(history), names=names[:1])
         call = self._enter(request, history)
