@@ -389,7 +389,8 @@ class ProgramCalls:
             if len(self._left) > MAX_LEFT:
                 oldest = next(iter(self._left))
                 self._left[oldest].cancel()
-                self._give_up(_digest_of(self._calls, oldest), oldest)
+                of_oldest = next(key for key, calls in self._calls.items() if oldest in calls)
+                self._give_up(of_oldest, oldest)
 
     def end(self, error: errors.TinkermqError) -> list[RunningCall]:
         """End all of them; return them."""
@@ -413,10 +414,6 @@ class ProgramCalls:
             calls.remove(call)
         if not calls:
             self._calls.pop(digest, None)
-
-
-def _digest_of(calls: dict[bytes, list[RunningCall]], call: RunningCall) -> bytes:
-    return next(digest for digest, same in calls.items() if call in same)
 
 
 # -- the open episodes, by their keys -------------------------------------------------------------
