@@ -286,7 +286,7 @@ class SpecialText:
             coded = {match[0] for match in self._coded.finditer(text)}
             shown = sorted(self._names[code] for code in coded if code in self._names)[:3]
             raise ModelError(
-                f"the tokenizer makes special tokens of {', '.join(shown)} in the text of a message",
+                f"the tokenizer makes special tokens of {', '.join(shown)} in a message",
                 hint="leave them out of the messages, or use a tokenizer with a tokenizer.json",
             )
         return ids

@@ -75,7 +75,7 @@ def write_adapter(
     moments: Moments | None,
     lasting: bool = True,
 ) -> None:
-    """Write an adapter, and replace the folder's content; raises StorageError.
+    """Write an adapter to the folder of one save, completely or not at all; raises StorageError.
 
     A `lasting` one is synced to disk, with the digests of its files.
     """
@@ -95,7 +95,8 @@ def write_adapter(
         if lasting:
             files.write_digests(temporary)
             files.flush(temporary)
-        _put_in_place(temporary, folder)
+        shutil.rmtree(folder, ignore_errors=True)  # of a killed save, which no record names
+        temporary.rename(folder)
         if lasting:
             files.flush_entries(folder.parent)
     except Exception as error:
@@ -114,8 +115,6 @@ def read_adapter(folder: Path, *, with_optimizer: bool) -> StoredAdapter:
     Raises NotFoundError for a folder without an adapter, StorageError for a damaged one, ModelError
     for another kind of adapter or a missing optimiser state.
     """
-    if not folder.exists() and _replaced(folder).exists():
-        folder = _replaced(folder)  # a write was killed between two renames
     if not (folder / ADAPTER_CONFIG).is_file():
         raise NotFoundError(f"there is no adapter in {folder}", hint="see what was saved")
     files.check_digests(folder)
@@ -139,20 +138,6 @@ def read_adapter(folder: Path, *, with_optimizer: bool) -> StoredAdapter:
         tensors=tensors,
         moments=_moments(folder, ours) if with_optimizer and ours else None,
     )
-
-
-def _put_in_place(temporary: Path, folder: Path) -> None:
-    """Rename a folder to its name; an older one with that name is valid until then."""
-    replaced = _replaced(folder)
-    if folder.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        folder.rename(replaced)
-    temporary.rename(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _replaced(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.replaced")
 
 
 def _peft_config(rank: int, targets: Sequence[str], base_path: str) -> dict[str, Any]:
