@@ -100,9 +100,8 @@ def write_adapter(
         if lasting:
             files.flush_entries(folder.parent)
     except Exception as error:
-        failure = files.storage_error(
-            folder, error, SafetensorError
-        )  # while the disk is still full
+        # While the disk is full: the next line makes room.
+        failure = files.storage_error(folder, error, SafetensorError)
         shutil.rmtree(temporary, ignore_errors=True)
         if failure is None:
             raise
