@@ -11,7 +11,6 @@ zeros, which stay 0.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,32 +79,14 @@ def write_adapter(
     A `lasting` one is synced to disk, with the digests of its files.
     """
     ours = AdapterFile(base_model, spec, steps, moments is not None)
-    temporary = folder.with_name(f".{folder.name}.writing")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        save_file(dict(tensors), temporary / _WEIGHTS, metadata={"format": "pt"})
-        _write_json(temporary / ADAPTER_CONFIG, _peft_config(spec.rank, targets, base_path))
-        _write_json(temporary / _OURS, asdict(ours))
+    with files.new_folder(folder, SafetensorError, lasting=lasting) as new:
+        save_file(dict(tensors), new / _WEIGHTS, metadata={"format": "pt"})
+        _write_json(new / ADAPTER_CONFIG, _peft_config(spec.rank, targets, base_path))
+        _write_json(new / _OURS, asdict(ours))
         if moments is not None:
             named = {_FIRST + name: value for name, value in moments.first.items()}
             named |= {_SECOND + name: value for name, value in moments.second.items()}
-            save_file(named, temporary / _OPTIMIZER)
-        files.permit_as_folder(temporary)
-        if lasting:
-            files.write_digests(temporary)
-            files.flush(temporary)
-        shutil.rmtree(folder, ignore_errors=True)  # of a killed save, which no record names
-        temporary.rename(folder)
-        if lasting:
-            files.flush_entries(folder.parent)
-    except Exception as error:
-        # While the disk is full: the next line makes room.
-        failure = files.storage_error(folder, error, SafetensorError)
-        shutil.rmtree(temporary, ignore_errors=True)
-        if failure is None:
-            raise
-        raise failure from error
+            save_file(named, new / _OPTIMIZER)
 
 
 def read_adapter(folder: Path, *, with_optimizer: bool) -> StoredAdapter:
