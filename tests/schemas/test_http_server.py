@@ -192,6 +192,14 @@ async def test_a_head_over_64_kib_is_refused(ahead: str) -> None:
         assert b"200 OK" not in await rest_of(client)
 
 
+async def test_a_whole_head_over_64_kib_is_refused() -> None:
+    async with served() as here:
+        client = await here.open("POST /light", b"", more="y" * (MAX_HEAD_BYTES + 1))
+        assert b"200 OK" not in await rest_of(client)
+        client = await here.open("POST /light", b"ab" * MAX_HEAD_BYTES, more="y" * 60_000)
+        assert (await answer_of(client))[2] == str(2 * MAX_HEAD_BYTES).encode()
+
+
 async def test_a_client_that_reads_nothing_is_disconnected() -> None:
     async with served(stalled_s=0.3) as here:
         with socket.create_connection(("127.0.0.1", here.port)) as client:

@@ -20,7 +20,7 @@ from tests.actors.learner.test_ranks import (
 torch.set_num_threads(1)
 
 pytestmark = [
-    pytest.mark.full,
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore"),  # torch warns of itself where it compiles
 ]
 
