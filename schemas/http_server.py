@@ -324,6 +324,7 @@ class HttpServer:
     ) -> None:
         """Prepare to serve an ASGI application; `settings` are further ones of uvicorn's."""
         self._bounds = bounds or HttpBounds()
+        options: dict[str, Any] = {"ws": "none", **settings}
         self._config = Config(
             cast("Any", BoundedRequests(application, self._bounds, name)),
             lifespan="off",
@@ -335,7 +336,7 @@ class HttpServer:
             date_header=False,
             timeout_keep_alive=math.ceil(self._bounds.idle_s),
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-            **{"ws": "none", **settings},
+            **options,
         )
         self._config.load()
         self._state = ServerState()

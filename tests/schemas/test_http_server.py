@@ -93,8 +93,8 @@ async def served(**bounds: Any) -> AsyncIterator[Served]:
         Route("/flood", flood),
         Route("/light", read, methods=["GET", "POST"]),
     ]
-    is_light = {"is_light": lambda scope: scope["path"] == "/light"}
-    server = HttpServer("server", Starlette(routes=routes), HttpBounds(**(is_light | bounds)))
+    bounds = {"is_light": lambda scope: scope["path"] == "/light", **bounds}
+    server = HttpServer("server", Starlette(routes=routes), HttpBounds(**bounds))
     with listening_socket("127.0.0.1", 0) as listening:
         await server.listen(listening)
         here = Served(listening.getsockname()[1])
