@@ -71,8 +71,8 @@ class LearnerCommands:
 
         `is_paused` is what its heartbeat says.
         """
-        key, wanted = key_of(record), record.state == "PAUSED"
-        if record.state not in ("RUNNING", "PAUSED") or is_paused == wanted:
+        key, should_pause = key_of(record), record.state == "PAUSED"
+        if record.state not in ("RUNNING", "PAUSED") or is_paused == should_pause:
             self._astray.discard(key)
             return
         self._astray.add(key)
@@ -94,7 +94,7 @@ class LearnerCommands:
             return
         if self._ordered.get(key) != (verb, learner.pid):
             self._telling.add(key)
-            group.create_task(self._tell(key, record, verb, learner.pid), name=f"{verb} {key}")
+            group.create_task(self._notify(key, record, verb, learner.pid), name=f"{verb} {key}")
 
     def hand_over(self, record: JobRecord, group: asyncio.TaskGroup) -> None:
         """Tell the learner of a silent node to end, in case that it is the node alone that hangs.
@@ -117,7 +117,7 @@ class LearnerCommands:
         self._ordered.pop(key, None)
         self._astray.discard(key)
 
-    async def _tell(
+    async def _notify(
         self, key: str, record: JobRecord, verb: Literal["stop", "pause", "resume"], pid: int | None
     ) -> None:
         try:
@@ -222,11 +222,11 @@ class Reconciler:
         """Raise PlacementError if the pool could not hold the actors even when idle."""
         if self._fitting_shape != self._pool.shape:
             self._fitting, self._fitting_shape = set(), self._pool.shape
-        wanted = shape_of(actors)
-        if wanted not in self._fitting:
+        shape = shape_of(actors)
+        if shape not in self._fitting:
             idle = [free_slots(node, [], idle=True) for node in self._pool.nodes()]
             refuse_impossible(actors, [*idle, *self._could_come()])
-            self._fitting.add(wanted)
+            self._fitting.add(shape)
 
     @property
     def may_grow(self) -> bool:
@@ -235,16 +235,16 @@ class Reconciler:
 
     def _slots(self) -> list[NodeSlots]:
         """Return what each node has to give, as of now."""
-        wanted = self._wanted()
+        desired = self._wanted()
         return [
-            free_slots(node, wanted[node.node], closed=node.node in self._pool.closed)
+            free_slots(node, desired[node.node], closed=node.node in self._pool.closed)
             for node in self._pool.nodes()
         ]
 
     def demand(self) -> Demand:
         """Return what waits for nodes, and the nodes, as of now."""
-        wanted = self._wanted()
-        busy = {node.node for node in self._pool.nodes() if wanted[node.node] or node.actors}
+        desired = self._wanted()
+        busy = {node.node for node in self._pool.nodes() if desired[node.node] or node.actors}
         shares = self._view.shares(self._timing.aging_s)
         return Demand(self._waiting(), self._slots(), shares, frozenset(busy), time.time())
 
@@ -290,10 +290,10 @@ class Reconciler:
 
     def _rise_above_nodes(self) -> None:
         """Have the highest epoch: nodes may have heard a higher one that the broker has lost."""
-        heard = max((node.epoch for node in self._pool.nodes()), default=0)
-        if heard > self._lease.epoch:
-            _log.warning("epoch_raised", epoch=self._lease.epoch, nodes_have_heard=heard)
-            self._lease.rise(heard)
+        latest = max((node.epoch for node in self._pool.nodes()), default=0)
+        if latest > self._lease.epoch:
+            _log.warning("epoch_raised", epoch=self._lease.epoch, nodes_have_heard=latest)
+            self._lease.rise(latest)
 
     async def _fail_unreadable(self) -> None:
         """Fail jobs whose configuration this release does not take; they must not fail others."""
@@ -312,15 +312,15 @@ class Reconciler:
         shares = self._view.shares(self._timing.aging_s)
         placed = place(queue, self._slots(), shares, time.time(), most=_STARTS_PER_TURN)
         self.decisions.note(time.thread_time() - started)
-        given: dict[str, list[Assignment]] = defaultdict(list)
+        assigned: dict[str, list[Assignment]] = defaultdict(list)
         for assignment in placed.assignments:
-            given[assignment.job].append(assignment)
-        if len(given) >= _STARTS_PER_TURN:
+            assigned[assignment.job].append(assignment)
+        if len(assigned) >= _STARTS_PER_TURN:
             self.hurry()
         live = self._view.live
         waits = [(key, why) for key, why in placed.waits.items() if is_queued(live[key])]
         self._view.waits = {key: (place, why) for place, (key, why) in enumerate(waits, 1)}
-        await asyncio.gather(*(self._give(key, mine) for key, mine in given.items()))
+        await asyncio.gather(*(self._give(key, mine) for key, mine in assigned.items()))
         changed = [(key, why) for key, why in waits if key in live and live[key].reason != why]
         await asyncio.gather(*(self._explain(key, why) for key, why in changed))
 
@@ -340,9 +340,9 @@ class Reconciler:
             )
         return derived
 
-    async def _give(self, key: str, given: Sequence[Assignment]) -> None:
+    async def _give(self, key: str, assigned: Sequence[Assignment]) -> None:
         record = self._view.live[key]
-        by_actor = {item.actor: item for item in given}
+        by_actor = {item.actor: item for item in assigned}
         try:
             if not is_queued(record):
                 await self._jobs.update(record, lambda now: with_nodes(now, by_actor))
@@ -387,33 +387,33 @@ class Reconciler:
 
     def _wanted(self) -> Wanted:
         """Return the actors that each node shall run, by node."""
-        wanted: dict[str, list[WantedActor]] = defaultdict(list)
+        desired: dict[str, list[WantedActor]] = defaultdict(list)
         self._derivations = {
-            key: one for key, one in self._derivations.items() if key in self._view.live
+            key: item for key, item in self._derivations.items() if key in self._view.live
         }
         for key, record in self._view.live.items():
             for node, actors in self._derived(key, record).wanted.items():
-                wanted[node] += actors
-        return wanted
+                desired[node] += actors
+        return desired
 
     def _wanted_by(self, record: JobRecord) -> Wanted:
-        wanted: dict[str, list[WantedActor]] = defaultdict(list)
+        desired: dict[str, list[WantedActor]] = defaultdict(list)
         if record.state in states.ACTIVE:
             config = self._view.config(record)
             for actor in record.actors:
                 if actor.node is not None:
-                    wanted[actor.node].append(states.wanted_actor(record, actor, config))
-        return wanted
+                    desired[actor.node].append(states.wanted_actor(record, actor, config))
+        return desired
 
     async def _sync(self, group: asyncio.TaskGroup) -> None:
-        wanted = self._wanted()
+        desired = self._wanted()
         await self._pool.sync(
             {
                 node.node: NodeSync(
                     scheduler=self._lease.holder,
                     epoch=self._lease.epoch,
-                    actors=wanted[node.node],
-                    kill=self._to_kill(unwanted(node, wanted[node.node])),
+                    actors=desired[node.node],
+                    kill=self._to_kill(unwanted(node, desired[node.node])),
                 )
                 for node in self._pool.nodes()
             },
@@ -468,8 +468,8 @@ class Reconciler:
         if step.state == "QUEUED":
             changes["actors"] = states.unplaced(record.actors)
         elif step.state == "LOST":
-            gone = self._pool.silent(actor.node for actor in states.vital(record.actors))
-            drained = all(map(self._pool.has_drained, gone))
+            silent = self._pool.silent(actor.node for actor in states.vital(record.actors))
+            drained = all(map(self._pool.has_drained, silent))
             changes["losses"] = record.losses + (not drained)
         if step.state in FINAL_STATES:
             changes["actors"] = states.at_rest(record.actors)

@@ -202,7 +202,7 @@ class Remover:
         await self._drop_keys(record.scope)
         if record.run_dir:
             for node in self._pool.nodes():  # one by one: they may share the disk
-                await self._ask(node, record)
+                await self._request_removal(node, record)
             if await self._is_still(record):
                 await asyncio.to_thread(remove_run_folder, record.run_dir, record.job)
                 await asyncio.to_thread(drop_archive, record.run_dir, record.job)
@@ -210,7 +210,7 @@ class Remover:
             await _free_stored(record)
         await self._jobs.remove(record)
 
-    async def _ask(self, node: NodeStatus, record: JobRecord) -> None:
+    async def _request_removal(self, node: NodeStatus, record: JobRecord) -> None:
         """Have a node remove its copy of a run folder; one that has left has none any more."""
         await call(
             self._broker,

@@ -112,5 +112,5 @@ class SecretStore:
         actor = next((item for item in record.actors if item.name == request.actor), None)
         if actor is None or actor.node is None:
             return OpenedSecrets(values={})
-        wanted, values = secrets_of(record, actor), await self.values(record.scope)
-        return OpenedSecrets(values={name: values[name] for name in wanted if name in values})
+        names, values = secrets_of(record, actor), await self.values(record.scope)
+        return OpenedSecrets(values={name: values[name] for name in names if name in values})

@@ -132,8 +132,8 @@ def scaled(
                 continue
             left -= 1
         remaining.append(actor)
-    taken = {actor.name for actor in remaining}
-    free = (name for i in range(1 + len(taken) + left) if (name := f"{role}-{i}") not in taken)
+    names = {actor.name for actor in remaining}
+    free = (name for i in range(1 + len(names) + left) if (name := f"{role}-{i}") not in names)
     added = (_actor(role, next(free), slots) for _ in range(left))
     return remaining + [actor.model_copy(update={"added": True}) for actor in added]
 
@@ -199,9 +199,9 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
 
 
 def secrets_of(record: JobRecord, actor: ActorPlacement) -> list[SecretName]:
-    """Return what of its owner's secrets an actor of a job needs.
+    """Return the secrets of its owner that an actor of a job needs.
 
-    A learner with functions of an owner who is no admin has no network, so no use for a key.
+    A learner with functions of an owner who is not an admin has no network, so it needs no key.
     """
     of_it: list[SecretName] = []
     is_cut_off = record.has_own_code and bool(record.output_roots)
@@ -267,7 +267,7 @@ def next_state(
     }
     main = main_actor(record.actors)
     return (
-        _lost(record, silent)
+        _lost_node(record, silent)
         or _failed(current)
         or _stopped(record, current.get(main.name))
         or _ended(record, current.get(main.name))
@@ -286,7 +286,7 @@ def _waiting(record: JobRecord, max_node_failures: int) -> Transition | None:
     return None
 
 
-def _lost(record: JobRecord, silent: frozenset[str]) -> Transition | None:
+def _lost_node(record: JobRecord, silent: frozenset[str]) -> Transition | None:
     for actor in vital(record.actors):
         if actor.node is not None and actor.node in silent:
             reason = f"node {actor.node!r} of the {actor.role} was silent for too long"

@@ -108,12 +108,12 @@ class ArchivedJobs:
 
     def drop(self, job: str) -> None:
         """Forget a job that was deleted or brought back; harmless when it is not known."""
-        gone = self._jobs.pop(job, None)
-        if gone is not None:
-            del self._of_user[gone.user][job]
-            self._bytes[gone.user] -= gone.num_bytes
-            if self._names.get((gone.user, gone.name)) is gone:
-                del self._names[gone.user, gone.name]
+        removed = self._jobs.pop(job, None)
+        if removed is not None:
+            del self._of_user[removed.user][job]
+            self._bytes[removed.user] -= removed.num_bytes
+            if self._names.get((removed.user, removed.name)) is removed:
+                del self._names[removed.user, removed.name]
 
     def _add(self, job: ArchivedJob) -> None:
         self.drop(job.job)
@@ -153,15 +153,15 @@ class ArchivedJobs:
 
         Some are read at once, and then it is another `reader`'s turn.
         """
-        wanted = list(jobs)
-        archived = [job for job in wanted if isinstance(job, ArchivedJob)]
+        ids = list(jobs)
+        archived = [job for job in ids if isinstance(job, ArchivedJob)]
         read: dict[str, JobRecord | None] = {}
         for first in range(0, len(archived), _AT_ONCE):
             some = archived[first : first + _AT_ONCE]
             async with self.turns.turn(reader):
                 records = await asyncio.gather(*map(self._read, some))
             read.update(zip((job.job for job in some), records, strict=True))
-        matches = (job if isinstance(job, JobRecord) else read[job.job] for job in wanted)
+        matches = (job if isinstance(job, JobRecord) else read[job.job] for job in ids)
         return [record for record in matches if record is not None]
 
     async def _read(self, job: ArchivedJob) -> JobRecord | None:
@@ -196,7 +196,7 @@ def beyond(ended: _Ended, keeping: RetentionLimits) -> Iterator[str]:
     oldest: dict[str, Iterator[str]] = {}
     total = sum(counts.values())
     while counts:
-        user = max(counts, key=lambda one: (counts[one], one))
+        user = max(counts, key=lambda item: (counts[item], item))
         if counts[user] <= keeping.of_user and total <= keeping.of_all:
             return
         if user not in oldest:
@@ -406,7 +406,7 @@ class JobsView:
         """
         collected: list[JobRecord | ArchivedJob] = []
         num_bytes = num_archived = 0
-        first = bisect_left(records, True, key=lambda one: _place(one) < after) if after else 0
+        first = bisect_left(records, True, key=lambda item: _place(item) < after) if after else 0
         for record in islice(records, first, None):
             num_bytes += self._size(record)
             num_archived += isinstance(record, ArchivedJob)
@@ -601,7 +601,7 @@ class DamageReport:
     def __init__(self, broker: Broker) -> None:
         """Have looked at nothing yet."""
         self._broker = broker
-        self._found: list[DamagedRecord] = []
+        self._damaged: list[DamagedRecord] = []
         self._looked = float("-inf")
         self._lock = asyncio.Lock()
 
@@ -609,12 +609,12 @@ class DamageReport:
         """Return what is damaged among the keys of a user, or in the whole pool."""
         async with self._lock:
             if time.monotonic() - self._looked >= _TOLD_FOR_S:
-                self._found = await self._look()
+                self._damaged = await self._read_all()
                 self._looked = time.monotonic()
-        matches = [item for item in self._found if not user or item.key.startswith(f"{user}.")]
+        matches = [item for item in self._damaged if not user or item.key.startswith(f"{user}.")]
         return DamagedRecords(records=matches[:_MAX_TOLD], total=len(matches))
 
-    async def _look(self) -> list[DamagedRecord]:
+    async def _read_all(self) -> list[DamagedRecord]:
         collected: list[DamagedRecord] = []
         for name, model, prefix in _BUCKETS:
             try:
@@ -651,8 +651,8 @@ class Versions:
             return None
         self._read = time.monotonic()
         beats = await asyncio.gather(*map(self._look_at, active))
-        found = zip(active, beats, strict=True)
-        return {key_of(record): beat for record, beat in found if beat is not None}
+        pairs = zip(active, beats, strict=True)
+        return {key_of(record): beat for record, beat in pairs if beat is not None}
 
     async def _look_at(self, record: JobRecord) -> Presence | None:
         entry = await presences(self._broker).find(f"{key_of(record)}.learner")

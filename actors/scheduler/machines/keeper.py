@@ -114,11 +114,11 @@ def decide(
     pending = [name for name in staying if machines[name] != "here"]
     idle = [name for name in staying if idle_s.get(name, -1.0) >= bounds.idle_s]
     spare = pending[needed:][::-1] + ([] if needed else idle)
-    given = spare[: max(len(staying) - bounds.least, 0)]
-    wanted = max(needed - len(pending), bounds.least - len(staying), 0)
+    returned = spare[: max(len(staying) - bounds.least, 0)]
+    missing = max(needed - len(pending), bounds.least - len(staying), 0)
     room = max(bounds.most - len(machines), 0)
-    why = f"{bounds.most} machines are the most there may be" if wanted > room else ""
-    return Decision(min(wanted, room), tuple(given), why)
+    why = f"{bounds.most} machines are the most there may be" if missing > room else ""
+    return Decision(min(missing, room), tuple(returned), why)
 
 
 # -- delays after a refusal, or after a machine that never became a node ---------------------------
@@ -218,7 +218,7 @@ class MachineKeeper:
         self._here_at: dict[str, float] = {}
         """When the nodes of machines were there last, by their ids; none that has not joined. What
         ran when this scheduler began may have joined, and counts as there then."""
-        self._given: dict[str, float] = {}
+        self._returned_at: dict[str, float] = {}
         """When machines were given back, by their ids."""
         self._known: dict[str, Machine] | None = None
         self._state = MachineList(on=config.on, least=config.least, most=config.most)
@@ -244,12 +244,12 @@ class MachineKeeper:
     async def _try(self, waiting: Callable[[], Demand]) -> None:
         """Poll once; report a cluster that does not answer, and try again at the next poll."""
         try:
-            await self._look(waiting)
+            await self._turn(waiting)
         except TinkermqError as error:
             self._state = self._state.model_copy(update={"trouble": error.message})
             _log.warning("machines_not_seen", error=error.message, hint=error.hint)
 
-    async def _look(self, waiting: Callable[[], Demand]) -> None:
+    async def _turn(self, waiting: Callable[[], Demand]) -> None:
         reply = await self._source.list_machines()
         used_s = await self._spending.record_use(reply, time.time())
         single = await self._without_doubles(reply)
@@ -264,7 +264,7 @@ class MachineKeeper:
     def _decide(
         self, seen: Mapping[str, "SeenMachine"], demand: Demand, slot_hours: float
     ) -> Decision:
-        states: dict[str, MachineState] = {name: one.state for name, one in seen.items()}
+        states: dict[str, MachineState] = {name: item.state for name, item in seen.items()}
         here = sum(state == "here" for state in states.values())
         room, gpus = self._config.most - here, self._config.gpus
         needed = machines_needed(demand, self._config.slots, room, gpus=gpus)
@@ -290,34 +290,36 @@ class MachineKeeper:
     async def _without_doubles(self, machines: Sequence[Machine]) -> list[Machine]:
         """Return back what was asked for twice; the one that is further, or older, stays."""
         first: dict[str, Machine] = {}
-        for machine in sorted(machines, key=lambda one: one.state == "asked"):
+        for machine in sorted(machines, key=lambda item: item.state == "asked"):
             if machine.name in first:
                 await self._source.release_machine(machine, drain=False)
             first.setdefault(machine.name, machine)
-        return sorted(first.values(), key=lambda one: self._names.number(one.name))
+        return sorted(first.values(), key=lambda item: self._names.number(item.name))
 
     def _note_fates(self, seen: Iterable["SeenMachine"]) -> None:
         """Notice machines that joined, and those that ended before they did."""
         now = {item.machine.id: item for item in seen}
         joined = {"here"} if self._known is not None else {"here", "coming"}
-        here = {number for number, one in now.items() if one.state in joined}
+        here = {number for number, item in now.items() if item.state in joined}
         if here - self._here_at.keys():
             self._patience.succeeded()
         self._here_at |= dict.fromkeys(here, time.monotonic())
         for number, machine in (self._known or {}).items():
-            if number not in now.keys() | self._here_at.keys() | self._given.keys():
+            if number not in now.keys() | self._here_at.keys() | self._returned_at.keys():
                 waited = f"; it waited: {machine.why}" if machine.why else ""
                 self._patience.failed(
                     f"{machine.name} ({number}) ended before its node had joined: see what it "
                     f"wrote, {machine.log}{waited}"
                 )
-        self._known = {number: one.machine for number, one in now.items()}
+        self._known = {number: item.machine for number, item in now.items()}
         self._here_at = {number: at for number, at in self._here_at.items() if number in now}
-        self._given = {number: at for number, at in self._given.items() if number in now}
+        self._returned_at = {
+            number: at for number, at in self._returned_at.items() if number in now
+        }
 
     def _note_idle(self, seen: Mapping[str, "SeenMachine"], busy: frozenset[str]) -> None:
         now = time.monotonic()
-        idle = {name for name, one in seen.items() if one.state == "here" and name not in busy}
+        idle = {name for name, item in seen.items() if item.state == "here" and name not in busy}
         self._idle_since = {name: self._idle_since.get(name, now) for name in idle}
 
     async def _do(
@@ -326,16 +328,19 @@ class MachineKeeper:
         seen: Mapping[str, "SeenMachine"],
         nodes: Mapping[str, NodeStatus],
     ) -> None:
-        leaving = {*decision.give_back, *(name for name, one in seen.items() if self._is_late(one))}
+        leaving = {
+            *decision.give_back,
+            *(name for name, item in seen.items() if self._is_late(item)),
+        }
         ready = {name for name in leaving if name in self._pool.closed or name not in nodes}
         self._pool.closed = leaving & nodes.keys()
         for name in ready:
             machine = seen[name].machine
             await self._give_back(machine, has_joined=name in nodes or machine.id in self._here_at)
         if decision.ask and self._patience.is_over():
-            await self._ask(self._names.free([*seen, *nodes], decision.ask))
+            await self._request(self._names.free([*seen, *nodes], decision.ask))
 
-    async def _ask(self, names: Sequence[str]) -> None:
+    async def _request(self, names: Sequence[str]) -> None:
         """Request machines; report what the cluster refuses, and wait before a retry."""
         try:
             for name in names:
@@ -348,24 +353,24 @@ class MachineKeeper:
 
     async def _give_back(self, machine: Machine, *, has_joined: bool) -> None:
         """Give a machine back, whose node drains if it has joined; end what does not drain."""
-        given_at = self._given.get(machine.id)
+        given_at = self._returned_at.get(machine.id)
         if given_at is not None and time.monotonic() - given_at < self._config.drain_s:
             return  # a second signal would end it at once
         drain = has_joined and given_at is None
         await self._source.release_machine(machine, drain=drain)
-        self._given[machine.id] = time.monotonic()
+        self._returned_at[machine.id] = time.monotonic()
         _log.info("machine_given_back", machine=machine.name, id=machine.id, drain=drain)
 
-    def _is_late(self, one: "SeenMachine") -> bool:
+    def _is_late(self, item: "SeenMachine") -> bool:
         """Return whether a machine runs and its node should have joined by now, or come back."""
-        machine, join_s = one.machine, self._config.join_s
-        if one.state != "coming" or machine.started is None:
+        machine, join_s = item.machine, self._config.join_s
+        if item.state != "coming" or machine.started is None:
             return False
         here_at = self._here_at.get(machine.id)
         away_s = time.time() - machine.started if here_at is None else time.monotonic() - here_at
         if away_s < join_s:
             return False
-        if machine.id not in self._given:
+        if machine.id not in self._returned_at:
             fate = "has not joined within" if here_at is None else "has not been heard of for"
             self._patience.failed(
                 f"the node of {machine.name} ({machine.id}) {fate} {join_s:g} s: can it reach the "
@@ -391,11 +396,11 @@ def _state(machine: Machine, nodes: Mapping[str, NodeStatus]) -> MachineState:
     return "coming" if node is None else "here"
 
 
-def _shown(one: SeenMachine) -> MachineStatus:
-    machine = one.machine
+def _shown(item: SeenMachine) -> MachineStatus:
+    machine = item.machine
     return MachineStatus(
         name=machine.name,
-        state=one.state,
+        state=item.state,
         id=machine.id,
         started=machine.started,
         ends=machine.ends,

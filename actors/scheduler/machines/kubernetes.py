@@ -49,24 +49,24 @@ class KubernetesSource:
     async def list_machines(self) -> list[Machine]:
         """Return the pool's pods that have not ended, by name; raises PlacementError."""
         selector = f"{POOL_LABEL}={pool_label(self._names)}"
-        pods = await self._ask(lambda api: _listed(api, self._config.namespace, selector))
+        pods = await self._call_api(lambda api: _listed(api, self._config.namespace, selector))
         matches = [_machine(item) for item in pods if item.status is None or not _has_ended(item)]
         own = [item for item in matches if self._names.own(item.name)]
-        return sorted(own, key=lambda one: self._names.number(one.name))
+        return sorted(own, key=lambda machine: self._names.number(machine.name))
 
     async def request_machine(self, name: str) -> None:
         """Make the pod of a machine, harmless where it is; raises PlacementError."""
         made = pod(self._config, self._url, name)
-        await self._ask(lambda api: _made(api, self._config.namespace, name, made))
+        await self._call_api(lambda api: _made(api, self._config.namespace, name, made))
 
     async def release_machine(self, machine: Machine, *, drain: bool) -> None:
         """Delete this very pod: with its own grace, or with little where no node has joined."""
         grace_s = None if drain else _GRACE_S
-        await self._ask(
+        await self._call_api(
             lambda api: _deleted(api, self._config.namespace, machine.name, machine.id, grace_s)
         )
 
-    async def _ask(self, work: Callable[["CoreV1Api"], T]) -> T:
+    async def _call_api(self, work: Callable[["CoreV1Api"], T]) -> T:
         return await asyncio.to_thread(self._asked, work)
 
     def _asked(self, work: Callable[["CoreV1Api"], T]) -> T:
@@ -217,41 +217,41 @@ def _deleted(api: "CoreV1Api", namespace: str, name: str, uid: str, grace_s: int
             raise
 
 
-def _machine(one: "V1Pod") -> Machine:
-    metadata, name = one.metadata, (one.metadata.name if one.metadata else None) or ""
+def _machine(pod: "V1Pod") -> Machine:
+    metadata, name = pod.metadata, (pod.metadata.name if pod.metadata else None) or ""
     leaving = metadata is not None and metadata.deletion_timestamp is not None
-    started = _started(one)
+    started = _started(pod)
     state: Literal["asked", "started", "leaving"] = "asked" if started is None else "started"
     log = f"`kubectl logs {name}`"
-    return Machine(name, _uid(one), "leaving" if leaving else state, started, None, _why(one), log)
+    return Machine(name, _uid(pod), "leaving" if leaving else state, started, None, _why(pod), log)
 
 
-def _uid(one: "V1Pod") -> str:
-    return (one.metadata.uid if one.metadata else None) or ""
+def _uid(pod: "V1Pod") -> str:
+    return (pod.metadata.uid if pod.metadata else None) or ""
 
 
-def _has_ended(one: "V1Pod") -> bool:
-    return one.status is not None and one.status.phase in _ENDED
+def _has_ended(pod: "V1Pod") -> bool:
+    return pod.status is not None and pod.status.phase in _ENDED
 
 
-def _started(one: "V1Pod") -> float | None:
+def _started(pod: "V1Pod") -> float | None:
     """Return when the container of the node began; None: it has not."""
-    for status in (one.status.container_statuses if one.status else None) or []:
+    for status in (pod.status.container_statuses if pod.status else None) or []:
         running = status.state.running if status.state else None
         if status.name == CONTAINER and running is not None and running.started_at is not None:
             return running.started_at.timestamp()
     return None
 
 
-def _why(one: "V1Pod") -> str:
+def _why(pod: "V1Pod") -> str:
     """Return what a pod waits for: room, its image, its volumes."""
-    if one.status is None or _started(one) is not None:
+    if pod.status is None or _started(pod) is not None:
         return ""
-    for status in one.status.container_statuses or []:
+    for status in pod.status.container_statuses or []:
         waiting = status.state.waiting if status.state else None
         if waiting is not None:
             return ": ".join(filter(None, (waiting.reason, waiting.message)))
-    unmet = [each for each in one.status.conditions or [] if each.status == "False"]
+    unmet = [each for each in pod.status.conditions or [] if each.status == "False"]
     reasons = [": ".join(filter(None, (each.reason, each.message))) for each in unmet]
     return next(filter(None, reasons), "")
 

@@ -84,39 +84,39 @@ class RaySource:
 
     async def list_machines(self) -> list[Machine]:
         """Return the pool's jobs that have not ended, by name; raises PlacementError."""
-        reply = await self._ask("GET", "/api/jobs/")
+        reply = await self._send("GET", "/api/jobs/")
         jobs = [job for job in _jobs(reply) if self._names.own(_name_of(job))]
         machines = [self._machine(job) for job in jobs if job.get("status") not in _ENDED]
         known = {machine.id for machine in machines}
         self._waited = {name: when for name, when in self._waited.items() if name in known}
-        return sorted(machines, key=lambda one: self._names.number(one.name))
+        return sorted(machines, key=lambda item: self._names.number(item.name))
 
     async def request_machine(self, name: str) -> None:
         """Submit the job of a machine, harmless where it is; raises PlacementError."""
         before = {
             _time_of(item): item.get("status")
-            for item in _jobs(await self._ask("GET", "/api/jobs/"))
+            for item in _jobs(await self._send("GET", "/api/jobs/"))
             if _name_of(item) == name
         }
         if not all(status in _ENDED for status in before.values()):
             return
         job = f"{name}.{max(before, default=0) + 1}"
         node = _node(self._config, self._url, name)
-        reply = await self._ask("POST", "/api/jobs/", submission(self._config, job, node))
+        reply = await self._send("POST", "/api/jobs/", submission(self._config, job, node))
         if reply.status >= 300 and not await self._is_there(job):
             raise _refusal(reply)
         for time_asked in before:  # what has ended; its name is never taken again
-            await self._ask("DELETE", f"/api/jobs/{name}.{time_asked}")
+            await self._send("DELETE", f"/api/jobs/{name}.{time_asked}")
 
     async def release_machine(self, machine: Machine, *, drain: bool) -> None:
         """Stop the job: its node drains whether asked to or not. What waits stops as it starts."""
-        reply = await self._ask("POST", f"/api/jobs/{machine.id}/stop")
+        reply = await self._send("POST", f"/api/jobs/{machine.id}/stop")
         if reply.status >= 300 and reply.status != _NOT_FOUND:
             raise _refusal(reply)
 
     async def _is_there(self, job: str) -> bool:
         """Return whether another request asked for the same."""
-        reply = await self._ask("GET", f"/api/jobs/{job}")
+        reply = await self._send("GET", f"/api/jobs/{job}")
         return reply.status != _NOT_FOUND and _json(reply).get("status") not in _ENDED
 
     def _machine(self, job: Mapping[str, Any]) -> Machine:
@@ -133,7 +133,7 @@ class RaySource:
             log=f"`ray job logs --address {address(self._config)} {number}`",
         )
 
-    async def _ask(self, method: str, path: str, body: Any = None) -> WebReply:
+    async def _send(self, method: str, path: str, body: Any = None) -> WebReply:
         token = await asyncio.to_thread(_token)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         url = f"{address(self._config)}{path}"
@@ -214,7 +214,7 @@ def _parsed(reply: WebReply) -> object:
         return json.loads(reply.text)
     except ValueError as error:
         raise PlacementError(
-            f"what answered is no dashboard of Ray: {reply.text[:80]!r}", hint=_UNREACHABLE
+            f"the answer is not from a Ray dashboard: {reply.text[:80]!r}", hint=_UNREACHABLE
         ) from error
 
 

@@ -75,9 +75,9 @@ class MachineNames:
         """Return the number of a machine of this pool."""
         return int(name.removeprefix(self.prefix))
 
-    def free(self, taken: Iterable[str], count: int) -> list[str]:
+    def free(self, used: Iterable[str], count: int) -> list[str]:
         """Return the first free names, so that a repeated request is the same."""
-        known = set(taken)
+        known = set(used)
         collected: list[str] = []
         number = 1
         while len(collected) < count:
@@ -117,7 +117,7 @@ async def run_command(
         )
     except FileNotFoundError as error:
         raise NotFoundError(
-            f"there is no {command[0]} where the scheduler runs", hint=hints.missing
+            f"{command[0]} is not installed where the scheduler runs", hint=hints.missing
         ) from error
     return await _finished(process, command[0], hints)
 

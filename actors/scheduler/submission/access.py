@@ -179,11 +179,11 @@ def refuse_network(config: JobConfig, user: str) -> None:
             for name in _REACH_OUT
         },
     }
-    for said, (is_needed, remedy) in needs.items():
+    for setting, (is_needed, remedy) in needs.items():
         if is_needed:
             named = ", ".join(config.own_functions)
             raise ConfigError(
-                f"{said}: a learner with functions of user {user} ({named}) has no network but "
+                f"{setting}: a learner with functions of user {user} ({named}) has no network but "
                 "its broker",
                 hint=f"{remedy}, remove the functions, or let an admin submit the job",
             )

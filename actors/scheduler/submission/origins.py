@@ -101,7 +101,10 @@ def find_checkpoint(
     if (store := store_of(origin)) is None:
         there = {step: str(path) for step, path in checkpoint_folders(origin.run_dir).items()}
     else:
-        there = {number: one.url for number, one in stored_checkpoints(origin, stores).items()}
+        there = {
+            number: checkpoint.url
+            for number, checkpoint in stored_checkpoints(origin, stores).items()
+        }
     if step == BEST_STEP:
         number = best_of(scores or {}, there)
         if number is None:
@@ -166,8 +169,8 @@ async def copy_models(
     """Return a configuration that names the job's own copies of teachers and reference."""
     if not folders:
         return config
-    kept = await asyncio.to_thread(_keep_others, record, folders, _MODELS, stores)
-    return config.model_copy(update={"algorithm": config.algorithm.renamed(kept)})
+    copies = await asyncio.to_thread(_keep_others, record, folders, _MODELS, stores)
+    return config.model_copy(update={"algorithm": config.algorithm.renamed(copies)})
 
 
 async def free_origins(record: JobRecord, stores: Stores) -> None:
@@ -235,13 +238,13 @@ def _keep_others(
     record: JobRecord, sources: Mapping[str, str], folder: str, stores: Stores
 ) -> dict[str, str]:
     """Keep the weights of further checkpoints by their names, in a folder; raises the same."""
-    kept: dict[str, str] = {}
+    places: dict[str, str] = {}
     for name, source in sources.items():
         if is_url(source):
             place = f"{folder}/{name}"
-            kept[name] = keep_stored(source, record.scope, stores, place=place, weights_only=True)
+            places[name] = keep_stored(source, record.scope, stores, place=place, weights_only=True)
             continue
-        kept[name] = str(
+        places[name] = str(
             pin_checkpoint(
                 Path(source),
                 Path(record.run_dir),
@@ -250,7 +253,7 @@ def _keep_others(
                 place=f"{folder}/{quote(name, safe='@')}",
             )
         )
-    return kept
+    return places
 
 
 class Start(NamedTuple):
@@ -312,7 +315,7 @@ class Origins:
         for name, folder in matches:
             if not is_url(folder) and not is_adapter(folder):
                 raise errors.ConfigError(
-                    f"{name} is no LoRA checkpoint: it cannot be served beside another model",
+                    f"{name} is not a LoRA checkpoint, so it cannot be served beside another model",
                     hint=f"serve it by itself: `tinkermq serve {name}`",
                 )
         return dict(matches)
@@ -471,8 +474,8 @@ def _copy_checkpoint(
     known = folders.read(user, name)
     if known is not None and known.is_there(time.time()):
         return known.info
-    with Folder(folder) as taken:
-        size = sum(entry.num_bytes for entry in taken.files())
+    with Folder(folder) as folder_handle:
+        size = sum(entry.num_bytes for entry in folder_handle.files())
     used = folders.size_of(user)
     if used + size > config.tinker.checkpoint_mb << 20:
         raise errors.QuotaError(

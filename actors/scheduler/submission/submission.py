@@ -291,8 +291,8 @@ class Submission:
             await self.checks.refuse_long_contexts(config, reader)
             models = await self.origins.named(record, config)
             config = await origins.copy_models(record, config, models.folders, Stores(self._broker))
-            wanted = states.actors_for(config, record.kind)
-            actors = actors if wanted == states.actors_for(before, record.kind) else wanted
+            needed = states.actors_for(config, record.kind)
+            actors = actors if needed == states.actors_for(before, record.kind) else needed
             changed = {
                 "config": config.model_dump(mode="json", exclude_unset=True),
                 "teachers": models.teachers,

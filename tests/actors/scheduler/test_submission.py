@@ -383,7 +383,7 @@ async def test_a_checkpoint_of_ones_run_is_taken_over_by_the_service_of_its_base
 async def test_what_a_state_does_not_allow_is_refused(stack: Stack) -> None:
     await stack.scheduler()
     job = await stack.submit()
-    with pytest.raises(StateError, match="is QUEUED, only a RUNNING job can be paused"):
+    with pytest.raises(StateError, match="is QUEUED; only a RUNNING job can be paused"):
         await stack.ask("pause", JobRequest(job=job.job))
     await stack.ask("stop", StopRequest(job=job.job))
     await stack.until(job, "CANCELLED")
