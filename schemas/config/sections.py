@@ -98,11 +98,11 @@ class Section(BaseModel):
         for name in self.model_fields_set:
             rule = self._unmet(name)
             if rule is not None:
-                wanted = " or ".join(repr(value) for value in rule["values"])
+                values = " or ".join(repr(value) for value in rule["values"])
                 raise ValueError(
                     f"{name} has no effect while {rule['key']} is "
                     f"{getattr(self, rule['key'])!r}: remove it, or set {rule['key']}"
-                    + (f" to {wanted}" if wanted else "")
+                    + (f" to {values}" if values else "")
                 )
         return self
 
@@ -167,7 +167,7 @@ def rename_keys(values: Mapping[str, Any], *, warn: bool = False) -> dict[str, A
     With `warn`, one warning names all of them. Raises ConfigError for a key under both names.
     """
     tree: dict[str, Any] = dict(values)
-    found: list[str] = []
+    renamed: list[str] = []
     for old, new in RENAMED.items():
         name, _, key = old.partition(".")
         section: Any = tree.get(name)
@@ -178,10 +178,10 @@ def rename_keys(values: Mapping[str, Any], *, warn: bool = False) -> dict[str, A
             tree[name] = _renamed(inner, key, new.removeprefix(f"{name}."), old)
         else:
             continue
-        found.append(f"{old} is now {new}")
-    if found and warn:
+        renamed.append(f"{old} is now {new}")
+    if renamed and warn:
         warnings.warn(
-            f"renamed configuration keys: {'; '.join(found)}", RenamedKeyWarning, stacklevel=2
+            f"renamed configuration keys: {'; '.join(renamed)}", RenamedKeyWarning, stacklevel=2
         )
     return tree
 
@@ -192,7 +192,7 @@ def _renamed(values: Mapping[str, Any], key: str, present: str, path: str) -> di
             f"{path} is the former name of {RENAMED[path]}, and both are set",
             hint=f"remove {path}",
         )
-    return {present if one == key else one: value for one, value in values.items()}
+    return {present if name == key else name: value for name, value in values.items()}
 
 
 # Configuration of episodes: number, sampling, and length.
@@ -335,8 +335,8 @@ class LearnerConfig(Section):
     @property
     def pass_tokens(self) -> int:
         """Tokens per forward and backward pass; a CPU's default while it is `auto`."""
-        given = self.microbatch_tokens
-        return max(_PASS_TOKENS, self.max_row_tokens) if given == "auto" else given
+        tokens = self.microbatch_tokens
+        return max(_PASS_TOKENS, self.max_row_tokens) if tokens == "auto" else tokens
 
     @property
     def recomputes(self) -> bool:
@@ -568,7 +568,7 @@ def model_paths(job: "JobConfig") -> dict[str, str]:
         "critic.path": job.critic.path,
         **{f"policies.{role}": path for role, path in job.policies.items()},
         "algorithm.reference.path": job.algorithm.reference.path,
-        **{f"algorithm.teacher.{one}": it for one, it in job.algorithm.loaded_teachers.items()},
+        **{f"algorithm.teacher.{name}": it for name, it in job.algorithm.loaded_teachers.items()},
     }
     return {key: path for key, path in named.items() if path is not None}
 

@@ -207,9 +207,9 @@ def pin_checkpoint(
 
     With `weights_only` the state of the other run's learner is left out. The other run may remove
     its own meanwhile. Files get a second name where `link` allows that and they lie on one disk;
-    who may write the one then writes the other. Links in the checkpoint are left out.
+    a writer of one then writes the other. Links in the checkpoint are left out.
 
-    Raises NotFoundError when the checkpoint has gone, StorageError when there is no room.
+    Raises NotFoundError when the checkpoint was removed, StorageError when the disk is full.
     """
     leave_out = ["learner"] if weights_only else []
     try:
