@@ -67,7 +67,7 @@ def _errno(error: BaseException | None) -> int | None:
 
 
 def _errno_of_writing(place: Path) -> int | None:
-    there = next((one for one in (place, *place.parents) if one.is_dir()), Path("/"))
+    there = next((folder for folder in (place, *place.parents) if folder.is_dir()), Path("/"))
     try:
         with tempfile.TemporaryFile(dir=there) as file:
             file.write(bytes(4096))
@@ -92,10 +92,10 @@ async def with_room(
     *,
     first_word: Callable[[str], Awaitable[None]] | None = None,
 ) -> T:
-    """Write `what` as soon as there is room for it.
+    """Write `what` as soon as the disk has room for it.
 
-    `write` is called again while the disk is full, so it must leave nothing of a failed attempt.
-    `first_word` is called once there is no room.
+    `write` is called again while the disk is full, so it must remove a failed attempt.
+    `first_word` is called once, when the disk is full.
     """
     try:
         return await write()
@@ -135,15 +135,15 @@ class DiskThreads:
         self._deadline_s = deadline_s
         self._free: dict[str, asyncio.Semaphore] = {}
 
-    async def look(self, who: str, read: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+    async def look(self, who: str, read: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         """Return what `read` returns; raises what it raises, TimeoutError when that takes too long.
 
-        A look that is given up goes on, and keeps one of the threads for `who` until it ends.
+        A call that timed out continues, and uses one of the threads of `who` until it ends.
         """
         free = self._free.setdefault(who, asyncio.Semaphore(self._most))
         async with asyncio.timeout(self._deadline_s):
             await free.acquire()
-            looking = in_daemon_thread(partial(read, *given, **named), "look at a disk")
+            looking = in_daemon_thread(partial(read, *args, **named), "look at a disk")
             looking.add_done_callback(lambda _: free.release())
             return await asyncio.shield(looking)
 

@@ -89,7 +89,7 @@ class Folder:
     def open(self, name: str, *, max_bytes: int | None = None) -> BinaryIO:
         """Open a regular file to read.
 
-        Raises StorageError for what is no regular file or has more than `max_bytes`.
+        Raises StorageError if it is not a regular file or has more than `max_bytes`.
         """
         with self._parent(name) as (parent, last):
             fd = os.open(last, os.O_RDONLY | _FILE, dir_fd=parent)
@@ -131,21 +131,20 @@ class Folder:
     def entries(self, name: str = ".") -> list[FolderEntry]:
         """Return the regular files and folders of one folder, in the order of their names.
 
-        Those whose names are no text are left out. Raises StorageError for more than `MAX_FILES`.
+        Those whose names are not text are left out. Raises StorageError for more than `MAX_FILES`.
         """
         with self.folder(name) as inner, os.scandir(inner.fileno()) as scanned:
-            listed = [_entry(one) for one in itertools.islice(scanned, MAX_FILES + 1)]
+            listed = [_entry(entry) for entry in itertools.islice(scanned, MAX_FILES + 1)]
         if len(listed) > MAX_FILES:
             raise self._too_much(name)
         below = "" if name == "." else f"{name}/"
-        return sorted(
-            (_moved(one, below) for one in listed if one is not None), key=lambda one: one.path
-        )
+        inside = (_moved(entry, below) for entry in listed if entry is not None)
+        return sorted(inside, key=lambda entry: entry.path)
 
     def names(self) -> Iterator[str]:
-        """Yield the names of what lies directly in it, however many they are, in no order."""
+        """Yield the names of all entries of this folder, in any order."""
         with os.scandir(self.fileno()) as scanned:
-            yield from (one.name for one in scanned)
+            yield from (entry.name for entry in scanned)
 
     def files(self, name: str = ".") -> Iterator[FolderEntry]:
         """Yield the regular files at any depth below a folder, in order.
@@ -159,20 +158,20 @@ class Folder:
             num_files += len(inside)
             if num_files > MAX_FILES or depth > MAX_DEPTH:
                 raise self._too_much(name)
-            yield from (one for one in inside if not one.is_folder)
-            waiting += [(one.path, depth + 1) for one in reversed(inside) if one.is_folder]
+            yield from (entry for entry in inside if not entry.is_folder)
+            waiting += [(entry.path, depth + 1) for entry in reversed(inside) if entry.is_folder]
 
     def strange(self, allowed: Sequence[str] = ()) -> Iterator[str]:
-        """Yield what is neither a regular file nor a folder, at any depth, but the `allowed` names.
+        """Yield entries that are neither regular files nor folders, except the `allowed` names.
 
-        What has a name that is no text is among it, with its bytes spelled out. Raises StorageError
-        as `files`.
+        Entries at any depth count, and so do names that are not text, with their bytes escaped.
+        Raises StorageError like `files`.
         """
         for here in [".", *self._folders(".")]:
             with self.folder(here) as inner, os.scandir(inner.fileno()) as scanned:
-                for one in scanned:
-                    path = one.name if here == "." else f"{here}/{one.name}"
-                    if _entry(one) is None and path not in allowed:
+                for entry in scanned:
+                    path = entry.name if here == "." else f"{here}/{entry.name}"
+                    if _entry(entry) is None and path not in allowed:
                         yield os.fsencode(path).decode(errors="backslashreplace")
 
     def _folders(self, name: str, depth: int = 0) -> Iterator[str]:
@@ -269,14 +268,14 @@ class Folder:
         """
         give = _link if link else _copy_file
         with self.folder(name) as source, target.folder(place, make=True) as made:
-            taken = [e for e in source.files() if set(leave_out).isdisjoint(_parts(e.path))]
-            num_bytes, free = sum(entry.num_bytes for entry in taken), _free_bytes(made)
+            files = [e for e in source.files() if set(leave_out).isdisjoint(_parts(e.path))]
+            num_bytes, free = sum(entry.num_bytes for entry in files), _free_bytes(made)
             if not link and num_bytes > free:  # a sparse file is written out
                 raise StorageError(
                     f"{self.path / name} has {num_bytes:,} bytes, and there is room for {free:,}",
                     hint="make room on the disk of the run folders",
                 )
-            for entry in taken:
+            for entry in files:
                 with source._parent(entry.path) as here, made._parent(entry.path, True) as there:
                     give(source, entry.path, here, there)
 
@@ -293,8 +292,8 @@ class Folder:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise StorageError(
-                f"{self.path / name} is no regular file",
-                hint="remove it: services read and write regular files of a run alone",
+                f"{self.path / name} is not a regular file",
+                hint="remove it: services only read and write regular files of a run",
             )
         if max_bytes is not None and status.st_size > max_bytes:
             raise self._too_large(name, status.st_size, max_bytes)
@@ -320,17 +319,17 @@ def _parts(name: str) -> list[str]:
     return list(path.parts)
 
 
-def _entry(found: "os.DirEntry[str]") -> FolderEntry | None:
-    """Return a regular file or a folder; None for what is neither, gone, or has no text as name."""
+def _entry(found_entry: "os.DirEntry[str]") -> FolderEntry | None:
+    """Return a regular file or a folder; None for other entries, and names that are not text."""
     try:
-        found.name.encode()
-        status = found.stat(follow_symlinks=False)
+        found_entry.name.encode()
+        status = found_entry.stat(follow_symlinks=False)
     except (OSError, UnicodeEncodeError):
         return None
     is_folder = stat.S_ISDIR(status.st_mode)
     if not is_folder and not stat.S_ISREG(status.st_mode):
         return None
-    return FolderEntry(found.name, is_folder, status.st_size, status.st_mtime)
+    return FolderEntry(found_entry.name, is_folder, status.st_size, status.st_mtime)
 
 
 def _moved(entry: FolderEntry, below: str) -> FolderEntry:
@@ -362,14 +361,14 @@ def _emptied(fd: int, top: int) -> list[str]:
     """Remove the files of a folder; return the folders in `top`, move those of others there."""
     folders: list[str] = []
     with os.scandir(fd) as scanned:
-        for one in scanned:
-            if not one.is_dir(follow_symlinks=False):
-                os.unlink(one.name, dir_fd=fd)
+        for entry in scanned:
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.name, dir_fd=fd)
             elif fd == top:
-                folders.append(one.name)
+                folders.append(entry.name)
             else:
-                os.close(_unlocked(one.name, fd))
-                os.rename(one.name, uuid.uuid4().hex, src_dir_fd=fd, dst_dir_fd=top)
+                os.close(_unlocked(entry.name, fd))
+                os.rename(entry.name, uuid.uuid4().hex, src_dir_fd=fd, dst_dir_fd=top)
     return folders
 
 

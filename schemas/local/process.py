@@ -95,22 +95,22 @@ async def notifying_systemd() -> AsyncGenerator[None, None]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
         channel.setblocking(False)
         channel.connect("\0" + address[1:] if address.startswith("@") else address)
-        _tell(channel, "READY=1")
+        _send_status(channel, "READY=1")
         beating = asyncio.create_task(_beat(channel), name="systemd watchdog")
         try:
             yield
         finally:
             beating.cancel()
-            _tell(channel, "STOPPING=1")
+            _send_status(channel, "STOPPING=1")
 
 
 async def _beat(channel: socket.socket) -> None:
     interval_s = int(os.environ.get("WATCHDOG_USEC", "0")) / 1e6
     while interval_s:
-        _tell(channel, "WATCHDOG=1")
+        _send_status(channel, "WATCHDOG=1")
         await asyncio.sleep(interval_s / 2)
 
 
-def _tell(channel: socket.socket, text: str) -> None:
+def _send_status(channel: socket.socket, text: str) -> None:
     with contextlib.suppress(OSError):  # systemd restarts, or its queue is full: the next one does
         channel.send(text.encode())

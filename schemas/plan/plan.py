@@ -182,9 +182,8 @@ def read_efficiencies(path: str | Path) -> Efficiencies:
         report = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"the report {path} cannot be read: {error}", hint=hint) from error
-    entries = (
-        cast("dict[str, Any]", report).get("efficiencies") if isinstance(report, dict) else None
-    )
+    fields = cast("dict[str, Any]", report) if isinstance(report, dict) else {}
+    entries = fields.get("efficiencies")
     if not isinstance(entries, Mapping):
         raise ConfigError(f"the report {path} has no efficiencies", hint=hint)
     values = {

@@ -65,7 +65,7 @@ def test_a_configuration_that_is_not_complete_has_no_wrong_values(
 
 
 def test_a_missing_file_and_a_broken_one_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the configuration file .* does not exist"):
+    with pytest.raises(ConfigError, match=r"the configuration file .* does not exist"):
         load_config(tmp_path / "none.yaml")
     (tmp_path / "broken.yaml").write_text("model: {path")
     with pytest.raises(ConfigError, match="not valid YAML"):
