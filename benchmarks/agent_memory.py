@@ -29,9 +29,9 @@ from tinkermq.actors.rollout.agent_loop import EpisodeSampling
 from tinkermq.actors.rollout.call_answers import CallAnswers
 from tinkermq.actors.rollout.exact_calls import CallLog
 from tinkermq.broker.metering import TimeUse
-from tinkermq.envs.model_apis.request import history_of
 from tinkermq.schemas.agent import CallMessage, CallPart, CallRequest
 from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.model_apis.request import history_of
 
 from benchmarks.report import Report, parser
 

@@ -31,7 +31,7 @@ from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.actors.training.micro_batch import TokenSequence
 from tinkermq.actors.training.model import Scorer
 from tinkermq.actors.training.packing import pack
-from tinkermq.envs.model_apis.canonical import CanonicalMessage, parse_reply
+from tinkermq.schemas.model_apis.canonical import CanonicalMessage, parse_reply
 from transformers.utils import logging
 
 from benchmarks.calling_model import TOOL, calling_model, tool_result

@@ -17,6 +17,7 @@ from typing import Any, cast
 from ..schemas.config.job import EnvConfig
 from ..schemas.config.sections import check_judge_prompt
 from ..schemas.env import Split
+from ..schemas.tool_calls import CLOSE, OPEN
 from ..schemas.wire.codec import pack
 from ..schemas.wire.errors import GameError, TinkermqError
 from ..schemas.wire.foreign import clean_text, shown
@@ -25,7 +26,6 @@ from .data import HostData
 from .game import AbstractGame, ChatMessage, StepResult
 from .registry import load_game
 from .running.local import LocalEpisode, LocalGame, TooSlow
-from .tool_calls import CLOSE, OPEN
 from .tools import MAX_SCHEMA_DEPTH, ToolGame
 
 NUM_EPISODES = 8

@@ -11,11 +11,11 @@ from typing import Any
 
 from cachetools import FIFOCache
 
+from ..schemas.chat_messages import Origin, read_conversation, read_tools
 from ..schemas.config.job import EnvConfig
 from ..schemas.env import Split
 from ..schemas.wire.errors import DataError
 from ..schemas.wire.images import encoded_image, replace_images
-from .chat_messages import Origin, read_conversation, read_tools
 from .dataset import (
     Dataset,
     Record,

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs] - it has none
 
+from ..schemas.chat_messages import Origin, are_messages, plain, read_conversation, shorten
 from ..schemas.config.agent import TaskSource
 from ..schemas.wire import errors
 from ..schemas.wire.codec import read_json
 from ..schemas.wire.foreign import blaming, plain_value, words_of
 from ..schemas.wire.images import encoded_image
-from .chat_messages import Origin, are_messages, plain, read_conversation, shorten
 from .game import ChatMessage
 from .task_folders import TaskFolders
 

@@ -114,7 +114,7 @@ class AbstractGame(ABC):
         """Return the tools that the policy may call, as OpenAI's function schemas; always the same.
 
         The model's chat template puts them into the first prompt; the calls come to `step` as the
-        model writes them (`envs/tool_calls.py` reads the form of Hermes and Qwen), and their
+        model writes them (`schemas/tool_calls.py` reads the form of Hermes and Qwen), and their
         results go back as observations with `role="tool"`.
         """
         return []

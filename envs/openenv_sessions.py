@@ -24,6 +24,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, Va
 
 from ..schemas.config.job import EnvConfig
 from ..schemas.env import Split
+from ..schemas.tool_calls import CLOSE, OPEN
 from ..schemas.wire.errors import BusyError, ConfigError, NotFoundError, StateError
 from ..schemas.wire.foreign import clean_text, shown
 from ..schemas.wire.images import with_data_urls
@@ -35,7 +36,6 @@ from .reward_sources import EndpointSource
 from .rewards import FunctionSource, Rewards
 from .running.episodes import LOOK_S, GameFacts, Opening
 from .running.runners import make_runner
-from .tool_calls import CLOSE, OPEN
 
 MAX_TASKS = 256
 """Tasks in one answer."""

@@ -23,13 +23,13 @@ from ..broker.client.connection import Broker
 from ..broker.client.faults import ConnectionLost
 from ..broker.client.parts import ask_parts
 from ..broker.jobs import JobStore
+from ..schemas.chat_messages import json_default
 from ..schemas.config.sections import RewardConfig
 from ..schemas.infer import CancelInference, ChatRequest, Decoding, InferPart
 from ..schemas.wire import errors
 from ..schemas.wire.foreign import plain_value, shown
 from ..schemas.wire.images import plain_text
 from ..schemas.wire.subjects import JobScope
-from .chat_messages import json_default
 from .game import ChatMessage
 from .reasoning import behind_reasoning
 

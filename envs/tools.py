@@ -1,6 +1,6 @@
 """Games whose policy calls tools, the seam of environments that others write.
 
-A turn of the policy is text with calls (`envs/tool_calls.py`). Each call is checked against its
+A turn of the policy is text with calls (`schemas/tool_calls.py`). Each call is checked against its
 tool's schema and answered by one tool message, in the order of the calls. A call of an unknown
 tool, with wrong arguments or that cannot be read is answered by a message that says so, so that a
 policy can learn from it; it is no error of the game. A turn without a call goes to `answer`, which
@@ -17,13 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
+from ..schemas.chat_messages import read_object
+from ..schemas.tool_calls import FORMATS, OPEN, CallSplitter, FoundCall
 from ..schemas.wire.errors import GameError
 from ..schemas.wire.foreign import shown
-from .chat_messages import read_object
 from .game import AbstractGame, StepResult
 from .prompt import resolve
 from .reasoning import behind_reasoning
-from .tool_calls import FORMATS, OPEN, CallSplitter, FoundCall
 
 MAX_TOOLS = 128
 """Tools of one game."""

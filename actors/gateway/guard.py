@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...envs.agents.proxy.routes import api_of, split_path
-from ...envs.model_apis.request import RequestError
+from ...schemas.model_apis.request import RequestError
 from .limits import MAX_PROGRAM_BYTES, TAKEN, Counters, max_body_bytes
 from .programs import is_of_program
 from .sessions import COOKIE

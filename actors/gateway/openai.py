@@ -36,19 +36,19 @@ from ...broker.client.connection import Broker
 from ...broker.client.parts import Room, ask_parts
 from ...broker.jobs import JobStore
 from ...broker.presence import list_presences
-from ...envs.model_apis import answers
-from ...envs.model_apis.canonical import CanonicalCall, Piece, ReplyReader, TextPiece, call_name
-from ...envs.model_apis.chat import (
+from ...schemas import infer
+from ...schemas.job import FINAL_STATES, JobRecord
+from ...schemas.model_apis import answers
+from ...schemas.model_apis.canonical import CanonicalCall, Piece, ReplyReader, TextPiece, call_name
+from ...schemas.model_apis.chat import (
     CHAT,
     COMPLETIONS,
     ChatCompletionAnswer,
     CompletionAnswer,
 )
-from ...envs.model_apis.messages import MESSAGES
-from ...envs.model_apis.request import ModelRequest, RequestError, is_label
-from ...envs.model_apis.responses import RESPONSES
-from ...schemas import infer
-from ...schemas.job import FINAL_STATES, JobRecord
+from ...schemas.model_apis.messages import MESSAGES
+from ...schemas.model_apis.request import ModelRequest, RequestError, is_label
+from ...schemas.model_apis.responses import RESPONSES
 from ...schemas.tinker.names import is_path
 from ...schemas.wire import errors
 from ...schemas.wire.codec import read_json

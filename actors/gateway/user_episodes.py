@@ -22,9 +22,9 @@ from ...envs.agents.episode import EpisodeOver, ProgramEpisode
 from ...envs.agents.proxy.exchange import KeyRefused
 from ...envs.agents.proxy.proxy import model_environment
 from ...envs.agents.proxy.remote_episode import RemoteEpisode
-from ...envs.model_apis.request import Fields, RequestError
 from ...schemas.agent import GiveReply, GiveRequest
 from ...schemas.job import FINAL_STATES, JobRecord
+from ...schemas.model_apis.request import Fields, RequestError
 from ...schemas.wire import errors
 from ...schemas.wire.codec import read_json
 from .openai import UserBrokers, guarded, read_body, unless_gone

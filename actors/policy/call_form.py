@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, TypeAlias
 
-from ...envs.chat_messages import with_text_arguments
+from ...schemas.chat_messages import with_text_arguments
 from ...schemas.wire.errors import ModelError
 
 Render: TypeAlias = Callable[[list[dict[str, Any]], list[dict[str, Any]]], str]

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
 import numpy as np
 
-from ...envs.model_apis.canonical import THINK
 from ...envs.reasoning import opened_by
 from ...schemas.config.job import JobConfig, ModelConfig
+from ...schemas.model_apis.canonical import THINK
 from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import DataError, ModelError
 from ...schemas.wire.images import encoded_image, image_parts, images_of, replace_images

@@ -26,9 +26,9 @@ import llguidance.numpy
 import numpy as np
 from numpy.typing import NDArray
 
-from ...envs.model_apis.canonical import THOUGHT
-from ...envs.tool_calls import CLOSE, OPEN, parse_tool_calls
+from ...schemas.model_apis.canonical import THOUGHT
 from ...schemas.output_format import OutputFormat, check_multiples, check_schema, closed
+from ...schemas.tool_calls import CLOSE, OPEN, parse_tool_calls
 from ...schemas.wire.errors import BusyError, ConfigError, DeadlineError, ModelError
 from .chat import ChatTokenizer
 

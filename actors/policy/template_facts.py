@@ -21,8 +21,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ...envs.chat_messages import read_object
-from ...envs.model_apis.canonical import (
+from ...schemas.chat_messages import read_object
+from ...schemas.model_apis.canonical import (
     THINK,
     THOUGHT,
     CanonicalCall,
@@ -31,7 +31,7 @@ from ...envs.model_apis.canonical import (
     parse_reply,
     pictures_of,
 )
-from ...envs.tool_calls import FORMATS, CallFormat, certain_length, in_hermes_form
+from ...schemas.tool_calls import FORMATS, CallFormat, certain_length, in_hermes_form
 from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import ModelError
 from .chat import ChatTokenizer

@@ -18,10 +18,10 @@ from ...broker.fair_queue import end_tasks
 from ...broker.metering import TimeUse
 from ...broker.partial_rollouts import Fenced
 from ...envs.agents.episode import ContextTooLong, EpisodeLimit, EpisodeOver
-from ...envs.model_apis.canonical import Picture, pictures_of
-from ...envs.model_apis.request import history_of
 from ...schemas.agent import CallDelivered, CallPart, CallRequest
 from ...schemas.config.job import JobConfig
+from ...schemas.model_apis.canonical import Picture, pictures_of
+from ...schemas.model_apis.request import history_of
 from ...schemas.output_format import MAX_PENALTY, MAX_REPETITION
 from ...schemas.wire import errors
 from ..engine.engine import Drawn, Engine, Sampling, nothing

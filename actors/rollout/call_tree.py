@@ -33,8 +33,8 @@ from ...envs.agents.call_selection import (
     system_of,
     why_untrained,
 )
-from ...envs.model_apis.canonical import CanonicalMessage, quotes
 from ...schemas.agent import CallPlaces, RewardedBranch
+from ...schemas.model_apis.canonical import CanonicalMessage, quotes
 from ...schemas.wire.array import FloatVector, IntVector
 from ..engine.engine import Generation
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ...broker.client.parts import Tell
-from ...envs.chat_messages import Origin, read_conversation, read_tools
+from ...schemas.chat_messages import Origin, read_conversation, read_tools
 from ...schemas.infer import (
     ChatRequest,
     CompletionRequest,

@@ -14,13 +14,13 @@ from ...broker.client.connection import Broker
 from ...broker.partial_rollouts import SegmentWriter, purge_segments
 from ...envs.agents.call_selection import digest_of
 from ...envs.host_client import Environments
-from ...envs.model_apis.canonical import (
+from ...schemas.model_apis.canonical import (
     CanonicalMessage,
     ReplyReader,
     canonical_history,
     pictures_of,
 )
-from ...envs.model_apis.request import packed, unpacked
+from ...schemas.model_apis.request import packed, unpacked
 from ...schemas.rollout import LoggedCall, Segment
 from ...schemas.task import Task
 from ...schemas.wire.array import FloatVector, IntVector

@@ -15,9 +15,9 @@ from ...broker.client.connection import Broker
 from ...envs.agents import agent_check
 from ...envs.agents.episode import EpisodeOver
 from ...envs.agents.local_run import LocalCall, LocalRun, open_program
-from ...envs.model_apis.canonical import CanonicalMessage
 from ...schemas.config.job import JobConfig
 from ...schemas.config.load_config import load_config
+from ...schemas.model_apis.canonical import CanonicalMessage
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import MessageError
 from .output import literal, print_json, print_note, print_plain, print_text

@@ -20,12 +20,12 @@ from typing import Any
 import httpx
 import stamina
 
-from ...envs.chat_messages import with_text_arguments
 from ...envs.data import HostData
 from ...envs.evaluation import is_success, kind_of
 from ...envs.game import AbstractGame, ChatMessage, StepResult
 from ...envs.running.episodes import LOOK_S, Opening
 from ...envs.running.runners import Runner, make_runner
+from ...schemas.chat_messages import with_text_arguments
 from ...schemas.config.job import EnvConfig
 from ...schemas.wire import errors
 from ...schemas.wire.images import with_data_urls

@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 
+from ...schemas.chat_messages import plain
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import GameError
-from ..chat_messages import plain
 from ..game import AbstractGame, StepResult
 from ..reasoning import tagged_or_last_line
 from ..registry import extra, import_quietly

@@ -31,15 +31,15 @@ from typing import (
     get_type_hints,
 )
 
+from ...schemas.chat_messages import read_object
+from ...schemas.tool_calls import parse_tool_calls
 from ...schemas.wire.errors import GameError, RewardError
 from ...schemas.wire.foreign import lines_of, shown, words_of
-from ..chat_messages import read_object
 from ..game import ChatMessage, StepResult
 from ..prompt import resolve
 from ..reasoning import behind_reasoning
 from ..registry import import_object
 from ..running.global_random import GlobalRandom
-from ..tool_calls import parse_tool_calls
 from ..tools import ToolGame, ToolResult, ToolTurn, checked_tools
 
 NO_TOOLS = ("reset", "get_reward")

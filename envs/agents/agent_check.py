@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from ...broker.client.connection import Broker
 from ...schemas.config.job import JobConfig
+from ...schemas.model_apis.canonical import THINK, THOUGHT
+from ...schemas.tool_calls import CLOSE, OPEN
 from ...schemas.wire.errors import RewardError
-from ..model_apis.canonical import THINK, THOUGHT
 from ..task_folders import TaskFolders, TaskRefused
-from ..tool_calls import CLOSE, OPEN
 from .call_selection import WHY_NOT, WhyNot, main_root, why_untrained
 from .local_run import LocalAnswer, LocalCall, LocalRun, num_common, open_program
 from .programs.task_environments import EnvironmentPlanner

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.config.agent import train_pattern
-from ..model_apis.canonical import MIN_QUOTE, CanonicalMessage, marks_of
+from ...schemas.model_apis.canonical import MIN_QUOTE, CanonicalMessage, marks_of
 
 # Who read an answer: a request that holds the id of one of its tool calls, the answer itself, or a
 # new part of it: a run of 16 characters (all of a shorter answer) that is in no request made before

@@ -12,17 +12,17 @@ from ...broker.client.parts import PartsService, Tell
 from ...broker.client.rpc import Service
 from ...schemas.agent import CallDelta, CallPart, CallRequest, CancelCall
 from ...schemas.config.job import JobConfig
-from ...schemas.wire.errors import ConfigError, DataError, NotFoundError, TinkermqError
-from ...schemas.wire.subjects import JobScope
-from ..data import HostData
-from ..game import StepResult
-from ..model_apis.canonical import (
+from ...schemas.model_apis.canonical import (
     CanonicalMessage,
     call_name,
     canonical_history,
     parse_reply,
 )
-from ..model_apis.request import history_of
+from ...schemas.model_apis.request import history_of
+from ...schemas.wire.errors import ConfigError, DataError, NotFoundError, TinkermqError
+from ...schemas.wire.subjects import JobScope
+from ..data import HostData
+from ..game import StepResult
 from ..running.episodes import Opening
 from .call_selection import digest_of
 from .episode import EpisodeLimit, ProgramEpisode

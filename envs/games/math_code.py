@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
+from ...schemas.tool_calls import OPEN, parse_tool_calls
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import ConfigError
 from ..dataset import answer_text
@@ -23,7 +24,6 @@ from ..game import AbstractGame, ChatMessage, StepResult
 from ..math import grading
 from ..sandbox.interpreters import CodeSession, Outcome, SandboxSettings
 from ..sandbox.served import shared_sandbox
-from ..tool_calls import OPEN, parse_tool_calls
 from ..write_data import DataMaker, verl_row
 from .math import judged_info
 

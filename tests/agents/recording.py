@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tinkermq.envs.model_apis.answers import AnswerHead, Usage
-from tinkermq.envs.model_apis.canonical import Piece, ReplyReader
-from tinkermq.envs.model_apis.chat import CHAT
-from tinkermq.envs.model_apis.messages import MESSAGES
-from tinkermq.envs.model_apis.request import ModelRequest
-from tinkermq.envs.model_apis.responses import RESPONSES
+from tinkermq.schemas.model_apis.answers import AnswerHead, Usage
+from tinkermq.schemas.model_apis.canonical import Piece, ReplyReader
+from tinkermq.schemas.model_apis.chat import CHAT
+from tinkermq.schemas.model_apis.messages import MESSAGES
+from tinkermq.schemas.model_apis.request import ModelRequest
+from tinkermq.schemas.model_apis.responses import RESPONSES
 
 from tests.agents.scripts import Script
 

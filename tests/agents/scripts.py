@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tinkermq.envs.model_apis.canonical import CanonicalMessage
+from tinkermq.schemas.model_apis.canonical import CanonicalMessage
 
 THOUGHT = "<think>\nLet me think about it.\n</think>\n\n"
 PROMPT = "How much is x?"

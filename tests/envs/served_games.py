@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from tinkermq.envs import AbstractGame, StepResult
-from tinkermq.envs.tool_calls import parse_tool_calls
+from tinkermq.schemas.tool_calls import parse_tool_calls
 
 ADD = {
     "type": "function",

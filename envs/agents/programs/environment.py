@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from ....schemas.chat_messages import json_default
 from ....schemas.config.agent import AgentConfig
-from ...chat_messages import json_default
 from ...dataset import TRUTH_COLUMNS, Record
 from ...game import ChatMessage
 from ...running.episodes import Opening

@@ -22,9 +22,9 @@ from cachetools import FIFOCache
 from ....broker.client.connection import Broker
 from ....broker.client.parts import SharedInbox, ask_parts
 from ....schemas.agent import CallDelivered, CallDelta, CallPart, CallRequest, CancelCall
+from ....schemas.model_apis.answers import FinishReason, TokenLogprob
 from ....schemas.wire import errors
 from ....schemas.wire.subjects import JobScope
-from ...model_apis.answers import FinishReason, TokenLogprob
 from ..episode import ContextTooLong, EpisodeLimit, EpisodeOver, ProgramEpisode
 from .exchange import KeyRefused, NobodyPlays, TooLarge
 

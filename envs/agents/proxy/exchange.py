@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import parse_qs
 
+from ....schemas.model_apis.answers import ModelApi, retry_headers
+from ....schemas.model_apis.chat import CHAT
+from ....schemas.model_apis.messages import MESSAGES
+from ....schemas.model_apis.request import RequestError
+from ....schemas.model_apis.responses import RESPONSES
 from ....schemas.wire.errors import AuthError, BrokerError, BusyError, TinkermqError
 from ...http_server import Hangup, Receive, Scope, Send
-from ...model_apis.answers import ModelApi, retry_headers
-from ...model_apis.chat import CHAT
-from ...model_apis.messages import MESSAGES
-from ...model_apis.request import RequestError
-from ...model_apis.responses import RESPONSES
 from ..episode import ContextTooLong, EpisodeOver
 
 _COUNTS = re.compile(r"(\d+) tokens > (\d+) maximum")

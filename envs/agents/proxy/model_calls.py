@@ -11,9 +11,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from ....schemas.agent import CallRequest
-from ....schemas.wire.codec import read_json
-from ....schemas.wire.errors import MessageError, NotFoundError
-from ...model_apis.answers import (
+from ....schemas.model_apis.answers import (
     Answer,
     AnswerHead,
     FinishReason,
@@ -21,11 +19,13 @@ from ...model_apis.answers import (
     NewTokens,
     Usage,
 )
-from ...model_apis.canonical import ReplyReader
-from ...model_apis.chat import ChatCompletionAnswer
-from ...model_apis.messages import MESSAGES
-from ...model_apis.request import ModelRequest, RequestError, call_request
-from ...model_apis.responses import RESPONSES, input_items
+from ....schemas.model_apis.canonical import ReplyReader
+from ....schemas.model_apis.chat import ChatCompletionAnswer
+from ....schemas.model_apis.messages import MESSAGES
+from ....schemas.model_apis.request import ModelRequest, RequestError, call_request
+from ....schemas.model_apis.responses import RESPONSES, input_items
+from ....schemas.wire.codec import read_json
+from ....schemas.wire.errors import MessageError, NotFoundError
 from ..episode import EpisodeOver
 from .calls import CallAsker, GatheredAnswer, GatheredChoice, KeptAnswer, OpenEpisode, RunningCall
 from .exchange import BodyRoom, ClientGone, HttpExchange, dumped, worded

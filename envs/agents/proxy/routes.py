@@ -8,15 +8,15 @@ from typing import Any, Literal, TypeAlias, cast
 
 import structlog
 
+from ....schemas.model_apis.answers import ModelApi
+from ....schemas.model_apis.chat import CHAT
+from ....schemas.model_apis.messages import MESSAGES
+from ....schemas.model_apis.request import Fields, RequestError
+from ....schemas.model_apis.responses import RESPONSES
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import BusyError, InternalError, MessageError, TinkermqError
 from ....schemas.wire.foreign import plain_value
 from ...http_server import Receive, Scope, Send
-from ...model_apis.answers import ModelApi
-from ...model_apis.chat import CHAT
-from ...model_apis.messages import MESSAGES
-from ...model_apis.request import Fields, RequestError
-from ...model_apis.responses import RESPONSES
 from ..episode import EpisodeLimit, EpisodeOver, ProgramEpisode
 from .calls import OpenEpisode, OpenEpisodes
 from .exchange import ClientGone, HttpExchange, NoSuchEndpoint, dumped

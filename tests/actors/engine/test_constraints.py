@@ -24,8 +24,8 @@ from tinkermq.actors.policy.grammar import (
 )
 from tinkermq.actors.policy.model_folder import load_tokenizer
 from tinkermq.actors.policy.tiny_models import make_tokenizer
-from tinkermq.envs.tool_calls import parse_tool_calls
 from tinkermq.schemas.output_format import OutputFormat
+from tinkermq.schemas.tool_calls import parse_tool_calls
 from tinkermq.schemas.wire.errors import ConfigError, DeadlineError
 from transformers import PreTrainedModel
 

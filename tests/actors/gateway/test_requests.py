@@ -20,10 +20,10 @@ from tinkermq.actors.policy.model_folder import load_tokenizer
 from tinkermq.actors.rollout.completions import Answers
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.parts import Tell
-from tinkermq.envs.model_apis.answers import ModelApi
-from tinkermq.envs.model_apis.chat import CHAT, COMPLETIONS
-from tinkermq.envs.model_apis.request import RequestError
 from tinkermq.schemas.infer import ChatRequest, CompletionRequest, Decoding, InferPart
+from tinkermq.schemas.model_apis.answers import ModelApi
+from tinkermq.schemas.model_apis.chat import CHAT, COMPLETIONS
+from tinkermq.schemas.model_apis.request import RequestError
 from tinkermq.schemas.output_format import OutputFormat
 from tinkermq.schemas.wire.subjects import JobScope
 

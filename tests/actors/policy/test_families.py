@@ -21,10 +21,10 @@ from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.template_facts import read_text
 from tinkermq.envs.data import ChatData
 from tinkermq.envs.dataset import Dataset
-from tinkermq.envs.model_apis.canonical import parse_reply
-from tinkermq.envs.model_apis.chat import CHAT, read_chat
 from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.infer import ChatRequest
+from tinkermq.schemas.model_apis.canonical import parse_reply
+from tinkermq.schemas.model_apis.chat import CHAT, read_chat
 from tinkermq.schemas.wire.errors import ModelError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast

@@ -8,7 +8,7 @@ from tinkermq.actors.policy.template_facts import as_read
 from tinkermq.actors.policy.tiny_models import CHAT_TEMPLATE, save_tiny_model
 from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.broker.client.connection import Broker
-from tinkermq.envs.model_apis.canonical import CanonicalMessage, parse_reply
+from tinkermq.schemas.model_apis.canonical import CanonicalMessage, parse_reply
 from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.subjects import JobScope
 

@@ -22,12 +22,12 @@ from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.actors.rollout.completions import Answers, cut
 from tinkermq.actors.rollout.players import start_engine
 from tinkermq.actors.server.server import served_step, start_engines
-from tinkermq.envs.model_apis.answers import ModelApi
-from tinkermq.envs.model_apis.chat import CHAT, COMPLETIONS
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.infer import Delta, InferPart
 from tinkermq.schemas.job import JobRecord
+from tinkermq.schemas.model_apis.answers import ModelApi
+from tinkermq.schemas.model_apis.chat import CHAT, COMPLETIONS
 from tinkermq.schemas.wire.errors import ConfigError, ModelError
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast

@@ -23,7 +23,7 @@ from tinkermq.actors.engine.engine import Generation
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.rollout.call_tree import ModelCall
 from tinkermq.actors.rollout.exact_calls import ExactCalls
-from tinkermq.envs.model_apis.canonical import CanonicalCall, CanonicalMessage
+from tinkermq.schemas.model_apis.canonical import CanonicalCall, CanonicalMessage
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 

@@ -19,8 +19,8 @@ from tinkermq.actors.rollout.call_tree import (
 from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.envs.agents import call_selection
 from tinkermq.envs.agents.call_selection import Readers, call_lines, main_root, why_untrained
-from tinkermq.envs.model_apis.canonical import CanonicalMessage
 from tinkermq.schemas.agent import CallPlaces
+from tinkermq.schemas.model_apis.canonical import CanonicalMessage
 
 from tests.actors.rollout.calls.programs import TOOLS, chat_of, user
 from tests.actors.rollout.calls.test_exact_calls import CALL, ask

@@ -14,7 +14,7 @@ from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.rollout import call_tree
 from tinkermq.actors.rollout.call_tree import TreeRows, rows_of, trained_calls
 from tinkermq.actors.rollout.exact_calls import ExactCalls
-from tinkermq.envs.model_apis.canonical import CanonicalMessage
+from tinkermq.schemas.model_apis.canonical import CanonicalMessage
 
 from tests.actors.rollout.calls.programs import (
     TEMPLATES,

@@ -15,7 +15,6 @@ from tinkermq.actors.rollout.call_answers import CallAnswers
 from tinkermq.actors.rollout.call_tree import rows_of
 from tinkermq.broker.client.connection import Broker
 from tinkermq.envs.agents.episode import EpisodeLimit
-from tinkermq.envs.model_apis.canonical import pictures_of
 from tinkermq.schemas.agent import (
     CallDelivered,
     CallDelta,
@@ -24,6 +23,7 @@ from tinkermq.schemas.agent import (
     CallRequest,
 )
 from tinkermq.schemas.config.job import ModelConfig
+from tinkermq.schemas.model_apis.canonical import pictures_of
 from tinkermq.schemas.output_format import OutputFormat
 from tinkermq.schemas.wire.errors import ConfigError, DataError, ModelError
 from tinkermq.schemas.wire.subjects import JobScope

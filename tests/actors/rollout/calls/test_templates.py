@@ -14,11 +14,11 @@ from tinkermq.actors.policy.tiny_models import CHAT_TEMPLATE, make_tokenizer
 from tinkermq.actors.rollout.call_tree import rows_of
 from tinkermq.actors.rollout.exact_calls import ExactCalls
 from tinkermq.envs.agents.call_selection import main_root
-from tinkermq.envs.model_apis.canonical import CanonicalCall, CanonicalMessage, parse_reply
-from tinkermq.envs.model_apis.chat import read_chat
-from tinkermq.envs.model_apis.messages import read_messages
-from tinkermq.envs.model_apis.request import ModelRequest
-from tinkermq.envs.model_apis.responses import read_response
+from tinkermq.schemas.model_apis.canonical import CanonicalCall, CanonicalMessage, parse_reply
+from tinkermq.schemas.model_apis.chat import read_chat
+from tinkermq.schemas.model_apis.messages import read_messages
+from tinkermq.schemas.model_apis.request import ModelRequest
+from tinkermq.schemas.model_apis.responses import read_response
 
 from tests.actors.rollout.calls import programs
 from tests.actors.rollout.calls.programs import (

@@ -10,7 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tinkermq.actors.gateway.openai import read_query
-from tinkermq.envs.chat_messages import (
+from tinkermq.envs.data import ChatData
+from tinkermq.envs.dataset import Dataset
+from tinkermq.envs.write_data import write_rows
+from tinkermq.schemas.chat_messages import (
     Origin,
     UnreadableMessageError,
     are_messages,
@@ -19,13 +22,10 @@ from tinkermq.envs.chat_messages import (
     read_tools,
     with_text_arguments,
 )
-from tinkermq.envs.data import ChatData
-from tinkermq.envs.dataset import Dataset
-from tinkermq.envs.model_apis.chat import CHAT as CHAT_API
-from tinkermq.envs.model_apis.chat import read_chat
-from tinkermq.envs.model_apis.request import RequestError
-from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.infer import ChatRequest
+from tinkermq.schemas.model_apis.chat import CHAT as CHAT_API
+from tinkermq.schemas.model_apis.chat import read_chat
+from tinkermq.schemas.model_apis.request import RequestError
 from tinkermq.schemas.wire.errors import DataError
 
 ASKED = {"role": "user", "content": "write it"}

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from ...schemas.infer import PromptScore
 from ..chat_messages import Origin, UnreadableMessageError, read_conversation, read_tools
+from ..infer import PromptScore
 from . import answers
 from .canonical import (
     CanonicalCall,

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from ...schemas.wire.images import data_url
+from ..wire.images import data_url
 from . import answers
 from .canonical import (
     CanonicalCall,

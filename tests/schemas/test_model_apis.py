@@ -13,8 +13,8 @@ import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from tinkermq.envs.model_apis.answers import AnswerHead, FinishReason, ModelApi, Usage
-from tinkermq.envs.model_apis.canonical import (
+from tinkermq.schemas.model_apis.answers import AnswerHead, FinishReason, ModelApi, Usage
+from tinkermq.schemas.model_apis.canonical import (
     CanonicalCall,
     CanonicalMessage,
     Piece,
@@ -24,10 +24,10 @@ from tinkermq.envs.model_apis.canonical import (
     canonical_history,
     parse_reply,
 )
-from tinkermq.envs.model_apis.chat import CHAT, read_chat
-from tinkermq.envs.model_apis.messages import MESSAGES, messages_error, read_messages
-from tinkermq.envs.model_apis.request import ModelRequest, RequestError
-from tinkermq.envs.model_apis.responses import RESPONSES, read_response
+from tinkermq.schemas.model_apis.chat import CHAT, read_chat
+from tinkermq.schemas.model_apis.messages import MESSAGES, messages_error, read_messages
+from tinkermq.schemas.model_apis.request import ModelRequest, RequestError
+from tinkermq.schemas.model_apis.responses import RESPONSES, read_response
 from tinkermq.schemas.output_format import OutputFormat
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query":  "é x", "n": 1.0}}\n</tool_call>'

@@ -22,9 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
-from ..schemas.wire.codec import read_json
-from ..schemas.wire.errors import DataError
-from ..schemas.wire.images import encoded_image
+from .wire.codec import read_json
+from .wire.errors import DataError
+from .wire.images import encoded_image
 
 Messages: TypeAlias = list[dict[str, Any]]
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ...schemas.wire.errors import TinkermqError
+from ..wire.errors import TinkermqError
 from .answers import AnswerHead, FinishReason, ModelApi, NewTokens, Usage, event, text_of
 from .canonical import CanonicalCall, CanonicalMessage, Picture, Piece, TextPiece, joined
 from .request import (

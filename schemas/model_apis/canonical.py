@@ -14,9 +14,9 @@ from hashlib import blake2b, sha256
 from itertools import groupby
 from typing import Any, Literal, TypeAlias, cast
 
-from ...schemas.wire.codec import read_json
 from ..chat_messages import read_object
 from ..tool_calls import CallSplitter, overlap
+from ..wire.codec import read_json
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinkermq.envs.model_apis.canonical import ReplyReader, parse_reply
-from tinkermq.envs.tool_calls import (
+from tinkermq.schemas.model_apis.canonical import ReplyReader, parse_reply
+from tinkermq.schemas.tool_calls import (
     CLOSE,
     FORMATS,
     OPEN,

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, cast
 
-from ...schemas.agent import CallMessage, CallRequest
-from ...schemas.output_format import ANY_OBJECT, OutputFormat, SchemaError, check_schema
-from ...schemas.wire.errors import DataError, TinkermqError
-from ...schemas.wire.images import encoded_image
+from ..agent import CallMessage, CallRequest
+from ..output_format import ANY_OBJECT, OutputFormat, SchemaError, check_schema
+from ..wire.errors import DataError, TinkermqError
+from ..wire.images import encoded_image
 from .canonical import CanonicalCall, CanonicalMessage, Picture, canonical_history, joined
 
 _TEXT, _FLAG, _LIST = (str, NoneType), (bool, NoneType), (list, NoneType)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
-from ...schemas.wire.errors import BusyError, TinkermqError
+from ..wire.errors import BusyError, TinkermqError
 from .canonical import Piece
 from .request import ModelRequest, RequestError
 
