@@ -288,8 +288,8 @@ class Reporter:
     async def _report_to_trackers(self) -> None:
         """Tell what is wrong with trackers, each once."""
         for tracker in self.trackers:
-            for news in tracker.take_news() if isinstance(tracker, GuardedTracker) else ():
-                await self.context.event(news.kind, news.message, **news.data)
+            for event in tracker.take_events() if isinstance(tracker, GuardedTracker) else ():
+                await self.context.event(event.kind, event.message, **event.data)
 
     async def _log_episodes(self, step: int, groups: Sequence[Group]) -> None:
         """Hand episodes of the step to the trackers, where that is asked for."""

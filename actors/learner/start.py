@@ -308,10 +308,10 @@ def _num_sft_rows(files: list[str]) -> int:
 async def _make_reporter(context: JobContext, state: LearnerState) -> Reporter:
     """Open the trackers, tell them the configuration, and go on counting where the run was."""
     first_step = last_reported_step(context.run_dir)
-    goes_on = max(first_step, state.step) > 0
+    resumes = max(first_step, state.step) > 0
     reporter = Reporter(
         context=context,
-        trackers=await asyncio.to_thread(_trackers, context.config, context, goes_on),
+        trackers=await asyncio.to_thread(_trackers, context.config, context, resumes),
         total_steps=state.total_steps,
         first_step=first_step,
         waste=state.waste.model_copy(),
@@ -324,7 +324,7 @@ async def _make_reporter(context: JobContext, state: LearnerState) -> Reporter:
     return reporter
 
 
-def _trackers(config: JobConfig, context: JobContext, goes_on: bool) -> list[Tracker]:
+def _trackers(config: JobConfig, context: JobContext, resumes: bool) -> list[Tracker]:
     return make_trackers(
         ["jsonl", *(name for name in config.logger_backends if name not in ("jsonl", "console"))],
         TrackedRun(
@@ -337,5 +337,5 @@ def _trackers(config: JobConfig, context: JobContext, goes_on: bool) -> list[Tra
             notes=config.notes,
         ),
         folder=context.run_dir,
-        goes_on=goes_on,
+        resumes=resumes,
     )
