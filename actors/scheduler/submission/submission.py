@@ -356,7 +356,7 @@ class Submission:
         """
         async with self.lock(user):
             record = await self._view.get(user, request.job)
-            config = merged(record.config, sections.rename_keys(request.config))
+            config = merged(record.config, request.config)
             if record.configured:
                 return origins.already_configured(record, config)
             if record.state != "QUEUED":
