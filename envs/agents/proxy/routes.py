@@ -22,8 +22,7 @@ from .calls import OpenEpisode, OpenEpisodes
 from .exchange import ClientGone, HttpExchange, NoSuchEndpoint, dumped
 from .model_calls import ModelCalls
 
-# Posts of a program about its own episode: rewards, its end, notes about calls. Other trainers'
-# forms are accepted, so that programs written for them need no change.
+# Posts of a program about its own episode: rewards, its end, notes about calls.
 
 Post: TypeAlias = Callable[[OpenEpisode, bytes, str], dict[str, Any]]
 """`post(episode, body, idempotency_key)` takes what was said and returns the reply."""
@@ -100,39 +99,6 @@ def post_note(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]
         (episode.untrained.discard if train else episode.untrained.add)(call)
     episode.changed.set()
     return {"call": call, "role": episode.notes.get(call), "train": call not in episode.untrained}
-
-
-def post_interaction_reward(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
-    """Take `{reward, interaction_id?}`."""
-    fields = _fields(raw)
-    call = _call(opened, fields.any("interaction_id"))
-    return _give(opened, _reward(fields, "reward"), call, "set", name.encode() or raw)
-
-
-def post_session_end(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
-    """Take whatever says that a session has ended."""
-    del raw
-    return post_end(opened, b"", name)
-
-
-def post_reward_info(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
-    """Take `{reward_info: {reward | reward_score, …}}`, or the same without a field around it."""
-    fields = _fields(raw)
-    inner = fields.any("reward_info")
-    if isinstance(inner, dict):
-        fields = Fields(cast("Any", inner), "reward_info")
-    key = next((key for key in ("reward", "reward_score") if fields.any(key) is not None), "reward")
-    return _give(opened, _reward(fields, key), None, "set", name.encode() or raw)
-
-
-def post_event(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
-    """Take `{event_type: "reward", data: {value}}`; other events say nothing to us."""
-    fields = _fields(raw)
-    if fields.text("event_type") != "reward":
-        return {"taken": False}
-    data = Fields(fields.any("data") or fields.any("payload") or {}, "data")
-    key = "value" if data.any("value") is not None else "reward"
-    return _give(opened, _reward(data, key), None, "set", name.encode() or raw)
 
 
 def episode_status(opened: OpenEpisode, now: float) -> dict[str, Any]:
@@ -252,12 +218,6 @@ _POSTS: Mapping[tuple[str, ...], Post] = {
     ("episode", "reward"): post_reward,
     ("episode", "end"): post_end,
     ("episode", "note"): post_note,
-    ("rl", "set_reward"): post_interaction_reward,
-    ("rl", "end_session"): post_session_end,
-}
-_ENDINGS: Mapping[str, Post] = {
-    "reward_info": post_reward_info,
-    "events": post_event,
 }
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -338,7 +298,7 @@ class ProxyRoutes:
             return _open(self._calls.count)
         if len(path) == 3 and path[0] == "responses" and path[2] == "cancel":
             return lambda exchange, opened: _cancel(exchange, opened, path[1])
-        post = _post_of(path)
+        post = _POSTS.get(path)
         return None if post is None else _posting(post)
 
     def _call(self, api: ModelApi) -> Endpoint:
@@ -358,12 +318,8 @@ def is_posted(method: str, path: str) -> bool:
 
 def _is_posted(method: str, path: tuple[str, ...]) -> bool:
     if method == "POST":
-        return path not in _APIS and _post_of(path) is not None
+        return path in _POSTS
     return method == "GET" and path[:1] == ("episode",)
-
-
-def _post_of(path: tuple[str, ...]) -> Post | None:
-    return _POSTS.get(path) or (_ENDINGS.get(path[-1]) if len(path) > 1 else None)
 
 
 def _open(call: Endpoint) -> Endpoint:
