@@ -12,7 +12,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip -qq
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-real venv programs test test-gpu test-long test-vllm test-vllm-engine \
+.PHONY: help quickstart quickstart-real venv programs test test-rest test-all test-gpu test-long test-vllm test-vllm-engine \
   test-vllm-stack extras test-openenv ray test-ray agents test-agents tinker test-tinker locks resolve-gpu sbom audit lint format check docs site screenshots bench bench-quick
 
 help:  ## List the targets
@@ -26,10 +26,17 @@ quickstart-real: $(VENV)/worker.stamp  ## Train a language model of 135 million 
 
 venv: $(VENV)/dev.stamp  ## Make .venv with everything that development needs
 
-test: $(VENV)/dev.stamp programs  ## Run the whole default suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+test: $(VENV)/dev.stamp programs  ## Run the core of the tests, within five minutes on two cores
+	$(PYTEST)
 
-test-long: $(VENV)/dev.stamp programs ray  ## Run the tests that take longer: more games and ways to learn
+test-rest: $(VENV)/dev.stamp programs  ## Run what `make test` leaves out, in about half an hour
+	$(PYTEST) -m full
+
+test-all: test test-rest  ## Run both: what a change must pass
+
+
+test-long: $(VENV)/dev.stamp programs ray  ## Run the tests that take minutes each: games that learn, clusters, back-ups
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long
 
 # A machine with GPUs: install its extras first (docs/gpu.md). DEVICE=cpu is a small form without a
@@ -197,7 +204,7 @@ format: $(VENV)/dev.stamp  ## Put the code into ruff's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-check: lint test  ## lint, then test
+check: lint test-all  ## lint, then test-all
 
 docs: $(VENV)/dev.stamp  ## Write the generated pages of docs/
 	$(BIN)/python -m docs.generate docs

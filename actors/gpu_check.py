@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.markup import escape
 
-from ..broker.service_process import die_with
+from ..schemas.local.process import die_with
 from ..schemas.wire.errors import DeadlineError, EngineError, TinkermqError
 
 State = Literal["ok", "failed", "skipped"]

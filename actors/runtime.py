@@ -33,11 +33,11 @@ from ..broker.feed import publish_event
 from ..broker.jetstream.kv import Bucket
 from ..broker.jetstream.streams import create_shared, wait_for_shared
 from ..broker.presence import PresenceBeat
-from ..broker.service_process import notifying_systemd
 from ..schemas.config.job import JobConfig
 from ..schemas.config.load_config import parse_config
 from ..schemas.control import ControlReply, ControlRequest
 from ..schemas.job import JobRecord
+from ..schemas.local.process import notifying_systemd
 from ..schemas.metric import Event, Presence
 from ..schemas.wire.errors import NotFoundError, StateError, TinkermqError, root_cause
 from ..schemas.wire.subjects import BUCKET_JOBS, JobScope

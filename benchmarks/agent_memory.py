@@ -23,15 +23,15 @@ import numpy as np
 import psutil
 from tinkermq.actors.engine.engine import Drawn, Generation, OnToken, Sampling
 from tinkermq.actors.policy.chat import ChatTokenizer
-from tinkermq.actors.policy.template_facts import TemplateFacts, facts_of
 from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.actors.rollout.agent_loop import EpisodeSampling
 from tinkermq.actors.rollout.call_answers import CallAnswers
 from tinkermq.actors.rollout.exact_calls import CallLog
-from tinkermq.broker.metering import TimeUse
+from tinkermq.actors.rollout.template_facts import TemplateFacts, facts_of
 from tinkermq.schemas.agent import CallMessage, CallPart, CallRequest
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.model_apis.request import history_of
+from tinkermq.schemas.profile import TimeUse
 
 from benchmarks.report import Report, parser
 

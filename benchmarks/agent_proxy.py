@@ -52,13 +52,13 @@ from tinkermq.broker.client.connection import connect
 from tinkermq.broker.client.parts import PartsService, Tell
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.streams import create_job_streams
-from tinkermq.broker.metering import TimeUse
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.partial_rollouts import SegmentWriter
 from tinkermq.envs.agents.episode import ProgramEpisode
 from tinkermq.envs.agents.proxy.proxy import ModelProxy
 from tinkermq.schemas.agent import CallDelta, CallPart, CallRequest
 from tinkermq.schemas.config.job import JobConfig, LimitsConfig
+from tinkermq.schemas.profile import TimeUse
 from tinkermq.schemas.wire.array import IntVector
 from tinkermq.schemas.wire.subjects import JobScope
 

@@ -28,8 +28,8 @@ from tinkermq.broker.client.rpc import call
 from tinkermq.broker.jetstream.streams import create_shared, stream_info
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.presence import presences
-from tinkermq.broker.service_process import die_with
 from tinkermq.schemas.job import FINAL_STATES, JobRecord
+from tinkermq.schemas.local.process import die_with
 from tinkermq.schemas.wire.errors import TinkermqError
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import BUCKET_ARCHIVE, BUCKET_JOBS

@@ -32,7 +32,6 @@ from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.jetstream.streams import create_shared
 from tinkermq.broker.nats_server import NatsServer
-from tinkermq.broker.service_process import die_with
 from tinkermq.schemas.job import (
     JobList,
     JobRecord,
@@ -41,6 +40,7 @@ from tinkermq.schemas.job import (
     StopRequest,
     SubmitRequest,
 )
+from tinkermq.schemas.local.process import die_with
 from tinkermq.schemas.node import NodeList
 from tinkermq.schemas.wire.errors import TinkermqError
 from tinkermq.schemas.wire.message import Empty

@@ -18,11 +18,11 @@ from typing import Any, Self
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.presence import list_presences
-from tinkermq.broker.service_process import die_with
 from tinkermq.clients.follow import follow_run
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.job import FINAL_STATES, JobRecord
+from tinkermq.schemas.local.process import die_with
 from tinkermq.schemas.metric import Event, Metric, Presence
 from tinkermq.schemas.wire.errors import TinkermqError
 

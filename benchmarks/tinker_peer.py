@@ -38,7 +38,7 @@ from typing import Any
 
 from tinkermq.actors.policy.tiny_models import save_tiny_model
 from tinkermq.broker.presence import list_presences
-from tinkermq.broker.service_process import die_with
+from tinkermq.schemas.local.process import die_with
 
 from benchmarks.report import Report, parser
 from benchmarks.stack import REPOSITORY, Stack

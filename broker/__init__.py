@@ -3,7 +3,7 @@
 `client/` is the connection (log-in, requests, reconnecting), `jetstream/` the plain parts of its
 store. On them stand `tasks`, `rollouts`, `partial_rollouts`, `weights/`, `jobs`, `feed`
 and `presence`; `calls` are the requests to scheduler, learner and auth service, `permissions` and
-`credentials` the right to send them, `run_folder` and `disk` the access to files.
+`credentials` the right to send them.
 """
 
 if __name__ != "tinkermq.broker":

@@ -22,8 +22,8 @@ from ..schemas.wire.message import Message
 from ..schemas.wire.subjects import BUCKET_EVALS, JobScope
 from ..schemas.wire.trace import StepTrace
 from .client.connection import Broker
+from .client.fair_queue import end_tasks
 from .client.nats_internals import MESSAGE_ID
-from .fair_queue import end_tasks
 from .jetstream.direct_get import StoredMessage, StreamReader, get_all, get_batch, get_last
 from .jetstream.kv import Bucket
 from .jetstream.streams import stream_info

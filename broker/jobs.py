@@ -22,6 +22,7 @@ from ..schemas.job import (
     JobState,
     Removal,
     RequestRecord,
+    metered,
 )
 from ..schemas.metric import Event
 from ..schemas.wire.errors import ConflictError, NotFoundError, StateError
@@ -29,7 +30,6 @@ from ..schemas.wire.subjects import BUCKET_ARCHIVE, BUCKET_JOBS, BUCKET_REQUESTS
 from .client.connection import Broker
 from .feed import publish_event
 from .jetstream.kv import Bucket, Entry
-from .metering import metered
 
 _MAX_REASON_CHARS = 8192
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()

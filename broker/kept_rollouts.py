@@ -17,13 +17,13 @@ from pathlib import Path
 
 import structlog
 
+from ..schemas.local.folder import Folder
 from ..schemas.task import BatchRecord
 from ..schemas.wire.errors import NotFoundError, StorageError, TinkermqError
 from ..schemas.wire.subjects import JobScope
 from .client.connection import Broker
 from .jetstream.direct_get import StoredMessage
 from .rollouts import BatchLog, LogEntry, RolloutLog, read_entry
-from .run_folder import Folder
 
 FOLDER = "rollouts"
 _NAME = re.compile(r"(\d{1,18})-(\d{1,18})-(\d{1,18})\.group")

@@ -22,9 +22,9 @@ import urllib.request
 from pathlib import Path
 from typing import IO, Any, cast
 
+from ..schemas.local.process import die_with
 from ..schemas.wire.errors import BrokerError
 from .client.login import without_secrets
-from .service_process import die_with
 
 MAX_PAYLOAD_BYTES = 8 * 2**20
 ROOM_BYTES = 2 * MAX_PAYLOAD_BYTES

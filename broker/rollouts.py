@@ -7,19 +7,24 @@ full log is back-pressure: the append waits for the learner to trim. A malformed
 as such and never ends a reader.
 """
 
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from ..schemas.rollout import Group, largest_parts
+import structlog
+
+from ..schemas.metric import Event
+from ..schemas.rollout import Group, largest_parts, with_cut_infos
 from ..schemas.task import BatchRecord
-from ..schemas.wire.codec import most_bytes
+from ..schemas.wire.codec import INFO_CUT, most_bytes
 from ..schemas.wire.errors import FencedError, MessageError
 from ..schemas.wire.subjects import JobScope, number_of
 from ..schemas.wire.trace import TRACEPARENT
 from .client.connection import Broker
+from .feed import publish_event
 from .jetstream.appending import Overtaken, append_behind, append_once
 from .jetstream.direct_get import (
     StoredMessage,
@@ -32,9 +37,13 @@ from .jetstream.direct_get import (
 from .jetstream.streams import numbers_of, stream_info, stream_subjects
 
 T = TypeVar("T")
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 APPEND_DEADLINE_S = 300.0
 _API_DEADLINE_S = 60.0
+_REPORT_EVERY_S = 30.0
+CUT_MARKS_BYTES = 1 << 17
+"""Room that a message keeps for the marks of cuts, and for the error of a failed task."""
 _FULL_HINT = (
     "raise limits.rollout_bytes, or see why the learner does not trim the log "
     "(it does so behind each checkpoint: training.save_freq, keep_rollouts)"
@@ -67,11 +76,41 @@ class RolloutLog:
         self._broker = broker
         self._scope = scope
         self._stream = self.stream = scope.stream_rollout
+        self._next_report = 0.0
 
     @property
     def max_bytes(self) -> int:
         """Bytes of the largest group that the log takes."""
         return most_bytes(self._broker.max_payload_bytes, Group.max_bytes)
+
+    async def append_fitting(self, group: Group, source: str, *, traceparent: str = "") -> bool:
+        """Append a group; if it is too large for a message, cut the `info` of its episodes first.
+
+        A cut `info` says so (`schemas.rollout.cut_info`), and an event of actor `source` names the
+        task. Returns False if the log has a group for the task already. Raises what `append`
+        raises: MessageError for a group that is too large without its `info`.
+        """
+        payload = group.to_bytes()
+        if (num_bytes := len(payload)) > self.max_bytes:
+            group = with_cut_infos(group, num_bytes, self.max_bytes - CUT_MARKS_BYTES)
+            payload = group.to_bytes()
+            self.check_fits(group, payload)
+            await self._report_cut(group.task.task, num_bytes, source)
+        return await self.append_payload(group.task.task, payload, traceparent=traceparent)
+
+    async def _report_cut(self, number: int, num_bytes: int, source: str) -> None:
+        """Publish an event about a group whose `info` was cut, at most one in `_REPORT_EVERY_S`."""
+        _log.warning("group_cut", task=number, num_bytes=num_bytes)
+        if time.monotonic() < self._next_report:
+            return
+        self._next_report = time.monotonic() + _REPORT_EVERY_S
+        text = (
+            f"the group of task {number} had {num_bytes:,} bytes: `info` of its episodes was cut "
+            f"(key {INFO_CUT}); put less into it"
+        )
+        data = {"task": number}
+        event = Event(kind="group_cut", source=source, message=text, data=data, time=time.time())
+        await publish_event(self._broker, self._scope, event)
 
     def check_fits(self, group: Group, payload: bytes) -> None:
         """Raise MessageError for a group that is too large, with the names of what is large."""

@@ -15,7 +15,7 @@ from ..schemas.wire import subjects
 from ..schemas.wire.errors import NotFoundError, TinkermqError
 from ..schemas.wire.message import Message
 from .client.connection import Broker
-from .fair_queue import Rates
+from .client.fair_queue import Rates
 from .jetstream.direct_get import get_batch
 from .jetstream.kv import Bucket
 from .jetstream.streams import (

@@ -19,11 +19,11 @@ from ..broker.feed import read_metrics, read_traces
 from ..broker.jetstream.kv import Bucket
 from ..broker.kept_rollouts import RunRollouts
 from ..broker.presence import presences
-from ..broker.profile import Profile, profile_of
 from ..envs.evaluation import Comparison, Scored, compare
 from ..schemas.config.load_config import apply_override
 from ..schemas.job import FINAL_STATES, LAST_STEP, JobRecord
 from ..schemas.metric import EvalRecord, Event, Metric, readable
+from ..schemas.profile import Profile, profile_of
 from ..schemas.tinker.names import is_path
 from ..schemas.wire.codec import merged
 from ..schemas.wire.errors import (

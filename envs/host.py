@@ -21,9 +21,9 @@ import structlog
 
 from ..broker.client.connection import Broker
 from ..broker.client.rpc import RequestContext, Service
-from ..broker.metering import TimeUse
 from ..schemas import env
 from ..schemas.config.job import EnvConfig
+from ..schemas.profile import TimeUse
 from ..schemas.wire import errors
 from ..schemas.wire.codec import most_bytes
 from ..schemas.wire.foreign import words_of

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias, cast
 
 import structlog
 
-from ..broker.fair_queue import end_tasks
+from ..broker.client.fair_queue import end_tasks
 from ..schemas.wire.errors import BusyError, ConfigError, StorageError
 
 try:

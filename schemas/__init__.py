@@ -2,7 +2,7 @@
 
 The modules hold messages by noun; `wire/` holds their base, encoding, bounds and subjects,
 `config/` the configuration of a job, `plan/` estimates of its memory and time, `tinker/` the
-messages of the Tinker API.
+messages of the Tinker API. `local/` is the access to disks, folders and processes of the machine.
 """
 
 if __name__ != "tinkermq.schemas":

@@ -1,5 +1,6 @@
 """Jobs: records, states, usage, and requests to the scheduler."""
 
+from collections import Counter
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -468,3 +469,32 @@ class TenantShares(Message):
     """Shares of the users that a trainer named."""
 
     users: dict[str, TenantShare] = Field(default_factory=dict[str, TenantShare])
+
+
+# -- slot-seconds of a job by role: its record counts them as its actors start and end -------------
+
+
+def metered(before: JobRecord, after: JobRecord, now: float) -> JobRecord:
+    """Return `after` with what was held until `now` counted, if what is held changes with it."""
+    held, holds = held_slots(before), held_slots(after)
+    if held == holds:
+        return after
+    return after.model_copy(update={"slot_s": slot_seconds(before, now), "metered": now})
+
+
+def slot_seconds(record: JobRecord, now: float) -> dict[str, float]:
+    """Return the slot-seconds of a job by role, up to `now`."""
+    total = dict(record.slot_s)
+    for role, slots in held_slots(record).items():
+        total[role] = total.get(role, 0.0) + slots * max(now - record.metered, 0.0)
+    return total
+
+
+def held_slots(record: JobRecord) -> dict[str, int]:
+    """Return the slots that a job holds now, by role."""
+    held: Counter[str] = Counter()
+    if record.state in HOLDING_STATES:
+        for actor in record.actors:
+            if actor.node is not None and actor.slots:
+                held[actor.role] += actor.slots
+    return dict(held)

@@ -118,7 +118,7 @@ def machines_config(text: str, *, credentials: str = "") -> MachinesConfig:
     else:
         raise ConfigError(
             f"{text!r} names no source of machines",
-            hint="give slurm:PARTITION, ray:ADDRESS or a YAML file (docs/slurm.md, docs/ray.md)",
+            hint="give slurm:PARTITION, ray:ADDRESS or a YAML file (docs/clusters.md)",
         )
     if values.get("kind") == "ssh" and isinstance(hosts := values.get("hosts"), list):
         values = {"most": len(cast("list[object]", hosts)), **values}
@@ -135,7 +135,7 @@ def _checked(values: dict[str, object], text: str) -> MachinesConfig:
         key = ".".join(map(str, first["loc"])) or "the file"
         raise ConfigError(
             f"machines of {text!r}: {key}: {first['msg']} (it is {first['input']!r})",
-            hint="docs/slurm.md lists the keys",
+            hint="docs/clusters.md lists the keys",
         ) from error
     if config.least > config.most:
         raise ConfigError(f"least is {config.least}, more than most, which is {config.most}")

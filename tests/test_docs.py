@@ -184,7 +184,7 @@ def test_a_moving_picture_plays_again_and_again_and_is_soon_loaded(file: Path) -
 # -- the guides' code against a real stack ---------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.asyncio(loop_scope="session")
 async def test_the_code_of_the_training_guide_trains(
     stack: Stack, tmp_path: Path, model: Path

@@ -38,6 +38,8 @@ from tests.support.pages import (
 )
 from tests.support.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.full
+
 TRIED = ROOT / "tests" / "agents" / "programs"
 BLOCKS = of_language(*SHELLS)
 MAKEFILES = (ROOT / "Makefile", ROOT / "clients" / "new_game" / "common" / "Makefile.in")

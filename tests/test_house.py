@@ -1,7 +1,6 @@
-"""The house stays in order: packaging, imports, linters, sizes and docstrings."""
+"""The house stays in order: packaging, imports, sizes and docstrings."""
 
 import ast
-import os
 import re
 import subprocess
 import sys
@@ -68,22 +67,6 @@ def expressions(*folders: str, naming: tuple[str, ...]) -> Iterator[tuple[Path, 
         text = path.read_text()
         if any(name in text for name in naming):
             yield from ((path, node) for node in ast.walk(ast.parse(text)))
-
-
-def run(*command: str, timeout_s: float = 2 * PATIENCE_S) -> None:
-    """Run a tool of this environment in the root folder; show what it says when it fails."""
-    environment = {**os.environ, "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1", "NO_COLOR": "1"}
-    program = Path(sys.executable).parent / command[0]
-    result = subprocess.run(
-        [str(program), *command[1:]],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout}{result.stderr}"
 
 
 # -- packaging -------------------------------------------------------------------------------------
@@ -191,21 +174,6 @@ def test_who_sends_no_arrays_starts_without_numpy() -> None:
 
 def test_a_client_starts_without_pyarrow() -> None:
     assert "pyarrow" not in loaded_by(["tinkermq.clients", "tinkermq.clients.cli.app"])
-
-
-# -- linters ---------------------------------------------------------------------------------------
-
-
-def test_ruff_has_nothing_to_say() -> None:
-    run("ruff", "check", ".")
-
-
-def test_the_code_is_in_ruffs_format() -> None:
-    run("ruff", "format", "--check", ".")
-
-
-def test_the_rooms_arrows_hold() -> None:
-    run("lint-imports", "--no-logo")
 
 
 # -- sizes and docstrings --------------------------------------------------------------------------

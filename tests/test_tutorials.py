@@ -54,8 +54,8 @@ class Reader:
 
 def _param(page: Path) -> Any:
     """Return a page as a parameter; the one that is quick shows all that the others do."""
-    marks = [] if page.stem.startswith("2-") else [pytest.mark.long]
-    return pytest.param(page, id=page.stem, marks=marks)
+    mark = pytest.mark.full if page.stem.startswith("2-") else pytest.mark.long
+    return pytest.param(page, id=page.stem, marks=mark)
 
 
 @pytest.mark.parametrize("page", [_param(page) for page in TUTORIALS])

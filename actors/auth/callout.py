@@ -18,9 +18,9 @@ import structlog
 from nats.aio.msg import Msg
 
 from ...broker.client import keys
+from ...broker.client.fair_queue import FairQueue, Rates
 from ...broker.client.faults import INVITED
 from ...broker.credentials import ACCOUNT
-from ...broker.fair_queue import FairQueue, Rates
 from ...broker.jobs import JobStore, is_final
 from ...broker.permissions import (
     Permissions,

@@ -16,6 +16,7 @@ from nats.aio.client import Client
 
 from ...broker.client.availability import RECONNECT_WAIT_S
 from ...broker.client.connection import Broker, drop_old_requests, request_connection
+from ...broker.client.fair_queue import Rates
 from ...broker.client.faults import server_urls
 from ...broker.client.keys import (
     JobIdentity,
@@ -31,11 +32,10 @@ from ...broker.client.login import tls_options
 from ...broker.client.replies import listen
 from ...broker.client.rpc import Handler, RequestContext, Service
 from ...broker.credentials import SECRETS_VARIABLE, PoolSecrets, expiry
-from ...broker.fair_queue import Rates
 from ...broker.jobs import JobStore, is_final
-from ...broker.service_process import erase_variable
 from ...broker.user_records import Audit, UserStore, create_user_stores
 from ...schemas.agent import EpisodeSecret
+from ...schemas.local.process import erase_variable
 from ...schemas.user import (
     BOUNDS,
     AddUser,

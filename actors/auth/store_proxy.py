@@ -16,6 +16,7 @@ import structlog
 from nats.aio.msg import Msg
 
 from ...broker.client.connection import Broker
+from ...broker.client.fair_queue import DEFAULT_BOUND, FairQueue
 from ...broker.client.faults import ConnectionLost
 from ...broker.client.nats_internals import (
     DESCRIPTION,
@@ -31,7 +32,6 @@ from ...broker.client.nats_internals import (
 )
 from ...broker.client.replies import Listening
 from ...broker.client.rpc import INBOXES
-from ...broker.fair_queue import DEFAULT_BOUND, FairQueue
 from ...broker.jetstream.kv import Mirror
 from ...broker.jetstream.streams import PRESENCE_BYTES, stream_info, stream_subjects
 from ...broker.jobs import JobStore

@@ -15,9 +15,9 @@ from cachetools import TTLCache
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...broker.client.connection import connect
+from ...broker.client.fair_queue import end_tasks
 from ...broker.client.keys import EPISODE_KEY, EpisodeIdentity, read_episode_key
 from ...broker.client.login import of_program
-from ...broker.fair_queue import end_tasks
 from ...envs.agents.proxy.calls import bare_key
 from ...envs.agents.proxy.exchange import BodyRoom, ClientGone, HttpExchange, KeyRefused
 from ...envs.agents.proxy.model_calls import MAX_BODY_BYTES

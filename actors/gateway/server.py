@@ -35,9 +35,9 @@ from ...broker.client.server_info import read_server_info
 from ...broker.jetstream.kv import Entry
 from ...broker.jetstream.streams import create_shared, wait_for_shared
 from ...broker.presence import PresenceBeat, list_presences
-from ...broker.service_process import notifying_systemd
 from ...envs.http_server import MAX_HEAD_BYTES, ConnectionBounds
 from ...schemas.job import FINAL_STATES
+from ...schemas.local.process import notifying_systemd
 from ...schemas.metric import Presence
 from ...schemas.wire import errors
 from ...schemas.wire.subjects import SERVICES

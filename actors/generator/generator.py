@@ -18,7 +18,6 @@ from typing import Any
 import structlog
 
 from ...broker.client.rpc import call
-from ...broker.metering import TimeUse
 from ...broker.partial_rollouts import Fenced
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import Lease, TaskQueue
@@ -27,6 +26,7 @@ from ...envs.host_client import Environments
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import SelfPlayConfig
 from ...schemas.control import GpuTurn, GpuTurnRequest
+from ...schemas.profile import TimeUse
 from ...schemas.rollout import Group
 from ...schemas.wire.errors import BrokerError, DeadlineError, NotFoundError
 from ...schemas.wire.trace import GENERATOR_KINDS
@@ -36,7 +36,7 @@ from ..policy.chat import make_chat
 from ..policy.policies import MAIN, check_weights, opponent_versions
 from ..rollout.agent_loop import EpisodeSampling
 from ..rollout.exact_calls import TaskCalls
-from ..rollout.groups import FittingLog, GroupFailed, GroupRunner, append_given_up
+from ..rollout.groups import GroupFailed, GroupRunner, append_given_up, append_group
 from ..rollout.players import Players
 from ..rollout.program_loop import ProgramLoop
 from ..rollout.recording import TaskRecorder, TaskSegments
@@ -207,7 +207,6 @@ class Generator:
             context.broker, context.scope, ack_wait_s=config.generator.ack_wait_s
         )
         self._log = RolloutLog(context.broker, context.scope)
-        self._fitting = FittingLog(context, self._log)
         rollout, baseline = config.rollout, int(config.algorithm.advantage == "remax")
         self._group_episodes = rollout.group_size + rollout.oversample + baseline
         self._max_groups = max(1, config.episodes_at_once // self._group_episodes)
@@ -332,7 +331,7 @@ class Generator:
             times = {"weights_s": weights_s, "time_use": self._take_time_use()}
             group = await self._teachers.teach(group)
             timed = group.with_shared_images().model_copy(update=times)
-            won = await self._fitting.append(timed, lease.traceparent)
+            won = await append_group(self._log, timed, self._context.name, lease.traceparent)
             if won and group.tokens_continued:
                 await self._tell_continued(group)
         except GroupFailed as failure:

@@ -19,9 +19,9 @@ import structlog
 import torch
 from torch import nn
 
-from ...broker.disk import remedy
 from ...schemas.config.job import JobConfig
 from ...schemas.control import GpuTurn, GpuTurnRequest
+from ...schemas.local.disk import remedy
 from ...schemas.plan.cards import GpuCard
 from ...schemas.plan.settings import (
     GpuUse,

@@ -10,14 +10,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...broker.disk import in_thread, read_objects, with_room
 from ...broker.feed import publish_metric, publish_trace
 from ...broker.jetstream.kv import Entry
-from ...broker.metering import TimeUse
 from ...broker.presence import list_presences
-from ...broker.profile import advise, bound_key, profile_of
 from ...broker.tracking import GuardedTracker, Tracker
+from ...schemas.local.disk import in_thread, read_objects, with_room
 from ...schemas.metric import Metric, Presence
+from ...schemas.profile import TimeUse, advise, bound_key, profile_of
 from ...schemas.rollout import Group
 from ...schemas.wire.errors import StorageError, TinkermqError
 from ...schemas.wire.images import plain_text

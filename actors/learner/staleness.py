@@ -13,8 +13,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...broker.profile import mean_share, profile_of
 from ...schemas.config.job import TrainingConfig
+from ...schemas.profile import mean_share, profile_of
 from ...schemas.wire.trace import StepTrace
 
 

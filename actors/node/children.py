@@ -20,9 +20,9 @@ from typing import Protocol
 
 import structlog
 
-from ...broker.fair_queue import end_tasks
-from ...broker.run_folder import Folder
-from ...broker.service_process import die_with
+from ...broker.client.fair_queue import end_tasks
+from ...schemas.local.folder import Folder
+from ...schemas.local.process import die_with
 from ...schemas.node import WantedActor
 from ...schemas.wire.errors import ConfigError, StorageError
 from ..storage.access import below_roots

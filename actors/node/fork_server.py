@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...broker.service_process import die_with
+from ...schemas.local.process import die_with
 
 PACKET_BYTES = 256 * 1024
 PING = b"{}"

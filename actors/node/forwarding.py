@@ -21,10 +21,10 @@ from urllib.parse import urlsplit
 
 import structlog
 
+from ...broker.client.fair_queue import end_tasks
 from ...broker.client.faults import server_urls, shown_url
 from ...broker.client.keys import read_job_key
 from ...broker.client.login import KEY_VARIABLE, tls_options
-from ...broker.fair_queue import end_tasks
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import AuthError, TinkermqError
 

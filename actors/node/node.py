@@ -22,17 +22,17 @@ from pydantic import ValidationError
 from ...broker.client.connection import Broker
 from ...broker.client.login import KEY_VARIABLE, without_secrets
 from ...broker.client.rpc import Service, call
-from ...broker.disk import DiskThreads
 from ...broker.feed import publish_log
 from ...broker.jetstream.kv import Bucket
 from ...broker.jetstream.streams import stream_info
-from ...broker.service_process import die_with
 from ...broker.weights.shared_memory import sweep
 from ...envs.dataset import is_dataset_name
 from ...envs.registry import find_game
 from ...envs.task_folders import holds_tasks
 from ...schemas.config.agent import TaskSource
 from ...schemas.job import OpenedSecrets, OpenRequest
+from ...schemas.local.disk import DiskThreads
+from ...schemas.local.process import die_with
 from ...schemas.metric import LogLines, Presence
 from ...schemas.node import (
     ActorStatus,

@@ -20,8 +20,8 @@ from typing import Any, Literal, TypeVar, cast
 
 import structlog
 
-from ...broker.disk import append_to
-from ...broker.run_folder import Folder
+from ...schemas.local.disk import append_to
+from ...schemas.local.folder import Folder
 from ...schemas.metric import LogLines, Presence
 from ...schemas.node import ActorStatus, WantedActor
 from ...schemas.wire.codec import read_json

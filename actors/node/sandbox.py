@@ -35,8 +35,6 @@ from pathlib import Path
 import structlog
 
 from ...broker.client.login import CA_VARIABLE, KEY_VARIABLE
-from ...broker.run_folder import Folder
-from ...broker.service_process import die_with
 from ...envs.dataset import is_dataset_name
 from ...envs.sandbox.bubblewrap import Program, SandboxProcess, start_in_thread
 from ...envs.sandbox.sandbox import (
@@ -53,6 +51,8 @@ from ...envs.sandbox.sandbox import (
 )
 from ...envs.sandbox.self_test import prove
 from ...envs.sandbox.served import FOLDERS_VARIABLE, NETWORK, SOCKET, listen_at
+from ...schemas.local.folder import Folder
+from ...schemas.local.process import die_with
 from ...schemas.node import WantedActor
 from ...schemas.wire.errors import SandboxError, StorageError, TinkermqError
 from ..storage.access import MODELS_VARIABLE, is_of_another, shown_from, without_tilde

@@ -18,12 +18,12 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import structlog
 
-from ...broker.metering import TimeUse
 from ...broker.partial_rollouts import Fenced
 from ...envs.game import StepResult
 from ...envs.host_client import Environments, Start
 from ...envs.running.episodes import TimedOut
 from ...schemas.config.sections import RolloutConfig
+from ...schemas.profile import TimeUse
 from ...schemas.rollout import Finish, Teaching, Trajectory
 from ...schemas.task import Blame
 from ...schemas.wire import errors

@@ -12,9 +12,9 @@ from ...schemas.agent import CallDelta, CallPart, CallRequest
 from ...schemas.wire.array import FloatVector
 from ..engine.engine import Drawn, Generation
 from ..policy.chat import ChatTokenizer
-from ..policy.template_facts import Tools, certain_text, read_text, reads_whole
 from ..policy.token_text import TextStream
 from .exact_calls import LoggedAnswer, PreparedCall
+from .template_facts import Tools, certain_text, read_text, reads_whole
 
 _GATHER_S = 0.02
 """Tokens within this time are sent together: fewer messages, still faster than reading."""

@@ -13,9 +13,8 @@ from hashlib import blake2b
 from itertools import count
 from typing import Any, Literal, TypeAlias
 
+from ...broker.client.fair_queue import end_tasks
 from ...broker.client.parts import Tell
-from ...broker.fair_queue import end_tasks
-from ...broker.metering import TimeUse
 from ...broker.partial_rollouts import Fenced
 from ...envs.agents.episode import ContextTooLong, EpisodeLimit, EpisodeOver
 from ...schemas.agent import CallDelivered, CallPart, CallRequest
@@ -23,11 +22,11 @@ from ...schemas.config.job import JobConfig
 from ...schemas.model_apis.canonical import Picture, pictures_of
 from ...schemas.model_apis.request import history_of
 from ...schemas.output_format import MAX_PENALTY, MAX_REPETITION
+from ...schemas.profile import TimeUse
 from ...schemas.wire import errors
 from ..engine.engine import Drawn, Engine, Sampling, nothing
 from ..policy.chat import ChatTokenizer
 from ..policy.grammar import OtherCallForm, OutputGrammars, TokenGrammar
-from ..policy.template_facts import TemplateFacts, facts_of
 from . import exact_calls
 from .agent_loop import EpisodeSampling
 from .answer import (
@@ -38,6 +37,7 @@ from .answer import (
     is_asked_again,
 )
 from .call_tree import CallTree
+from .template_facts import TemplateFacts, facts_of
 
 # -- limits and sampling ---------------------------------------------------------------------------
 

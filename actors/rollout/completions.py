@@ -28,8 +28,8 @@ from ...schemas.wire.images import images_of
 from ..engine.engine import Drawn, Generation, OnToken, PromptScores, Sampling, tops_of
 from ..policy.chat import ChatTokenizer
 from ..policy.grammar import OutputGrammars, TokenGrammar
-from ..policy.template_facts import call_format, certain_text, hermes_text
 from ..policy.token_text import TextStream
+from .template_facts import call_format, certain_text, hermes_text
 
 # -- log-probs of prompts --------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from ..policy.chat import ChatTokenizer, Conversation, make_chat, open_chat
 from ..policy.policies import check_weights
 from ..runtime import JobContext, settle_memory
 from ..weights.job_weights import open_weights
-from .groups import FittingLog, GroupFailed, append_given_up
+from .groups import GroupFailed, append_given_up, append_group
 from .players import start_engines
 from .validation import TaskEpisodes, Validator
 
@@ -85,7 +85,6 @@ class Demonstrations:
             context.broker, context.scope, ack_wait_s=context.config.generator.ack_wait_s
         )
         self._log = RolloutLog(context.broker, context.scope)
-        self._fitting = FittingLog(context, self._log)
 
     async def append_until_stopped(self) -> None:
         """Pull and append until `stopping` is set."""
@@ -105,7 +104,7 @@ class Demonstrations:
         context, task = self._context, lease.task
         try:
             group = demonstrate(task, self._data, self._chat, context.config, context.name)
-            await self._fitting.append(group)
+            await append_group(self._log, group, context.name)
         except GroupFailed as failure:
             await append_given_up(context, self._log, failure)
         context.progressed()

@@ -29,9 +29,9 @@ from ...schemas.wire.subjects import JobScope
 from ..engine.engine import Generation
 from ..policy.chat import ChatTokenizer
 from ..policy.grammar import TokenGrammar
-from ..policy.template_facts import HistoryRenderer, TemplateFacts, Tools, facts_of
 from .call_tree import Attachment, Branch, CallTree, ModelCall, digest_behind
 from .recording import EpisodeRecorder, TaskRecorder
+from .template_facts import HistoryRenderer, TemplateFacts, Tools, facts_of
 
 _NAME = re.compile(r"c([0-9]{5,9})")
 

@@ -15,14 +15,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-import structlog
-
 from ...broker.feed import publish_dead
 from ...broker.partial_rollouts import Fenced
-from ...broker.rollouts import RolloutLog
+from ...broker.rollouts import CUT_MARKS_BYTES, RolloutLog
 from ...envs.host_client import Environments, RoleAddress, Start
 from ...schemas.config.job import JobConfig
-from ...schemas.rollout import Group, Trajectory, with_cut_infos
+from ...schemas.rollout import Group, Trajectory
 from ...schemas.task import Blame, DeadLetter, Task
 from ...schemas.wire.codec import INFO_CUT, packed_bytes
 from ...schemas.wire.errors import MessageError, TinkermqError, root_cause
@@ -81,10 +79,6 @@ _NO_TURN = Blame(
     message="no role that learns had a turn in any episode of the task",
     hint="let the game go on until every role has had a turn",
 )
-_REPORT_EVERY_S = 30.0
-_MARKS_BYTES = 1 << 17
-"""Room for the marks of cuts, and for the error of a failed task."""
-_log = structlog.get_logger()
 
 
 PlayAlone: TypeAlias = Callable[
@@ -295,41 +289,15 @@ def _tokens_wasted(episodes: Sequence[_Episode]) -> int:
     return sum(failure.tokens_wasted for episode in episodes for failure in episode.failures)
 
 
-class FittingLog:
-    """The rollout log of a generator: a group that no message holds costs itself only."""
+async def append_group(log: RolloutLog, group: Group, source: str, traceparent: str = "") -> bool:
+    """Append a finished group; return False if the log has one for the task already.
 
-    def __init__(self, context: JobContext, log: RolloutLog) -> None:
-        self._context, self._log = context, log
-        self._next_report = 0.0
-
-    async def append(self, group: Group, traceparent: str = "") -> bool:
-        """Append a group; of one that is too large what only people read is cut, and says so.
-
-        Returns False if the log has a group for the task already. Raises GroupFailed for one that
-        is too large nevertheless.
-        """
-        payload = group.to_bytes()
-        if len(payload) > self._log.max_bytes:
-            payload = await self._shortened(group, len(payload))
-        number = group.task.task
-        return await self._log.append_payload(number, payload, traceparent=traceparent)
-
-    async def _shortened(self, group: Group, num_bytes: int) -> bytes:
-        # what marks the cuts takes some bytes, too
-        fitting = with_cut_infos(group, num_bytes, self._log.max_bytes - _MARKS_BYTES)
-        payload = fitting.to_bytes()
-        try:
-            self._log.check_fits(fitting, payload)
-        except MessageError as error:
-            raise _too_large(group, error) from error
-        number, now = group.task.task, time.monotonic()
-        _log.warning("group_cut", task=number, num_bytes=num_bytes, left=len(payload))
-        if now >= self._next_report:
-            self._next_report = now + _REPORT_EVERY_S
-            text = f"the group of task {number} had {num_bytes:,} bytes: `info` of its episodes "
-            text += f"was cut (key {INFO_CUT}); put less into it"
-            await self._context.event("group_cut", text, task=number)
-        return payload
+    Raises GroupFailed for a group that is too large for a message.
+    """
+    try:
+        return await log.append_fitting(group, source, traceparent=traceparent)
+    except MessageError as error:
+        raise _too_large(group, error) from error
 
 
 def _too_large(group: Group, error: MessageError) -> GroupFailed:
@@ -350,7 +318,7 @@ def _too_large(group: Group, error: MessageError) -> GroupFailed:
 def _fitting_task(task: Task, most: int) -> Task:
     """Return a task cut to leave room for its error."""
     size = packed_bytes(task.reset_kwargs)
-    if size <= most - _MARKS_BYTES:
+    if size <= most - CUT_MARKS_BYTES:
         return task
     return task.model_copy(update={"reset_kwargs": {INFO_CUT: {"bytes": size}}})
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import structlog
 
-from ...broker.metering import TimeUse
 from ...envs.host_client import Environments
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import LoraConfig
 from ...schemas.plan.cards import card_like
 from ...schemas.plan.settings import with_engine_settings
+from ...schemas.profile import TimeUse
 from ...schemas.wire.errors import ConfigError
 from ..engine.engine import Engine
 from ..engine.gpu_requirements import check_versions, installed_versions, read_own_gpu

@@ -15,25 +15,25 @@ from ...broker.client.connection import Broker
 from ...broker.client.parts import PartsService
 from ...broker.client.replies import Listening
 from ...broker.client.rpc import Service
-from ...broker.metering import TimeUse
 from ...envs.agents.episode import NoCalls
 from ...envs.game import StepResult
 from ...envs.host import HostGone
 from ...envs.host_client import Environments, Started
 from ...schemas.agent import CallDelivered, CallPart, CallPlaces, CallRequest, CancelCall
 from ...schemas.config.job import JobConfig
+from ...schemas.profile import TimeUse
 from ...schemas.rollout import Trajectory
 from ...schemas.wire.errors import MessageError
 from ...schemas.wire.subjects import JobScope
 from ..engine.engine import Engine
 from ..policy.chat import ChatTokenizer
 from ..policy.grammar import OutputGrammars
-from ..policy.template_facts import facts_of
 from . import call_tree
 from .agent_loop import EpisodePlan, EpisodeSampling, blaming
 from .call_answers import CallAnswers
 from .exact_calls import CallLog
 from .recording import EpisodeRecorder, Transcript
+from .template_facts import facts_of
 
 # -- ended episodes --------------------------------------------------------------------------------
 

@@ -12,12 +12,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ...broker.metering import TimeUse
 from ...broker.tasks import Lease, TaskQueue, ValidationLog
 from ...envs.evaluation import score_of
 from ...envs.host_client import Environments, Start
 from ...schemas.config.job import JobConfig
 from ...schemas.metric import EpisodeScore, ValidationResult
+from ...schemas.profile import TimeUse
 from ...schemas.rollout import Trajectory
 from ...schemas.task import Blame, Task
 from ...schemas.wire.errors import TinkermqError

@@ -23,8 +23,8 @@ from ...broker.client.login import without_secrets
 from ...broker.feed import ValidationScore, best_of, read_scores, recent_values
 from ...broker.jetstream.streams import settle_job_streams, stream_info
 from ...broker.jobs import JobStore, is_final
-from ...broker.service_process import die_with
 from ...schemas.job import NOTIFY_URL, JobRecord
+from ...schemas.local.process import die_with
 from ...schemas.wire.errors import NotFoundError, TinkermqError
 from ..notify import NO_APPRISE, TOLD
 from .jobs.secrets import SecretStore

@@ -16,11 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ...broker.run_folder import Folder
 from ...schemas.config.agent import TaskSource
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import BROKER, is_url, model_paths
 from ...schemas.job import JobRecord
+from ...schemas.local.folder import Folder
 from ...schemas.wire.errors import ConfigError, StorageError
 from .adapters import base_of, is_adapter
 from .run_folders import checkpoint_folders

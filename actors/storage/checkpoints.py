@@ -6,31 +6,21 @@ that of its table, so what two learners write never mixes. It counts once its ta
 A job that begins with a checkpoint of another run (a fork, a served or evaluated checkpoint) keeps
 a copy of it below its own place in the store, made by the store itself, or in its own bucket: the
 run may remove its own meanwhile.
-
-A learner uploads each checkpoint while training goes on. One that waits is held by hard links in
-`uploading/` of the run's folder: the run may remove its own meanwhile. While one is on its way the
-newest of the others waits, and those that are kept for good; the newest goes first. What fails is
-tried again for ever: until a checkpoint is in the store, the log is not trimmed behind it.
 """
 
-import asyncio
 import hashlib
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ...broker.disk import in_thread, with_room
-from ...broker.run_folder import Folder
 from ...schemas.config.sections import ADAPTER_CONFIG, BROKER, is_url
 from ...schemas.job import JobRecord
 from ...schemas.wire.errors import NotFoundError, StorageError, TinkermqError
 from ...schemas.wire.subjects import JobScope
-from ..runtime import JobContext
-from .adapters import name_bases_by_url
 from .files import TABLE, is_state
 from .run_folders import checkpoint_name, step_of
 from .stores import Store, StoredObject, Stores, UrlStore, fetch_tree, upload_tree
@@ -294,135 +284,3 @@ def _split(url: str) -> tuple[str, str]:
         return BROKER, url.removeprefix(BROKER)
     root, *inside = url.rsplit("/", _BELOW_ROOT)
     return root, "/".join(inside)
-
-
-# -- uploads of a learner --------------------------------------------------------------------------
-
-_PAUSE_S = 5.0
-
-
-class _Upload(NamedTuple):
-    step: int
-    first_seq: int
-    held: Path
-
-
-class Uploads:
-    """The checkpoints of one learner on their way to the store."""
-
-    def __init__(
-        self,
-        context: JobContext,
-        mirror: CheckpointMirror,
-        uploaded: Callable[[], Awaitable[None]],
-    ) -> None:
-        """`uploaded` is called whenever a checkpoint has come into the store."""
-        self._context = context
-        self._mirror = mirror
-        self._uploaded = uploaded
-        self._folder = context.run_dir / "uploading"
-        self._waiting: list[_Upload] = []
-        self._changed = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._begun = asyncio.Event()
-        self.trouble: TinkermqError | OSError | None = None
-        self.first_seqs: dict[int, int] = {}
-        """By step of the checkpoints that are in the store: the first log entry behind each."""
-
-    @property
-    def missing(self) -> str:
-        """What is waited for while an upload fails."""
-        return f"the store {self._mirror.store.url} for a checkpoint"
-
-    async def begin(self, local: dict[int, int]) -> list[int]:
-        """Look which local checkpoints (step: first log entry) are in the store; return the others.
-
-        Raises StorageError for a store that cannot be written.
-        """
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
-        there = {checkpoint.step for checkpoint in await asyncio.to_thread(self._mirror.whole)}
-        self.first_seqs = {step: seq for step, seq in local.items() if step in there}
-        self._idle.set()
-        self._begun.set()
-        return [step for step in local if step not in there]
-
-    async def add_checkpoint(self, step: int, first_seq: int, folder: Path) -> None:
-        """Upload a checkpoint when its turn comes; it may be removed from where it is."""
-        await self._begun.wait()
-        held = self._folder / f"{folder.name}.{first_seq}"
-
-        def hold() -> None:
-            link_tree(folder, held)
-            name_bases_by_url(held)
-
-        await with_room(in_thread(hold), "a checkpoint to upload", self._context.missing)
-        waiting, kept = self._waiting, self._kept()
-        self._waiting = [one for one in waiting if one.step in kept and one.held != held]
-        self._waiting.append(_Upload(step, first_seq, held))
-        self._idle.clear()
-        self._changed.set()
-        for one in waiting:
-            if one.step not in kept and one.held != held:
-                await asyncio.to_thread(shutil.rmtree, one.held, ignore_errors=True)
-
-    async def upload_all(self) -> None:
-        """Upload what is taken, for ever."""
-        try:
-            while True:
-                await self._changed.wait()
-                self._changed.clear()
-                while self._waiting:
-                    await self._upload(self._waiting.pop())
-                self._idle.set()
-        finally:
-            self._mirror.store.close()
-
-    async def _upload(self, upload: _Upload) -> None:
-        """Upload one, trying again until it is there or a newer one waits."""
-        step, first_seq, held = upload
-        while True:
-            try:
-                await asyncio.to_thread(self._mirror.upload, step, held)
-            except (TinkermqError, OSError) as error:
-                await self._failed(step, error)
-                if not any(one.step >= step for one in self._waiting):
-                    continue
-                if isinstance(error, TinkermqError) and step in self._kept(step):
-                    self._waiting.insert(0, upload)
-                    return
-                break
-            self.trouble = None
-            self.first_seqs[step] = first_seq
-            await self._context.event("checkpoint_uploaded", self._mirror.store.url, step=step)
-            await self._uploaded()
-            break
-        await asyncio.to_thread(shutil.rmtree, held, ignore_errors=True)
-
-    def _kept(self, *more: int) -> set[int]:
-        """Return which of the steps that are in the store, wait, or come now are kept for good."""
-        waiting = (one.step for one in self._waiting)
-        return self._mirror.kept(sorted({*self.first_seqs, *waiting, *more}))
-
-    async def _failed(self, step: int, error: TinkermqError | OSError) -> None:
-        first, self.trouble = self.trouble is None, error
-        if first:
-            await self._context.event("checkpoint_upload_failed", str(error), step=step)
-        with self._context.missing(self.missing):
-            await asyncio.sleep(_PAUSE_S)
-
-    async def finished(self, deadline_s: float) -> bool:
-        """Wait until all that was taken is in the store; return whether it is."""
-        try:
-            async with asyncio.timeout(deadline_s):
-                with self._context.waiting(f"the upload to {self._mirror.store.url}"):
-                    await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
-
-
-def link_tree(source: Path, target: Path) -> None:
-    """Give all files of a folder a second name in a new folder. Raises OSError, StorageError."""
-    shutil.rmtree(target, ignore_errors=True)
-    with Folder(source.parent) as here, Folder(target.parent, make=True) as there:
-        here.copy(source.name, there, target.name, link=True)

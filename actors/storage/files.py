@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
-from ...broker.disk import FREE_SPACE, remedy
+from ...schemas.local.disk import FREE_SPACE, remedy
+from ...schemas.local.folder import Folder
 from ...schemas.wire.errors import StorageError, StoreAwayError
 
 TABLE = "SHA256SUMS"
@@ -192,3 +193,10 @@ def storage_error(
     )
     failure.is_full = is_full
     return failure
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """Give all files of a folder a second name in a new folder. Raises OSError, StorageError."""
+    shutil.rmtree(target, ignore_errors=True)
+    with Folder(source.parent) as here, Folder(target.parent, make=True) as there:
+        here.copy(source.name, there, target.name, link=True)

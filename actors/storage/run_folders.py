@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ...broker.jetstream.objects import new_digest
-from ...broker.run_folder import Folder
+from ...schemas.local.folder import Folder
 from ...schemas.weights import payload_of
 from ...schemas.wire.errors import StorageError
 from ...schemas.wire.subjects import JobScope

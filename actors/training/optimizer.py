@@ -37,8 +37,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate
 
-from ...broker.disk import remedy
 from ...schemas.config.sections import LearnerConfig, resolve_dtype
+from ...schemas.local.disk import remedy
 from ...schemas.wire.errors import ConfigError, StorageError
 from ..weights.tensors import DTYPES
 from .parallel import Parallel, divided

@@ -21,8 +21,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ...broker.disk import remedy
 from ...schemas.config.job import JobConfig
+from ...schemas.local.disk import remedy
 from ...schemas.rollout import Group
 from ...schemas.wire.errors import StorageError
 from .parallel import Meeting, Parallel

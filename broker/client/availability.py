@@ -19,8 +19,8 @@ from nats.aio.client import Client
 
 from ...schemas.wire.errors import BrokerError
 from ...schemas.wire.subjects import stream_of
-from ..fair_queue import Rates
 from . import faults
+from .fair_queue import Rates
 from .faults import TRANSIENT, ConnectionLost, NoResponders, Refused, missing
 from .replies import Callbacks, Replies, checked
 

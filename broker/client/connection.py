@@ -31,7 +31,6 @@ from ...schemas.wire.subjects import (
     DEFAULT_USER,
     stream_of,
 )
-from ..fair_queue import FairQueue, end_tasks
 from . import faults
 from .availability import (
     RECONNECT_WAIT_S,
@@ -41,6 +40,7 @@ from .availability import (
     look_for_stream,
     persist,
 )
+from .fair_queue import FairQueue, end_tasks
 from .faults import ConnectionLost, NoResponders, Refused, server_urls, shown_url
 from .login import Login, find_login, tls_options
 from .nats_internals import CarefulClient, end_connecting, reconnection, server_info

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...schemas.local.process import erase_variable
 from ...schemas.wire.errors import AuthError, BrokerError
 from ...schemas.wire.subjects import (
     DEFAULT_USER,
@@ -25,7 +26,6 @@ from ...schemas.wire.subjects import (
     token,
     user_store,
 )
-from ..service_process import erase_variable
 from . import keys
 
 KEY_VARIABLE = "TINKERMQ_API_KEY"

@@ -31,9 +31,9 @@ from ...schemas.wire.foreign import ends_this_task
 from ...schemas.wire.message import Message
 from ...schemas.wire.subjects import PREFIX, caller_of_rpc, user_of_rpc
 from ...schemas.wire.trace import TRACEPARENT
-from ..fair_queue import FairQueue, Rates, end_tasks
 from .availability import RETRY_PAUSE_S
 from .connection import Broker, flush
+from .fair_queue import FairQueue, Rates, end_tasks
 from .faults import ConnectionLost, NoResponders
 from .nats_internals import (
     ERROR_CODE,

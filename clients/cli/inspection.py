@@ -11,7 +11,10 @@ from cyclopts.validators import Number
 from ...broker.calls import read_memory, trace_steps
 from ...broker.feed import read_traces
 from ...broker.kept_rollouts import RunRollouts
-from ...broker.profile import (
+from ...envs.agents.call_selection import CallLine, call_lines
+from ...schemas.job import FINAL_STATES, JobRecord
+from ...schemas.metric import Event, LogLines, readable
+from ...schemas.profile import (
     Advice,
     Profile,
     Span,
@@ -22,9 +25,6 @@ from ...broker.profile import (
     seconds_text,
     spans_of,
 )
-from ...envs.agents.call_selection import CallLine, call_lines
-from ...schemas.job import FINAL_STATES, JobRecord
-from ...schemas.metric import Event, LogLines, readable
 from ...schemas.rollout import Trajectory
 from ...schemas.wire.errors import BrokerError, ConfigError, NotFoundError, StateError
 from ...schemas.wire.images import plain_text

@@ -32,9 +32,9 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from ...broker.service_process import die_with
 from ...schemas.config.load_config import load_config
 from ...schemas.job import JobRecord
+from ...schemas.local.process import die_with
 from ...schemas.model_catalogue import CATALOGUE, catalogue_folder
 from ...schemas.wire.errors import ConfigError, ModelError, StorageError
 from ..follow import RunProgress, curve_svg, text_plot

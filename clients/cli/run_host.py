@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...broker.client.login import KEY_VARIABLE
-from ...broker.service_process import notifying_systemd
 from ...schemas.config.agent import runs_programs
 from ...schemas.config.job import EnvConfig, JobConfig
 from ...schemas.job import FINAL_STATES, JobRecord
+from ...schemas.local.process import notifying_systemd
 from ...schemas.wire.errors import BrokerError, DeadlineError, StateError
 from ..pool import Pool
 from .output import print_note

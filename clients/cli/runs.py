@@ -13,9 +13,8 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from ...broker.feed import recent_values, run_row
-from ...broker.metering import held_slots, slot_seconds
 from ...broker.presence import list_presences
-from ...schemas.job import FINAL_STATES, JobRecord
+from ...schemas.job import FINAL_STATES, JobRecord, held_slots, slot_seconds
 from ...schemas.metric import Presence
 from ...schemas.wire.errors import BrokerError, ConfigError, NotFoundError, TinkermqError
 from ..follow import RunProgress

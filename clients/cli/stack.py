@@ -19,7 +19,7 @@ from cyclopts.validators import Number
 from ...broker.client.faults import shown_url
 from ...broker.client.login import KEY_VARIABLE
 from ...broker.credentials import PoolSecrets
-from ...broker.service_process import die_with
+from ...schemas.local.process import die_with
 from ...schemas.machines import machines_config
 from ...schemas.wire.errors import ConfigError, DeadlineError, TinkermqError, error_from_reply
 from ..home import HOME_VARIABLE, Home, StackState, default_folder
@@ -81,7 +81,7 @@ def up(
         Start no dashboard.
     on
         Start no node here, but request machines as the queue needs them, and release them, from
-        slurm:PARTITION, ray:ADDRESS, or as a YAML file says (docs/slurm.md, docs/ray.md).
+        slurm:PARTITION, ray:ADDRESS, or as a YAML file says (docs/clusters.md).
     foreground
         Run in the foreground until Ctrl-C.
     json
@@ -177,7 +177,7 @@ def _machines(on: str | None, slots: int | None) -> str | None:
     if slots is not None:
         raise ConfigError(
             "--slots are those of a node here, and with --on there is none",
-            hint="give the slots of a machine as `slots:` of a YAML file (docs/slurm.md)",
+            hint="give the slots of a machine as `slots:` of a YAML file (docs/clusters.md)",
         )
     return on if ":" in on or on == "none" else str(Path(on).resolve())
 

@@ -26,7 +26,7 @@ from typing import cast
 from ...broker.client.login import CREDENTIALS_VARIABLE, OF_PERSONS, without_secrets
 from ...broker.credentials import SECRETS_VARIABLE, PoolSecrets
 from ...broker.nats_server import NatsServer
-from ...broker.service_process import die_with, erase_variable
+from ...schemas.local.process import die_with, erase_variable
 from ...schemas.wire import errors
 from ..home import URL_VARIABLE, Home, StackState
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import structlog
 from pydantic import ValidationError
 
-from ...broker.disk import append_lines, is_full, with_room
 from ...envs.evaluation import Scored, summarize, task_seed
 from ...schemas.config.job import EnvConfig
 from ...schemas.infer import PlayRequest
+from ...schemas.local.disk import append_lines, is_full, with_room
 from ...schemas.wire.codec import pack
 from ...schemas.wire.errors import ConfigError, StorageError
 from ...schemas.wire.message import summarize as brief

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ...broker.client.connection import Broker
-from ...broker.fair_queue import end_tasks
+from ...broker.client.fair_queue import end_tasks
 from ...schemas.agent import GiveReply, GiveRequest
 from ...schemas.config.agent import AgentConfig
 from ...schemas.wire.errors import BusyError, NotFoundError, RewardError, StateError

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
-from ...broker.metering import TimeUse
 from ...schemas.config.job import EnvConfig
+from ...schemas.profile import TimeUse
 from ...schemas.wire.errors import GameError, StateError, TinkermqError
 from ...schemas.wire.foreign import Blame
 from ..game import AbstractGame, ChatMessage, StepResult, game_failure

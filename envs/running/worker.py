@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...broker.service_process import die_with
+from ...schemas.local.process import die_with
 from ...schemas.wire.codec import pack
 from ...schemas.wire.errors import GameError, MessageError, TinkermqError
 from ...schemas.wire.message import ErrorReply

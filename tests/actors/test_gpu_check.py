@@ -17,6 +17,8 @@ from tinkermq.actors.gpu_check import (
 from tests.clients.command import tinkermq
 from tests.support.processes import alive
 
+pytestmark = pytest.mark.full
+
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -29,7 +31,6 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
 
-@pytest.mark.long
 def test_what_goes_wrong_in_one_check_costs_that_line_alone() -> None:
     checks = [*map(bad, ("skip", "fail", "crash")), bad("hang", 5), bad("pass_check")]
     results = {one.name: one for one in run_checks(checks)}
@@ -56,7 +57,6 @@ def test_without_a_device_the_other_checks_are_skipped() -> None:
     assert [one.state for one in results] == ["failed", "skipped"]
 
 
-@pytest.mark.long
 def test_the_engine_generates_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.full
+
 FRAGMENTED = """
 import torch
 from tinkermq.actors.runtime import read_process_memory, return_free_memory

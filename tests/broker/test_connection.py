@@ -41,6 +41,8 @@ from tests.support.secured import environment, secured
 from tests.support.strategies import make_group
 from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
 
+pytestmark = pytest.mark.full
+
 RIGHTS = """
 authorization { users: [{ user: ann, password: pw, permissions: {
   publish: ["$JS.API.>", "free.>"], subscribe: ["_INBOX_local.>"] } }] }

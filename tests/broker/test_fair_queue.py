@@ -9,8 +9,8 @@ from typing import Any, cast
 import nats.errors
 import pytest
 from tinkermq.broker.client.connection import Broker, connect, drop_old_requests, request_connection
+from tinkermq.broker.client.fair_queue import MAX_BYTES, FairLock, FairQueue, Rates
 from tinkermq.broker.client.rpc import Service, call
-from tinkermq.broker.fair_queue import MAX_BYTES, FairLock, FairQueue, Rates
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import rpc

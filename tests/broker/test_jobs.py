@@ -18,11 +18,20 @@ from tinkermq.broker.jetstream.streams import (
     ensure_stream,
 )
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.metering import held_slots, metered, slot_seconds
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.presence import PresenceBeat, list_presences
 from tinkermq.schemas.config.job import LimitsConfig
-from tinkermq.schemas.job import FINAL_STATES, MAY_FOLLOW, ActorPlacement, JobRecord, JobState, Role
+from tinkermq.schemas.job import (
+    FINAL_STATES,
+    MAY_FOLLOW,
+    ActorPlacement,
+    JobRecord,
+    JobState,
+    Role,
+    held_slots,
+    metered,
+    slot_seconds,
+)
 from tinkermq.schemas.metric import Presence
 from tinkermq.schemas.wire.errors import ConflictError, NotFoundError, StateError
 from tinkermq.schemas.wire.subjects import BUCKET_ACTORS, BUCKET_JOBS, JobScope

@@ -30,7 +30,7 @@ REQUESTS = "tinkermq-scheduler-requests"
 SERVICES = {REQUESTS, "tinkermq-scheduler", "tinkermq-node", "tinkermq-gateway"}
 
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tinkermq.broker.client.connection import Broker, connect
-from tinkermq.broker.fair_queue import end_tasks
+from tinkermq.broker.client.fair_queue import end_tasks
 from tinkermq.broker.jetstream.direct_get import get_all
 from tinkermq.broker.jetstream.streams import (
     create_job_streams,
@@ -39,6 +39,8 @@ from tinkermq.schemas.wire.subjects import BUCKET_JOBS, TASK_CONSUMER, JobScope
 from tests.support.processes import alive
 from tests.support.secured import secured
 from tests.support.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.full
 
 
 def test_a_free_port_is_found_and_kept_over_a_restart(own_server: NatsServer) -> None:

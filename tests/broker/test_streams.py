@@ -176,7 +176,7 @@ async def test_whatever_needs_a_stream_that_was_deleted_names_it(
         assert "tinkermq" in error.hint
 
 
-@pytest.mark.long
+@pytest.mark.full
 async def test_who_is_patient_is_told_of_a_missing_stream_though_others_listen_on_its_subjects(
     nats_server: NatsServer, broker: Broker, scope: JobScope
 ) -> None:
@@ -193,7 +193,7 @@ async def test_who_is_patient_is_told_of_a_missing_stream_though_others_listen_o
         assert error.message == f"there is no stream {name}"
 
 
-@pytest.mark.long
+@pytest.mark.full
 async def test_what_was_known_of_a_bucket_that_was_deleted_stays_known(own_broker: Broker) -> None:
     mirror, heard = Mirror(own_broker, BUCKET_REQUESTS, RequestRecord), asyncio.Event()
     await mirror.open(heard.set)

@@ -28,6 +28,8 @@ from tinkermq.schemas.wire.errors import ConfigError, StorageError
 
 from tests.support.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.full
+
 RUN = TrackedRun(
     project="tests",
     name="run-a",

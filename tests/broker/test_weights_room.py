@@ -6,15 +6,15 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from tinkermq.broker import disk
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.disk import with_room
 from tinkermq.broker.jetstream.objects import ObjectStore
 from tinkermq.broker.jetstream.streams import bound_weights, create_job_streams, stream_info
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.weights.payloads import TensorBytes
 from tinkermq.broker.weights.store import NEWEST, WeightStore, room_for
 from tinkermq.schemas.config.job import LimitsConfig
+from tinkermq.schemas.local import disk
+from tinkermq.schemas.local.disk import with_room
 from tinkermq.schemas.wire.errors import BrokerError, NotFoundError, StorageError
 from tinkermq.schemas.wire.subjects import JobScope
 

@@ -29,6 +29,8 @@ from tests.envs.hosting import Client
 from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.waiting import PATIENCE_S, eventually
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def made(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

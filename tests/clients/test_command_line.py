@@ -47,6 +47,8 @@ from tests.clients.conftest import Cli
 from tests.support.hollow_model import make_hollow
 from tests.support.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.full
+
 CONFIG = "model:\n  path: some/model\nenv:\n  game: bandit\n"
 COMMANDS = [
     "up",
@@ -767,7 +769,6 @@ config: JobConfigDict = {
 """
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [

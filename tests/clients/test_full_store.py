@@ -13,7 +13,7 @@ from tests.clients.conftest import Cli
 from tests.support.disks import fill, small_disk
 from tests.support.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.full
 
 
 async def _stores(broker: Broker, subject: str) -> bool:

@@ -112,7 +112,7 @@ def test_a_new_environment_class_of_trl_is_found_sound(cli: Cli, tmp_path: Path)
     assert "look(box: integer)  Look into a box." in checked.out
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_new_server_of_mcp_is_found_sound(cli: Cli, tmp_path: Path) -> None:
     made = cli("env", "new", "my-shop", "--kind", "mcp", "--into", str(tmp_path))
     assert (made.code, "pip install -e ." in made.out) == (0, True)
@@ -319,7 +319,7 @@ def test_an_evaluation_without_a_model_says_what_to_give(cli: Cli) -> None:
 
 
 KINDS = get_args(GameKind)
-FAST = ("dataset", "generated")
+FAST = ("dataset",)
 
 
 class Made:
@@ -342,7 +342,7 @@ class Made:
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
+    "kind", [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.full) for kind in KINDS]
 )
 def test_a_new_game_of_each_kind_is_sound(cli: Cli, tmp_path: Path, kind: str) -> None:
     made = Made(cli, tmp_path, kind)
@@ -365,7 +365,7 @@ def raised(told: str) -> tuple[float, float]:
     return float(found[1]), float(found[2])
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tiny_model_learns_a_new_game_of_each_kind(cli: Cli, tmp_path: Path, kind: str) -> None:
     told = Made(cli, tmp_path, kind).say("make train")
@@ -374,7 +374,7 @@ def test_a_tiny_model_learns_a_new_game_of_each_kind(cli: Cli, tmp_path: Path, k
     assert after > before + 0.1
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("kind", get_args(AgentKind))
 def test_a_tiny_model_learns_to_use_the_tool_of_a_new_agent(
     cli: Cli, tmp_path: Path, kind: str

@@ -25,7 +25,7 @@ def lines(path: Path, *figures: dict[str, Any]) -> Path:
     return path
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_plan_takes_the_efficiencies_that_a_step_reached(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

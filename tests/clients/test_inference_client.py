@@ -337,7 +337,7 @@ class SlowToMake(EchoGame):
         super().__init__()
 
 
-@pytest.mark.long
+@pytest.mark.full
 async def test_a_game_may_take_as_long_to_be_made_as_a_reset_may(url: str) -> None:
     slow = GameEnvironment(SlowToMake, {"env": {"reset_timeout_s": 300}})
     with slow:

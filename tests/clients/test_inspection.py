@@ -20,7 +20,6 @@ from tinkermq.broker.feed import publish_log, publish_metric, publish_trace, rea
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.presence import PresenceBeat
-from tinkermq.broker.profile import Span, spans_of
 from tinkermq.broker.rollouts import BatchLog, RolloutLog
 from tinkermq.clients.cli.deploy import listening_host, read_nats_conf
 from tinkermq.clients.cli.doctor import (
@@ -37,6 +36,7 @@ from tinkermq.schemas.job import ActorPlacement, JobRecord
 from tinkermq.schemas.machines import MachineList, MachineStatus
 from tinkermq.schemas.metric import EvalRecord, LogLines, Metric, Presence
 from tinkermq.schemas.node import ActorStatus, NodeStatus
+from tinkermq.schemas.profile import Span, spans_of
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.task import BatchRecord, Blame, Task
 from tinkermq.schemas.wire.errors import BrokerError, ConfigError
@@ -48,6 +48,8 @@ from tests.clients.conftest import Cli, new_record
 from tests.support.configs import REPOSITORY
 from tests.support.groups import make_group, make_trajectory
 from tests.support.waiting import PATIENCE_S, eventually
+
+pytestmark = pytest.mark.full
 
 
 async def aside(cli: Cli, *words: str) -> Outcome:

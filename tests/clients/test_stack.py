@@ -33,6 +33,8 @@ from tests.support.configs import REPOSITORY
 from tests.support.processes import alive, halt
 from tests.support.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def home(tmp_path: Path, cli: Cli) -> Iterator[Home]:

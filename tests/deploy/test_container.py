@@ -20,6 +20,8 @@ from tinkermq.schemas.wire.subjects import SERVICES
 
 from tests.support.configs import REPOSITORY
 
+pytestmark = pytest.mark.full
+
 FOLDER = REPOSITORY / "deploy" / "container"
 COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER / "compose.yaml").read_text())
 ON_GPUS: dict[str, Any] = yaml.safe_load((FOLDER / "compose.gpu.yaml").read_text())

@@ -19,6 +19,8 @@ from tinkermq.schemas.wire.subjects import SERVICES
 from tests.support.configs import REPOSITORY
 from tests.support.kubernetes import VERSION
 
+pytestmark = pytest.mark.full
+
 FOLDER = REPOSITORY / "deploy" / "kubernetes"
 OVERLAY: dict[str, Any] = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
 RESOURCES: list[dict[str, Any]] = [
@@ -30,7 +32,7 @@ TEMPLATES = {
     if "template" in one.get("spec", {})
 }
 SECRETS = {f"tinkermq-{name}" for name in (*SERVICES, "accounts", "tls", "ca")}
-"""Those that docs/kubernetes.md makes of what `tinkermq init` has written, and of certificates."""
+"""Those that docs/clusters.md makes of what `tinkermq init` has written, and of certificates."""
 OPEN = {"GOMEMLIMIT"}
 
 
@@ -100,7 +102,7 @@ def _rooms() -> str:
 
 
 def test_the_page_makes_the_secrets() -> None:
-    page = (REPOSITORY / "docs" / "kubernetes.md").read_text()
+    page = (REPOSITORY / "docs" / "clusters.md").read_text()
     assert [name for name in SECRETS if name not in page and name.split("-")[1] not in page] == []
 
 

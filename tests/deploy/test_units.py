@@ -23,14 +23,16 @@ from tinkermq.broker.client.keys import JobIdentity, job_key
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.credentials import PoolSecrets
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.service_process import die_with
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.env import DescribeReply, DescribeRequest
 from tinkermq.schemas.job import ActorPlacement
+from tinkermq.schemas.local.process import die_with
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.configs import REPOSITORY
 from tests.support.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.full
 
 UNITS = sorted((REPOSITORY / "deploy" / "systemd").glob("*.service"))
 PORT_OF_ITS_OWN = {"gateway": " --port 0"}
@@ -234,7 +236,7 @@ def _free_port() -> int:
 @pytest.fixture(
     params=[
         pytest.param(True, id="with users"),
-        pytest.param(False, id="without users", marks=pytest.mark.long),
+        pytest.param(False, id="without users"),
     ]
 )
 def systemd(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Systemd]:

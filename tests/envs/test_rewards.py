@@ -22,6 +22,8 @@ from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.full
+
 
 def _function(name, **more):
     return {"source": "function", "function": f"reward_functions:{name}", **more}

@@ -16,7 +16,6 @@ from foreign_games import BLAMED, RAISED
 from hosting import COUNTING, ISOLATIONS, hosting, runner_of
 from test_host import START, act, hosted, take
 from test_host import hosted as serving
-from tinkermq.broker.metering import TimeUse
 from tinkermq.clients.base import unwrap_error_groups
 from tinkermq.envs import StepResult, host_client
 from tinkermq.envs.data import HostData
@@ -29,9 +28,12 @@ from tinkermq.envs.running.local import LocalGame
 from tinkermq.envs.running.process_runner import ProcessRunner
 from tinkermq.envs.running.runners import TimedRunner, make_runner
 from tinkermq.schemas.config.job import EnvConfig
+from tinkermq.schemas.profile import TimeUse
 from tinkermq.schemas.wire.errors import GameError
 
 from tests.support.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.full
 
 MANY = [f"e{number}" for number in range(2000)]
 

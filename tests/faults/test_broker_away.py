@@ -22,7 +22,7 @@ from tests.support.proofs import assert_every_task_once, assert_replay_is_identi
 from tests.support.stack import Stack
 from tests.support.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.faults, pytest.mark.long]
+pytestmark = [pytest.mark.faults, pytest.mark.full]
 
 
 @pytest.mark.timeout(1200)

@@ -18,7 +18,7 @@ from tests.support.jobs import Job
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
 
-pytestmark = [pytest.mark.long, pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.full, pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
 
 Record = dict[int, list[Segment]]
 """Segments by the number of their episode."""

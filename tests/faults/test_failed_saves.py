@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from tests.support.configs import small_job
 from tests.support.stack import Stack
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.long]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.full]
 SLOW = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.2}, "num_val": 0}
 
 

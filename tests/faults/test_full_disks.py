@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tinkermq.broker.disk import append_lines
+from tinkermq.schemas.local.disk import append_lines
 
 from tests.support.configs import REPOSITORY, small_job
 from tests.support.disks import fill, small_disk
@@ -15,7 +15,7 @@ from tests.support.proofs import assert_every_task_once, assert_replay_is_identi
 from tests.support.stack import Stack
 from tests.support.waiting import PATIENCE_S, eventually
 
-pytestmark = [pytest.mark.faults, pytest.mark.long]
+pytestmark = [pytest.mark.faults, pytest.mark.full]
 
 SLOW = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.2}, "num_val": 0}
 

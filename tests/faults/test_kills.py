@@ -36,6 +36,7 @@ async def assert_nothing_lost(job: Job) -> None:
     await assert_replay_is_identical(job)
 
 
+@pytest.mark.full
 async def test_a_generator_and_then_an_environment_host_killed_amid_episodes(
     stack: Stack, model: Path
 ) -> None:
@@ -79,7 +80,7 @@ async def test_a_learner_killed_after_recording_a_batch_and_before_a_checkpoint(
     assert written == list(range(1, 13))  # … but is written once
 
 
-@pytest.mark.long
+@pytest.mark.full
 async def test_a_node_that_hangs_while_its_learner_trains_on_hands_its_job_over(
     tmp_path: Path, model: Path
 ) -> None:
@@ -97,7 +98,7 @@ async def test_a_node_that_hangs_while_its_learner_trains_on_hands_its_job_over(
         assert job.record.losses == 1
 
 
-@pytest.mark.long
+@pytest.mark.full
 async def test_a_rank_of_the_learner_killed_amid_training(stack: Stack, model: Path) -> None:
     learner = {"slots": 2, "ranks": 2}
     job = await stack.submit(small_job(model, env=SLOW, learner=learner))
@@ -123,7 +124,7 @@ PPO = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.full
 async def test_a_learner_killed_amid_ppo_over_turns_with_a_curriculum(
     stack: Stack, model: Path
 ) -> None:
@@ -160,7 +161,7 @@ async def assert_choices_are_those_of_the_log(job: Job) -> int:
     return num_right
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("evaluator", [False, True])
 async def test_who_validates_killed_in_the_middle_of_a_validation(
     stack: Stack, model: Path, evaluator: bool
@@ -188,7 +189,7 @@ async def test_who_validates_killed_in_the_middle_of_a_validation(
     assert {values["val/num_episodes"] for values in validations.values()} == {24 * 8}
 
 
-@pytest.mark.long
+@pytest.mark.full
 async def test_a_learner_killed_in_the_middle_of_a_validation_loses_none_of_it(
     stack: Stack, model: Path
 ) -> None:
@@ -208,7 +209,7 @@ async def test_a_learner_killed_in_the_middle_of_a_validation_loses_none_of_it(
     assert {values["val/num_episodes"] for values in validations.values()} == {24}
 
 
-@pytest.mark.long
+@pytest.mark.full
 async def test_a_scheduler_and_then_a_broker_killed_while_the_job_trains(
     stack: Stack, model: Path
 ) -> None:
@@ -227,7 +228,7 @@ async def test_a_scheduler_and_then_a_broker_killed_while_the_job_trains(
     await assert_nothing_lost(job)
 
 
-@pytest.mark.long
+@pytest.mark.full
 async def test_a_node_killed_with_all_its_actors(stack: Stack, model: Path) -> None:
     job = await stack.submit(small_job(model, env=SLOW))
     await job.until_step(4)

@@ -20,7 +20,7 @@ from tests.support.stack import Stack
 
 pytestmark = [
     pytest.mark.faults,
-    pytest.mark.long,
+    pytest.mark.full,
     pytest.mark.skipif(
         os.geteuid() != 0 or shutil.which("unshare") is None, reason="machines apart need root"
     ),

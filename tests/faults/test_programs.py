@@ -13,7 +13,7 @@ from tests.support.proofs import assert_every_task_once, assert_replay_is_identi
 from tests.support.stack import Stack
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.long, pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.full, pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
 
 
 async def test_an_open_stream_goes_on_when_its_generator_is_killed(

@@ -18,7 +18,7 @@ from tests.support.configs import small_job
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
 
-pytestmark = [pytest.mark.faults, pytest.mark.long, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.faults, pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 
 def _reasons(records: list[BatchRecord]) -> set[str]:

@@ -11,7 +11,7 @@ from tests.support.configs import small_job
 from tests.support.jobs import Job
 from tests.support.stack import Stack
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.long]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.full]
 SLOW = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
 
 

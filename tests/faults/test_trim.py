@@ -21,7 +21,7 @@ from tests.support.stack import Stack
 
 pytestmark = [
     pytest.mark.faults,
-    pytest.mark.long,
+    pytest.mark.full,
     pytest.mark.asyncio(loop_scope="session"),
 ]
 

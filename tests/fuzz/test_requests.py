@@ -41,7 +41,7 @@ from tests.support.secured import SecuredPool, secured
 from tests.support.stack import Stack
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 FEW, MANY = 12, 10_000
 AT_ONCE = 16
@@ -406,7 +406,6 @@ async def test_the_store_answers_whatever_it_is_asked(pool: SecuredPool) -> None
     await fuzz_store(pool, 4 * FEW)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("topic", TOPICS, ids=shown)
 async def test_ten_thousand_messages_on_every_subject(
@@ -423,7 +422,6 @@ async def test_ten_thousand_messages_on_every_subject(
     assert max(jobs.memory_mb().values()) < max(before.values()) + MAX_GROWTH_MB
 
 
-@pytest.mark.long
 @pytest.mark.timeout(3600)
 async def test_ten_thousand_questions_to_the_store(pool: SecuredPool) -> None:
     await fuzz_store(pool, MANY)

@@ -24,7 +24,7 @@ from tests.support.processes import peak_mb
 from tests.support.stack import Stack
 from tests.support.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 FEW, MANY = 4, 10_000
 MAX_MB = 500
@@ -202,7 +202,6 @@ async def test_after_all_of_it_the_gateway_has_grown_by_little(gateway: Gateway)
     assert peak_mb(gateway.process.pid) < MAX_MB
 
 
-@pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("method", "path"), all_routes())
 async def test_every_route_answers_ten_thousand_requests(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinkermq.broker.service_process import die_with
+from tinkermq.schemas.local.process import die_with
 
 from tests.support.certificates import Certificate
 from tests.support.configs import REPOSITORY

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from tinkermq.broker.service_process import die_with
+from tinkermq.schemas.local.process import die_with
 
 
 class Network:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from tinkermq.broker.service_process import die_with
+from tinkermq.schemas.local.process import die_with
 
 from tests.support.processes import listening_ports
 from tests.support.waiting import PATIENCE_S

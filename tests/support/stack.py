@@ -18,9 +18,9 @@ from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.faults import ConnectionLost
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.nats_server import NatsServer
-from tinkermq.broker.service_process import die_with
 from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.job import FINAL_STATES, JobReply, SubmitRequest
+from tinkermq.schemas.local.process import die_with
 from tinkermq.schemas.node import NodeList
 from tinkermq.schemas.wire.errors import DeadlineError, NobodyAnswersError
 from tinkermq.schemas.wire.message import Empty, Message

@@ -73,7 +73,7 @@ async def two_turns_and_their_rewards(task: dict[str, Any], model: AgentEpisode)
     return reward
 
 
-@pytest.mark.long
+@pytest.mark.full
 async def test_a_function_is_trained_with_the_openai_sdk(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
@@ -142,7 +142,7 @@ async def test_a_command_is_trained_in_the_pools_own_sandbox(
     await assert_every_task_once(job)
 
 
-@pytest.mark.long
+@pytest.mark.full
 async def test_a_folder_of_harbor_tasks_is_trained_with_the_rewards_of_their_tests(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
@@ -179,7 +179,7 @@ async def test_a_folder_of_harbor_tasks_is_trained_with_the_rewards_of_their_tes
     await assert_every_task_once(job)
 
 
-@pytest.mark.long
+@pytest.mark.full
 async def test_programs_elsewhere_are_trained_through_the_gateway(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:

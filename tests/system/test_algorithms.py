@@ -25,7 +25,7 @@ from tests.support.proofs import assert_every_task_once, assert_replay_is_identi
 from tests.support.stack import Stack
 from tests.support.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 
 OWN = {
@@ -42,7 +42,6 @@ CHOSEN = {
 }
 
 
-@pytest.mark.long
 async def test_a_run_with_functions_of_ones_own_and_a_teacher_is_replayed_to_the_bit(
     stack: Stack, model: Path
 ) -> None:
@@ -63,7 +62,6 @@ async def test_a_run_with_functions_of_ones_own_and_a_teacher_is_replayed_to_the
 # -- A reward of several components, batches gone through twice, the most uncertain tokens alone ---
 
 
-@pytest.mark.long
 async def test_a_component_that_the_game_does_not_tell_is_named(stack: Stack, model: Path) -> None:
     algorithm = {"advantage": "gdpo", "reward_components": {"format": 1.0}}
     env = {"game": "tests.support.games:ScoredBandit", "num_val": 0}
@@ -141,7 +139,6 @@ async def told_of_teacher(job: Job, teacher: Path) -> None:
         np.testing.assert_allclose(item.teaching.logprobs, wanted, atol=2e-4)
 
 
-@pytest.mark.long
 async def test_an_api_that_is_away_is_waited_for_and_the_run_is_replayed_to_the_bit(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
@@ -185,7 +182,6 @@ async def _missing(job: Job) -> str | None:
     return next((beat.waits_for for beat in beats if "the teacher" in beat.waits_for), None)
 
 
-@pytest.mark.long
 async def test_a_served_job_teaches_by_its_likeliest_tokens_what_the_policy_does_not_read(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
@@ -211,7 +207,6 @@ async def test_a_served_job_teaches_by_its_likeliest_tokens_what_the_policy_does
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.long
 async def test_checkpoints_of_runs_teach_and_are_referred_to_when_their_run_has_gone(
     stack: Stack, model: Path
 ) -> None:
@@ -243,7 +238,6 @@ async def test_checkpoints_of_runs_teach_and_are_referred_to_when_their_run_has_
         await stack.submit(small_job(model, algorithm={"teacher": f"{job.record.name}@7"}))
 
 
-@pytest.mark.long
 async def test_a_teacher_with_other_tokens_ends_the_run_with_its_name(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
@@ -283,7 +277,6 @@ def _job(model: Path, steps: int, **env: Any) -> dict[str, Any]:
     return small_job(model, env=fragile | env, learner=learner, training=training)
 
 
-@pytest.mark.long
 async def test_a_policy_learns_not_to_hang_its_game_where_that_is_a_penalty(
     stack: Stack, model: Path
 ) -> None:

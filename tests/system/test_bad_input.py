@@ -22,7 +22,7 @@ from tests.support.jobs import Job
 from tests.support.proofs import assert_every_task_once
 from tests.support.stack import Stack
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 
 NO_SYSTEM = (
@@ -133,28 +133,21 @@ async def mistakes(
     await shared_stack.stop_all()
 
 
-def rarely(*case: Any) -> Any:
-    """Leave a case to the long suite: the learner's own tests show the same sooner."""
-    return pytest.param(*case, marks=pytest.mark.long)
-
-
 @pytest.mark.parametrize(
     ("mistake", "told"),
     [
-        rarely("template", ["chat template"]),
-        rarely("system", ["no_system takes no system message", "the template leaves it out"]),
-        rarely("missing", ["missing.parquet"]),
+        ("template", ["chat template"]),
+        ("system", ["no_system takes no system message", "the template leaves it out"]),
+        ("missing", ["missing.parquet"]),
         ("column", ["no_answer.jsonl", "answer"]),
-        rarely("nothing", ["nothing.jsonl"]),
-        rarely("import", ["module tests.support.games has no game 'NoSuchGame'", "SlowBandit"]),
+        ("nothing", ["nothing.jsonl"]),
+        ("import", ["module tests.support.games has no game 'NoSuchGame'", "SlowBandit"]),
         ("raises", ["tasks in a row failed", "ValueError: no rule for", "letters"]),
-        rarely(
-            "reward", ["tasks in a row failed", "no_reward raised LookupError: no rubric for this"]
-        ),
-        rarely("equal", ["groups could not be trained", "equal_rewards", "rollout.temperature"]),
-        rarely("hangs", ["tasks in a row failed", "SlowBandit hung in step for 0.5 s"]),
-        rarely("prompt", ["tasks in a row failed", "rollout.max_prompt_tokens is 5"]),
-        rarely("hostless", ["no task was finished for 1 s (limits.idle_s)", "bring them back"]),
+        ("reward", ["tasks in a row failed", "no_reward raised LookupError: no rubric for this"]),
+        ("equal", ["groups could not be trained", "equal_rewards", "rollout.temperature"]),
+        ("hangs", ["tasks in a row failed", "SlowBandit hung in step for 0.5 s"]),
+        ("prompt", ["tasks in a row failed", "rollout.max_prompt_tokens is 5"]),
+        ("hostless", ["no task was finished for 1 s (limits.idle_s)", "bring them back"]),
     ],
 )
 async def test_a_mistake_fails_the_job_with_its_reason(
@@ -187,7 +180,6 @@ async def test_a_model_whose_weights_are_cut_is_refused_by_a_node_and_makes_no_j
     assert "copy or download the model's files again" in refused.value.hint
 
 
-@pytest.mark.long
 async def test_a_deserted_run_gives_its_slots_back_and_leaves_a_checkpoint(
     mistakes: Mistakes,
 ) -> None:
@@ -200,7 +192,6 @@ async def test_a_deserted_run_gives_its_slots_back_and_leaves_a_checkpoint(
     assert (job.run_dir / "latest").exists()
 
 
-@pytest.mark.long
 async def test_groups_that_cannot_be_trained_are_told_and_leave_a_checkpoint(
     mistakes: Mistakes,
 ) -> None:
@@ -224,14 +215,12 @@ async def test_failed_tasks_are_in_the_dead_letters_with_their_blame(mistakes: M
         assert letter.num_attempts >= 3
 
 
-@pytest.mark.long
 async def test_a_prompt_that_is_too_long_is_the_tasks_own_failure(mistakes: Mistakes) -> None:
     job = await mistakes.job("prompt")
     await job.until("FAILED")
     assert {letter.blame.boundary for letter in await job.dead()} == {"task"}
 
 
-@pytest.mark.long
 async def test_a_healthy_job_beside_all_mistakes_is_unharmed(mistakes: Mistakes) -> None:
     healthy = (await mistakes.all_jobs())["healthy"]
     await healthy.until("COMPLETED")

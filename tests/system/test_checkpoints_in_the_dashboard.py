@@ -12,7 +12,7 @@ from tests.support.stack import Stack
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.long,
+    pytest.mark.full,
 ]
 PATIENCE_MS = 120_000
 

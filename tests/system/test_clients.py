@@ -47,7 +47,7 @@ from tests.support.processes import listening_ports
 from tests.support.stack import Stack
 from tests.support.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 
 OPENTINKER = {
@@ -86,7 +86,6 @@ async def test_the_names_of_opentinker_train_a_game_that_the_client_hosts(
     assert {0, 3} <= validated <= {0, 2, 3}
 
 
-@pytest.mark.long
 async def test_a_client_that_dies_comes_back_and_finds_its_run_waiting(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
@@ -385,7 +384,6 @@ async def from_elsewhere(url: str) -> AsyncIterator[str]:
         yield f"nats://{host}:{own_port}"
 
 
-@pytest.mark.long
 async def test_a_pool_elsewhere_may_have_what_this_machine_lacks(
     stack: Stack, tmp_path: Path, model: Path
 ) -> None:
@@ -449,7 +447,6 @@ async def test_what_no_node_has_or_would_play_is_said(stack: Stack) -> None:
         await pool.check_game(job(game="guess", hosts=0))
 
 
-@pytest.mark.long
 async def test_a_node_looks_into_a_model_with_the_code_of_the_run(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
@@ -504,7 +501,6 @@ async def test_a_run_is_read(stack: Stack, model: Path) -> None:
     assert "<polyline" in shown
 
 
-@pytest.mark.long
 async def test_checkpoints_of_a_run_are_evaluated_and_compared(stack: Stack, model: Path) -> None:
     env = {"game": "bandit", "num_val": 8}
     job = await stack.submit(small_job(model, env=env, training={"num_steps": 6, "test_freq": 3}))

@@ -19,7 +19,7 @@ from tests.support.waiting import PATIENCE_S, eventually
 
 LIBRARY = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.full,
     pytest.mark.skipif(not LIBRARY.exists(), reason="no libfaketime: apt-get install faketime"),
 ]
 

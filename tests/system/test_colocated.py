@@ -24,7 +24,7 @@ from tests.support.proofs import (
 from tests.support.stack import Stack
 from tests.system.test_resume import assert_repeats
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 GAME = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.05}, "num_val": 0}
 
@@ -95,7 +95,6 @@ async def test_the_engine_sleeps_in_each_step_and_wakes_with_the_new_version(
     assert max(lags) <= 2
 
 
-@pytest.mark.long
 async def test_versions_are_validated_by_an_engine_that_sleeps_in_between(
     stack: Stack, model: Path
 ) -> None:
@@ -106,7 +105,6 @@ async def test_versions_are_validated_by_an_engine_that_sleeps_in_between(
     assert sorted(await job.validations()) == [0, 3, 6, 8]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("transport", ["object", "nccl"])
 async def test_conversations_are_validated_by_an_engine_on_the_learners_slot(
     stack: Stack, model: Path, tmp_path: Path, transport: str
@@ -134,7 +132,7 @@ async def test_conversations_are_validated_by_an_engine_on_the_learners_slot(
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("transport", ["object", pytest.param("nccl", marks=pytest.mark.long)])
+@pytest.mark.parametrize("transport", ["object", pytest.param("nccl", marks=pytest.mark.full)])
 async def test_a_generator_and_a_learner_killed_while_the_engine_sleeps(
     stack: Stack, model: Path, transport: str
 ) -> None:
@@ -152,7 +150,6 @@ async def test_a_generator_and_a_learner_killed_while_the_engine_sleeps(
 
 
 @pytest.mark.faults
-@pytest.mark.long
 async def test_a_generator_and_a_learner_killed_while_the_engine_generates(
     stack: Stack, model: Path
 ) -> None:
@@ -166,7 +163,6 @@ async def test_a_generator_and_a_learner_killed_while_the_engine_generates(
     await assert_nothing_lost(job)
 
 
-@pytest.mark.long
 async def test_both_compute_at_the_same_time_where_they_fit(stack: Stack, model: Path) -> None:
     job = await stack.submit(colocated(model, "never", num_steps=4))
     await assert_nothing_lost(job)
@@ -175,7 +171,6 @@ async def test_both_compute_at_the_same_time_where_they_fit(stack: Stack, model:
     assert (await job.read()).is_colocated
 
 
-@pytest.mark.long
 async def test_an_on_policy_run_whose_engine_sleeps_in_each_step_plays_the_same_again(
     stack: Stack, model: Path
 ) -> None:

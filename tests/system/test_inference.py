@@ -54,7 +54,7 @@ from tests.support.models import plain_logprobs
 from tests.support.stack import Stack
 from tests.support.waiting import PATIENCE_S, eventually
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 
 SHORT = {"max_turns": 3, "max_turn_tokens": 8, "max_response_tokens": 64}
@@ -73,7 +73,6 @@ async def ask(stack: Stack, scope: JobScope, name: str, **fields: Any) -> list[I
         return [part async for part in parts]
 
 
-@pytest.mark.long
 async def test_a_model_folder_is_served_by_several_servers(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
@@ -168,7 +167,6 @@ async def _assert_prompts_are_scored(
             await openai.completions.create(model=name, prompt="2+2=", **wrong)
 
 
-@pytest.mark.long
 async def test_episodes_have_the_tokens_of_training_and_files_go_on_where_they_ended(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
@@ -224,7 +222,6 @@ async def test_episodes_have_the_tokens_of_training_and_files_go_on_where_they_e
         await run_inference_async(**{**settings, "temperature": 0.5})
 
 
-@pytest.mark.long
 async def test_served_episodes_are_those_of_the_generators_own_loop(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
@@ -289,7 +286,6 @@ async def test_a_server_that_is_killed_costs_no_episode(
         await client.cancel_job(described["job_id"])
 
 
-@pytest.mark.long
 async def test_a_game_that_fails_is_recorded_and_played_again_next_time(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
@@ -374,7 +370,6 @@ async def test_serve_in_one_line_and_infer_against_it(
         assert (await run(stack, "stop", row["run"])).code == 0
 
 
-@pytest.mark.long
 async def test_a_live_run_is_followed_to_its_newest_version(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
@@ -400,7 +395,6 @@ async def test_a_live_run_is_followed_to_its_newest_version(
         await client.cancel_job(job["job_id"])
 
 
-@pytest.mark.long
 async def test_two_versions_are_compared_from_a_machine_without_the_checkpoints(
     stack: Stack, trained: Job
 ) -> None:
@@ -446,7 +440,6 @@ async def test_a_checkpoint_that_is_not_there_is_refused_at_once(
             await client.submit_inference_job(f"{trained.record.name}@3")
 
 
-@pytest.mark.long
 async def test_a_tokenizer_of_another_model_fails_the_job_with_both_sizes(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from tests.support.stack_fixtures import warm_model
 from tests.support.waiting import PATIENCE_S, eventually
 
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.full,
     pytest.mark.asyncio(loop_scope="session"),
 ]
 NCCL = {"transport": "nccl"}

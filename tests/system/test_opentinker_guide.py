@@ -57,7 +57,7 @@ def test_every_key_that_the_guide_calls_needless_is(tmp_path: Path) -> None:
         assert translate(dict.fromkeys([*keys, "gpu_memory_utilization", "wandb_key"], "x")) == {}
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.asyncio(loop_scope="session")
 async def test_the_script_of_the_guide_trains_after_its_diff(
     stack: Stack, tmp_path: Path, model: Path

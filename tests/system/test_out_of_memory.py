@@ -11,6 +11,8 @@ from tests.support.models import make_tiny_model
 from tests.support.proofs import assert_every_task_once
 from tests.support.stack import Stack
 
+pytestmark = pytest.mark.full
+
 LOSS = {"own_loss": "tests.support.small_card:small_card_loss"}
 
 
@@ -38,7 +40,6 @@ async def test_a_learner_that_is_out_of_memory_goes_on_in_smaller_passes(
 
 
 @pytest.mark.faults
-@pytest.mark.long
 async def test_ranks_of_which_one_is_out_of_memory_start_again_in_smaller_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

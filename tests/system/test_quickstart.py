@@ -53,7 +53,6 @@ def assert_nothing_left(mark: str) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.long
 @pytest.mark.learns
 def test_the_quickstart_trains_and_shows_reward_and_plot_and_what_to_try_next(
     tmp_path: Path,
@@ -77,6 +76,7 @@ def test_the_quickstart_trains_and_shows_reward_and_plot_and_what_to_try_next(
     assert_nothing_left(mark)
 
 
+@pytest.mark.full
 def test_control_c_stops_everything(tmp_path: Path, model: Path) -> None:
     made_before = tmp_path / "models" / "calculator"
     shutil.copytree(model, made_before)  # a random one, as the run is interrupted
@@ -113,7 +113,7 @@ def test_a_language_model_learns_sums_and_its_answers_are_shown_before_and_after
     assert_nothing_left(mark)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_killed_quickstart_takes_its_stack_with_it(tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
     with start(mark, f"output_dir={tmp_path}", "training.num_steps=500") as process:
@@ -125,7 +125,7 @@ def test_a_killed_quickstart_takes_its_stack_with_it(tmp_path: Path) -> None:
     assert_nothing_left(mark)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_wheel_is_enough_and_all_files_are_below_the_output_folder(tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
     programs = install_wheel(build_wheel(tmp_path), tmp_path / "venv")

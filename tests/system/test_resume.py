@@ -21,7 +21,7 @@ from tests.support.jobs import Job
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 
 SENT = {"publish_dtype": "bfloat16", "lr": 1e-6}
@@ -78,7 +78,6 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_causal_lm(str(folder), dtype=torch.float32).state_dict()
 
 
-@pytest.mark.long
 async def test_the_last_rollouts_of_a_run_stay_readable_and_are_not_trained_again(
     stack: Stack, model: Path
 ) -> None:
@@ -95,7 +94,6 @@ async def test_the_last_rollouts_of_a_run_stay_readable_and_are_not_trained_agai
     assert {entry.seq for entry in await job.entries()} >= set(batches[-1].seqs)
 
 
-@pytest.mark.long
 async def test_a_completed_run_trains_on_to_more_steps(stack: Stack, model: Path) -> None:
     learner = {"optimizer": "muon", "dtype": "bfloat16", "num_minibatches": 2}
     training = {"num_steps": 4, "save_freq": 0}
@@ -113,7 +111,6 @@ async def test_a_completed_run_trains_on_to_more_steps(stack: Stack, model: Path
 # -- The best checkpoint by validation stays, is named `best`, and is forked under that name -------
 
 
-@pytest.mark.long
 async def test_the_best_is_kept_and_forked_by_name(stack: Stack, model: Path) -> None:
     training = {"num_steps": 9, "save_freq": 0, "test_freq": 2, "keep_best": True, "keep_last": 1}
     config = small_job(model, env={"num_val": 4}, training=training)
@@ -169,7 +166,6 @@ def _said(tasks: dict[int, list[Trajectory]]) -> dict[int, list[tuple[list[int],
     }
 
 
-@pytest.mark.long
 async def test_the_rollouts_of_a_seed_repeat(stack: Stack, model: Path) -> None:
     training = {"max_staleness": 0, "num_steps": 12, "test_freq": 3}
     validated = {"num_val": 4}  # by the same engine, between the tasks of training

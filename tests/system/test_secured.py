@@ -33,6 +33,8 @@ from tests.support.games import Snoop
 from tests.support.secrets_on_disk import files_with
 from tests.support.waiting import PATIENCE_S, eventually
 
+pytestmark = pytest.mark.full
+
 AGENT = """
 import glob, http.client, json, os, socket, sys
 from urllib.parse import urlsplit
@@ -183,7 +185,6 @@ def processes_with(secret: str) -> list[str]:
     return lines
 
 
-@pytest.mark.long
 async def test_programs_of_a_user_see_nothing_of_the_pool(
     operator: Operator, model: Path, tmp_path: Path
 ) -> None:
@@ -220,9 +221,7 @@ async def test_a_game_that_a_node_tries_runs_in_the_sandbox_of_hosted_ones(
         assert (": 0 came off" in failed[0]["detail"]) == bool(words), failed
 
 
-@pytest.mark.parametrize(
-    "own", [False, pytest.param(True, marks=pytest.mark.long)], ids=["plain", "ranks and own loss"]
-)
+@pytest.mark.parametrize("own", [False, True], ids=["plain", "ranks and own loss"])
 async def test_two_users_train_and_neither_reaches_the_others_job(
     operator: Operator, model: Path, tmp_path: Path, own: bool
 ) -> None:
@@ -294,7 +293,6 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
         assert not files_with(key, tmp_path / "runs", operator.home / "logs")
 
 
-@pytest.mark.long
 async def test_a_user_hosts_the_game_with_the_own_key(
     operator: Operator, model: Path, tmp_path: Path
 ) -> None:
@@ -318,7 +316,6 @@ async def test_a_user_hosts_the_game_with_the_own_key(
     assert done.state == "COMPLETED", done.reason
 
 
-@pytest.mark.long
 def test_a_user_serves_follows_and_infers_and_another_reaches_none_of_it(
     operator: Operator, model: Path, tmp_path: Path
 ) -> None:
@@ -369,7 +366,6 @@ def holders(secret: str) -> set[str]:
     return found
 
 
-@pytest.mark.long
 async def test_the_key_of_a_tracker_reaches_the_learner_and_stands_nowhere(
     operator: Operator, model: Path, tmp_path: Path
 ) -> None:

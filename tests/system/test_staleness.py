@@ -121,7 +121,7 @@ async def test_groups_that_teach_nothing_give_their_credits_back(run_of: RunOf) 
         assert all(len({episode.reward for episode in group.sampled}) > 1 for group in groups)
 
 
-@pytest.mark.parametrize("bound", [1, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("bound", [1, pytest.param(4, marks=pytest.mark.full)])
 async def test_no_group_over_the_bound_is_trained_under_drop(run_of: RunOf, bound: int) -> None:
     steps = await trained(await run_of(f"drop_{bound}"))
     assert 0 < max(lags(steps)) <= bound
@@ -141,21 +141,21 @@ async def test_a_group_dropped_for_its_age_is_issued_again(run_of: RunOf) -> Non
         assert task.task > number
 
 
-@pytest.mark.long
+@pytest.mark.full
 async def test_wait_trains_every_group_within_the_bound(run_of: RunOf) -> None:
     steps = await trained(await run_of("wait_1"))
     assert max(lags(steps)) <= 1
     assert not [item for record, _ in steps for item in record.dropped]
 
 
-@pytest.mark.long
+@pytest.mark.full
 async def test_train_keeps_a_group_whatever_its_age(run_of: RunOf) -> None:
     steps = await trained(await run_of("train_1"))
     assert max(lags(steps)) > 1
     assert not [item for record, _ in steps for item in record.dropped]
 
 
-@pytest.mark.long
+@pytest.mark.full
 async def test_mask_leaves_out_old_tokens_and_keeps_their_episodes(run_of: RunOf) -> None:
     job = await run_of("mask_1")
     steps = await trained(job)

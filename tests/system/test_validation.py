@@ -41,7 +41,7 @@ async def test_generators_validate_every_due_version_and_no_evaluator_starts(
     await assert_replay_is_identical(job)  # nothing of a validation is in the rollout log
 
 
-@pytest.mark.long
+@pytest.mark.full
 async def test_an_evaluator_with_slots_of_its_own_validates_where_one_is_asked_for(
     stack: Stack, model: Path
 ) -> None:

@@ -15,9 +15,9 @@ import torch
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.model_folder import load_causal_lm, load_tokenizer
 from tinkermq.actors.rollout.teachers import EndpointTeacher, TeacherAway
-from tinkermq.broker.service_process import die_with
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
 from tinkermq.envs.games.guess import GuessGame
+from tinkermq.schemas.local.process import die_with
 from tinkermq.schemas.wire.errors import ConfigError
 
 from tests.support.configs import example, small_job

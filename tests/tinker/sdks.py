@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinkermq.broker.service_process import die_with
+from tinkermq.schemas.local.process import die_with
 
 SDKS = Path(__file__).parents[2] / ".tinker"
 PROGRAMS = Path(__file__).parent / "programs"

@@ -21,9 +21,9 @@ from ....broker.client.connection import Broker
 from ....broker.feed import best_of, parse_all, read_scores, recent_values, run_row
 from ....broker.jetstream.direct_get import StoredMessage, get_batch
 from ....broker.jetstream.streams import stream_info
-from ....broker.run_folder import Folder, FolderEntry
 from ....schemas.config.sections import given_section
 from ....schemas.job import FINAL_STATES, JobRecord, JobState
+from ....schemas.local.folder import Folder, FolderEntry
 from ....schemas.metric import Event, LogLines, readable
 from ....schemas.wire.errors import MessageError, NotFoundError, StorageError, TinkermqError
 from ....schemas.wire.subjects import JobScope

@@ -15,7 +15,7 @@ from typing import Any
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
 
-from ....broker.fair_queue import end_tasks
+from ....broker.client.fair_queue import end_tasks
 from ....broker.feed import parse_feed_message
 from ....broker.jetstream.direct_get import StoredMessage, StreamReader
 from ....broker.jetstream.kv import Entry

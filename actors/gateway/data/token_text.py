@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import structlog
 
-from ....broker.run_folder import Folder
+from ....schemas.local.folder import Folder
 from ....schemas.wire.errors import StorageError
 
 LIMIT_S = 3.0

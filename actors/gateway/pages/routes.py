@@ -17,9 +17,9 @@ from ....broker.calls import new_request_id
 from ....broker.client.connection import Broker
 from ....broker.jetstream.streams import stream_info
 from ....broker.presence import list_presences
-from ....broker.run_folder import Folder
 from ....schemas.config.load_config import write_yaml
 from ....schemas.job import FINAL_STATES, JobRecord
+from ....schemas.local.folder import Folder
 from ....schemas.wire.errors import MessageError, NotFoundError, StorageError, TinkermqError
 from .. import operations
 from ..data import jobs as logs

@@ -26,9 +26,9 @@ import structlog
 
 from ....broker.client.rpc import call
 from ....broker.rollouts import RolloutLog
-from ....broker.service_process import die_with
 from ....schemas.config.job import JobConfig
 from ....schemas.control import RankOrder, RankState, rank_name, rank_of
+from ....schemas.local.process import die_with
 from ....schemas.rollout import Group
 from ....schemas.wire.errors import (
     BrokerError,

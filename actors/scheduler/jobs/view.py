@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ....broker.client.connection import Broker
-from ....broker.fair_queue import FairLock
+from ....broker.client.fair_queue import FairLock
 from ....broker.feed import recent_values
 from ....broker.jetstream.kv import Bucket, Entry, Mirror
 from ....broker.jobs import JobStore, is_final

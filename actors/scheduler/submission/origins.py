@@ -16,12 +16,12 @@ from urllib.parse import quote
 from ....broker.client.connection import Broker
 from ....broker.feed import ValidationScore, best_of, read_scores
 from ....broker.jobs import is_final
-from ....broker.run_folder import Folder
 from ....schemas.config.algorithm import is_checkpoint, served_job
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import parse_config
 from ....schemas.config.sections import is_url
 from ....schemas.job import BEST_STEP, LAST_STEP, JobRecord, SubmitRequest
+from ....schemas.local.folder import Folder
 from ....schemas.tinker.names import CheckpointName, is_path, run_in
 from ....schemas.tinker.operation import ModelInfo
 from ....schemas.wire import errors

@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
 
 from ....broker.client.connection import Broker
 from ....broker.client.rpc import call
-from ....broker.disk import DiskThreads
 from ....broker.jobs import JobStore, is_final
 from ....schemas.config import sections
 from ....schemas.config.agent import runs_programs
@@ -23,6 +22,7 @@ from ....schemas.config.algorithm import is_checkpoint
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import check_keys, parse_config
 from ....schemas.job import ActorPlacement, ConfigureRequest, JobRecord, SubmitRequest
+from ....schemas.local.disk import DiskThreads
 from ....schemas.node import ModelAnswer, ModelQuestion, NodeStatus
 from ....schemas.plan.plan import Plan, plan_for_pool
 from ....schemas.plan.settings import refuse_long_contexts

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
-from ....broker.fair_queue import end_tasks
+from ....broker.client.fair_queue import end_tasks
 from ....schemas.config.agent import AgentConfig
 from ....schemas.wire.errors import ConfigError, NotFoundError, SandboxError, StateError
 from ...game import ChatMessage, StepResult

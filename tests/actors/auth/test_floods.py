@@ -23,9 +23,9 @@ from tinkermq.broker.client.login import CREDENTIALS_VARIABLE
 from tinkermq.broker.credentials import MAX_SUBSCRIPTIONS
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.service_process import die_with
 from tinkermq.broker.user_records import UserStore
 from tinkermq.clients.pool import Pool
+from tinkermq.schemas.local.process import die_with
 from tinkermq.schemas.node import SchedulerLease
 from tinkermq.schemas.user import AuditList, AuditRequest, SetQuota, UserReply
 from tinkermq.schemas.wire.errors import BrokerError, DeadlineError
@@ -36,7 +36,7 @@ from tests.actors.auth.flooding import opened, publication
 from tests.support.secured import SecuredPool, secured
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio(loop_scope="function")
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="function")]
 FLOODING = Path(__file__).with_name("flooding.py")
 NUM_ASKED = 5
 NUM_LOG_INS = 10
@@ -111,7 +111,6 @@ async def log_in(pool: SecuredPool, user: str) -> None:
     await eventually(attempt, f"{user} to be let in")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("num_bytes", [3, 1_000_000])
 async def test_a_flood_of_requests_ends_neither_scheduler_nor_the_answers_to_others(
     tmp_path: Path, num_bytes: int
@@ -143,7 +142,6 @@ async def test_a_flood_of_requests_ends_neither_scheduler_nor_the_answers_to_oth
         assert after.value.holder == before.value.holder
 
 
-@pytest.mark.long
 async def test_log_ins_of_one_user_without_end_do_not_shut_the_others_out(tmp_path: Path) -> None:
     async with secured(tmp_path) as pool:
         root = await pool.user("root")
@@ -180,7 +178,6 @@ async def test_a_flood_that_breaks_the_connection_of_requests_breaks_nothing_els
         assert not lost.is_set()
 
 
-@pytest.mark.long
 async def test_log_ins_and_answers_of_others_come_through_while_one_user_floods_without_end(
     tmp_path: Path,
 ) -> None:
@@ -205,7 +202,6 @@ async def test_log_ins_and_answers_of_others_come_through_while_one_user_floods_
                     assert await JobStore(ada).list_jobs("ada") == []
 
 
-@pytest.mark.long
 async def test_4096_log_ins_of_one_user_do_not_shut_the_others_out(tmp_path: Path) -> None:
     async with secured(tmp_path) as pool:
         for user in ("ada", "mallory"):

@@ -57,7 +57,7 @@ from tests.support.secured import SecuredPool, environment, refused_listen
 from tests.support.strategies import make_group
 from tests.support.waiting import PATIENCE_S, eventually, until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="module")]
 
 REFUSED = "refuses this user"
 
@@ -332,7 +332,6 @@ async def test_who_is_in_stays_while_the_auth_service_is_away(pool: SecuredPool)
     await eventually(back, "an answer")
 
 
-@pytest.mark.long
 async def test_weights_wait_for_an_auth_service_that_is_away(pool: SecuredPool) -> None:
     scope = await pool.job("ada", "01waits")
     learner = await pool.process(scope, "learner")
@@ -524,7 +523,6 @@ async def test_an_empty_request_may_not_be_a_large_one(scheduled: SecuredPool) -
             )
 
 
-@pytest.mark.long
 async def test_stops_and_repairs_find_room_when_the_bucket_of_jobs_is_full(
     scheduled: SecuredPool, tmp_path: Path
 ) -> None:

@@ -29,6 +29,8 @@ from tests.actors.broadcast.receiving import MEET_S, DiesAt, die, follow, newest
 from tests.support.models import bytes_of
 from tests.support.waiting import AFTER_PATIENCE_S, until
 
+pytestmark = pytest.mark.full
+
 
 class Learner:
     """Publishes versions of which it remembers every bit; may die and be started again."""
@@ -254,10 +256,7 @@ def test_a_place_to_meet_that_cannot_be_reached_is_named() -> None:
     assert "the broker's address in that network" in raised.value.hint
 
 
-LATER = [pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 12)]
-
-
-@pytest.mark.parametrize("seed", [0, *LATER])
+@pytest.mark.parametrize("seed", range(12))
 async def test_any_order_of_joins_losses_and_damage_ends_in_equal_bits_or_in_a_refusal(
     broker: Broker, scope: JobScope, tmp_path: Path, join, seed: int
 ) -> None:

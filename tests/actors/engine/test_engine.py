@@ -397,7 +397,7 @@ async def test_close_fails_what_still_runs(engine: Engine) -> None:
         await running
 
 
-@pytest.mark.long
+@pytest.mark.full
 async def test_memory_does_not_grow_with_the_number_of_requests(folder: Path) -> None:
     engine = await TransformersEngine.start(str(folder), max_slots=8, max_context=160)
 

@@ -40,6 +40,8 @@ from tinkermq.schemas.wire.subjects import rpc
 from tests.support.gateway import Gateway, run_gateway
 from tests.support.waiting import PATIENCE_S, until
 
+pytestmark = pytest.mark.full
+
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -429,7 +431,7 @@ async def sample_at_once(
 @pytest.mark.parametrize(
     ("num", "limited"),
     [
-        pytest.param(400, True, id="as told", marks=pytest.mark.long),
+        pytest.param(400, True, id="as told"),
         pytest.param(MAX_OF_HOLDER + NUM_RESERVED, False, id="all"),
     ],
 )

@@ -16,8 +16,8 @@ from nats.errors import Error as NatsError
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.client.login import AS_VARIABLE, INVITATION_VARIABLE, KEY_VARIABLE
 from tinkermq.broker.jetstream.streams import create_shared
-from tinkermq.broker.service_process import die_with
 from tinkermq.clients import SchedulerClient
+from tinkermq.schemas.local.process import die_with
 from tinkermq.schemas.wire.errors import AuthError
 
 from tests.support.gateway import Gateway, run_gateway
@@ -132,7 +132,7 @@ def _erasing(code: str) -> bytes:
 
 async def test_a_variable_that_is_erased_is_gone_from_the_process() -> None:
     code = (
-        "from tinkermq.broker.service_process import erase_variable as erase;"
+        "from tinkermq.schemas.local.process import erase_variable as erase;"
         "assert (erase('TMQ_A'), erase('TMQ_NOT_SET')) == ('sesame', '')"
     )
     held = await asyncio.to_thread(_erasing, code)

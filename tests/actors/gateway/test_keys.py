@@ -33,7 +33,7 @@ from tests.support.hollow_model import hollow_model
 from tests.support.secured import SecuredPool, environment, secured
 from tests.support.waiting import PATIENCE_S, eventually, until
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ async def test_a_revoked_key_ends_the_session(guarded: Guarded) -> None:
 _PATHS = ("whoami", "nodes", "jobs/{job}/metrics", "jobs/{job}/events")
 
 
-@pytest.mark.parametrize("of", ["feed", pytest.param("log", marks=pytest.mark.long)])
+@pytest.mark.parametrize("of", ["feed", "log"])
 async def test_requests_and_streams_under_way_end_with_a_revoked_key(
     guarded: Guarded, of: str
 ) -> None:

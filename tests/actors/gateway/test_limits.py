@@ -39,7 +39,7 @@ from tests.support.processes import peak_mb
 from tests.support.secured import SecuredPool, secured
 from tests.support.waiting import PATIENCE_S, until
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 
 @dataclass(frozen=True)

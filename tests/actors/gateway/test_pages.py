@@ -50,7 +50,7 @@ from tests.support.groups import make_group
 from tests.support.stack import Stack
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 
 async def last_step(page: Page) -> int:

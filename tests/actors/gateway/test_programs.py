@@ -24,6 +24,8 @@ from tests.support.gateway import Answer, Gateway, run_gateway
 from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.waiting import PATIENCE_S, until
 
+pytestmark = pytest.mark.full
+
 SAY: Any = [{"role": "user", "content": "Hello"}]
 OPEN = "/v1/episodes"
 

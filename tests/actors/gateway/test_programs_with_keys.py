@@ -21,7 +21,7 @@ from tests.support.gateway import Gateway, run_gateway
 from tests.support.secured import SecuredPool, environment, refused_publish, secured
 from tests.support.waiting import PATIENCE_S, until
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
 
 SAY = [{"role": "user", "content": "Hello"}]
 CHAT = "/v1/chat/completions"

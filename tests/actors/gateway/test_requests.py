@@ -32,6 +32,8 @@ from tests.actors.gateway.http import serving
 from tests.support.models import HERMES, make_tiny_model
 from tests.support.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.full
+
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},
     {"type": "function", "function": {"name": "sub"}},

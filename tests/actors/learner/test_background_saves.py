@@ -38,6 +38,8 @@ from tests.support.saving import (
 )
 from tests.support.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.full
+
 NUM_STEPS = 5
 
 
@@ -67,7 +69,7 @@ def hanging_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingDisk]:
     disk.let_go.set()
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_training_goes_on_while_a_disk_hangs_and_the_checkpoint_is_of_its_step(
     folder: Path, tmp_path: Path, hanging_disk: HangingDisk, num_ranks: int
 ) -> None:
@@ -318,7 +320,7 @@ def _digest_at_the_end(folder: Path, run: Path, num_ranks: int) -> str:
         assert isinstance(said, int), said
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_killed_while_a_checkpoint_is_written_a_run_goes_on_to_the_same_bits(
     folder: Path, tmp_path: Path, num_ranks: int
 ) -> None:
@@ -341,7 +343,6 @@ def test_killed_while_a_checkpoint_is_written_a_run_goes_on_to_the_same_bits(
     assert not list(store.folder.glob(".step_*"))
 
 
-@pytest.mark.long
 def test_a_rank_killed_while_a_checkpoint_is_written_ends_the_run_with_its_name(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -199,7 +199,7 @@ def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     assert "outputs/<run>/checkpoints/step_000040" in raised.value.hint
 
 
-@pytest.mark.parametrize("num_kills", [2, pytest.param(12, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_kills", [2, pytest.param(12, marks=pytest.mark.full)])
 def test_killed_while_saving_the_newest_whole_checkpoint_loads(
     folder: Path, tmp_path: Path, num_kills: int
 ) -> None:

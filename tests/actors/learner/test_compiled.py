@@ -21,7 +21,7 @@ from tests.support.models import make_tiny_model
 torch.set_num_threads(1)
 
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.full,
     pytest.mark.filterwarnings("ignore"),  # torch warns of itself where it compiles
 ]
 

@@ -20,6 +20,8 @@ from tests.actors.learner.test_ranks import (
 from tests.support.images import make_vision_model
 from tests.support.models import make_tiny_model
 
+pytestmark = pytest.mark.full
+
 torch.set_num_threads(1)
 
 DIVIDED = {"context_parallel": 2}
@@ -32,7 +34,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "prompts apart": {"learner": {"share_prompts": False}},
     "bfloat16": {"learner": {"dtype": "bfloat16"}},
 }
-FAST = ("policy",)
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +58,11 @@ def check(folder: Path, ranks: int, sections: dict[str, Any], **more: Any) -> No
     assert_same_weights(weights, alone)
 
 
-@pytest.mark.parametrize(
-    "kind", [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_that_divide_each_sequence_train_what_one_does(folder: Path, kind: str) -> None:
     check(folder, 2, KINDS[kind])
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_two_pairs_of_ranks_that_divide_sequences_train_what_one_does(
     folder: Path, replicas: int
@@ -72,18 +70,15 @@ def test_two_pairs_of_ranks_that_divide_sequences_train_what_one_does(
     check(folder, 4, {"learner": {"replicas": replicas, "num_minibatches": 2}})
 
 
-@pytest.mark.long
 def test_sequences_with_images_are_divided_like_others(tmp_path: Path) -> None:
     seeing = make_vision_model(tmp_path, "qwen2_5_vl")
     check(seeing, 2, {"env": {"game": "geo3k"}}, groups=partial(groups_of, "images"))
 
 
-@pytest.mark.long
 def test_heads_that_cannot_be_divided_are_refused_with_their_number(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"context_parallel=3 cannot divide a model of 4 heads"):
         trained(config_of(folder, 3, learner={"context_parallel": 3}), range(1, 2), groups=batch)
 
 
-@pytest.mark.long
 def test_varlen_kernels_read_divided_sequences_whole(folder: Path) -> None:
     check(folder, 2, {"model": {"path": str(folder), "attn_implementation": "varlen"}})

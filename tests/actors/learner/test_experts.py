@@ -79,7 +79,7 @@ def test_an_adapter_of_experts_or_router_is_refused(
     assert "q_proj, k_proj, v_proj, o_proj" in str(told.value)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["policy", "critic"])
 def test_two_ranks_train_experts_as_one_does(folder: Path, kind: str) -> None:
     check(folder, kind, "float32")

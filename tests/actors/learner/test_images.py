@@ -138,8 +138,8 @@ def test_a_step_trains_the_eyes_and_the_checkpoint_holds_all_that_is_needed(
     "sections",
     [
         {"learner": {"gradient_checkpointing": True, "dtype": "bfloat16"}},
-        pytest.param({"algorithm": {"advantage": "gae"}}, marks=pytest.mark.long),
-        pytest.param({"algorithm": {"kl_coef": 0.1}, "lora": {"rank": 4}}, marks=pytest.mark.long),
+        pytest.param({"algorithm": {"advantage": "gae"}}, marks=pytest.mark.full),
+        pytest.param({"algorithm": {"kl_coef": 0.1}, "lora": {"rank": 4}}, marks=pytest.mark.full),
     ],
     ids=["checkpointing", "critic", "adapter"],
 )

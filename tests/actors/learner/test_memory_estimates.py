@@ -29,6 +29,8 @@ from tests.support.allocations import allocated_in_step, equal_sequences, estima
 from tests.support.groups import make_group, make_trajectory
 from tests.support.images import IMAGE_ID, png
 
+pytestmark = pytest.mark.full
+
 torch.set_num_threads(1)
 
 TOLERANCE = 0.15
@@ -112,9 +114,7 @@ def _assert_close(config: JobConfig) -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("rank", [0, 8], ids=["full", "adapter"])
-@pytest.mark.parametrize(
-    "size", ["1 M", *(pytest.param(size, marks=pytest.mark.long) for size in ("5 M", "14 M"))]
-)
+@pytest.mark.parametrize("size", ["1 M", "5 M", "14 M"])
 def test_the_estimate_of_a_step_is_what_torch_allocates(
     tmp_path: Path, size: str, rank: int, checkpointing: bool
 ) -> None:
@@ -133,14 +133,9 @@ def test_it_is_for_other_decoders_too(tmp_path: Path, kind: str) -> None:
     [
         {"learner": {"dtype": "bfloat16"}},
         {"learner": {"dtype": "bfloat16"}, "lora": {"rank": 8}},
-        *(
-            pytest.param(sections, marks=pytest.mark.long)
-            for sections in (
-                {"learner": {"dtype": "bfloat16", "gradient_checkpointing": True}},
-                {"learner": {"optimizer": "muon"}},
-                {"algorithm": {"kl_coef": 0.1}},
-            )
-        ),
+        {"learner": {"dtype": "bfloat16", "gradient_checkpointing": True}},
+        {"learner": {"optimizer": "muon"}},
+        {"algorithm": {"kl_coef": 0.1}},
     ],
     ids=str,
 )
@@ -187,15 +182,8 @@ def _batch_of_images() -> TrainingBatch:
     return assemble(groups)
 
 
-@pytest.mark.parametrize(
-    ("kind", "sections"),
-    [
-        pytest.param(kind, sections, marks=[pytest.mark.long] if i != j else [])
-        for i, kind in enumerate(KINDS_OF_VISION)
-        for j, sections in enumerate(VISION_CASES)
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("kind", KINDS_OF_VISION)
+@pytest.mark.parametrize("sections", VISION_CASES, ids=str)
 def test_images_are_counted(tmp_path: Path, kind: TinyVisionKind, sections: dict[str, Any]) -> None:
     lengths = {"max_prompt_tokens": 200, "max_turn_tokens": 56, "max_response_tokens": 56}
     learner = {"share_prompts": False, **sections.get("learner", {})}

@@ -28,6 +28,8 @@ from tests.actors.learner.test_model import SMALL, _batch, _mistral, _qwen2, _qw
 from tests.actors.learner.test_ranks import HARD, config_of, trained
 from tests.support.models import make_tiny_model
 
+pytestmark = pytest.mark.full
+
 torch.set_num_threads(1)
 
 HALF = LearnerConfig(dtype="bfloat16")
@@ -80,7 +82,7 @@ def _deep(kind: str, seed: int, top_logit: float) -> PreTrainedModel:
 
 @pytest.mark.parametrize("attention", ["sdpa", "varlen"])
 @pytest.mark.parametrize("kind", ["dense", "experts"])
-@pytest.mark.parametrize("top_logit", [10.0, pytest.param(20.0, marks=pytest.mark.long), 30.0])
+@pytest.mark.parametrize("top_logit", [10.0, 20.0, 30.0])
 def test_no_sound_model_is_refused_in_bfloat16(kind: str, top_logit: float, attention: str) -> None:
     for seed in range(3 if kind == "dense" else 2):
         _half(_deep(kind, seed, top_logit), attention)
@@ -184,7 +186,6 @@ def test_frozen_weights_lie_in_16_bits_and_adapters_in_32(folder: Path) -> None:
     assert torch.equal(_logprobs(scorer), expected)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("sections", [{}, {"lora": {"rank": 4}}], ids=["all weights", "adapter"])
 def test_one_rank_and_two_train_alike_in_bfloat16(folder: Path, sections: dict[str, Any]) -> None:
     learner = {"dtype": "bfloat16", "lr": 0.01}

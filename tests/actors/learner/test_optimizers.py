@@ -19,6 +19,8 @@ from tests.support.groups import random_group
 from tests.support.models import make_tiny_model
 from tests.support.saving import make_store, save
 
+pytestmark = pytest.mark.full
+
 torch.set_num_threads(1)
 
 OPTIMIZERS = ["adamw", "muon"]

@@ -38,7 +38,7 @@ def _config(folder: Path, ranks: int, way: str, **learner: Any) -> JobConfig:
     return config_of(folder, ranks, **sections)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("way", WAYS)
 def test_one_process_goes_on_from_two_ranks_as_if_it_had_been_alone(
     folder: Path, tmp_path: Path, way: str
@@ -51,7 +51,7 @@ def test_one_process_goes_on_from_two_ranks_as_if_it_had_been_alone(
     assert distance(made, expected, begun) < WAYS[way][1]
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_go_on_from_one_process_and_from_ranks(
     folder: Path, tmp_path: Path, way: str

@@ -169,7 +169,7 @@ def test_micro_batches_are_never_smaller_than_the_longest_episode(folder: Path) 
 # -- ranks -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_ranks_of_which_one_is_out_of_memory_end_and_say_which_step_and_passes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,7 +239,7 @@ def test_auto_keys_are_settled_for_a_card_and_stay_for_a_cpu(folder: Path) -> No
     assert with_chosen_settings(given, card).learner.settings["microbatch_tokens"] == 96
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_ranks_are_told_the_settings_of_the_learner(folder: Path) -> None:
     auto = {"microbatch_tokens": "auto", "max_row_tokens": 96}
     config = with_chosen_settings(config_of(folder, 2, learner=auto), find_card("H100"))

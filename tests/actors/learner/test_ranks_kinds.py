@@ -91,7 +91,7 @@ def check(folder: Path, kind: str, dtype: str) -> None:
             assert wanted is None or made.numbers[name] == pytest.approx(wanted, rel=0.05), name
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_train_what_one_does(folders: dict[str, Path], kind: str, dtype: str) -> None:
@@ -114,7 +114,7 @@ def masked(step: int) -> list[Group]:
     ]
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
 def test_two_ranks_mask_episodes_as_one_does(folders: dict[str, Path], advantage: str) -> None:
     algorithm = {**HARD["algorithm"], "advantage": advantage, "overlong_filter": True}

@@ -32,7 +32,7 @@ def sections_of(kind: str) -> dict[str, Any]:
     return HARD if kind == "policy" else KINDS[kind]
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["policy", "critic", "images, adapter"])
 def test_two_copies_over_four_ranks_go_on_from_one_process_and_it_from_them(
     tmp_path: Path, kind: str
@@ -68,7 +68,7 @@ def test_two_copies_over_four_ranks_go_on_from_one_process_and_it_from_them(
     assert_same_weights(resumed, weights)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_as_many_copies_as_ranks_hold_the_whole_model_and_come_to_the_same_bits_again(
     tmp_path: Path,
 ) -> None:

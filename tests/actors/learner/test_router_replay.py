@@ -298,7 +298,7 @@ def told_batch(step: int) -> list[Group]:
     return [with_experts(group, rng) for group in batch(step)]
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("learner", [{}, {"context_parallel": 2}])
 def test_two_ranks_replay_as_one_does(folder: Path, learner: dict[str, Any]) -> None:
     algorithm = {"router_replay": True, "kl_coef": 0.05}

@@ -32,6 +32,8 @@ from tests.support.altered_bubblewrap import path_without
 from tests.support.processes import alive
 from tests.support.waiting import PATIENCE_S, until
 
+pytestmark = pytest.mark.full
+
 LOOK = """
 import json, os, sys
 

@@ -18,7 +18,7 @@ from tinkermq.schemas.node import WantedActor
 from tests.support.processes import alive
 from tests.support.waiting import PATIENCE_S, until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="module")]
 
 NOBODY = "nats://127.0.0.1:1"
 IDLE_S = 1.0

@@ -29,6 +29,8 @@ from tests.support.certificates import Certificate, self_signed
 from tests.support.secured import environment, secured
 from tests.support.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.full
+
 TRANSFER = """
 import asyncio, json, os
 import numpy as np

@@ -58,6 +58,8 @@ from tests.support.hollow_model import hollow_model
 from tests.support.nvml import Nvml
 from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
 
+pytestmark = pytest.mark.full
+
 SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
 HANGS = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPS}"
 

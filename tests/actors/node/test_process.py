@@ -38,6 +38,8 @@ from tinkermq.schemas.wire.errors import BrokerError, ConfigError, DeadlineError
 from tests.support.processes import alive
 from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
 
+pytestmark = pytest.mark.full
+
 
 def wanted(run_dir: Path, **changes: object) -> WantedActor:
     fields = {"user": "local", "job": "j1", "name": "learner", "role": "learner"}

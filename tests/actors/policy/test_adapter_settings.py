@@ -37,6 +37,7 @@ from tests.support.models import make_tiny_model
 from tests.support.tinker import TIED, open_trainer, supervised
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.filterwarnings(TIED),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`"),
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True"),

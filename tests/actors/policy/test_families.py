@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tinkermq.actors.gateway.openai import read_query
 from tinkermq.actors.policy.chat import ChatTokenizer
-from tinkermq.actors.policy.template_facts import read_text
+from tinkermq.actors.rollout.template_facts import read_text
 from tinkermq.envs.data import ChatData
 from tinkermq.envs.dataset import Dataset
 from tinkermq.envs.write_data import write_rows

@@ -12,7 +12,7 @@ import pytest
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.actors.rollout.demonstrations import demonstrate
-from tinkermq.actors.rollout.groups import FittingLog, GroupFailed, append_given_up
+from tinkermq.actors.rollout.groups import GroupFailed, append_given_up, append_group
 from tinkermq.actors.rollout.teachers import TeacherContext, with_text
 from tinkermq.actors.runtime import JobContext
 from tinkermq.broker.client.connection import Broker
@@ -63,10 +63,10 @@ async def test_eight_episodes_with_two_megabytes_of_info_are_trained_with_less_o
     context: JobContext,
 ) -> None:
     infos = [{"score": 0.5, "log": "x" * 2 * MB} for _ in range(8)]
-    log = FittingLog(context, log_of(context))
+    log = log_of(context)
     for number in range(3):
         group = make_group([episode(info=info) for info in infos], number)
-        assert await log.append(group)
+        assert await append_group(log, group, "generator-0")
     for item in (await stored(context)).trajectories:
         assert item.info["score"] == 0.5
         assert item.info[INFO_CUT]["bytes"] > 2 * MB
@@ -110,7 +110,7 @@ async def test_a_group_that_is_too_large_becomes_a_dead_letter_that_names_what_i
     group = make_group(make(), **fields)
     log = log_of(context)
     with pytest.raises(GroupFailed) as failed:
-        await FittingLog(context, log).append(group)
+        await append_group(log, group, "generator-0")
     assert await append_given_up(context, log, failed.value)
     assert (await stored(context)).error is not None  # its credit returns
     (letter,) = await read_dead(context.broker, context.scope)

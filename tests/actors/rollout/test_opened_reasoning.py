@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinkermq.actors.policy.template_facts import as_read
 from tinkermq.actors.policy.tiny_models import CHAT_TEMPLATE, save_tiny_model
 from tinkermq.actors.rollout.exact_calls import ExactCalls
+from tinkermq.actors.rollout.template_facts import as_read
 from tinkermq.broker.client.connection import Broker
 from tinkermq.schemas.model_apis.canonical import CanonicalMessage, parse_reply
 from tinkermq.schemas.task import Task

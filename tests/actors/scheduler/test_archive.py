@@ -18,6 +18,8 @@ from tinkermq.schemas.wire.subjects import BUCKET_ARCHIVE, BUCKET_JOBS
 from tests.actors.scheduler.conftest import Stack
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.full
+
 ONE = RetentionLimits(of_user=1, of_all=10)
 
 
@@ -67,7 +69,6 @@ async def test_what_a_user_has_beyond_the_bound_is_archived_and_found_as_before(
     assert quota.held["max_record_bytes"] > quota.held["max_live_jobs"] == 0
 
 
-@pytest.mark.long
 async def test_an_archived_job_is_deleted_for_good_and_brought_back_for_a_while(
     stack: Stack,
 ) -> None:
@@ -85,7 +86,6 @@ async def test_an_archived_job_is_deleted_for_good_and_brought_back_for_a_while(
     assert (await stack.ask("resume", JobRequest(job="b"))).state == "QUEUED"
 
 
-@pytest.mark.long
 async def test_pages_hold_archived_jobs_at_their_places(stack: Stack) -> None:
     await stack.scheduler(keeping=RetentionLimits(of_user=2, of_all=10))
     jobs = [await _cancelled(stack, name) for name in "abcd"]
@@ -124,7 +124,6 @@ async def test_a_job_asked_to_be_deleted_while_it_is_archived_is_deleted(stack: 
     assert (await stack.jobs.get("local", job.job)).removal == "delete"
 
 
-@pytest.mark.long
 async def test_streams_of_a_run_whose_folder_is_gone_stay_where_they_are(stack: Stack) -> None:
     first_scheduler = await stack.scheduler()
     await stack.node()
@@ -143,7 +142,6 @@ async def test_streams_of_a_run_whose_folder_is_gone_stay_where_they_are(stack: 
     assert await stream_info(stack.broker, lost.scope.stream_batch)
 
 
-@pytest.mark.long
 async def test_many_ask_for_one_archived_job_at_once(stack: Stack) -> None:
     await stack.scheduler(keeping=RetentionLimits(of_user=0, of_all=0))
     job = await _cancelled(stack, "a")

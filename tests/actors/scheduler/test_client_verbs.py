@@ -10,6 +10,8 @@ from tinkermq.schemas.wire.errors import ConfigError, NotFoundError
 
 from tests.actors.scheduler.conftest import Stack
 
+pytestmark = pytest.mark.full
+
 
 async def test_a_run_is_paused_scaled_and_resumed_with_more_steps(stack: Stack) -> None:
     job = await stack.running(slots=3)

@@ -16,6 +16,8 @@ from tinkermq.schemas.wire.subjects import BUCKET_NODES, node
 from tests.actors.scheduler.conftest import FAST, Stack
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize(
     ("shown", "took_s", "ahead_s"),

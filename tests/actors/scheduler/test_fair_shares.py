@@ -81,7 +81,7 @@ class Lab:
                 self.free[one.node] |= set(one.devices)
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_full_pool_is_divided_by_weight_and_wide_jobs_wait_no_longer_than_narrow_ones() -> None:
     lab = Lab()
     while lab.now < END:

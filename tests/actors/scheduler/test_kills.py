@@ -15,6 +15,8 @@ from tests.actors.scheduler.conftest import FAST, Stack
 from tests.support.processes import alive
 from tests.support.waiting import PATIENCE_S, eventually, until
 
+pytestmark = pytest.mark.full
+
 MAX_IDLE_MB = 100
 
 

@@ -19,6 +19,8 @@ from tinkermq.schemas.wire.subjects import BUCKET_LEASES, BUCKET_NODES, node
 from tests.actors.scheduler.conftest import FAST, Stack
 from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, eventually
 
+pytestmark = pytest.mark.full
+
 
 async def test_other_schedulers_wait_until_the_first_gives_its_lease_back_or_they_are_stopped(
     own_broker: Broker,

@@ -33,6 +33,8 @@ from tests.actors.scheduler.toy_node import toy_command
 from tests.support.processes import alive
 from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, eventually
 
+pytestmark = pytest.mark.full
+
 HOUR_S = 3600.0
 
 
@@ -292,7 +294,6 @@ def test_no_id_of_a_job_follows_from_that_of_another() -> None:
 # -- nodes -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 @pytest.mark.faults
 async def test_a_job_that_keeps_losing_its_nodes_fails_in_the_end(stack: Stack) -> None:
     await stack.scheduler(replace(FAST, silent_s=5.0))

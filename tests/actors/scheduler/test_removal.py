@@ -10,7 +10,6 @@ import pytest
 from tinkermq.actors.scheduler.jobs.removal import kept_streams
 from tinkermq.actors.storage.run_folders import remove_weights
 from tinkermq.actors.storage.stores import UrlStore
-from tinkermq.broker import run_folder
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import publish_metric, read_events
 from tinkermq.broker.jetstream.kv import Bucket
@@ -25,6 +24,7 @@ from tinkermq.schemas.job import (
     SealedSecrets,
     StopRequest,
 )
+from tinkermq.schemas.local import folder as folders
 from tinkermq.schemas.metric import EvalRecord, Metric, Presence
 from tinkermq.schemas.rollout import Segment
 from tinkermq.schemas.task import BatchRecord
@@ -43,6 +43,8 @@ from tests.actors.scheduler.conftest import Stack
 from tests.support.hollow_model import make_hollow
 from tests.support.strategies import make_group
 from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.full
 
 
 async def _ended(stack: Stack, job: JobRecord) -> JobRecord:
@@ -139,7 +141,7 @@ async def test_a_job_whose_folder_of_weights_is_odd_is_deleted_as_any_other(
 def test_of_a_shared_folder_of_weights_the_named_payloads_alone_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_folder, "MAX_FILES", 3)  # of a run: a shared folder may hold more
+    monkeypatch.setattr(folders, "MAX_FILES", 3)  # of a run: a shared folder may hold more
     for name in ("v1-a.safetensors", "v2-b.difference", "v3-c.safetensors", "model.safetensors"):
         (tmp_path / name).touch()
     for job in ("local.mine", "local.mine-2"):

@@ -26,6 +26,8 @@ from tinkermq.schemas.wire.errors import ConfigError, QuotaError, StateError
 from tests.actors.scheduler.conftest import Stack
 from tests.support.waiting import eventually, until
 
+pytestmark = pytest.mark.full
+
 STRAYING = [("RUNNING", "paused", "resume"), ("PAUSED", "working", "pause")]
 """The state of a job, what its learner's heartbeat says, and what the learner is told."""
 

@@ -42,6 +42,8 @@ from tests.actors.scheduler.conftest import Stack
 from tests.support.secrets_on_disk import files_with
 from tests.support.waiting import PATIENCE_S, eventually, until
 
+pytestmark = pytest.mark.full
+
 SECRET = "5ec2e7" * 6 + "-of-the-tracker"
 
 
@@ -205,7 +207,7 @@ def letterbox() -> Iterator[Letterbox]:
 
 @pytest.mark.parametrize(
     ("do", "said"),
-    [("fail", "has failed"), pytest.param("done", "has finished", marks=pytest.mark.long)],
+    [("fail", "has failed"), ("done", "has finished")],
 )
 async def test_the_end_of_a_run_is_told_while_its_client_sleeps(
     stack: Stack, letterbox: Letterbox, tmp_path: Path, do: str, said: str

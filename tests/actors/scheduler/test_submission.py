@@ -55,6 +55,8 @@ from tests.support.hollow_model import make_hollow
 from tests.support.s3 import environment
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.full
+
 
 async def test_the_same_request_makes_one_job_however_often_it_comes(stack: Stack) -> None:
     await stack.scheduler()

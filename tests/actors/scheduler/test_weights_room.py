@@ -32,6 +32,8 @@ from tests.actors.scheduler.conftest import Stack
 from tests.support.contexts import job_context
 from tests.support.waiting import PATIENCE_S, eventually
 
+pytestmark = pytest.mark.full
+
 LARGE = 1 << 31
 
 

@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 from tinkermq.actors.storage.access import refuse_other_stores
-from tinkermq.actors.storage.adapters import base_of
+from tinkermq.actors.storage.adapters import base_of, name_bases_by_url
 from tinkermq.actors.storage.cache import FolderCache, fetch_model
 from tinkermq.actors.storage.checkpoints import (
     CheckpointMirror,
-    link_tree,
-    name_bases_by_url,
     own_folder,
 )
-from tinkermq.actors.storage.files import check_digests, write_digests
+from tinkermq.actors.storage.files import check_digests, link_tree, write_digests
 from tinkermq.actors.storage.stores import BrokerStore, UrlStore, fetch_tree, upload_tree
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams
@@ -35,6 +33,8 @@ from tinkermq.schemas.wire.subjects import JobScope
 from tests.support import disks
 from tests.support.s3 import S3, SLOW_S, environment, s3_server
 from tests.support.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.full
 
 BIG = os.urandom((8 << 20) * 2 + 12345)
 

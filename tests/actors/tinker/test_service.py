@@ -593,7 +593,7 @@ async def refused_with_a_name(trainer: Trainer) -> None:
     assert "kind='inflight' is not offered for weights with a name" in result.error
 
 
-@pytest.mark.long
+@pytest.mark.full
 async def test_without_a_trainer_nothing_is_guessed(own_broker: Broker, tmp_path: Path) -> None:
     snapshots = Snapshots(own_broker, SCOPE, tmp_path)
     source = SamplerName("s1", 0, f"tinker://{MODEL}/sampler_weights/passing-1")

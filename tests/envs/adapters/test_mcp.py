@@ -31,6 +31,8 @@ from tinkermq.schemas.wire.errors import ConfigError, GameError, TinkermqError
 from tests.envs.adapters.scripted_mcp import answers
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.full
+
 HERE = Path(__file__).parent
 REAL, SCRIPTED = HERE / "mcp_servers.py", HERE / "scripted_mcp.py"
 

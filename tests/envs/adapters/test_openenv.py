@@ -35,6 +35,8 @@ from tinkermq.envs.running.runners import make_runner
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.wire.errors import GameError
 
+pytestmark = pytest.mark.full
+
 SERVER = Path(openenv_server.__file__)
 PATIENCE_S = 60
 

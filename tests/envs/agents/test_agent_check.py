@@ -20,6 +20,8 @@ from tests.envs.agents.programs.conftest import LIMITS, PRELUDE
 from tests.support.configs import example
 from tests.support.harbor_tasks import TASKS, Task
 
+pytestmark = pytest.mark.full
+
 HISTORY = """
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 history = [{"role": "system", "content": "Be quick."}, {"role": "user", "content": "2 + 2?"}]

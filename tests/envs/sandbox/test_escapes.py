@@ -112,7 +112,9 @@ def library(module: ModuleType) -> str:
     return Path(module.__file__).read_text().replace('if __name__ == "__main__":', "if False:")
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    "use", [use if use == "program" else pytest.param(use, marks=pytest.mark.full) for use in USES]
+)
 async def test_no_try_changes_the_machine(use: str, tmp_path: Path) -> None:
     assert hostile.count() > 0, "the tries fail without a sandbox, too"
     source = f"{library(hostile)}\nprint(json.dumps(successes()))"

@@ -11,9 +11,9 @@ from tinkermq.actors.rollout.agent_loop import EpisodeSampling
 from tinkermq.actors.rollout.call_answers import CallAnswers
 from tinkermq.actors.rollout.exact_calls import CallLog, TaskCalls
 from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.metering import TimeUse
 from tinkermq.schemas.agent import CallMessage, CallPart, CallRequest
 from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.profile import TimeUse
 from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.subjects import JobScope
 

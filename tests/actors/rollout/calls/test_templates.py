@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from tinkermq.actors.policy.chat import ChatTokenizer
-from tinkermq.actors.policy.template_facts import HistoryRenderer, call_format, facts_of, read_text
 from tinkermq.actors.policy.tiny_models import CHAT_TEMPLATE, make_tokenizer
 from tinkermq.actors.rollout.call_tree import rows_of
 from tinkermq.actors.rollout.exact_calls import ExactCalls
+from tinkermq.actors.rollout.template_facts import HistoryRenderer, call_format, facts_of, read_text
 from tinkermq.envs.agents.call_selection import main_root
 from tinkermq.schemas.model_apis.canonical import CanonicalCall, CanonicalMessage, parse_reply
 from tinkermq.schemas.model_apis.chat import read_chat

@@ -135,7 +135,7 @@ async def test_a_node_is_found_on_a_host_whose_shell_greets(
 
 
 def test_the_page_on_slurm_names_every_key() -> None:
-    page = (REPOSITORY / "docs" / "slurm.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs" / "clusters.md").read_text(encoding="utf-8")
     texts = field_docs(MachinesConfig).items()
     described = {name: " ".join(text.split()) for name, text in texts}
     assert [name for name, text in described.items() if f"| `{name}` |" not in page] == []

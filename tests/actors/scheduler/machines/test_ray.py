@@ -19,6 +19,8 @@ from tinkermq.schemas.wire.errors import ConfigError, PlacementError
 
 from tests.support.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.full
+
 NODE = """
 import signal, sys, time
 heard = open(sys.argv[1], "a")

@@ -18,6 +18,8 @@ from tinkermq.schemas.wire.errors import RewardError
 from tests.envs.agents.programs.conftest import hosting
 from tests.support.harbor_tasks import PLAIN, TASKS, Task, passes_if, write_tasks
 
+pytestmark = pytest.mark.full
+
 SOLVE = f"""
 ask()
 with open(os.environ["TINKERMQ_TASK"]) as file:

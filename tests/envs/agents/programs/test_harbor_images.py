@@ -177,7 +177,7 @@ def imported(program: str, root: Path, name: str) -> None:
         subprocess.run([program, "import", "-", name], stdin=tar.stdout, check=True)
 
 
-@pytest.mark.long
+@pytest.mark.full
 async def test_a_real_engine_builds_the_environment_of_a_task(tmp_path: Path) -> None:
     engine, lacking = find_engine()
     if engine is None:

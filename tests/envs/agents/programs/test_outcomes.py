@@ -37,6 +37,8 @@ from tests.envs.hosting import Client
 from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.waiting import PATIENCE_S, eventually
 
+pytestmark = pytest.mark.full
+
 SLEEP = "time.sleep(1000)"
 REWARDED = "ask(); post('/reward', reward=0.5)\n"
 
@@ -72,7 +74,6 @@ post("/reward", reward=0.5)
 SHOP = Path(__file__).parents[2] / "adapters" / "mcp_servers.py"
 
 
-@pytest.mark.long
 async def test_a_program_starts_its_mcp_server_inside_its_sandbox(play):
     result = await play(
         "",
@@ -513,7 +514,6 @@ print(nonce)
 """
 
 
-@pytest.mark.long
 async def test_sixty_four_programs_of_a_host_run_at_once():
     async with hosting(CODE_OF_MANY, per_host=64) as host:
 

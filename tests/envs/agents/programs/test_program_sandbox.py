@@ -167,7 +167,7 @@ LIMITED = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(one, marks=pytest.mark.long if "small" in one else []) for one in LIMITED],
+    [pytest.param(one, marks=pytest.mark.full if "small" in one else []) for one in LIMITED],
 )
 async def test_a_program_over_a_limit_is_ended(play, name):
     result = await play(f"ask()\n{LIMITED[name]}")
@@ -282,7 +282,7 @@ def image(
     podman("rmi", "-f", IMAGE)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.usefixtures("image")
 async def test_a_program_in_an_image_sees_that_and_reaches_the_model(tmp_path: Path) -> None:
     (tmp_path / "grader").mkdir()
@@ -312,7 +312,7 @@ wget -q -T 1 -O /dev/null http://192.0.2.1/ 2>/dev/null && echo "reaches"
     assert not any(line.split()[:1] in (["sees"], ["writes"], ["reaches"]) for line in said[3:])
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.usefixtures("image")
 async def test_limits_hold_in_an_image() -> None:
     flood = ASK + "tail /dev/zero"
@@ -325,7 +325,7 @@ async def test_limits_hold_in_an_image() -> None:
     assert result.info["outcome"] in ("timeout", "crash")
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.usefixtures("image")
 async def test_hosts_share_the_files_of_an_image_and_the_last_one_removes_them() -> None:
     first, second = await asyncio.gather(
@@ -339,7 +339,7 @@ async def test_hosts_share_the_files_of_an_image_and_the_last_one_removes_them()
     assert not second.path.parent.exists()
 
 
-@pytest.mark.long
+@pytest.mark.full
 async def test_an_image_that_cannot_be_used_is_refused_at_the_start(image: Path) -> None:
     with pytest.raises(
         SandboxError, match=r"image='localhost/none:1' is not on .*podman says"

@@ -1,43 +1,18 @@
-"""Run folders: links lead nowhere, lines are whole, rollouts are bounded, causes are named."""
+"""Folders that jobs can write: links lead nowhere, sizes are bounded, odd names are names."""
 
-import contextlib
-import errno
 import os
-import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 from tinkermq.actors.node.process import LogFile
-from tinkermq.actors.storage.files import storage_error
 from tinkermq.actors.storage.run_folders import checkpoint_folders
-from tinkermq.broker import run_folder
-from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.disk import append_lines, read_objects, remedy
-from tinkermq.broker.jetstream.streams import delete_job_streams
-from tinkermq.broker.kept_rollouts import (
-    RolloutKeeper,
-    RunRollouts,
-    keep_rollout,
-    kept_rollouts,
-    spread,
-    thin_out,
-)
-from tinkermq.broker.rollouts import BatchLog, RolloutLog
-from tinkermq.broker.run_folder import Folder
-from tinkermq.broker.tracking import JsonlTracker
-from tinkermq.schemas.task import BatchRecord
+from tinkermq.schemas.local import folder as folders
+from tinkermq.schemas.local.folder import Folder
 from tinkermq.schemas.wire.errors import StorageError
-from tinkermq.schemas.wire.subjects import JobScope
-
-from tests.support import disks
-from tests.support.strategies import make_group
 
 SECRET = b"the pool's secret"
 
@@ -261,7 +236,7 @@ def test_folders_that_their_owner_has_locked_are_removed(mode: int) -> None:
 def test_more_files_than_are_walked_are_told_and_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_folder, "MAX_FILES", 50)
+    monkeypatch.setattr(folders, "MAX_FILES", 50)
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     for number in range(60):
         (tmp_path / "run/checkpoints" / f"{number}").touch()
@@ -302,219 +277,3 @@ def test_a_huge_sparse_log_is_put_aside(tmp_path: Path) -> None:
     LogFile(tmp_path, "logs/learner.log").append(["one"])
     LogFile(tmp_path, "logs/learner.log").append(["two"])
     assert log.read_text().split() == ["two"]
-
-
-# Rollouts in a run's folder: what the log no longer has, bounded in bytes, for people to read.
-
-
-PLENTY = 1 << 20
-STEPS = 40
-
-
-async def trained(broker: Broker, scope: JobScope) -> tuple[RolloutLog, int]:
-    """Fill a log: step N trains the entries 2N - 1 and 2N; return it and the last batch record."""
-    log, batches, last = RolloutLog(broker, scope), BatchLog(broker, scope), 0
-    for step in range(1, STEPS + 1):
-        seqs = [2 * step - 1, 2 * step]
-        for seq in seqs:
-            assert await log.append(make_group(seq))
-        record = BatchRecord(
-            step=step, tasks=seqs, seqs=seqs, seed=0, digest="", learner="learner-0", time=0.0
-        )
-        last = await batches.append(record, last)
-    return log, last
-
-
-async def test_what_is_trimmed_archived_or_lost_is_still_read(
-    broker: Broker, scope: JobScope, tmp_path: Path
-) -> None:
-    log, last = await trained(broker, scope)
-    keeper = RolloutKeeper(broker, scope, tmp_path, PLENTY)
-    await keeper.sample(last // 2)
-    await log.trim(STEPS)
-    await keeper.sample(last)
-    await log.trim(2 * STEPS - 3)
-    await keeper.keep_newest()
-
-    there = await RunRollouts.open(broker, scope, str(tmp_path))
-    in_log = list(range(2 * STEPS, 2 * STEPS - 4, -1))
-    assert there.before(None, 4) == in_log
-    older = there.before(in_log[-1], 100)
-    assert 8 <= len(older) <= 16
-    assert min(older) < 10
-    assert older == sorted(older, reverse=True)
-    assert all(there.steps[seq] == (seq + 1) // 2 for seq in older)
-    entry = await there.get(older[-1])
-    assert entry is not None
-    assert entry.group is not None
-    assert entry.group.task.task == older[-1] == entry.number
-    assert there.after(older[0]) == in_log[-1]
-    assert there.after(2 * STEPS) is None
-
-    await delete_job_streams(broker, scope)
-    lost = await RunRollouts.open(broker, scope, str(tmp_path))
-    assert lost.before(None, 100) == [*in_log, *older]
-    assert RunRollouts.of_folder(tmp_path).before(None, 100) == [*in_log, *older]
-    newest = await lost.get(2 * STEPS)
-    assert newest is not None
-    assert newest.payload == make_group(2 * STEPS).to_bytes()
-
-
-async def test_a_folder_is_bounded_and_0_bytes_keep_nothing(
-    broker: Broker, scope: JobScope, tmp_path: Path
-) -> None:
-    _, last = await trained(broker, scope)
-    nothing = RolloutKeeper(broker, scope, tmp_path / "nothing", 0)
-    await nothing.sample(last)
-    await nothing.keep_newest()
-    assert not (tmp_path / "nothing").exists()
-
-    size = len(make_group(1).to_bytes())
-    keeper = RolloutKeeper(broker, scope, tmp_path, 12 * size)
-    for seq in range(4, last + 1, 4):
-        await keeper.sample(seq)
-    await keeper.keep_newest()
-    kept = kept_rollouts(tmp_path)
-    assert sum(one.num_bytes for one in kept) <= 12 * size
-    assert len(kept) >= 6
-    assert [one.seq for one in kept][-3:] == [2 * STEPS - 2, 2 * STEPS - 1, 2 * STEPS]
-
-
-async def test_a_folder_without_room_ends_no_run(
-    broker: Broker, scope: JobScope, tmp_path: Path
-) -> None:
-    _, last = await trained(broker, scope)
-    (tmp_path / "rollouts").write_text("a file where the folder should be")
-    keeper = RolloutKeeper(broker, scope, tmp_path, PLENTY)
-    await keeper.sample(last)
-    await keeper.keep_newest()
-    assert kept_rollouts(tmp_path) == []
-
-
-def test_files_that_are_none_of_ours_are_left_alone(tmp_path: Path) -> None:
-    folder = tmp_path / "rollouts"
-    keep_rollout(tmp_path, 7, b"not a group", 3, None)
-    (folder / "2-1-1.group").symlink_to("/etc/passwd")
-    (folder / "notes.txt").write_text("mine")
-    (folder / "3-1-1.group").mkdir()
-    (found,) = kept_rollouts(tmp_path)
-    assert (found.seq, found.step, found.task) == (7, None, 3)
-    thin_out(tmp_path, 1)
-    assert kept_rollouts(tmp_path) == []
-    assert (folder / "notes.txt").read_text() == "mine"
-    assert kept_rollouts(tmp_path / "nowhere") == kept_rollouts("") == []
-
-
-async def test_a_file_that_is_no_group_is_told_as_such(tmp_path: Path) -> None:
-    keep_rollout(tmp_path, 7, b"not a group", 3, 1)
-    entry = await RunRollouts.of_folder(tmp_path).get(7)
-    assert entry is not None
-    assert entry.group is None
-    assert entry.error is not None
-
-
-@pytest.mark.parametrize(
-    ("behind", "last", "expected"),
-    [(0, 3, [1, 2, 3]), (0, 8, [2, 4, 6, 8]), (5, 6, [6]), (10, 19, [13, 16, 19]), (4, 4, [])],
-)
-def test_records_are_picked_evenly(behind: int, last: int, expected: list[int]) -> None:
-    assert spread(behind, last, 4) == expected
-
-
-# -- Lines are appended whole or not at all, and one that was cut swallows no other ----------------
-
-
-def test_a_line_that_was_cut_does_not_swallow_the_next_and_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "lines.jsonl"
-    append_lines(path, ['{"step": 1}', '{"step": 2}'])
-    with path.open("a") as file:
-        file.write('{"step": 3, "rew')
-    size = append_lines(path, ['{"step": 4}'])
-    assert size == path.stat().st_size
-    with capture_logs() as told:
-        assert [one["step"] for one in read_objects(path)] == [1, 2, 4]
-    assert [(one["event"], one["line"]) for one in told] == [("line_cut", 3)]
-
-
-def test_what_does_not_fit_is_taken_back_whole(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    append_lines(path, ["short"])
-    script = f"""
-import errno, resource, signal
-from pathlib import Path
-from tinkermq.broker.disk import append_lines
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))
-try:
-    append_lines(Path({str(path)!r}), ["x" * 10, "y" * 10])
-except OSError as error:
-    assert error.errno == errno.EFBIG
-else:
-    raise AssertionError("it fitted")
-append_lines(Path({str(path)!r}), ["fits"])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert path.read_text() == "short\nfits\n"
-
-
-# -- What is to be done about a write that failed is said by its cause -----------------------------
-
-
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [
-        (errno.ENOSPC, "free some space"),
-        (errno.EDQUOT, "free some space"),
-        (errno.EPERM, "may not write at"),
-        (errno.EACCES, "may not write at"),
-        (errno.EROFS, "mounted read-only"),
-        (errno.EFBIG, "ulimit"),
-        (errno.EIO, "see the disk"),
-    ],
-)
-@pytest.mark.parametrize("wrapped", [False, True], ids=["itself", "as a cause"])
-def test_a_write_that_failed_is_remedied_by_its_number(
-    tmp_path: Path, number: int, said: str, wrapped: bool
-) -> None:
-    error: Exception = OSError(number, os.strerror(number))
-    if wrapped:
-        cause, error = error, RuntimeError("a library failed")
-        error.__cause__ = cause
-    told = remedy(error, tmp_path / "runs" / "new")
-    assert said in told
-    assert ("free some space" in told) == (number in (errno.ENOSPC, errno.EDQUOT))
-
-
-@contextlib.contextmanager
-def immutable(folder: Path) -> Iterator[None]:
-    if shutil.which("chattr") is None or subprocess.call(["chattr", "+i", str(folder)]):
-        pytest.skip("making a folder immutable needs root and a disk that can")
-    try:
-        yield
-    finally:
-        subprocess.check_call(["chattr", "-i", str(folder)])
-
-
-def test_an_immutable_run_folder_is_not_told_to_be_full(tmp_path: Path) -> None:
-    with immutable(tmp_path):
-        for error in (RuntimeError("a library failed"), OSError(errno.EPERM, "no")):
-            failure = storage_error(tmp_path / "checkpoints" / "step_000001", error)
-            assert failure is not None
-            assert not failure.is_full
-            assert "lsattr" in failure.hint
-            assert "free some space" not in failure.hint
-        with pytest.raises(StorageError) as told:
-            JsonlTracker(tmp_path)
-        assert "lsattr" in told.value.hint
-
-
-def test_a_disk_that_is_mounted_read_only_is_named(tmp_path: Path) -> None:
-    with disks.small_disk(tmp_path / "disk", 4) as disk:
-        subprocess.check_call(["mount", "-o", "remount,ro", str(disk)])
-        failure = storage_error(disk / "checkpoints" / "step_000001", RuntimeError("it failed"))
-        assert failure is not None
-        assert "mounted read-only" in failure.hint
-        assert "free some space" not in failure.hint

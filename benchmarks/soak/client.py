@@ -1,4 +1,4 @@
-"""A user's program that hosts a game for one job: `python -m tests.faults.soak.client URL`."""
+"""A user's program that hosts a game for one job: `python -m benchmarks.soak.client URL`."""
 
 import signal
 import sys

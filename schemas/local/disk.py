@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import structlog
 
-from ..schemas.wire.errors import StorageError
+from ..wire.errors import StorageError
 
 T = TypeVar("T")
 P = ParamSpec("P")

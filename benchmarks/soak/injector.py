@@ -20,8 +20,8 @@ import psutil
 from tinkermq.schemas.job import FINAL_STATES
 from tinkermq.schemas.wire.errors import StateError, TinkermqError
 
-from tests.faults.soak.lanes import Lane
-from tests.faults.soak.pool import BROKER, SILENCE_S, Pool, Target, family
+from benchmarks.soak.lanes import Lane
+from benchmarks.soak.pool import BROKER, SILENCE_S, Pool, Target, family
 from tests.support.jobs import Job
 
 WEIGHTS = {

@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import RequestContext, Service, call
-from tinkermq.broker.metering import TimeUse
-from tinkermq.broker.profile import Profile, advise, profile_of, waited_for
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue
 from tinkermq.schemas.control import ControlReply, ControlRequest
+from tinkermq.schemas.profile import Profile, TimeUse, advise, profile_of, waited_for
 from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.subjects import JobScope
 from tinkermq.schemas.wire.trace import (

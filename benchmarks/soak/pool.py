@@ -150,7 +150,7 @@ class Pool(Stack):
 
     def start_client(self, name: str, server_url: str) -> int:
         """Start a user's program that hosts the game of a job."""
-        return self._run(name, [sys.executable, "-m", "tests.faults.soak.client", server_url])
+        return self._run(name, [sys.executable, "-m", "benchmarks.soak.client", server_url])
 
     def _run(self, name: str, command: list[str], variables: dict[str, str] | None = None) -> int:
         self._processes[name] = self._popen(command, name, variables)

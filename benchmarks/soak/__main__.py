@@ -1,6 +1,6 @@
 """Soak: kills and stops at random over all roles, then every group of every run accounted for.
 
-    python -m tests.faults.soak --kills 200 --seed 1
+    python -m benchmarks.soak --kills 200 --seed 1
 
 A pool of real processes with limits at their defaults runs four kinds of tiny jobs beside each
 other, while SIGKILL meets learners, generators, environment hosts, evaluators, schedulers, nodes
@@ -26,11 +26,11 @@ from pathlib import Path
 
 from tinkermq.schemas.config.load_config import parse_config
 
-from tests.faults.soak.account import Account, Run, account
-from tests.faults.soak.injector import WEIGHTS, Injector
-from tests.faults.soak.lanes import Finished, Lane, Watcher
-from tests.faults.soak.pool import Pool, tinkermq
-from tests.faults.soak.recipes import RECIPES, num_rows
+from benchmarks.soak.account import Account, Run, account
+from benchmarks.soak.injector import WEIGHTS, Injector
+from benchmarks.soak.lanes import Finished, Lane, Watcher
+from benchmarks.soak.pool import Pool, tinkermq
+from benchmarks.soak.recipes import RECIPES, num_rows
 from tests.support.waiting import eventually
 
 _TEND_S = 0.5
@@ -252,7 +252,7 @@ def _table(options: Options, injector: Injector, outcome: Outcome, spent_s: floa
 def main() -> int:
     """Parse the command line and run; the folder is kept where something is wrong."""
     parser = argparse.ArgumentParser(
-        prog="tests.faults.soak", description=(__doc__ or "").split("\n")[0]
+        prog="benchmarks.soak", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--kills", type=int, default=200, help="SIGKILLs in all (default: 200)")
     parser.add_argument("--seed", type=int, help="default: drawn, and printed")

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from ..schemas.wire.errors import StorageError
+from ..wire.errors import StorageError
 
 MAX_FILES = 100_000
 """Files of a folder that are walked at most."""

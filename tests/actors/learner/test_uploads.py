@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from tinkermq.actors.learner import saving
+from tinkermq.actors.learner.saving import Uploads
 from tinkermq.actors.runtime import JobContext
-from tinkermq.actors.storage import checkpoints
 from tinkermq.actors.storage.cache import fetch_model
-from tinkermq.actors.storage.checkpoints import CheckpointMirror, Uploads
+from tinkermq.actors.storage.checkpoints import CheckpointMirror
 from tinkermq.actors.storage.files import write_digests
 from tinkermq.actors.storage.run_folders import checkpoint_name
 from tinkermq.actors.storage.stores import UrlStore
@@ -57,7 +58,7 @@ def _make(run: Path, step: int, base: str = "b") -> Path:
 async def test_what_is_kept_for_good_comes_into_a_store_that_was_away(
     context: JobContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(saving, "_PAUSE_S", 0.01)
     store = tmp_path / "store"
 
     async def is_away() -> bool:

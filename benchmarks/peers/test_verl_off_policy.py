@@ -1,6 +1,6 @@
 """Masks, normalised weights, off-policy metrics and further losses: as verl 0.9.1 has them.
 
-Opt-in as `test_peer_verl.py` is.
+Opt-in as `test_verl.py` is.
 """
 
 # verl: not installed for development.
@@ -27,13 +27,13 @@ from tinkermq.actors.training.off_policy import (
 )
 from tinkermq.schemas.config.algorithm import CorrectionMask
 
-from tests.actors.learner.verl_batch import NUM_SEQS, Batch, assert_same, batch
+from benchmarks.peers.verl_batch import NUM_SEQS, Batch, assert_same, batch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # verl and ray warn while they are imported
     pytest.importorskip(
         "verl.trainer.ppo.core_algos",
-        reason="compares with verl 0.9.1: see test_peer_verl.py",
+        reason="compares with verl 0.9.1: see test_verl.py",
         exc_type=ImportError,
     )
     from verl.trainer.ppo import core_algos

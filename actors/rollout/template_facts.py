@@ -34,7 +34,7 @@ from ...schemas.model_apis.canonical import (
 from ...schemas.tool_calls import FORMATS, CallFormat, certain_length, in_hermes_form
 from ...schemas.wire.array import IntVector
 from ...schemas.wire.errors import ModelError
-from .chat import ChatTokenizer
+from ..policy.chat import ChatTokenizer
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 

@@ -30,7 +30,7 @@ from tinkermq.actors.training.losses import (
 from tinkermq.actors.training.off_policy import correct, mismatch_statistics
 from torch import Tensor
 
-from tests.actors.learner.verl_batch import LENGTH, NUM_SEQS, Batch, assert_same, batch
+from benchmarks.peers.verl_batch import LENGTH, NUM_SEQS, Batch, assert_same, batch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # verl and ray warn while they are imported

@@ -16,8 +16,8 @@ from tinkermq.clients.base import JobAddress
 from tinkermq.schemas.job import JobReply, SubmitRequest
 from tinkermq.schemas.wire.errors import BrokerError, DeadlineError
 
-from tests.faults.soak.pool import Pool
-from tests.faults.soak.recipes import Recipe
+from benchmarks.soak.pool import Pool
+from benchmarks.soak.recipes import Recipe
 from tests.support.jobs import Job
 
 T = TypeVar("T")

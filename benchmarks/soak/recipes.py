@@ -7,7 +7,7 @@ from typing import Any
 
 from tinkermq.envs.games.addition import make_data
 
-from tests.faults.soak.client import NUM_VAL
+from benchmarks.soak.client import NUM_VAL
 
 Config = dict[str, Any]
 

@@ -1,0 +1,1 @@
+"""Disks, folders and processes of the machine that a process runs on."""
