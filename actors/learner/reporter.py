@@ -13,8 +13,8 @@ from typing import Any
 from ...broker.feed import publish_metric, publish_trace
 from ...broker.jetstream.kv import Entry
 from ...broker.presence import list_presences
-from ...broker.tracking import GuardedTracker, Tracker
 from ...schemas.local.disk import in_thread, read_objects, with_room
+from ...schemas.local.tracking import GuardedTracker, Tracker
 from ...schemas.metric import Metric, Presence
 from ...schemas.profile import TimeUse, advise, bound_key, profile_of
 from ...schemas.rollout import Group

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ...broker.rollouts import BatchLog, RolloutLog
-from ...broker.tracking import TrackedRun, Tracker, make_trackers
 from ...envs.data import ChatData
 from ...envs.host_client import Environments
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import given_section
 from ...schemas.local.disk import in_thread, with_room
+from ...schemas.local.tracking import TrackedRun, Tracker, make_trackers
 from ...schemas.task import BatchRecord
 from ...schemas.wire.errors import OutOfMemoryError, StorageError, TinkermqError, root_cause
 from ..policy.devices import own_card, own_device

@@ -7,8 +7,8 @@ from pathlib import Path
 from tinkermq.actors.learner.reporter import Reporter
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import read_events
-from tinkermq.broker.tracking import GuardedTracker, JsonlTracker, Tracker
 from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.local.tracking import GuardedTracker, JsonlTracker, Tracker
 from tinkermq.schemas.metric import Event
 from tinkermq.schemas.wire.subjects import JobScope
 

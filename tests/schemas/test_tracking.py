@@ -15,7 +15,7 @@ from threading import Event
 from typing import Any
 
 import pytest
-from tinkermq.broker.tracking import (
+from tinkermq.schemas.local.tracking import (
     ConsoleTracker,
     GuardedTracker,
     TrackedRun,
@@ -203,7 +203,7 @@ def test_trackio_goes_on_with_the_run_of_the_same_name(
     pytest.importorskip("trackio")
     script = """
 import sys
-from tests.broker.test_tracking import ROWS, make
+from tests.schemas.test_tracking import ROWS, make
 from pathlib import Path
 step = int(sys.argv[1])
 tracker = make("trackio", Path("."))
@@ -228,7 +228,7 @@ tracker.finish()
 
 TRACKED = """
 import sys
-from tinkermq.broker.tracking import TrackedRun, make_trackers
+from tinkermq.schemas.local.tracking import TrackedRun, make_trackers
 make_trackers(["wandb"], TrackedRun(project="p", name="r"), folder=sys.argv[1])
 """
 
@@ -450,7 +450,7 @@ OUTLIVES = """
 import sys
 from pathlib import Path
 import psutil
-from tests.broker.test_tracking import PATIENCE_S, log_steps, make
+from tests.schemas.test_tracking import PATIENCE_S, log_steps, make
 tracker = make("wandb-offline", Path(sys.argv[1]))
 tracker.log({"a": 1.0}, 1)
 tracker.flush(PATIENCE_S)

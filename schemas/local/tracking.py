@@ -24,8 +24,8 @@ from typing import Any, Literal, TypeAlias
 
 import structlog
 
-from ..schemas.local.disk import append_lines, remedy
-from ..schemas.wire.errors import ConfigError, StorageError
+from ..wire.errors import ConfigError, StorageError
+from .disk import append_lines, remedy
 
 BACKENDS = ("console", "jsonl", "tensorboard", "wandb", "wandb-offline", "trackio", "mlflow")
 MLFLOW_URI = "MLFLOW_TRACKING_URI"
