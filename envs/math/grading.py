@@ -16,14 +16,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cache
 from importlib.util import find_spec
 from typing import Literal
 
 from ...schemas.wire.errors import ConfigError, GameError
 from ..reasoning import behind_reasoning
-from .quantity import clean, is_balanced, read_quantity, same_unit, without_units
+from .units import clean, is_balanced, same_unit, split_unit, without_units
 
 # Finding the answer. Pure.
 
@@ -60,10 +59,11 @@ _MATHEMATICAL = frozenset(
 _PARTS_OF_NUMBERS = re.compile(
     r"\\(?:[dtc]?frac|sqrt|pi|times|cdot|div|over|circ|left|right)(?![A-Za-z])|[\d.\s/^(){}*%\\-]"
 )
-_COMPUTATION = re.compile(r"[\w)}]\s*[-+]|\d\s+\d")
-"""A sum or a difference, or several numbers."""
-_FAR = Fraction(2, 10**6)
-"""Of the larger one: numbers that differ by more are not the same, rounded or not."""
+_COMPUTATION = re.compile(
+    r"[\w)}]\s*[-+]|\d\s+\d|(?:\\times|\\cdot|\*)(?!\s*10\s*\^)|[\d)]\s*\(|\)\s*\d"
+)
+"""A sum, a difference, a product other than scientific notation, or several numbers."""
+_IRRATIONAL = re.compile(r"\\(?:sqrt|pi)")
 
 
 def said_in_the_end(text: str) -> str:
@@ -116,31 +116,30 @@ def to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
         return _same_words(*texts)
     if r"\boxed" in texts[1]:
         return False
-    return _numbers_to_compare(gold, answer, texts)
+    return _numbers_to_compare(*texts)
 
 
-def _numbers_to_compare(gold: str, answer: str, texts: tuple[str, str]) -> tuple[str, str] | bool:
-    right, answered = read_quantity(gold), read_quantity(answer)
-    if right is None or (right.has_letter and (answered is None or not answered.unit)):
+def _numbers_to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
+    texts = (gold, answer)
+    letters = any((measure := split_unit(text)) is not None and measure.unit for text in texts)
+    right, answered = (split_unit(text, letters=letters) for text in texts)
+    if right is None:
         return _expressions_to_compare(*texts)
+    is_rational = not _leaves_work(right.number) and not _IRRATIONAL.search(right.number)
+    given = answer if answered is None else answered.number
+    if is_rational and _leaves_work(given):
+        return False
     if answered is None:
-        if right.is_rational and _leaves_work(texts[1]):
-            return False
-        return right.latex, texts[1]
-    if answered.has_letter and not right.unit:
-        return right.latex, texts[1]
+        return right.latex, answer
     if not same_unit(right.unit, answered.unit) or _other_name(right.label, answered.label):
         return False
-    if right.value is not None and answered.value is not None:
-        is_far = abs(right.value - answered.value) > _FAR * max(
-            abs(right.value), abs(answered.value)
-        )
-        if is_far and right.is_percent == answered.is_percent:
-            return False
     return right.latex, answered.latex
 
 
 def _expressions_to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
+    left, equals, _ = gold.partition("=")
+    if equals and "=" not in answer and re.search(r"[+*/^-]", left):
+        return False  # math-verify compares the right side alone: 0 for x+y=0
     (right, units), (given, others) = without_units(gold), without_units(answer)
     if units and others and any(unit not in others for unit in units):
         return False

@@ -217,10 +217,6 @@ RIGHT: tuple[tuple[str, str], ...] = (
     ("5", r"\(\text{5}\)"),
     ("5", r"\( x = 5 \)"),
     ("5", "$x=5$"),
-    ("1/2", r"\frac{1}{2} = 0.5"),
-    ("0.5", r"\frac{1}{2}=0.5"),
-    ("1/3", r"0.\overline{3}"),
-    ("1/6", r"0.1\overline{6}"),
     ("5", "5th"),
     ("5", r"5^{\text{th}}"),
     ("20", r"20^\circ\text{C}"),
@@ -316,6 +312,11 @@ RIGHT: tuple[tuple[str, str], ...] = (
     (r"16\pi\text{ square inches}", r"16\pi"),
     ("2x+3y=6", "3y+2x=6"),
     (r"5\text{ or }6", "5,6"),
+    # small numbers
+    ("1/30!", r"\frac{1}{30!}"),
+    ("10^{-9}", "1e-9"),
+    # equations
+    ("x+y=0", "y+x=0"),
     # a bare letter may be a variable
     ("3 t", "3t"),
     (r"2\pi h", r"2h\pi"),
@@ -552,7 +553,27 @@ WRONG: tuple[tuple[str, str], ...] = (
     (r"2\pi\text{ cm}", r"2\pi\text{ m}"),
     (r"2\sqrt{3}\text{ cm}", r"2\sqrt{3}\text{ inches}"),
     (r"2\pi", r"2\pi r"),
+    ("12", r"3\times 4"),
+    ("12", "3*4"),
+    ("12", r"3 \cdot 4"),
+    ("12", "(3)(4)"),
+    ("12", "3(4)"),
+    # what math-verify does not read as one number
+    ("1/2", r"\frac{1}{2} = 0.5"),
+    ("0.5", r"\frac{1}{2}=0.5"),
+    ("1/3", r"0.\overline{3}"),
+    ("1/6", r"0.1\overline{6}"),
+    # small numbers, which math-verify alone rounds to 0
+    ("1/30!", "2/30!"),
+    (r"\frac{1}{30!}", r"\frac{2}{30!}"),
+    ("10^{-9}", "2e-9"),
+    # equations
+    ("x+y=0", "x-y=0"),
+    ("x+y=0", "0"),
+    ("3x=6", "3x=9"),
     # a bare letter may be a variable
+    ("5", "5 m"),
+    ("5", "5m"),
     ("3 t", "4t"),
     ("3t", "3"),
     (r"2\pi h", r"2\pi"),
