@@ -1,39 +1,24 @@
-"""Check a game where an environment host would run it: what `tinkermq env check --on-node` runs.
+"""Check a game on a node, for `tinkermq env check --on-node`.
 
-A process of its own, which a node starts as it does a host, in the same sandbox. The
-configuration comes in by the environment, since a host has no input; lines of JSON go out, between
-whatever the game prints.
+The node starts this process as an environment host's, in the same sandbox (see
+`schemas/checks.py`). A host has no input, so the request comes in by the environment.
 """
 
 import json
 import os
-import sys
 
 from ..envs.check import check_game
+from ..schemas.checks import write_results
 from ..schemas.config.job import EnvConfig
-from ..schemas.node import MAX_TEXT_CHARS
 
 VARIABLE = "TINKERMQ_GAME_CHECK"
 """Holds `{"env": {...}, "seed": 0}` as JSON."""
-PREFIX = "checked-game "
-"""Begins each line that holds what was found."""
-END = "checked-game"
-"""The last line."""
 
 
 def main() -> None:
-    """Check the game that the environment names."""
-    asked = json.loads(os.environ.pop(VARIABLE))
-    results = check_game(EnvConfig.model_validate(asked["env"]), seed=asked["seed"])
-    for one in results:
-        found = {"name": one.name, "ok": one.ok, "detail": cut(one.detail), "hint": cut(one.hint)}
-        sys.stdout.write(f"\n{PREFIX}{json.dumps(found, ensure_ascii=False)}")
-    sys.stdout.write(f"\n{END}\n")
-
-
-def cut(text: str) -> str:
-    """Return a text, cut where it is longer than a message of a check takes."""
-    return text if len(text) <= MAX_TEXT_CHARS else text[: MAX_TEXT_CHARS - 1] + "…"
+    """Print the results for the game that the environment names."""
+    request = json.loads(os.environ.pop(VARIABLE))
+    write_results(check_game(EnvConfig.model_validate(request["env"]), seed=request["seed"]))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Quick checks of this machine's GPUs: `python -m tinkermq.actors.gpu_check [--json]`.
+"""Quick checks of this machine's GPUs, for `tinkermq doctor --gpu`.
 
-`tinkermq doctor --gpu` runs this. Each check is a process of its own with a deadline, so that a
-crash, a hang or an error of CUDA fails that check and no other. Longer checks are in `tests/gpu`.
+The command starts `python -m tinkermq.actors.gpu_check` (see `schemas/checks.py`). Each check is a
+process of its own with a deadline, so that a crash, a hang or an error of CUDA fails that check and
+no other. Longer checks are in `tests/gpu`.
 """
 
-import argparse
 import asyncio
+import contextlib
 import faulthandler
-import json
+import itertools
 import multiprocessing
 import os
 import platform
@@ -24,22 +25,12 @@ from importlib.metadata import version as package_version
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
-from pydantic import BaseModel, ConfigDict
-from rich.console import Console
-from rich.markup import escape
-
+from ..schemas.checks import CheckResult, CheckSkipped, failed_check, write_results
 from ..schemas.local.process import die_with
 from ..schemas.wire.errors import DeadlineError, EngineError, TinkermqError
 
-State = Literal["ok", "failed", "skipped"]
-_FAILED, _INTERRUPTED = 1, 130
-_MARKS: dict[State, str] = {
-    "ok": "[green]ok[/]     ",
-    "failed": "[red]failed[/] ",
-    "skipped": "[yellow]skipped[/]",
-}
 _PACKAGES = ("torch", "transformers", "vllm", "flash-attn")
 _LOG_CHARACTERS = 4000
 _MIN_CAPABILITY = 8.0
@@ -49,8 +40,8 @@ _SUM_DEADLINE_S = 50.0
 _NUM_VALUES = 1 << 26
 
 
-class Check(NamedTuple):
-    """One line of the result."""
+class GpuCheck(NamedTuple):
+    """One check, which runs in a process of its own."""
 
     name: str
     place: str
@@ -60,67 +51,33 @@ class Check(NamedTuple):
     """What to do where it fails, if the error itself does not say it."""
 
 
-class GpuCheckResult(BaseModel):
-    """The result of one check."""
-
-    model_config = ConfigDict(frozen=True)
-
-    name: str
-    state: State
-    detail: str = ""
-    """What was measured, or why it failed or was skipped."""
-    hint: str = ""
-    """What to do then."""
-    seconds: float = 0.0
-    """From the start of its process to its end."""
-    log: str = ""
-    """The end of what its process wrote, where it failed."""
-
-
-class CheckSkipped(TinkermqError):
-    """A check that does not apply here; the message says why, the hint what would change it."""
-
-
 _HERE = "tinkermq.actors.gpu_check"
-DEVICE = Check("device", f"{_HERE}:check_device", 60, "install the torch that fits the driver")
+DEVICE = GpuCheck("device", f"{_HERE}:check_device", 60, "install the torch that fits the driver")
 """The check without which no other runs."""
 CHECKS = (
     DEVICE,
-    Check(
+    GpuCheck(
         "nccl",
         f"{_HERE}:check_nccl",
         90,
         "run with NCCL_DEBUG=INFO; in containers, give more shared memory (--shm-size=8g)",
     ),
-    Check(
+    GpuCheck(
         "flash-attention",
         f"{_HERE}:check_flash_attention",
         60,
         "leave model.attn_implementation at auto",
     ),
-    Check("engine", f"{_HERE}:check_engine", 180, "docs/engines.md says what each engine needs"),
+    GpuCheck("engine", f"{_HERE}:check_engine", 180, "docs/engines.md says what each engine needs"),
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run all checks, print each as it ends, and return the exit code: 1 if one failed."""
-    parser = argparse.ArgumentParser(prog=f"python -m {_HERE}", description="Check the GPUs.")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    options = parser.parse_args(argv)
-    console = Console(stderr=options.json, soft_wrap=True, highlight=False)
-    versions = read_versions()
-    console.print("         " + escape(", ".join(" ".join(one) for one in versions.items())))
-    results: list[GpuCheckResult] = []
-    try:
-        for result in run_checks(CHECKS):
-            results.append(result)
-            _print_result(result, console)
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    if options.json:
-        checks = [one.model_dump() for one in results]
-        sys.stdout.write(json.dumps({"versions": versions, "checks": checks}) + "\n")
-    return _FAILED if any(one.state == "failed" for one in results) else 0
+def main() -> None:
+    """Print the result of each check as it ends."""
+    versions = ", ".join(" ".join(item) for item in read_versions().items())
+    machine = CheckResult(name="versions", outcome="ok", detail=versions)
+    with contextlib.suppress(KeyboardInterrupt):
+        write_results(itertools.chain([machine], run_checks(CHECKS)))
 
 
 def read_versions() -> dict[str, str]:
@@ -143,34 +100,23 @@ def _read_driver_version() -> str:
     return done.stdout.partition("\n")[0].strip() or "none"
 
 
-def _print_result(result: GpuCheckResult, console: Console) -> None:
-    width = max(len(check.name) for check in CHECKS)
-    took = f"{result.seconds:4.0f} s" if result.seconds else " " * 6
-    mark = _MARKS[result.state]
-    console.print(f"{mark} {result.name:<{width}} {took}  {escape(result.detail)}")
-    if result.hint:
-        console.print(f"{'':{width + 17}}[dim]{escape(result.hint)}[/]")
-
-
 # -- one process for each check --------------------------------------------------------------------
 
 
-def run_checks(checks: Sequence[Check]) -> Iterator[GpuCheckResult]:
+def run_checks(checks: Sequence[GpuCheck]) -> Iterator[CheckResult]:
     """Yield the result of each check as it ends; without a working device the rest is skipped."""
     has_device = True
     for check in checks:
         if not has_device:
-            hint = "fix the device first"
-            yield GpuCheckResult(
-                name=check.name, state="skipped", detail="no GPU to use", hint=hint
-            )
+            missing = CheckSkipped("no GPU to use", hint="fix the device first")
+            yield failed_check(check.name, missing)
             continue
         result = run_check(check)
-        has_device = check.name != DEVICE.name or result.state == "ok"
+        has_device = check.name != DEVICE.name or result.outcome == "ok"
         yield result
 
 
-def run_check(check: Check) -> GpuCheckResult:
+def run_check(check: GpuCheck) -> CheckResult:
     """Run one check to its end or its deadline; no process of it is left then."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tinkermq-gpu-", ignore_cleanup_errors=True) as name:
@@ -179,13 +125,12 @@ def run_check(check: Check) -> GpuCheckResult:
         result = _read_result(folder) if code is not None else None
         if result is None:
             detail = _describe_end(code, check.deadline_s)
-            result = GpuCheckResult(name=check.name, state="failed", detail=detail, hint=check.hint)
-        failed = result.state == "failed"
-        log = (folder / "log").read_text(errors="replace")[-_LOG_CHARACTERS:] if failed else ""
+            result = failed_check(check.name, EngineError(detail, hint=check.hint))
+        log = "" if result.ok else (folder / "log").read_text(errors="replace")[-_LOG_CHARACTERS:]
     return result.model_copy(update={"seconds": time.monotonic() - started, "log": log})
 
 
-def _run_process(check: Check, folder: Path) -> int | None:
+def _run_process(check: GpuCheck, folder: Path) -> int | None:
     """Return the exit code of a check's process; None past its deadline."""
     (folder / "work").mkdir()
     code = f"from {_HERE} import run_child; run_child({tuple(check)!r}, {str(folder / 'result')!r})"
@@ -218,10 +163,10 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _read_result(folder: Path) -> GpuCheckResult | None:
+def _read_result(folder: Path) -> CheckResult | None:
     """Return the result that a process wrote; None where it ended before."""
     try:
-        return GpuCheckResult.model_validate_json((folder / "result").read_bytes())
+        return CheckResult.model_validate_json((folder / "result").read_bytes())
     except (OSError, ValueError):
         return None
 
@@ -235,29 +180,26 @@ def _describe_end(code: int | None, deadline_s: float) -> str:
 
 
 def run_child(check: tuple[str, str, float, str], file: str) -> None:
-    """Be the process of a check: write its result into a file, also where it failed."""
+    """Run a check in this process; write its result into a file."""
     faulthandler.enable()
-    Path(file).write_text(_call_check(Check(*check)).model_dump_json())
+    Path(file).write_text(_call_check(GpuCheck(*check)).model_dump_json())
 
 
-def _call_check(check: Check) -> GpuCheckResult:
+def _call_check(check: GpuCheck) -> CheckResult:
     module, _, function = check.place.partition(":")
     try:
         detail = getattr(import_module(module), function)()
-    except CheckSkipped as error:
-        return GpuCheckResult(
-            name=check.name, state="skipped", detail=error.message, hint=error.hint
-        )
     except TinkermqError as error:
         traceback.print_exc()
-        hint = error.hint or check.hint
-        return GpuCheckResult(name=check.name, state="failed", detail=error.message, hint=hint)
+        result = failed_check(check.name, error)
     except Exception as error:  # noqa: BLE001  the boundary of a check
         traceback.print_exc()
         first = (str(error).strip().splitlines() or [""])[0]
-        detail = f"{type(error).__name__}: {first}".rstrip(": ")
-        return GpuCheckResult(name=check.name, state="failed", detail=detail, hint=check.hint)
-    return GpuCheckResult(name=check.name, state="ok", detail=detail)
+        named = EngineError(f"{type(error).__name__}: {first}".rstrip(": "))
+        result = failed_check(check.name, named)
+    else:
+        return CheckResult(name=check.name, outcome="ok", detail=detail)
+    return result if result.hint or result.ok else result.model_copy(update={"hint": check.hint})
 
 
 # -- the checks ------------------------------------------------------------------------------------
@@ -282,8 +224,8 @@ def check_device() -> str:
                 f"{_MIN_CAPABILITY}",
                 hint="use learner.dtype=float32 and generator.dtype=float32 on this GPU",
             )
-        found = cuda.get_device_properties(index)
-        names.append(f"{found.name} ({found.total_memory / 2**30:.0f} GiB)")
+        device = cuda.get_device_properties(index)
+        names.append(f"{device.name} ({device.total_memory / 2**30:.0f} GiB)")
     nccl = ".".join(map(str, cuda.nccl.version()))
     return f"{', '.join(names)}; CUDA {torch.version.cuda}, NCCL {nccl}"
 
@@ -354,7 +296,7 @@ def _receive_sum(pipe: Connection, rank: int, deadline: float) -> tuple[float, f
 def _sum_as_rank(
     rank: int, num_ranks: int, num_values: int, meeting: Mapping[str, Any], pipe: Connection
 ) -> None:
-    """Be a rank: send the largest error and the seconds of the fastest sum."""
+    """Sum as one rank; send the largest error and the seconds of the fastest sum."""
     import torch
 
     from ..schemas.config.sections import LearnerConfig
@@ -478,11 +420,11 @@ async def _generate(engine_name: str) -> str:
             generations = await asyncio.gather(*requests)
         finally:
             await engine.close()
-    complete = sum(len(one.token_ids) == num_tokens for one in generations)
+    complete = sum(len(answer.token_ids) == num_tokens for answer in generations)
     if complete != num_prompts:
         raise EngineError(f"{engine_name} answered {complete} of {num_prompts} requests in full")
     return f"{engine_name} started in {start_s:.1f} s and answered {num_prompts} requests"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

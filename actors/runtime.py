@@ -42,7 +42,7 @@ from ..schemas.metric import Event, Presence
 from ..schemas.wire.errors import NotFoundError, StateError, TinkermqError, root_cause
 from ..schemas.wire.subjects import BUCKET_JOBS, JobScope
 from .storage.access import refuse_links_to_others
-from .storage.cache import bring_here
+from .storage.cache import fetch_models
 
 EXIT_DONE = 0
 EXIT_CRASHED = 1
@@ -281,7 +281,7 @@ def run_job_actor(
                 await asyncio.to_thread(refuse_links_to_others, record, context.config)
                 if role != "environment":
                     with context.waiting("models from a store"):
-                        here = await bring_here(broker, context.config, record, role)
+                        here = await fetch_models(broker, context.config, record, role)
                         context.config, context.record = here
                 code = await main(context)
             except TinkermqError as error:

@@ -26,10 +26,10 @@ from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.tiny_models import make_tokenizer
 from tinkermq.actors.rollout.agent_loop import EpisodeSampling
 from tinkermq.actors.rollout.call_answers import CallAnswers
-from tinkermq.actors.rollout.exact_calls import CallLog
-from tinkermq.actors.rollout.template_facts import TemplateFacts, facts_of
-from tinkermq.schemas.agent import CallMessage, CallPart, CallRequest
+from tinkermq.actors.rollout.call_log import CallLog
+from tinkermq.schemas.agent import CallPart, CallRequest
 from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.generation import ModelMessage
 from tinkermq.schemas.model_apis.request import history_of
 from tinkermq.schemas.profile import TimeUse
 
@@ -78,17 +78,17 @@ async def converse(
     `beside` is given each request behind its answer.
     """
     seconds: list[float] = []
-    messages: list[CallMessage] = []
+    messages: list[ModelMessage] = []
     for number in range(num_calls):
         said = f"{number} ".ljust(_GIVEN_CHARS, "x")
-        messages.append(CallMessage(role="user", content=[said]))
+        messages.append(ModelMessage(role="user", content=[said]))
         asked = CallRequest(request=f"r{number}", messages=list(messages))
         started = time.process_time()
         last = await calls.answer(asked, _unheard)
         seconds.append(time.process_time() - started)
         if beside is not None:
             beside(asked)
-        messages.append(CallMessage(role="assistant", content=[last.deltas[0].text]))
+        messages.append(ModelMessage(role="assistant", content=[last.deltas[0].text]))
     return seconds
 
 
@@ -106,7 +106,7 @@ async def late_calls(num_calls: int) -> Late:
         chat.prompt([one.for_template() for one in history_of(asked)])
         whole.append(time.process_time() - started)
 
-    calls = _opened(0, chat, _config(num_calls), facts_of(chat))
+    calls = _opened(0, chat, _config(num_calls))
     mine = await converse(calls, num_calls, render)
     await calls.close("the benchmark is over")
     return Late(median(mine[:_LATE]), median(mine[-_LATE:]), median(whole[-_LATE:]))
@@ -115,11 +115,10 @@ async def late_calls(num_calls: int) -> Late:
 async def measure(num_episodes: int, num_calls: int) -> tuple[float, float, float]:
     """Return megabytes that the process grew by, megabytes of what it has to keep, and seconds."""
     chat, config = ChatTokenizer(make_tokenizer()), _config(num_calls)
-    facts = facts_of(chat)
     open_: list[CallAnswers] = []
     before, seconds = _resident_mb(), 0.0
     for number in range(num_episodes):
-        calls = _opened(number, chat, config, facts)
+        calls = _opened(number, chat, config)
         seconds += sum(await converse(calls, num_calls))
         open_.append(calls)
     grown = _resident_mb() - before
@@ -146,15 +145,13 @@ def _config(num_calls: int) -> JobConfig:
     )
 
 
-def _opened(
-    number: int, chat: ChatTokenizer, config: JobConfig, facts: TemplateFacts
-) -> CallAnswers:
+def _opened(number: int, chat: ChatTokenizer, config: JobConfig) -> CallAnswers:
     log = CallLog(f"episode {number}")
     log.begin_try()
     time_use = TimeUse("generate", "environment", rest="other")
     of: Any = InstantEngine()
     sampling = EpisodeSampling(1.0)
-    return CallAnswers(f"e{number}", of, chat, config, sampling, log, time_use, facts)
+    return CallAnswers(f"e{number}", of, chat, config, sampling, log, time_use)
 
 
 def _kept_bytes(calls: CallAnswers) -> int:

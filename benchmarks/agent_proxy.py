@@ -45,7 +45,7 @@ from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.model_folder import load_tokenizer
 from tinkermq.actors.rollout.agent_loop import EpisodeSampling
 from tinkermq.actors.rollout.call_answers import CallAnswers
-from tinkermq.actors.rollout.exact_calls import CallLog
+from tinkermq.actors.rollout.call_log import CallLog
 from tinkermq.actors.rollout.program_loop import ProgramLoop
 from tinkermq.actors.runtime import settle_memory
 from tinkermq.broker.client.connection import connect
@@ -56,8 +56,9 @@ from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.partial_rollouts import SegmentWriter
 from tinkermq.envs.agents.episode import ProgramEpisode
 from tinkermq.envs.agents.proxy.proxy import ModelProxy
-from tinkermq.schemas.agent import CallDelta, CallPart, CallRequest
+from tinkermq.schemas.agent import CallPart, CallRequest
 from tinkermq.schemas.config.job import JobConfig, LimitsConfig
+from tinkermq.schemas.generation import Delta
 from tinkermq.schemas.profile import TimeUse
 from tinkermq.schemas.wire.array import IntVector
 from tinkermq.schemas.wire.subjects import JobScope
@@ -99,7 +100,7 @@ def _episode(number: int) -> ProgramEpisode:
 async def serve_generator(url: str, num_programs: int) -> None:
     """Answer the calls of all episodes until killed."""
     ids = list(range(len(WORDS)))
-    whole = CallDelta(
+    whole = Delta(
         choice=0,
         text="".join(WORDS),
         token_ids=ids,
@@ -112,11 +113,11 @@ async def serve_generator(url: str, num_programs: int) -> None:
     async def answer(request: CallRequest, tell: Tell[CallPart]) -> CallPart:
         nonlocal calls
         calls += 1
-        head = CallPart(delivery=1, names=[f"c{calls:05}"], has_tools=True, num_prompt=900)
+        head = CallPart(delivery=1, names=[f"c{calls:05}"], prompt_tokens=900)
         if not request.stream:
             return head.model_copy(update={"deltas": [whole], "calls": [calls]})
         first, rest = [
-            CallDelta(
+            Delta(
                 choice=0,
                 text="".join(words),
                 token_ids=ids[: len(words)],

@@ -28,6 +28,8 @@ import uvloop
 from nats.aio.msg import Msg
 from tinkermq.actors.learner.intake import Intake
 from tinkermq.actors.learner.staleness import min_version, num_admissible
+from tinkermq.actors.learner.tasks import Ledger
+from tinkermq.actors.training.state import LearnerState
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams
 from tinkermq.broker.nats_server import NatsServer
@@ -301,11 +303,11 @@ async def learn(
     queue, log = TaskQueue(broker, SCOPE), RolloutLog(broker, SCOPE)
     intake = Intake(
         log,
+        Ledger(LearnerState(next_task=1 << 40)),
         vocab_size=1 << 20,
         max_tokens=1 << 20,
         group_size=GROUP,
         greedy_baseline=False,
-        was_issued=lambda _: True,
     )
     reading = asyncio.create_task(intake.read_log())
     times = Times()
@@ -327,11 +329,11 @@ async def learn(
                 )
                 issuing.create_task(queue.publish(task))
         issued = wanted
-        while len(intake.arrived) < BATCH:
+        while len(intake.candidates()) < BATCH:
             intake.changed.clear()
             async with asyncio.timeout(STALLED_S):
                 await intake.changed.wait()
-        batch, intake.arrived = intake.arrived[:BATCH], intake.arrived[BATCH:]
+        batch = [intake[candidate.seq] for candidate in intake.candidates()[:BATCH]]
         waited = clock.now() - started
         intake.forget(entry.seq for entry in batch)
         await log.trim(intake.first_undecided())

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tinkermq.actors.training.micro_batch import cost, longest_first
+from tinkermq.actors.training.rank_batches import cost, longest_first
 from transformers.utils import logging
 
 from benchmarks.learner_step import (

@@ -18,6 +18,8 @@ import time
 
 import uvloop
 from tinkermq.actors.learner.intake import Intake
+from tinkermq.actors.learner.tasks import Ledger
+from tinkermq.actors.training.state import LearnerState
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue
@@ -41,11 +43,11 @@ async def learn(url: str, num_groups: int, in_flight: int) -> None:
         queue, log = TaskQueue(broker, SCOPE), RolloutLog(broker, SCOPE)
         intake = Intake(
             log,
+            Ledger(LearnerState(next_task=num_groups)),
             vocab_size=VOCABULARY,
             max_tokens=1 << 20,
             group_size=GROUP_SIZE,
             greedy_baseline=False,
-            was_issued=lambda _: True,
         )
         reading = asyncio.create_task(intake.read_log())
         issued = taken = 0
@@ -58,11 +60,11 @@ async def learn(url: str, num_groups: int, in_flight: int) -> None:
                         task = Task(task=number, seed=number, group_size=GROUP_SIZE)
                         issuing.create_task(queue.publish(task))
                 issued += wanted
-            while len(intake.arrived) < min(BATCH, num_groups - taken):
+            while len(intake.candidates()) < min(BATCH, num_groups - taken):
                 intake.changed.clear()
                 async with asyncio.timeout(STALLED_S):
                     await intake.changed.wait()
-            batch, intake.arrived = intake.arrived, []
+            batch = intake.take_arrived()
             assert all(entry.group is not None for entry in batch)
             intake.forget(entry.seq for entry in batch)
             await log.trim(intake.first_undecided())

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from ..schemas.checks import CheckReply, CheckResult
 from ..schemas.job import (
     ConfigureRequest,
     JobList,
@@ -17,8 +18,6 @@ from ..schemas.job import (
     ResumeRequest,
     ScaleRequest,
     StopRequest,
-    SubmissionFinding,
-    SubmissionFindings,
     SubmitRequest,
 )
 from ..schemas.user import ListUsers, UserInfo, UserList
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from ..schemas.control import ControlReply, ControlRequest
     from ..schemas.job import SecretName
     from ..schemas.machines import MachineList
-    from ..schemas.node import DamagedRecords, GameCheckReply, NodeStatus
+    from ..schemas.node import DamagedRecords, NodeStatus
     from ..schemas.tinker.operation import ModelInfo, TrainerOffer
     from ..schemas.user import QuotaReply
 
@@ -186,8 +185,8 @@ class SchedulerCalls:
         kind: Literal["train", "infer", "eval", "sft", "tinker"] = "train",
         fork_of: str | None = None,
         weights_only: bool = False,
-    ) -> list[SubmissionFinding]:
-        """Return what scheduler and nodes would say of a job, which is not submitted."""
+    ) -> list[CheckResult]:
+        """Return the results of scheduler and nodes for a job, which is not submitted."""
         request = SubmitRequest(
             request_id=new_request_id(),
             kind=kind,
@@ -195,7 +194,7 @@ class SchedulerCalls:
             fork_of=fork_of,
             weights_only=weights_only,
         )
-        return (await self._ask("try", request, SubmissionFindings)).findings
+        return (await self._ask("try", request, CheckReply)).results
 
     async def hand_over(self, job: str, secrets: "Mapping[SecretName, str]") -> JobRecord:
         """Give a job secrets, beside those that it has."""
@@ -206,20 +205,20 @@ class SchedulerCalls:
 
     async def check_game(
         self, config: Mapping[str, Any], look: Literal["game", "model"] = "game"
-    ) -> "GameCheckReply":
-        """Return what a node of the pool found when it played a job's game without a model.
+    ) -> list[CheckResult]:
+        """Return the results of a node of the pool that plays a job's game without a model.
 
-        With `look` at the model it says what the code of the run finds in model, template, adapter
-        and conversations; nothing where no node can look. Raises GameError where none could play,
-        ModelError, and what `submit` raises for such a job.
+        With `look="model"` the node inspects model, template, adapter and conversations with the
+        code of the run; the list is empty if no node can. Raises GameError where none could play,
+        and what `submit` raises for such a job.
         """
-        from ..schemas.node import GameCheckReply, GameCheckRequest
+        from ..schemas.node import GameCheckRequest
 
         request = GameCheckRequest(request_id=new_request_id(), config=dict(config), look=look)
         while True:
-            reply = await self._ask("check_game", request, GameCheckReply)
+            reply = await self._ask("check_game", request, CheckReply)
             if reply.done:
-                return reply
+                return reply.results
 
     async def _sealed(self, secrets: "Mapping[SecretName, str]") -> bytes:
         from ..schemas.job import JobSecrets, SealingKey

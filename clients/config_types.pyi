@@ -470,12 +470,10 @@ class TinkerConfigDict(TypedDict, total=False):
     """Adapters that one sampler holds and decodes in one batch; others wait until one is idle."""
     checkpoint_mb: int
     """Megabytes of checkpoints per user; saving fails beyond."""
-    history_mb: int
-    """Megabytes of operations kept in the run folder for `tinkermq replay`; those of the least recently used models go first. 0: none."""
     micro_batch_tokens: int
     """Tokens of one model computed at once."""
     mixed_micro_batches: bool
-    """Compute micro-batches of several models in one pass: faster for many small ones. The last bits of a result then depend on the others, which are recorded, so repeated operations and replays give the same bits."""
+    """Compute micro-batches of several models in one pass: faster for many small ones. The last bits of a result then depend on the others, which are recorded, so operations that are repeated after a crash give the same bits."""
 
 class TrainingConfigDict(TypedDict, total=False):
     num_steps: int | None

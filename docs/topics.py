@@ -17,6 +17,7 @@ from tinkermq.schemas.agent import (
     GiveReply,
     GiveRequest,
 )
+from tinkermq.schemas.checks import CheckReply
 from tinkermq.schemas.control import (
     ControlReply,
     ControlRequest,
@@ -64,7 +65,6 @@ from tinkermq.schemas.job import (
     SealingKey,
     SecretsRequest,
     StopRequest,
-    SubmissionFindings,
     SubmitRequest,
     TenantShares,
     TrainerUsage,
@@ -80,17 +80,13 @@ from tinkermq.schemas.metric import (
 )
 from tinkermq.schemas.node import (
     DamagedRecords,
-    GameCheckReply,
     GameCheckRequest,
     InspectQuestion,
-    LookAnswer,
     LookQuestion,
-    ModelAnswer,
     ModelQuestion,
     NodeList,
     NodeStatus,
     NodeSync,
-    PlayAnswer,
     PlayQuestion,
     RemoveRun,
     SchedulerLease,
@@ -232,8 +228,8 @@ def _tinker(method: str, message: type[Message], reply: type[Message], to: str) 
 
 TOPICS: tuple[Topic, ...] = (
     _scheduler("submit", SubmitRequest, JobReply),
-    _scheduler("try", SubmitRequest, SubmissionFindings),
-    _scheduler("check_game", GameCheckRequest, GameCheckReply),
+    _scheduler("try", SubmitRequest, CheckReply),
+    _scheduler("check_game", GameCheckRequest, CheckReply),
     _scheduler("configure", ConfigureRequest, JobReply),
     _scheduler("get", JobRequest, JobReply),
     _scheduler("list", ListRequest, JobList),
@@ -285,15 +281,15 @@ TOPICS: tuple[Topic, ...] = (
     Topic(subjects.node("<node>", "sync"), "request", NodeSync, NodeStatus, "scheduler → node"),
     Topic(subjects.node("<node>", "remove"), "request", RemoveRun, Empty, "scheduler → node"),
     Topic(
-        subjects.node("<node>", "model"), "request", ModelQuestion, ModelAnswer, "scheduler → node"
+        subjects.node("<node>", "model"), "request", ModelQuestion, CheckReply, "scheduler → node"
     ),
-    Topic(subjects.node("<node>", "look"), "request", LookQuestion, LookAnswer, "scheduler → node"),
-    Topic(subjects.node("<node>", "play"), "request", PlayQuestion, PlayAnswer, "scheduler → node"),
+    Topic(subjects.node("<node>", "look"), "request", LookQuestion, CheckReply, "scheduler → node"),
+    Topic(subjects.node("<node>", "play"), "request", PlayQuestion, CheckReply, "scheduler → node"),
     Topic(
         subjects.node("<node>", "inspect"),
         "request",
         InspectQuestion,
-        PlayAnswer,
+        CheckReply,
         "scheduler → node",
     ),
     Topic(subjects.node("<node>", "status"), "request", Empty, NodeStatus, "anyone → node"),

@@ -1,19 +1,16 @@
-"""Check a game and its data without a model: what `tinkermq env check` runs.
-
-Each check answers one question about the game; the ones after a failure that makes them
-meaningless are left out.
-"""
+"""Check a game and its data by playing it without a model (see `schemas/checks.py`)."""
 
 import asyncio
-import contextlib
 import json
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
+from ..schemas.checks import Check, CheckResult, run_checks
 from ..schemas.config.job import EnvConfig
 from ..schemas.config.sections import check_judge_prompt
 from ..schemas.env import Split
@@ -26,7 +23,7 @@ from .data import HostData
 from .game import AbstractGame, ChatMessage, StepResult
 from .registry import load_game
 from .running.local import LocalEpisode, LocalGame, TooSlow
-from .tools import MAX_SCHEMA_DEPTH, ToolGame
+from .tools import ToolGame, example_of
 
 NUM_EPISODES = 8
 MAX_TURNS = 100
@@ -34,23 +31,9 @@ MAX_ROWS = 20_000
 """Rows of each split that are read."""
 MAX_PROMPT_CHARACTERS = 32_000
 SENSELESS = ("", "?", "0")
-"""What a policy that has learnt nothing may say."""
+"""Actions of a policy that has learnt nothing."""
 _NOTABLE_SHARE = 0.1
 _SHOWN = 160
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """The answer to one question about a game."""
-
-    name: str
-    """What was asked."""
-    ok: bool
-    """Whether the answer is good."""
-    detail: str
-    """What was found."""
-    hint: str = ""
-    """What to do when it is not good."""
 
 
 @dataclass(frozen=True)
@@ -58,28 +41,45 @@ class PlayedEpisode:
     """An episode as a policy sees it."""
 
     messages: list[ChatMessage]
-    """The first prompt."""
+    """Chat messages of the first prompt."""
+    tools: list[dict[str, Any]]
+    """Schemas of the tools that it offers."""
     actions: list[str]
-    """What was said, turn by turn."""
+    """The policy's answers, turn by turn."""
     results: list[StepResult]
-    """The game's answers."""
+    """The game's replies."""
     full: float
     """The best return that there is."""
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """What of an episode a tokenizer is to see."""
+
+    messages: list[ChatMessage]
+    """Chat messages of the first prompt."""
+    tools: list[dict[str, Any]]
+    """Schemas of the tools that it offers."""
+    actions: list[str]
+    """The policy's answers."""
+    observations: list[list[ChatMessage]]
+    """The game's replies to them; the last one is not shown any more."""
+
+
 def transcribe(game: LocalGame, number: int, actions: Sequence[str] | None) -> PlayedEpisode:
-    """Play given actions, or the gold ones, until the game is done or they are."""
+    """Play `actions`, or the gold ones, until the game is done or they are used up."""
     episode = game.start(number)
-    said: list[str] = []
+    tools = episode.tools
+    played: list[str] = []
     for action in _gold_actions(episode) if actions is None else actions:
-        said.append(action)
+        played.append(action)
         if episode.step(action).done:
             break
-    return PlayedEpisode(episode.messages, said, episode.results, episode.max_return)
+    return PlayedEpisode(episode.messages, tools, played, episode.results, episode.max_return)
 
 
 def has_gold(game_class: type[AbstractGame]) -> bool:
-    """Whether a game gives the right answer to its present state."""
+    """Return whether a game knows the right action in each of its states."""
     return hasattr(game_class, "gold_action")
 
 
@@ -89,9 +89,30 @@ def _gold_actions(episode: LocalEpisode) -> Iterator[str]:
 
 
 class _Checker:
-    def __init__(self, game: LocalGame) -> None:
-        self.game = game
-        self.has_gold_action = has_gold(game.game_class)
+    """Opens a configuration's game and data, and plays them."""
+
+    def __init__(
+        self, config: EnvConfig, seed: int, game_class: type[AbstractGame] | None, stack: ExitStack
+    ) -> None:
+        """Open nothing yet; `stack` closes what is opened."""
+        self._config = config
+        self._seed = seed
+        self._class = game_class
+        self._stack = stack
+
+    def imports(self) -> str:
+        """The game can be imported."""
+        self._class = self._class or load_game(self._config.game)
+        return f"{self._class.__module__}:{self._class.__qualname__}"
+
+    def data(self) -> str:
+        """The data files can be opened."""
+        assert self._class is not None
+        data = self._stack.enter_context(closing(HostData(self._config, self._seed)))
+        local = LocalGame(self._config, self._class, data)
+        self.game = self._stack.enter_context(closing(local))
+        count = len(self._config.train_data) + len(self._config.val_data)
+        return f"{count} file(s)" if count else "none: the game generates its states"
 
     def limits(self) -> str:
         """Reset and step take no longer than they may."""
@@ -213,7 +234,7 @@ class _Checker:
 
     def reward(self) -> str:
         """The reward function gives a finite number for what is played."""
-        actions = None if self.has_gold_action else SENSELESS
+        actions = None if has_gold(self.game.game_class) else SENSELESS
         played = [transcribe(self.game, number, actions) for number in range(NUM_EPISODES)]
         with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop
             return thread.submit(lambda: asyncio.run(self._rewarded(played))).result()
@@ -265,68 +286,68 @@ class _Checker:
 def check_game(
     config: EnvConfig, *, seed: int = 0, game_class: type[AbstractGame] | None = None
 ) -> list[CheckResult]:
-    """Check the game and the data of a configuration; one result per question."""
-    results: list[CheckResult] = []
-    with contextlib.suppress(_Stop):
-        loaded = game_class or _ask(results, "the game imports", lambda: load_game(config.game))
-        data = _ask(results, "the data can be read", lambda: HostData(config, seed))
-        with contextlib.closing(data), contextlib.closing(LocalGame(config, loaded, data)) as game:
-            _ask(results, "the game can be made", game.probe)
-            for name, question in _questions(_Checker(game)):
-                _ask(results, name, question)
-    return [_describe_data(result, config) for result in results]
+    """Check the game and the data of a configuration."""
+    with ExitStack() as stack:
+        return list(run_checks(game_checks(config, seed, stack, game_class)))
 
 
-def conversations(config: EnvConfig, *, seed: int = 0) -> list[PlayedEpisode]:
-    """Play some episodes as a tokenizer shall see them: with the gold answers where there are any.
+def game_checks(
+    config: EnvConfig, seed: int, stack: ExitStack, game_class: type[AbstractGame] | None = None
+) -> Iterator[Check]:
+    """Yield the checks of a game; the first two import it and open its data without playing it.
+
+    `stack` closes what they open.
+    """
+    checker = _Checker(config, seed, game_class, stack)
+    yield Check("the game imports", checker.imports, is_required=True)
+    yield Check("the data can be read", checker.data, is_required=True)
+    game = checker.game
+    yield Check("the game can be made", game.probe, is_required=True)
+    yield Check("reset and step are in time", checker.limits, is_required=True)
+    yield Check("types are right", checker.types, is_required=True)
+    yield Check("a seed reproduces an episode", checker.seeds)
+    yield Check("the global generator is not used", checker.global_generator)
+    if game.data.num_train is not None:
+        yield Check("each row can be read", checker.rows)
+    yield Check("first prompts have a sane length", checker.prompts)
+    if issubclass(game.game_class, ToolGame):
+        yield Check("the tools can be offered", checker.tools)
+        yield Check("the environment says what it has", checker.described)
+        yield Check("a scripted policy can play", checker.scripted)
+    if config.reward.source == "function":
+        yield Check("the reward function answers", checker.reward)
+    if config.reward.source == "judge":
+        yield Check("the judge's prompt demands a score", checker.judge_prompt)
+    if has_gold(game.game_class):
+        yield Check("gold answers score full marks", checker.gold)
+
+
+def conversations(config: EnvConfig, *, seed: int = 0) -> list[Exchange]:
+    """Play some episodes for a tokenizer to see, with the gold answers where there are any.
 
     Raises GameError, DataError.
     """
-    loaded = load_game(config.game)
+    game_class = load_game(config.game)
     with (
-        contextlib.closing(HostData(config, seed)) as data,
-        contextlib.closing(LocalGame(config, loaded, data)) as game,
+        closing(HostData(config, seed)) as data,
+        closing(LocalGame(config, game_class, data)) as game,
     ):
-        actions = None if has_gold(loaded) else SENSELESS
-        return [transcribe(game, number, actions) for number in range(NUM_EPISODES)]
+        actions = None if has_gold(game_class) else SENSELESS
+        played = [transcribe(game, number, actions) for number in range(NUM_EPISODES)]
+    return [
+        Exchange(
+            episode.messages,
+            episode.tools,
+            episode.actions,
+            [result.messages() for result in episode.results],
+        )
+        for episode in played
+    ]
 
 
 async def _result(result: StepResult) -> StepResult:
     """Return what the game has answered already, as a host awaits it."""
     return result
-
-
-class _Stop(Exception):
-    """What follows makes no sense after this failure."""
-
-
-_FATAL = (
-    "the game imports",
-    "the data can be read",
-    "the game can be made",
-    "reset and step are in time",
-    "types are right",
-)
-
-
-def _questions(checker: _Checker) -> Iterator[tuple[str, Callable[[], str]]]:
-    yield "reset and step are in time", checker.limits
-    yield "types are right", checker.types
-    yield "a seed reproduces an episode", checker.seeds
-    yield "the global generator is not used", checker.global_generator
-    if checker.game.data.num_train is not None:
-        yield "each row can be read", checker.rows
-    yield "first prompts have a sane length", checker.prompts
-    if issubclass(checker.game.game_class, ToolGame):
-        yield "the tools can be offered", checker.tools
-        yield "the environment says what it has", checker.described
-        yield "a scripted policy can play", checker.scripted
-    if checker.game.config.reward.source == "function":
-        yield "the reward function answers", checker.reward
-    if checker.game.config.reward.source == "judge":
-        yield "the judge's prompt demands a score", checker.judge_prompt
-    if checker.has_gold_action:
-        yield "gold answers score full marks", checker.gold
 
 
 def _signature(tool: dict[str, Any]) -> str:
@@ -346,62 +367,12 @@ def _type_name(schema: Any) -> str:
     fields = _fields_of(schema)
     if "enum" in fields:
         return "|".join(map(str, fields["enum"]))
-    given: Any = fields.get("type", "any")
-    return "|".join(map(str, cast("list[Any]", given))) if isinstance(given, list) else str(given)
+    kind: Any = fields.get("type", "any")
+    return "|".join(map(str, cast("list[Any]", kind))) if isinstance(kind, list) else str(kind)
 
 
 def _fields_of(schema: Any) -> dict[str, Any]:
     return cast("dict[str, Any]", schema) if isinstance(schema, dict) else {}
-
-
-def example_of(schema: Any, depth: int = 0) -> Any:
-    """Return a value that fits a JSON schema, for a policy that has learnt nothing."""
-    fields = _fields_of(schema)
-    for key in ("default", "const"):
-        if key in fields:
-            return fields[key]
-    for key in ("enum", "examples"):
-        if fields.get(key):
-            return fields[key][0]
-    branches = fields.get("anyOf") or fields.get("oneOf")
-    if branches and depth < MAX_SCHEMA_DEPTH:
-        return example_of(branches[0], depth + 1)
-    given = fields.get("type")
-    kind: Any = cast("list[Any]", given)[0] if isinstance(given, list) else given
-    if kind == "object":
-        properties = fields.get("properties", {})
-        names = fields.get("required", ()) if depth < MAX_SCHEMA_DEPTH else ()
-        return {name: example_of(properties.get(name), depth + 1) for name in names}
-    if kind == "array":
-        return [example_of(one, depth + 1) for one in fields.get("prefixItems", ())]
-    examples: dict[Any, Any] = {"integer": 1, "number": 1.0, "boolean": True, "null": None}
-    return examples.get(kind, "text")
-
-
-def _ask(results: list[CheckResult], name: str, question: Callable[[], Any]) -> Any:
-    try:
-        answer = question()
-    except TinkermqError as error:
-        results.append(CheckResult(name, ok=False, detail=error.message, hint=error.hint))
-        if name in _FATAL:
-            raise _Stop from error
-        return None
-    results.append(CheckResult(name, ok=True, detail=_detail(answer)))
-    return answer
-
-
-def _detail(answer: Any) -> str:
-    if isinstance(answer, type):
-        return f"{answer.__module__}:{answer.__qualname__}"
-    return answer if isinstance(answer, str) else ""
-
-
-def _describe_data(result: CheckResult, config: EnvConfig) -> CheckResult:
-    if result.name != "the data can be read" or not result.ok:
-        return result
-    count = len(config.train_data) + len(config.val_data)
-    detail = f"{count} file(s)" if count else "none: the game generates its states"
-    return CheckResult(result.name, ok=True, detail=detail)
 
 
 def _is_same(first: PlayedEpisode | StepResult, second: PlayedEpisode | StepResult) -> bool:

@@ -25,7 +25,8 @@ from ..broker.client.parts import ask_parts
 from ..broker.jobs import JobStore
 from ..schemas.chat_messages import json_default
 from ..schemas.config.sections import RewardConfig
-from ..schemas.infer import CancelInference, ChatRequest, Decoding, InferPart
+from ..schemas.generation import Decoding, ModelMessage
+from ..schemas.infer import CancelInference, ChatRequest, InferPart
 from ..schemas.wire import errors
 from ..schemas.wire.foreign import plain_value, shown
 from ..schemas.wire.images import plain_text
@@ -435,7 +436,7 @@ class JudgeSource(HttpSource):
     async def _chat(self, scope: JobScope, prompt: str) -> "_Reply":
         request = ChatRequest(
             request=uuid.uuid4().hex,
-            messages=[{"role": "user", "content": prompt}],
+            messages=[ModelMessage(role="user", content=[prompt])],
             decoding=Decoding(max_tokens=self._config.judge_tokens, temperature=0.0),
             deadline_s=self._config.timeout_s,
         )
@@ -448,8 +449,10 @@ class JudgeSource(HttpSource):
             cancel=(scope.infer("cancel"), CancelInference(request=request.request)),
         )
         async with aclosing(parts):
-            deltas = [delta async for part in parts for delta in part.deltas]
-        text = "".join(delta.text for delta in deltas)
+            told = [part async for part in parts]
+        deltas = [delta for part in told for delta in part.deltas]
+        opened = next((part.opened for part in told if part.opened), "")
+        text = opened + "".join(delta.text for delta in deltas)
         return _Reply(text, any(delta.finish in ("length", "cancelled") for delta in deltas))
 
 

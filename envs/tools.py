@@ -31,6 +31,7 @@ MAX_SCHEMA_CHARS = 65_536
 """Characters of one tool's schema as JSON."""
 MAX_SCHEMA_DEPTH = 32
 """Nested lists and maps of a schema."""
+_EXAMPLE_DEPTH = 8
 _MAX_STEPS = 20_000
 """Values and schemas that are compared for one call."""
 _MAX_NAMED = 32
@@ -449,3 +450,43 @@ def _inside(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         return list(cast("Schema", value).values())
     return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def example_of(schema: Any, root: Any = None, depth: int = _EXAMPLE_DEPTH) -> Any:
+    """Return a value that fits a JSON schema in most cases, for a policy that has learnt nothing.
+
+    References are looked up in `root`, by default the schema itself.
+    """
+    if not isinstance(schema, Mapping) or not depth:
+        return "text"
+    fields = cast("Schema", schema)
+    root = fields if root is None else root
+    reference = fields.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        target: Any = root
+        for part in filter(None, reference[1:].split("/")):
+            target = cast("Schema", target).get(part) if isinstance(target, Mapping) else None
+        return example_of(target, root, depth - 1)
+    for key in ("const", "default"):
+        if fields.get(key) is not None:
+            return fields[key]
+    for key in ("enum", "examples"):
+        if fields.get(key):
+            return fields[key][0]
+    for key in ("anyOf", "oneOf", "allOf"):
+        if branches := [branch for branch in fields.get(key) or () if branch != {"type": "null"}]:
+            return example_of(branches[0], root, depth - 1)
+    kind: Any = fields.get("type")
+    if isinstance(kind, list):
+        kind = next((name for name in cast("list[Any]", kind) if name != "null"), "null")
+    properties: Mapping[str, Any] = fields.get("properties") or {}
+    if kind == "object" or properties:
+        names: Sequence[str] = fields.get("required") or ()
+        return {name: example_of(properties.get(name), root, depth - 1) for name in names}
+    if kind == "array":
+        items = fields.get("prefixItems") or [fields.get("items")] * (fields.get("minItems") or 0)
+        return [example_of(item, root, depth - 1) for item in items]
+    minimum = fields.get("minimum")
+    lowest = minimum if isinstance(minimum, int | float) else 1
+    scalars = {"integer": lowest, "number": float(lowest), "boolean": True, "null": None}
+    return scalars.get(str(kind), "text")

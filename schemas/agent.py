@@ -1,127 +1,71 @@
 """Agent programs: calls of the model by a program, and episodes that clients run."""
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from .output_format import MAX_TOP_LOGPROBS, OutputFormat
+from .generation import ModelMessage, RequestId, TextPart, TextRequest
 from .wire.array import FloatVector, IntVector
 from .wire.message import Message, Part
 
-MAX_CHOICES = 16
-MAX_STOPS = 16
+MAX_CALL_CHOICES = 16
+"""Answers to one call."""
 MAX_OPEN_CALLS = 64
 """Concurrent requests of one episode's program."""
-RequestId = Annotated[str, Field(min_length=1, max_length=64)]
 
 
-class CallMessage(Message):
-    """One message of a program's history, in any of the APIs."""
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: list[str | bytes] = Field(default_factory=list[str | bytes])
-    """Texts and encoded images, in order."""
-    calls: list[tuple[str, str, str]] = Field(default_factory=list[tuple[str, str, str]])
-    """The assistant's tool calls: name, arguments as written, id."""
-    reasoning: str | None = None
-    """The assistant's reasoning; null: not sent."""
-    call_id: str = ""
-    """Of a tool result: the call that it answers."""
-
-
-class CallDelta(Message):
-    """What one choice of an answer has gained since the previous part."""
-
-    choice: int = Field(ge=0, lt=MAX_CHOICES)
-    text: str = ""
-    token_ids: list[int] = Field(default_factory=list[int])
-    """New tokens; their last text may follow in a later part."""
-    logprobs: list[float] = Field(default_factory=list[float])
-    """Behaviour log-prob of each new token."""
-    versions: list[int] = Field(default_factory=list[int])
-    """Policy version of each new token."""
-    tokens: list[str] = Field(default_factory=list[str])
-    """Their texts, if requested."""
-    top_tokens: list[list[str]] = Field(default_factory=list[list[str]])
-    """Texts of the likeliest tokens at each position, best first, if requested; none for tokens of
-    an earlier request."""
-    top_logprobs: list[list[float]] = Field(default_factory=list[list[float]])
-    """Their log-probs."""
-    finish: Literal["stop", "length", "cancelled"] | None = None
-    """Why the choice ended; null: not yet."""
-
-
-class CallPart(Part):
+class CallPart(TextPart):
     """Part of the answer to a call. After the last part all of it is in the log."""
 
     delivery: int = Field(default=0, ge=0)
     """Deliveries of the task when the answering generator got it; 0 in parts without content."""
     names: list[str] = Field(default_factory=list[str])
-    """Prefix of each choice's tool call ids. This and the next six are set in the first part with
+    """Prefix of each choice's tool call ids. This and the next three are set in the first part with
     content."""
-    has_tools: bool = False
-    """Texts that look like tool calls are calls."""
-    is_thinking: bool = False
-    """The prompt has opened the reasoning."""
-    num_prompt: int = 0
-    """Tokens of the prompt."""
-    prompt_ids: list[int] = Field(default_factory=list[int])
-    """The prompt's token ids, if requested."""
     num_reused: int = 0
     """Prompt tokens taken from earlier calls."""
     parent: int | None = None
     """Number of the continued call."""
     branch: str = ""
     """Why it is not that call's only continuation (`Branch` of the generator)."""
-    deltas: list[CallDelta] = Field(default_factory=list[CallDelta])
     calls: list[int] = Field(default_factory=list[int])
     """In the last part: each choice's number among the episode's calls."""
 
 
-class CallRequest(Message):
+class CallRequest(TextRequest):
     """One call of the model by a program, on `episode.<e>.call`; parts come until the last one.
 
-    While a task changes hands two generators may answer; `delivery` says which one is later.
+    While a task changes hands two generators may answer; `delivery` says which one is later. A
+    retry after a generator's death appends `-1`, `-2` … to `request` and is the same call.
     """
 
-    request: RequestId
-    """Id made by the program's proxy; cancels the call. A retry after a generator's death appends
-    `-1`, `-2` … and is the same call."""
-    messages: list[CallMessage] = Field(min_length=1)
+    messages: list[ModelMessage] = Field(min_length=1)
     """The whole history, or what follows `previous`."""
     tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
     """As the chat template takes them."""
-    num_choices: int = Field(default=1, ge=1, le=MAX_CHOICES)
-    """Number of answers."""
-    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    """Of an answer; the job's limits apply too."""
-    stop: list[str] = Field(default_factory=list[str], max_length=MAX_STOPS)
-    """Texts that end an answer; not part of it."""
-    format: OutputFormat | None = None
-    """Required form of the answer."""
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    """Return each token's text and so many of the likeliest at its position; null: neither."""
-    stream: bool = False
-    """Stream tokens."""
     is_prefill: bool = False
     """The last message begins the answer."""
     previous: int | None = Field(default=None, ge=0)
     """Number of the call whose answer the messages follow."""
-    sampled: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """The program's sampling options; the job decides whether they count."""
     without_effect: list[str] = Field(default_factory=list[str], max_length=256)
     """The program's fields without effect; reported once per episode."""
     is_retry: bool = False
     """The client sent this before and got no answer."""
-    token_ids: bool = False
-    """Return the prompt's token ids."""
     count_only: bool = False
     """Only count the prompt's tokens."""
     begun: CallPart | None = None
     """The part of the answer that the program has from a previous holder of the episode, merged
     into one. The new holder continues the same `parent` with these tokens and names. Its first part
     repeats the head; its deltas hold only what is new."""
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        if self.decoding.num_choices > MAX_CALL_CHOICES:
+            raise ValueError(
+                f"n is {self.decoding.num_choices}, and a call may have {MAX_CALL_CHOICES} answers"
+            )
+        return self
 
 
 class CancelCall(Message):
@@ -134,7 +78,7 @@ class CallDelivered(Message):
     """Whether the program received the end of an answer, on `episode.<e>.delivered`; sent by its
     proxy."""
 
-    calls: list[int] = Field(max_length=MAX_CHOICES)
+    calls: list[int] = Field(max_length=MAX_CALL_CHOICES)
     """Numbers of the calls."""
     whole: bool
     """False: the program left before the end."""
@@ -150,9 +94,9 @@ class EpisodeSecret(Message):
 class ReportedCall(Message):
     """One call of a program that a gateway answered."""
 
-    names: list[str] = Field(default_factory=list[str], max_length=MAX_CHOICES)
+    names: list[str] = Field(default_factory=list[str], max_length=MAX_CALL_CHOICES)
     """Prefix of each choice's tool call ids."""
-    calls: list[int] = Field(min_length=1, max_length=MAX_CHOICES)
+    calls: list[int] = Field(min_length=1, max_length=MAX_CALL_CHOICES)
     """Each choice's number among the episode's calls."""
 
 

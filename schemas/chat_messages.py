@@ -1,18 +1,18 @@
-"""Chat messages and tools as chat templates take them, whatever they come from. Pure.
+"""Reads chat messages and tools of any origin into the form of chat templates. Pure.
 
 Rows of data, prompts of games and requests of programs spell one message in many ways: a call's
-arguments as JSON text or as an object, what is absent as null, a call with or without its type, the
-`function_call` of earlier years. Here is the one reader of them all. What it returns it reads again
-to the same.
+arguments as JSON text or as an object, absent fields as null, a call with or without its type, the
+legacy `function_call`. This module is the one reader of all of them. It reads its own results
+unchanged.
 
-- A message has a role and a content: a text, or a list of parts where some are images. Null is no
-  content; beside calls or reasoning it is the empty text. A tool's result that is no text stands
-  there as JSON. `developer` is `system`; `function` and `ipython` are `tool`.
-- `tool_calls` are a list of `{"type": "function", "function": {"name": …, "arguments": {…}}}`. The
+- A message has a role and a content: a text, or a list of parts if some are images. With calls or
+  reasoning the content may be null, which becomes the empty text. A tool result that is not text
+  becomes JSON. `developer` becomes `system`; `function` and `ipython` become `tool`.
+- `tool_calls` is a list of `{"type": "function", "function": {"name": …, "arguments": {…}}}`. The
   arguments are an object; texts within them that look like JSON stay texts.
-- Null means absent in a message, a call and a tool, and is a value within arguments and where a
-  JSON schema holds values (`default`, `const`, `enum`, `examples`). The structs of a parquet file,
-  which have the keys of all rows, lose their nulls as the file is read (`data.unpack`).
+- Null means absent in a message, a call and a tool. Within arguments it is a value, and so it is
+  where a JSON schema has values (`default`, `const`, `enum`, `examples`). The structs of a parquet
+  file have the keys of all rows; their nulls are removed when the file is read (`data.unpack`).
 """
 
 import base64
@@ -32,42 +32,42 @@ _ROLES = {"developer": "system", "function": "tool", "ipython": "tool"}
 _TEXTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
 _IMAGES = ("image", "image_url", "input_image")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_SAID = frozenset({"content", "tool_calls", "function_call", "refusal", *_REASONING})
+_CONTENT_FIELDS = frozenset({"content", "tool_calls", "function_call", "refusal", *_REASONING})
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""What of a JSON schema maps names to schemas."""
+"""Keywords of a JSON schema that map names to schemas."""
 _VALUES = ("default", "const", "enum", "example", "examples")
-"""What of a JSON schema holds values, null among them."""
+"""Keywords of a JSON schema that have values, which may be null."""
 _OF_FUNCTION = frozenset({"name", "arguments", "description", "strict"})
 _SHOWN = 80
 _CALL = 'a call is {"type": "function", "function": {"name": …, "arguments": {…}}}'
 
 
 class UnreadableMessageError(DataError):
-    """A chat message, or a tool, that cannot be read; names the place."""
+    """A malformed chat message or tool; names the place."""
 
     def __init__(self, message: str, *, place: str = "", hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.place = place
-        """Which field: `messages[3].content[0].type`."""
+        """The field, such as `messages[3].content[0].type`."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where messages stand, as errors name it."""
+    """Where messages come from, for errors."""
 
     column: str = "messages"
-    """Of a row; the parameter of a request."""
+    """Column of a row, or parameter of a request."""
     where: str = ""
     """File and row; empty for a request."""
     is_request: bool = False
-    """Whether it is a history that a program sends: there a message may say nothing, the arguments
-    of a call may be any text, as the model wrote them, and images are there as bytes."""
+    """A history that a program sends: its messages may be empty, the arguments of its calls may be
+    any text that the model wrote, and its images are decoded."""
     keeps_text: bool = False
-    """Whether arguments that stand as the JSON text of an object stay as they are spelled."""
+    """Arguments that are the JSON text of an object stay texts."""
 
     @property
     def of_messages(self) -> str:
-        """What messages are named by in errors, behind their number."""
+        """Text that follows a message's number in errors."""
         if self.is_request:
             return ""
         words = "the prompt" if self.column == "prompt" else self.column
@@ -75,7 +75,7 @@ class Origin:
         return f"{column} of {self.where}" if self.where else column
 
     def error(self, path: str, value: Any, problem: str, hint: str) -> UnreadableMessageError:
-        """Return the error of a field, named by its path within the column."""
+        """Return the error of a field; `path` is its path within the column."""
         of = f" of {self.where}" if self.where else ""
         place = f"{self.column}{path}"
         message = f"{place}{of} is {shorten(value)}{problem}"
@@ -84,17 +84,16 @@ class Origin:
     def message_error(
         self, number: int, problem: str, *, path: str = "", hint: str = ""
     ) -> UnreadableMessageError:
-        """Return the error of a message, named by its number."""
+        """Return the error of a message; `number` is its index."""
         place = f"{self.column}[{number}]{path}"
         text = f"message {number}{self.of_messages} {problem}"
         return UnreadableMessageError(text, place=place, hint=hint)
 
 
 def read_conversation(value: Any, origin: Origin) -> Messages:
-    """Return chat messages as templates take them; they may stand as JSON text.
+    """Return chat messages in the form of chat templates; `value` may be JSON text.
 
-    Raises UnreadableMessageError, a DataError, that names file, row and column where there are
-    some.
+    Raises UnreadableMessageError, a DataError, which names file, row and column if there are any.
     """
     try:
         messages = _maps(plain(value))
@@ -107,23 +106,24 @@ def read_conversation(value: Any, origin: Origin) -> Messages:
 
 
 def _too_deep(origin: Origin) -> UnreadableMessageError:
-    return origin.error("", "…", ", and nests too deep", "flatten it")
+    return origin.error("", "…", ", and is nested too deeply", "flatten it")
 
 
 def are_messages(value: Any) -> bool:
-    """Whether a value, JSON text or not, is a list of chat messages that say something."""
+    """Whether a value, or its JSON text, is a list of chat messages with content."""
     messages = _maps(plain(value))
     return (
         bool(messages)
         and _have_roles(messages)
-        and all(_SAID & fields.keys() for fields in messages)
+        and all(_CONTENT_FIELDS & fields.keys() for fields in messages)
     )
 
 
 def read_tools(value: Any, origin: Origin) -> list[dict[str, Any]]:
-    """Return tools as chat templates take them; the list, or each of it, may stand as JSON text.
+    """Return tools in the form of chat templates; the list or its items may be JSON text.
 
-    Nothing, null and an empty text are no tools. Raises UnreadableMessageError for anything else.
+    Null, an empty text and an empty list mean that there are none. Raises UnreadableMessageError
+    for anything else.
     """
     try:
         return _tools(value, origin)
@@ -132,19 +132,20 @@ def read_tools(value: Any, origin: Origin) -> list[dict[str, Any]]:
 
 
 def _tools(value: Any, origin: Origin) -> list[dict[str, Any]]:
-    given = plain(value)
-    if _is_absent(given) or (isinstance(given, str) and not given.strip()):
+    value = plain(value)
+    if _is_absent(value) or (isinstance(value, str) and not value.strip()):
         return []
-    tools = _from_json(given)
+    tools = _from_json(value)
     listed = cast("list[Any]", [tools] if isinstance(tools, Mapping) else tools)
     schemas = [_from_json(tool) for tool in listed] if isinstance(tools, list | Mapping) else [None]
     if not all(isinstance(tool, Mapping) for tool in schemas):
-        raise origin.error("", given, "", "tools are a list of function schemas, or its JSON text")
+        hint = "tools must be a list of function schemas, or its JSON text"
+        raise origin.error("", value, "", hint)
     return [_tool(tool) for tool in schemas]
 
 
 def with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose calls have their arguments as JSON text, as OpenAI has them."""
+    """Return a message with the arguments of its calls as JSON text, the form of OpenAI's API."""
     calls = message.get("tool_calls")
     if not calls:
         return dict(message)
@@ -160,13 +161,13 @@ def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object of a text; None where it is none, as `read_value` does."""
+    """Return the JSON object of a text; None if it is not one, by the rules of `read_value`."""
     value = read_value(text)
     return cast("dict[str, Any]", value) if isinstance(value, dict) else None
 
 
 def read_value(text: str) -> Any:
-    """Return the JSON value of a text; None where it is none, says a key twice, or no number."""
+    """Return the JSON value of a text; None if it is invalid, repeats a key, or has NaN or inf."""
     try:
         value: Any = read_json(text)
         json.loads(text, object_pairs_hook=_distinct, parse_constant=_refuse, parse_float=_finite)
@@ -176,7 +177,7 @@ def read_value(text: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return a value with maps, lists, texts and numbers of Python in place of others' kinds."""
+    """Return a value with Python's own maps, lists, texts and numbers."""
     if isinstance(value, str | int | float | bool | bytes) or value is None:
         return value if type(value).__module__ == "builtins" else _unwrapped(value)
     if isinstance(value, Mapping):
@@ -188,20 +189,20 @@ def plain(value: Any) -> Any:
 
 
 def json_default(value: Any) -> Any:
-    """Return what JSON knows for a value that it does not: base64 for bytes, lists for arrays."""
+    """Convert a value that JSON cannot express: bytes to base64, arrays to lists."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def shorten(value: Any) -> str:
-    """Return a value as an error shows it."""
+    """Return a value's representation for an error, shortened."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 def _unwrapped(value: Any) -> Any:
-    """Return what a scalar or an array of NumPy, pandas or pyarrow holds."""
+    """Return the Python value of a scalar or array of NumPy, pandas or pyarrow."""
     if isinstance(value, bytearray | memoryview):
         return bytes(cast("bytearray", value))
     for name in ("as_py", "tolist"):
@@ -213,16 +214,16 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _maps(value: Any) -> list[dict[str, Any]] | None:
-    """Return a list of maps, which may stand as JSON text; None for anything else."""
+    """Return a list of maps, or the one that a JSON text holds; None for anything else."""
     parsed = _from_json(value)
     if not isinstance(parsed, list):
         return None
     listed = cast("list[Any]", parsed)
-    return listed if all(isinstance(one, dict) for one in listed) else None
+    return listed if all(isinstance(item, dict) for item in listed) else None
 
 
-def _have_roles(found: list[dict[str, Any]]) -> bool:
-    return all(isinstance(fields.get("role"), str) for fields in found)
+def _have_roles(messages: list[dict[str, Any]]) -> bool:
+    return all(isinstance(fields.get("role"), str) for fields in messages)
 
 
 def _from_json(value: Any) -> Any:
@@ -235,7 +236,7 @@ def _from_json(value: Any) -> Any:
 
 
 def _is_absent(value: Any) -> bool:
-    """Whether a value stands for none: null, or the NaN that pandas fills in."""
+    """Whether a value means absent: null, or the NaN that pandas fills in."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
@@ -260,7 +261,7 @@ def _finite(text: str) -> float:
 
 
 class _Message:
-    """One message as it is read."""
+    """Reads one message."""
 
     def __init__(self, fields: Mapping[str, Any], number: int, origin: Origin) -> None:
         self._fields = _present(fields)
@@ -274,8 +275,8 @@ class _Message:
             raise self._error("has no role", path=".role", hint="give it a role and a content")
         role = _ROLES.get(role, role)
         calls = self._calls()
-        if isinstance(said := fields.get("reasoning"), str):
-            fields.setdefault("reasoning_content", said)
+        if isinstance(reasoning := fields.get("reasoning"), str):
+            fields.setdefault("reasoning_content", reasoning)
         content = self._content(role, fields.pop("content", None))
         if content is None:
             content = self._in_place_of_content(has_calls=bool(calls))
@@ -291,9 +292,9 @@ class _Message:
         if any(self._fields.get(name) for name in _REASONING):
             return ""
         raise self._error(
-            "has the content None, and neither tool_calls nor reasoning either: it is empty",
+            "is empty: its content is None, and it has neither tool_calls nor reasoning",
             path=".content",
-            hint="fill its content, or leave the message out",
+            hint="add content, or remove the message",
         )
 
     def _content(self, role: str, content: Any) -> str | list[dict[str, Any]] | None:
@@ -307,24 +308,23 @@ class _Message:
             raise self._error(
                 f"has the content {shorten(content)}",
                 path=".content",
-                hint="a message's content is a text, or a list of parts; leave out messages that "
-                "say nothing",
+                hint="a message's content is a text or a list of parts; remove empty messages",
             )
-        given = cast("list[Any]", content)
-        parts = [self._part(part, place) for place, part in enumerate(given)]
+        listed = cast("list[Any]", content)
+        parts = [self._part(part, place) for place, part in enumerate(listed)]
         if all(part["type"] == "text" for part in parts):
             return "".join(part["text"] for part in parts)
         return parts
 
     def _json(self, result: Any) -> str:
-        """Return a tool's result that is no text."""
+        """Return a tool result that is not text as JSON."""
         try:
             return json.dumps(result, ensure_ascii=False)
         except (TypeError, ValueError) as error:
             raise self._error(
                 f"has the content {shorten(result)}",
                 path=".content",
-                hint="a tool's result is a text, or what JSON can hold",
+                hint="a tool result must be a text or a value that JSON can express",
             ) from error
 
     def _part(self, part: Any, place: int) -> dict[str, Any]:
@@ -349,7 +349,7 @@ class _Message:
             url = fields.pop("image_url", None)
             fields |= {"type": "image_url", "image_url": url}
         if not self._origin.is_request:
-            return {"type": kind, **fields}  # its image may stand in another column
+            return {"type": kind, **fields}  # its image may be in another column
         if isinstance(url := fields.get("image_url"), str):
             fields["image_url"] = {"url": url}
         try:
@@ -362,10 +362,10 @@ class _Message:
             ) from error
 
     def _calls(self) -> list[dict[str, Any]]:
-        """Return the calls of a message, `function_call` of earlier years among them."""
+        """Return the calls of a message, including the legacy `function_call`."""
         fields = self._fields
-        given = _from_json(fields.pop("tool_calls", None) or [])
-        listed = cast("list[Any]", given if isinstance(given, list) else [given])
+        value = _from_json(fields.pop("tool_calls", None) or [])
+        listed = cast("list[Any]", value if isinstance(value, list) else [value])
         calls = [self._call(call, f".tool_calls[{n}]") for n, call in enumerate(listed)]
         legacy = _from_json(fields.pop("function_call", {}))
         if isinstance(legacy, dict) and not _present(cast("dict[str, Any]", legacy)):
@@ -388,20 +388,20 @@ class _Message:
         fields["function"] = self._function(_from_json(fields.get("function")), f"{path}.function")
         return fields if isinstance(fields.get("type"), str) else {**fields, "type": "function"}
 
-    def _function(self, given: Any, path: str) -> dict[str, Any]:
-        if not isinstance(given, dict):
+    def _function(self, value: Any, path: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
             raise self._error("has a tool call without a function", path=path, hint=_CALL)
-        function = _present(cast("dict[str, Any]", given))
+        function = _present(cast("dict[str, Any]", value))
         name = function.get("name")
         if not isinstance(name, str) or not name.strip():
             raise self._error(
                 f"has a tool call whose name is {shorten(name)}", path=f"{path}.name", hint=_CALL
             )
-        if "arguments" not in function and "parameters" in function:  # as Llama writes it
+        if "arguments" not in function and "parameters" in function:  # Llama's form
             function = {"arguments" if k == "parameters" else k: v for k, v in function.items()}
-        if "arguments" not in given and (others := function.keys() - _OF_FUNCTION):
+        if "arguments" not in value and (others := function.keys() - _OF_FUNCTION):
             raise self._error(
-                f"has a call of {shorten(name)} without arguments, and with {sorted(others)}",
+                f"has a call of {shorten(name)} with {sorted(others)} instead of arguments",
                 path=f"{path}.arguments",
                 hint=_CALL,
             )
@@ -417,12 +417,12 @@ class _Message:
             if parsed is not None:
                 return arguments if self._origin.keeps_text else parsed
             if self._origin.is_request:
-                return arguments  # the model wrote it so: the template shows the text
+                return arguments  # the model wrote this text, and the template shows it
         raise self._origin.error(
             f"[{self._number}]{path}.arguments",
             arguments,
-            ", and no JSON object",
-            "the arguments of a call are an object, or its JSON text, each key in it once",
+            ", not a JSON object",
+            "the arguments of a call must be an object, or its JSON text, without repeated keys",
         )
 
     def _error(self, problem: str, *, path: str, hint: str) -> UnreadableMessageError:
@@ -430,7 +430,7 @@ class _Message:
 
 
 def _kind(part: Any) -> str | None:
-    """Return the type of a part of a message; None for what is no part."""
+    """Return the type of a part of a message; None if it is not a part."""
     if not isinstance(part, dict):
         return None
     fields = cast("dict[str, Any]", part)
@@ -441,7 +441,7 @@ def _kind(part: Any) -> str | None:
 
 
 def _are_parts(content: Any) -> bool:
-    """Whether a tool's result is a list of parts, and no list of its own."""
+    """Whether a tool result is a list of message parts, not the tool's own list."""
     parts = cast("list[Any]", content) if isinstance(content, list) else []
     return bool(parts) and all(map(_is_part, parts))
 
@@ -469,9 +469,9 @@ def _function_schema(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schema(schema: Any) -> Any:
-    """Return a JSON schema without nulls in the places of keywords and schemas."""
+    """Return a JSON schema without null keywords and schemas."""
     if isinstance(schema, list):
-        return [_schema(one) for one in cast("list[Any]", schema)]
+        return [_schema(item) for item in cast("list[Any]", schema)]
     if not isinstance(schema, Mapping):
         return schema
     declared: dict[str, Any] = {}
@@ -480,7 +480,7 @@ def _schema(schema: Any) -> Any:
             declared[key] = value
         elif key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
             by_name = cast("Mapping[str, Any]", value)
-            declared[key] = {name: _schema(one) for name, one in by_name.items() if one is not None}
+            declared[key] = {name: _schema(v) for name, v in by_name.items() if v is not None}
         elif value is not None:
             declared[key] = _schema(value)
     return declared

@@ -409,27 +409,6 @@ class JobReply(Message):
     record: JobRecord
 
 
-class SubmissionFinding(Message):
-    """Result of one check of a job."""
-
-    what: Literal["job", "model", "data", "game", "slots", "memory"]
-    ok: bool
-    """Whether a submission would pass."""
-    text: str
-    """The finding, or why a submission would be refused."""
-    hint: str = ""
-    """What to do about it."""
-    by: str
-    """The scheduler, or nodes by name."""
-
-
-class SubmissionFindings(Message):
-    """Result of a dry run."""
-
-    findings: list[SubmissionFinding]
-    """In the order of the checks."""
-
-
 class JobList(Message):
     """Jobs, newest first."""
 

@@ -15,8 +15,6 @@ MUST_MATCH = ("tinkermq", "torch", "transformers", "cuda", "nccl")
 """Packages whose versions must be equal among the ranks of a learner."""
 CLOCK_BOUND_S = 2.0
 """Clock offset above which a node is reported."""
-MAX_TEXT_CHARS = 1_000
-"""Length of a game check's texts."""
 _NAMED = 3
 
 
@@ -223,27 +221,13 @@ class SchedulerLease(Message):
 
 
 class LookQuestion(Message):
-    """Which files and game of a job a node can find, on `node.<n>.look`; sent by a dry run."""
+    """Which files and game of a job a node has, on `node.<n>.look`; sent before it is queued."""
 
     files: list[Annotated[str, Field(max_length=4096)]] = Field(
         default_factory=list[str], max_length=512
     )
     game: str = Field(default="", max_length=512)
     """Registered name, or `package.module:Class`; empty: none."""
-
-
-class LookAnswer(Message):
-    """A node's answer."""
-
-    known: bool = True
-    """False: not found out in time."""
-    missing: list[str] = Field(default_factory=list[str])
-    game: str = ""
-    """Where it would be imported from; empty: nowhere, or not asked."""
-    lacks_game: str = ""
-    """Why it cannot be imported."""
-    hint: str = ""
-    """What to do about it."""
 
 
 class ModelQuestion(Message):
@@ -253,17 +237,6 @@ class ModelQuestion(Message):
     """Folder on the node, or `owner/name` of the hub."""
     alike: bool = False
     """Give the same answer for every path without a model, existing or not."""
-
-
-class ModelAnswer(Message):
-    """A node's answer about a model."""
-
-    known: bool
-    """False: not found out in time."""
-    missing: str = ""
-    """Why it cannot be loaded."""
-    hint: str = ""
-    """What to do about it."""
 
 
 class GameCheckRequest(Request):
@@ -277,29 +250,6 @@ class GameCheckRequest(Request):
     """Configuration of the job."""
     look: Literal["game", "model"] = "game"
     """Play its game, or inspect its model and conversations."""
-
-
-class GameCheck(Message):
-    """Result of one check of a game, model or data."""
-
-    name: str = Field(max_length=MAX_TEXT_CHARS)
-    """What was checked."""
-    ok: bool
-    """Whether it passed."""
-    detail: str = Field(default="", max_length=MAX_TEXT_CHARS)
-    """What was found."""
-    hint: str = Field(default="", max_length=MAX_TEXT_CHARS)
-    """What to do if it failed."""
-
-
-class GameCheckReply(Message):
-    """Progress of a check."""
-
-    done: bool
-    """False: repeat the request."""
-    node: str = ""
-    """The node that checked."""
-    checks: list[GameCheck] = Field(default_factory=list[GameCheck])
 
 
 class PlayQuestion(Message):
@@ -318,15 +268,3 @@ class InspectQuestion(Message):
 
     config: dict[str, Any]
     """Configuration of the job."""
-
-
-class PlayAnswer(Message):
-    """Result of the check."""
-
-    known: bool = True
-    """False: the node is busy with another check, or cannot."""
-    trouble: str = ""
-    """Why it did not complete."""
-    hint: str = ""
-    """What to do about that."""
-    checks: list[GameCheck] = Field(default_factory=list[GameCheck])

@@ -20,10 +20,10 @@ MAX_SCHEMA_CHARS = 128 << 10
 MAX_SCHEMA_DEPTH = 64
 """Nested objects and lists of a schema."""
 MAX_PATTERN_PROPERTIES = 32
-"""Of an object's `patternProperties`, each of which is compared with each other."""
+"""Of an object; each is compared with each other."""
 MAX_MULTIPLE = 10_000
-"""Least common multiple of the `multipleOf` of an answer's schemas, each without its decimal point:
-what is compiled of a schema grows with it, at 100 million to gigabytes and minutes."""
+"""Least common multiple of the `multipleOf` of an answer's schemas, each without its decimal point.
+A compiled schema grows with it: 100 million take gigabytes and minutes."""
 MAX_PENALTY = 2.0
 """Absolute value of presence and frequency penalties, as OpenAI bounds them."""
 MAX_REPETITION = 10.0
@@ -100,18 +100,21 @@ def check_schema(schema: Any, place: str) -> None:
     if isinstance(schema, (dict, bool)):
         _check(schema, place, cast("Any", schema))
         return
-    raise SchemaError(f"{place} is no schema: {_shown(schema)}", place=place, hint="give an object")
+    raise SchemaError(
+        f"{place} must be a schema, and is {_shown(schema)}", place=place, hint="give an object"
+    )
 
 
 def check_multiples(schemas: Sequence[Any]) -> None:
     """Raise ConfigError for schemas of one answer whose `multipleOf` would take too much memory."""
-    found = sorted({divisor for schema in schemas for divisor in _divisors(schema)})
+    divisors = sorted({divisor for schema in schemas for divisor in _divisors(schema)})
     common = 1
-    for divisor in found:
+    for divisor in divisors:
         common = math.lcm(common, _digits(divisor))
         if common > MAX_MULTIPLE:
             raise ConfigError(
-                f"multipleOf {_shown(found)}: the least common multiple is over {MAX_MULTIPLE:,}",
+                f"multipleOf {_shown(divisors)}: their least common multiple is over "
+                f"{MAX_MULTIPLE:,}",
                 hint="leave multipleOf out, and check the answer for it",
             )
 
@@ -145,10 +148,10 @@ def _check_size(schema: Any, place: str) -> None:
     try:
         size = len(json.dumps(schema, ensure_ascii=False, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise SchemaError(f"{place} is no JSON: {error}", place=place) from error
+        raise SchemaError(f"{place} cannot be written as JSON: {error}", place=place) from error
     if size > MAX_SCHEMA_CHARS:
         raise SchemaError(
-            f"{place} has {size:,} characters, and may have {MAX_SCHEMA_CHARS:,}",
+            f"{place} has {size:,} characters, at most {MAX_SCHEMA_CHARS:,} are allowed",
             place=place,
             hint="give a smaller schema",
         )
@@ -166,7 +169,9 @@ def _check(schema: Any, place: str, root: Any) -> None:
         return
     if not isinstance(schema, dict):
         raise SchemaError(
-            f"{place} is no schema: {_shown(schema)}", place=place, hint="give an object"
+            f"{place} must be a schema, and is {_shown(schema)}",
+            place=place,
+            hint="give an object",
         )
     for key, value in cast("dict[str, Any]", schema).items():
         at = f"{place}.{key}"
@@ -177,9 +182,9 @@ def _check(schema: Any, place: str, root: Any) -> None:
                 hint="leave it out, and check the answer for it",
             )
         if key in _PLAIN:
-            wanted, fits = _PLAIN[key]
+            allowed, fits = _PLAIN[key]
             if not fits(value):
-                raise SchemaError(f"{at} must be {wanted}, and is {_shown(value)}", place=at)
+                raise SchemaError(f"{at} must be {allowed}, and is {_shown(value)}", place=at)
         elif key == "$ref":
             _check_reference(value, at, root)
         elif key in _SCHEMAS:
@@ -193,7 +198,7 @@ def _check(schema: Any, place: str, root: Any) -> None:
             num = len(cast("dict[str, Any]", value))
             if key == "patternProperties" and num > MAX_PATTERN_PROPERTIES:
                 raise SchemaError(
-                    f"{at} has {num} patterns, and may have {MAX_PATTERN_PROPERTIES}",
+                    f"{at} has {num} patterns, at most {MAX_PATTERN_PROPERTIES} are allowed",
                     place=at,
                     hint="join patterns of the same schema: ^(a|b)",
                 )
@@ -227,7 +232,7 @@ def _check_reference(value: Any, place: str, root: Any) -> None:
             target = cast("dict[str, Any]", target)[name]
         else:
             raise SchemaError(
-                f"{place}: there is no {_shown(value)} in the schema",
+                f"{place}: the schema does not define {_shown(value)}",
                 place=place,
                 hint="define it in $defs",
             )
@@ -251,11 +256,13 @@ def _is_type(value: Any) -> bool:
 
 
 def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in cast("list[Any]", value))
+    return isinstance(value, list) and all(
+        isinstance(text, str) for text in cast("list[Any]", value)
+    )
 
 
 _Rule = tuple[str, Callable[[Any], bool]]
-_COUNT: _Rule = ("a whole number of 0 or more", _is_count)
+_COUNT: _Rule = ("an integer ≥ 0", _is_count)
 _NUMBER: _Rule = ("a number", _is_number)
 _PLAIN: Mapping[str, _Rule] = {
     "type": (f"one of {', '.join(_TYPES)}, or a list of them", _is_type),
@@ -273,7 +280,7 @@ _PLAIN: Mapping[str, _Rule] = {
     "maximum": _NUMBER,
     "exclusiveMinimum": ("a number", lambda value: _is_number(value) or isinstance(value, bool)),
     "exclusiveMaximum": ("a number", lambda value: _is_number(value) or isinstance(value, bool)),
-    "multipleOf": ("a number over 0", lambda value: _is_number(value) and value > 0),
+    "multipleOf": ("a number > 0", lambda value: _is_number(value) and value > 0),
 }
 _SCHEMAS = frozenset({"additionalProperties", "additionalItems"})
 _CHOICES = ("anyOf", "oneOf", "allOf")
@@ -304,7 +311,7 @@ def _is_composed(value: Any) -> bool:
 
 
 def _has_properties(schema: Any) -> bool:
-    """Whether a schema, or one that it is combined of, names properties, maybe by reference."""
+    """Whether a schema, or one that it combines, names properties, maybe by reference."""
     if not isinstance(schema, dict):
         return False
     fields = cast("dict[str, Any]", schema)
@@ -320,7 +327,7 @@ def _closed(value: Any) -> Any:
     closed = {
         key: inner
         if key in ("const", "enum", "default", "examples")
-        else {name: _closed(one) for name, one in cast("dict[str, Any]", inner).items()}
+        else {name: _closed(part) for name, part in cast("dict[str, Any]", inner).items()}
         if key in _SCHEMA_MAPS and isinstance(inner, dict)
         else _closed(inner)
         for key, inner in cast("dict[str, Any]", value).items()

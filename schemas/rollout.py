@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from .agent import CallMessage, CallPlaces
+from .agent import CallPlaces
+from .generation import ModelMessage
 from .task import Blame, Task
 from .wire.array import (
     ExpertArray,
@@ -25,7 +26,7 @@ from .wire.images import images_of, number_images
 from .wire.message import Message, with_last
 from .wire.subjects import NAME_PATTERN
 
-# Teachers: log-probs taken before an episode enters the log.
+# Teachers: log-probs computed before an episode enters the log.
 
 
 class Teaching(Message):
@@ -43,11 +44,11 @@ class Teaching(Message):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if (self.top_ids is None) != (self.top_logprobs is None):
-            raise ValueError("top_ids and top_logprobs belong together")
+            raise ValueError("top_ids and top_logprobs must be given together")
         if self.top_ids is not None and self.top_logprobs is not None:
             sizes = self.top_ids.shape, self.top_logprobs.shape
             if sizes[0] != sizes[1] or self.logprobs is None or len(self.logprobs) != sizes[0][0]:
-                raise ValueError("top_ids and top_logprobs have a row for each of logprobs")
+                raise ValueError("top_ids and top_logprobs must have a row for each of logprobs")
         return self
 
     def fits(self, num_generated: int) -> bool:
@@ -56,8 +57,8 @@ class Teaching(Message):
 
     def wrong(self, vocab_size: int) -> str:
         """Return what is wrong with its arrays' elements; empty: nothing."""
-        known = [one for one in (self.prompt, self.top_ids) if one is not None]
-        if any(((one < 0) | (one >= vocab_size)).any() for one in known):
+        token_ids = [ids for ids in (self.prompt, self.top_ids) if ids is not None]
+        if any(((ids < 0) | (ids >= vocab_size)).any() for ids in token_ids):
             return f"a teacher's token ids must be from 0 to {vocab_size - 1}"
         arrays = [array for array in (self.logprobs, self.top_logprobs) if array is not None]
         if not all((np.isfinite(array) & (array <= 1e-3)).all() for array in arrays):
@@ -109,19 +110,19 @@ class Trajectory(Message):
     calls: CallPlaces | None = None
     """Places of its turns among an agent episode's calls; null: consecutive."""
     opponents: dict[str, int] = Field(default_factory=dict[str, int])
-    """Roles played by an earlier version, with that version; they have no trajectories."""
+    """Roles that an earlier version played, with that version; they have no trajectories."""
     greedy: bool = False
-    """Remax's baseline, not trained."""
+    """The baseline episode of remax, not trained."""
     seed: int = Field(default=0, ge=0)
     """Seed of the game's random generator."""
     messages: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
-    """For people; images are those of the first prompt."""
+    """The conversation, for display; images are those of the first prompt."""
     info: dict[str, Any] = Field(default_factory=dict[str, Any])
     """`info` of the game's last step."""
     host: str = ""
     """Environment host of the game."""
     data_source: str = ""
-    """The row's, by which scores are reported."""
+    """Data source of the row; scores are reported by it."""
     num_tries: int = Field(default=1, ge=1)
     """1 + number of failed tries."""
     failures: list[Blame] = Field(default_factory=list[Blame])
@@ -210,13 +211,13 @@ class Group(Message):
     agent's episode are adjacent, the main one first. A row omits what it shares with the previous
     one: `shared` holds the number of these tokens (none generated in this row) and messages."""
     images: list[bytes] = Field(default_factory=list[bytes])
-    """Encoded, named in messages by index."""
+    """Encoded images; messages refer to them by index."""
     error: Blame | None = None
     """Why the task failed."""
     source: str
     """The generator or external agent."""
     kv_on_swap: Literal["keep", "recompute"] = "keep"
-    """KV caches at a weight swap."""
+    """What happened to KV caches at a weight swap."""
     started: float = 0.0
     """Start of the first episode."""
     finished: float = 0.0
@@ -228,7 +229,7 @@ class Group(Message):
     tokens_cut: list[int] = Field(default_factory=list[int])
     """Generated tokens of each cut episode (`rollout.oversample`)."""
     weights_s: float = Field(default=0.0, ge=0)
-    """Wait for new enough weights."""
+    """Seconds that the group waited for new enough weights."""
     time_use: dict[str, float] = Field(default_factory=dict[str, float])
     """Seconds since the generator's last group, by activity (see `StepTrace`)."""
 
@@ -238,7 +239,7 @@ class Group(Message):
 
     def to_bytes(self, **instead: Any) -> bytes:
         """Pack to a msgpack map, with common parts of an episode's rows once."""
-        if not any(one.episode == more.episode >= 0 for one, more in pairwise(self.trajectories)):
+        if not any(row.episode == more.episode >= 0 for row, more in pairwise(self.trajectories)):
             return super().to_bytes(**instead)  # each row is an episode, and vectors are not copied
         rows = _without_shared([vars(item) for item in self.trajectories])
         return super().to_bytes(**{"trajectories": rows, **instead})
@@ -255,7 +256,7 @@ class Group(Message):
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if (self.error is None) == (not self.trajectories):
-            raise ValueError("a group has trajectories, or an error and none")
+            raise ValueError("a group must have either trajectories or an error")
         expected = self.task.group_size
         numbered = [
             (rows[0].role, rows[0].episode) for rows in self.episodes if rows[0].episode >= 0
@@ -318,7 +319,7 @@ def episodes_of(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
     """Return the rows of each episode among trajectories in the order of a group."""
     episodes: list[list[Trajectory]] = []
     for item in trajectories:
-        is_part = item.episode >= 0 and episodes  # of a game's none is
+        is_part = item.episode >= 0 and episodes  # a game's episodes have one row
         if is_part and _episode(episodes[-1][-1]) == _episode(item):
             episodes[-1].append(item)
         else:
@@ -327,9 +328,9 @@ def episodes_of(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
 
 
 def return_of(rows: Sequence[Trajectory]) -> float:
-    """Return the return of an episode over all its rows, a float32.
+    """Sum the rewards of an episode's rows, as a float32.
 
-    It is added up in float64: equal rewards in another order have equal returns.
+    Summing in float64 makes the result independent of the order.
     """
     total = sum(float(item.rewards.sum(dtype=np.float64)) for item in rows)
     return float(np.array(total, np.float32))
@@ -386,7 +387,7 @@ def largest_parts(group: Group, count: int = 3) -> list[str]:
         for name, value in vars(item).items():
             size = len(pack(value, plain=_fields_of))
             parts.append((size, f"{_named(name, value, size)} of episode {number}"))
-    largest = sorted(parts, key=lambda one: -one[0])[:count]
+    largest = sorted(parts, key=lambda part: -part[0])[:count]
     return [f"{name} ({size:,} bytes)" for size, name in largest if size]
 
 
@@ -446,7 +447,7 @@ def check_group(group: Group, *, vocab_size: int, max_tokens: int, version: int)
     }
     broken = [rule for rule, holds in rules.items() if not np.all(holds)]
     taught = [item.teaching for item in episodes if item.teaching is not None]
-    broken += [wrong for wrong in (one.wrong(vocab_size) for one in taught) if wrong]
+    broken += [wrong for teaching in taught if (wrong := teaching.wrong(vocab_size))]
     if broken:
         raise MessageError(f"a group of task {group.task.task} is refused: {broken[0]}")
 
@@ -454,10 +455,10 @@ def check_group(group: Group, *, vocab_size: int, max_tokens: int, version: int)
 def _further_rewards(episodes: Iterable[Trajectory]) -> NDArray[np.float64]:
     """Return the rewards posted for calls, episodes and branches."""
     places = [item.calls for item in episodes if item.calls is not None]
-    found = [place.outcome for place in places]
-    found += [branch.reward for place in places for branch in place.rewarded]
-    found += [float(reward) for place in places for reward in place.rewards]
-    return np.array(found, np.float64)
+    rewards = [place.outcome for place in places]
+    rewards += [branch.reward for place in places for branch in place.rewarded]
+    rewards += [float(reward) for place in places for reward in place.rewards]
+    return np.array(rewards, np.float64)
 
 
 def _turns_fit(
@@ -478,7 +479,7 @@ def _turns_fit(
     return bool(mask[places].all() and follows.all() and (final == last_of_each).all())
 
 
-# Segments: state of running episodes, from which another generator continues.
+# Segments: the state of running episodes, which another generator can continue.
 
 
 class LoggedCall(Message):
@@ -490,7 +491,7 @@ class LoggedCall(Message):
     """Call whose history it continues, rendered anew."""
     context: bytes
     """Digest of all that shapes the prompt, such as tools."""
-    given: list[CallMessage]
+    given: list[ModelMessage]
     """Messages since the parent's answer."""
     num_given: int = Field(ge=0)
     """The segment's tokens for these messages; the others are generated."""
@@ -555,14 +556,15 @@ class Segment(Message):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        lengths = {len(getattr(self, one)) for one in ("token_ids", "mask", "logprobs", "versions")}
+        columns = (self.token_ids, self.mask, self.logprobs, self.versions)
+        lengths = {len(column) for column in columns}
         if len(lengths) != 1 or len(self.rewards) != len(self.observations):
-            raise ValueError("the columns of a segment are of different lengths")
+            raise ValueError("the columns of a segment have different lengths")
         return self
 
     def messages_by_turn(self) -> list[list[dict[str, Any]]]:
         """Return the observations as one list of chat messages for each answered turn."""
-        return [one if isinstance(one, list) else [one] for one in self.observations]
+        return [entry if isinstance(entry, list) else [entry] for entry in self.observations]
 
     @classmethod
     def empty(cls, **fields: Any) -> Self:
@@ -579,8 +581,8 @@ class Segment(Message):
 
 # -- rows as they travel ---------------------------------------------------------------------------
 #
-# A beginning shared with the previous row is sent once. Rows of an agent's episode are paths of one
-# tree of calls. Where histories are rendered anew at each call, rows repeat nearly all of it.
+# A beginning that a row shares with the previous one is sent once. Rows of an agent's episode are
+# paths of one tree of calls. If each call renders its history anew, rows repeat nearly all of it.
 
 _VECTORS = {"token_ids": None, "mask": 0, "logprobs": 0.0, "versions": -1}
 """Per-token arrays, and their value for tokens not generated in this row."""
@@ -605,10 +607,10 @@ def _without_shared(rows: Sequence[_Row]) -> list[_Row]:
 
 def _with_shared(rows: Sequence[Any]) -> list[Any]:
     """Restore removed beginnings; ValueError for rows that cannot be complete."""
-    found: list[Any] = []
+    whole_rows: list[Any] = []
     num_tokens, num_messages = 0, 0
     for row in rows:
-        whole = row
+        whole, before = row, whole_rows[-1] if whole_rows else None
         if isinstance(row, dict) and (cast("_Row", row).get("shared") or None) is not None:
             fields = cast("_Row", row)
             tokens, messages = _numbers(fields["shared"])
@@ -617,20 +619,20 @@ def _with_shared(rows: Sequence[Any]) -> list[Any]:
                 raise ValueError(
                     f"rows share more than {_MOST_TOKENS:,} tokens or {_MOST_MESSAGES:,} messages"
                 )
-            whole = _behind_again(found[-1] if found else None, fields, tokens, messages)
-        found.append(whole)
-    return found
+            whole = _behind_again(before, fields, tokens, messages)
+        whole_rows.append(whole)
+    return whole_rows
 
 
-def _same_episode(one: _Row, other: _Row) -> bool:
-    return all(one[name] == other[name] for name in ("role", "episode", "greedy"))
+def _same_episode(row: _Row, other: _Row) -> bool:
+    return all(row[name] == other[name] for name in ("role", "episode", "greedy"))
 
 
 def _behind(before: _Row, row: _Row) -> _Row:
     tokens = _num_tokens(before, row)
     messages = 0
-    for one, other in zip(before["messages"], row["messages"], strict=False):
-        if one != other:
+    for message, other in zip(before["messages"], row["messages"], strict=False):
+        if message != other:
             break
         messages += 1
     if not tokens and not messages:
@@ -660,29 +662,29 @@ def _numbers(shared: Any) -> tuple[int, int]:
         case [int(tokens), int(messages)] if tokens >= 0 and messages >= 0:
             return tokens, messages
         case _:
-            raise ValueError("`shared` is a number of tokens and one of messages")
+            raise ValueError("`shared` must be a number of tokens and a number of messages")
 
 
 def _behind_again(before: Any, row: _Row, tokens: int, messages: int) -> _Row:
     if not isinstance(before, dict):
-        raise ValueError("the first row has none before it to share with")
-    ids, said = cast("_Row", before).get("token_ids"), cast("_Row", before).get("messages")
-    if not isinstance(ids, np.ndarray) or not isinstance(said, list):
+        raise ValueError("the first row shares tokens, and no row stands before it")
+    ids, earlier = cast("_Row", before).get("token_ids"), cast("_Row", before).get("messages")
+    if not isinstance(ids, np.ndarray) or not isinstance(earlier, list):
         raise ValueError("the row before has no tokens or messages to share")
-    if len(cast("NDArray[Any]", ids)) < tokens or len(cast("list[Any]", said)) < messages:
+    if len(cast("NDArray[Any]", ids)) < tokens or len(cast("list[Any]", earlier)) < messages:
         raise ValueError(f"the row before has less than {tokens} tokens or {messages} messages")
     own = row.get("messages", [])
     if not isinstance(own, list):
-        raise ValueError("messages are a list")
+        raise ValueError("messages must be a list")
     first = cast("NDArray[Any]", ids)[:tokens]
     whole = {name: _joined(first, row.get(name), value) for name, value in _VECTORS.items()}
     fields = {name: value for name, value in row.items() if name != "shared"}
-    return {**fields, **whole, "messages": [*said[:messages], *own]}
+    return {**fields, **whole, "messages": [*earlier[:messages], *own]}
 
 
 def _joined(ids: NDArray[Any], own: Any, value: float | None) -> NDArray[Any]:
     if not isinstance(own, np.ndarray) or cast("NDArray[Any]", own).ndim != 1:
-        raise ValueError("a row has vectors of its tokens")
+        raise ValueError("the arrays of a row must have one dimension")
     vector = cast("NDArray[Any]", own)
     first = ids if value is None else np.full(len(ids), value, vector.dtype)
     return np.concatenate([first, vector]).astype(vector.dtype, copy=False)

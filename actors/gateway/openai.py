@@ -20,7 +20,6 @@ from collections.abc import (
     Coroutine,
     Iterable,
     Iterator,
-    Mapping,
 )
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -37,17 +36,20 @@ from ...broker.client.parts import Room, ask_parts
 from ...broker.jobs import JobStore
 from ...broker.presence import list_presences
 from ...schemas import infer
+from ...schemas.generation import Decoding
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.model_apis import answers
-from ...schemas.model_apis.canonical import CanonicalCall, Piece, ReplyReader, TextPiece, call_name
-from ...schemas.model_apis.chat import (
-    CHAT,
-    COMPLETIONS,
-    ChatCompletionAnswer,
-    CompletionAnswer,
-)
+from ...schemas.model_apis.canonical import call_name
+from ...schemas.model_apis.chat import CHAT, COMPLETIONS
 from ...schemas.model_apis.messages import MESSAGES
-from ...schemas.model_apis.request import ModelRequest, RequestError, is_label
+from ...schemas.model_apis.reading import AnswerReader
+from ...schemas.model_apis.request import (
+    ModelRequest,
+    RequestError,
+    bounds_error,
+    is_label,
+    served_request,
+)
 from ...schemas.model_apis.responses import RESPONSES
 from ...schemas.tinker.names import is_path
 from ...schemas.wire import errors
@@ -253,18 +255,9 @@ _GONE_S = 0.5
 _KEEPALIVE_S = 15.0
 """Shorter than proxies wait for a stream that says nothing."""
 _CLIENT_CLOSED = 499
-_MAX_SEED = 1 << 63
 _SHOWN = 100
-_SAMPLED = frozenset(infer.Decoding.model_fields)
+_SAMPLED = frozenset(Decoding.model_fields)
 """What of sampling a server takes."""
-_NAMES = {
-    ("", "num_choices"): "n",
-    ("completions", "prompts"): "prompt",
-    ("completions", "top_logprobs"): "logprobs",
-    ("messages", "stop"): "stop_sequences",
-    ("responses", "max_tokens"): "max_output_tokens",
-}
-"""What a field of a server's request is called in an API, where it is called otherwise."""
 _SINGLE = frozenset({"parallel_tool_calls", "tool_choice.disable_parallel_tool_use"})
 """Fields that have an effect here: in an episode an answer is trained as it was generated."""
 _NO_EFFORT = "how much a model thinks is set by its chat template: leave it out"
@@ -329,15 +322,12 @@ def read_query(raw: bytes, api: answers.ModelApi) -> tuple[ModelRequest, Query]:
     model_request = api.read(value)
     _check(model_request)
     try:
-        query = _query(model_request)
+        query = served_request(model_request, uuid.uuid4().hex)
     except ValidationError as error:
-        problem = error.errors()[0]
-        param = str(problem["loc"][0]) if problem["loc"] else ""
-        param = _NAMES.get((api.name, param)) or _NAMES.get(("", param), param)
-        message = f"the parameter {param!r} cannot be used: {problem['msg']}"
-        raise RequestError(message, param=param) from error
+        raise bounds_error(error, api.name) from error
     decoding = query.decoding
-    echo = {**model_request.echo, "temperature": decoding.temperature, "top_p": decoding.top_p}
+    sampling = {"temperature": decoding.temperature, "top_p": decoding.top_p}
+    echo = {**model_request.echo, **{n: 1.0 if v is None else v for n, v in sampling.items()}}
     return replace(model_request, echo=echo), query
 
 
@@ -367,45 +357,6 @@ def _check(model_request: ModelRequest) -> None:
         )
 
 
-def _query(model_request: ModelRequest) -> Query:
-    """Return what a server is asked; ValidationError for a value that is out of bounds."""
-    decoding = infer.Decoding(
-        max_tokens=model_request.max_tokens,
-        stop=list(model_request.stop),
-        num_choices=model_request.num_choices,
-        format=model_request.format,
-        top_logprobs=model_request.top_logprobs or 0,
-        **_sampling(model_request.sampling),
-    )
-    common: dict[str, Any] = {
-        "request": uuid.uuid4().hex,
-        "decoding": decoding,
-        "stream": model_request.stream,
-        "logprobs": model_request.top_logprobs is not None,
-        "token_ids": model_request.return_token_ids,
-    }
-    if model_request.prompts:
-        return infer.CompletionRequest(
-            prompts=list(model_request.prompts),
-            prompt_logprobs=model_request.prompt_logprobs,
-            add_special_tokens=model_request.add_special_tokens,
-            **common,
-        )
-    return infer.ChatRequest(
-        messages=model_request.template_messages(), tools=model_request.template_tools(), **common
-    )
-
-
-def _sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how tokens are drawn: any whole number is a seed, and a `top_k` of -1 is none."""
-    sampling = dict(sampling)
-    if isinstance(sampling.get("seed"), int):
-        sampling["seed"] %= _MAX_SEED
-    if sampling.get("top_k") == -1:
-        sampling["top_k"] = 0
-    return sampling
-
-
 class ServedAnswer:
     """A server's answer, read part by part and written in the words of an API."""
 
@@ -414,112 +365,50 @@ class ServedAnswer:
         self._api = api
         self._asked = model_request
         self._query = query
-        self._answer: answers.Answer | None = None
-        self._readers: list[ReplyReader | None] = []
-        self._open: set[int] = set()
-        """Choices that have not ended."""
-        self._full: set[int] = set()
-        """Choices that have called the one tool that they may call."""
-        self._usage = answers.Usage(0, 0)
+        self._created = int(time.time())
+        self._reader: AnswerReader | None = None
         self._ids: list[int] = []
-        self._prompt_ids: list[list[int]] = []
+        self._prompt_ids: list[int] = []
         self._vocabulary = ""
-
-    def start(self, first: infer.InferPart) -> Iterator[str]:
-        """Yield the first events, for which the first part has the counts."""
-        self._usage = answers.Usage(first.prompt_tokens, 0)
-        yield from self._begun(first).start(self._usage)
 
     def push(self, part: infer.InferPart) -> Iterator[str]:
         """Take a part; yield what is new as events."""
-        answer = self._begun(part)
+        reader = self._reader
+        if reader is None:
+            # a chat keeps its reasoning in the text, unless its form has no room for it
+            has_form = bool(part.opened) and self._asked.format is not None
+            reader = self._reader = AnswerReader(
+                self._api,
+                self._asked,
+                keeps_reasoning=self._api is CHAT and not has_form,
+                one_call=self._asked.calls_one,
+            )
+            names = [call_name(self._query.request, n) for n in range(self._asked.num_choices)]
+            yield from reader.begin(self._head(part.model), part, names)
         self._vocabulary = part.vocabulary or self._vocabulary
-        if isinstance(answer, CompletionAnswer):
-            answer.scores += part.scores
+        for ids in part.prompt_token_ids[:1]:
+            self._prompt_ids = ids
         for delta in part.deltas:
             self._ids += delta.token_ids
-            pieces = self._pieces(delta)
-            yield from answer.push(pieces, delta.choice, self._tokens(delta))
-            if delta.finish is not None:
-                self._open.discard(delta.choice)
-                yield from answer.finish(delta.finish, delta.choice, delta.stop)
-        if part.last:
-            self._usage = answers.Usage(part.prompt_tokens, part.completion_tokens)
+        yield from reader.push(part)
 
     def end(self) -> Iterator[str]:
         """Yield the last events."""
-        yield from self._ended().end(self._usage, self._extra())
+        assert self._reader is not None
+        yield from self._reader.end(self._extra())
 
     def whole(self) -> dict[str, Any]:
         """Return the answer as one object."""
-        return {**self._ended().whole(self._usage), **self._extra()}
+        assert self._reader is not None
+        return {**self._reader.whole(), **self._extra()}
 
     def fail(self, error: errors.TinkermqError) -> str:
         """Return the event that ends a stream which cannot go on."""
-        return self._begun(infer.InferPart()).fail(self._api.error(error, error.status))
+        reader = self._reader or AnswerReader(self._api, self._asked)
+        return reader.fail(self._head(self._asked.model), self._api.error(error, error.status))
 
-    def _begun(self, part: infer.InferPart) -> answers.Answer:
-        """Return what writes the answer, begun with the first part."""
-        if self._answer is None:
-            head = answers.AnswerHead(
-                self._api.id_of(self._query.request), int(time.time()), part.model
-            )
-            self._answer = self._api.answer(head, self._asked)
-            num = max(1, len(self._asked.prompts)) * self._asked.num_choices
-            self._readers = [self._reader(part, number) for number in range(num)]
-            self._open = set(range(num))
-        if part.prompt_token_ids:
-            self._prompt_ids = part.prompt_token_ids
-            if isinstance(self._answer, ChatCompletionAnswer):
-                self._answer.prompt_ids = self._prompt_ids[0]
-            elif isinstance(self._answer, CompletionAnswer):
-                self._answer.prompt_ids = self._prompt_ids
-        return self._answer
-
-    def _reader(self, part: infer.InferPart, number: int) -> ReplyReader | None:
-        """Return what reads a choice of a chat."""
-        if not isinstance(self._query, infer.ChatRequest):
-            return None
-        keeps = self._api is CHAT and not (part.is_thinking and self._asked.format is not None)
-        name = call_name(self._query.request, number)
-        return ReplyReader(name, calls=bool(self._query.tools), keeps_reasoning=keeps)
-
-    def _pieces(self, delta: infer.Delta) -> list[Piece]:
-        """Return what a choice has gained; where it ends, what was held back as well."""
-        reader = self._readers[delta.choice]
-        if reader is None:
-            return [TextPiece(delta.text)] if delta.text else []
-        pieces = reader.push(delta.text)
-        pieces = pieces if delta.finish is None else [*pieces, *reader.finish()]
-        return [*self._up_to_a_call(pieces, delta.choice)] if self._asked.calls_one else pieces
-
-    def _up_to_a_call(self, pieces: list[Piece], choice: int) -> Iterator[Piece]:
-        """Yield what comes before the first call of a choice, and that call."""
-        for piece in pieces:
-            if choice in self._full:
-                return
-            if isinstance(piece, CanonicalCall):
-                self._full.add(choice)
-            yield piece
-
-    def _tokens(self, delta: infer.Delta) -> answers.NewTokens | None:
-        """Return the new tokens of a choice, as far as they were asked for."""
-        wants_ids, wants_logprobs = self._asked.return_token_ids, self._query.logprobs
-        if not delta.token_ids or not (wants_ids or wants_logprobs):
-            return None
-        return answers.NewTokens(
-            ids=delta.token_ids if wants_ids else None,
-            logprobs=_logprobs(delta) if wants_logprobs else None,
-        )
-
-    def _ended(self) -> answers.Answer:
-        """Return what writes the answer, once every choice has ended."""
-        answer = self._begun(infer.InferPart())
-        for number in sorted(self._open):
-            for _ in answer.finish("stop", number):
-                pass
-        self._open = set()
-        return answer
+    def _head(self, model: str) -> answers.AnswerHead:
+        return answers.AnswerHead(self._api.id_of(self._query.request), self._created, model)
 
     def _extra(self) -> dict[str, Any]:
         """Return the field that an answer has besides where tokens were asked for."""
@@ -527,24 +416,8 @@ class ServedAnswer:
             return {"tinkermq": {"vocabulary": self._vocabulary}}
         if not self._asked.return_token_ids or self._api in (CHAT, COMPLETIONS):
             return {}
-        prompt = self._prompt_ids[0] if self._prompt_ids else []
-        return {"tinkermq": {"prompt_token_ids": prompt, "answers": [{"token_ids": self._ids}]}}
-
-
-def _logprobs(delta: infer.Delta) -> list[answers.TokenLogprob]:
-    """Return the log-probs of new tokens, each with the likeliest in its place."""
-    rows: list[tuple[answers.TokenLogprob, ...]] = [() for _ in delta.tokens]
-    if delta.top_tokens:
-        columns = zip(delta.top_tokens, delta.top_logprobs, delta.top_bytes, strict=True)
-        rows = [
-            tuple(
-                answers.TokenLogprob(text, value, (), encoded)
-                for text, value, encoded in zip(*column, strict=True)
-            )
-            for column in columns
-        ]
-    tokens = zip(delta.tokens, delta.logprobs, rows, delta.token_bytes, strict=True)
-    return [answers.TokenLogprob(*token) for token in tokens]
+        answer = {"token_ids": self._ids}
+        return {"tinkermq": {"prompt_token_ids": self._prompt_ids, "answers": [answer]}}
 
 
 async def _whole(
@@ -608,15 +481,13 @@ async def _stream(
     keepalive_s: float,
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of an answer; the server stops when the reader goes away."""
-    has_begun = False
     try:
         while True:
             while not (await asyncio.wait({coming}, timeout=keepalive_s))[0]:
                 yield _encoded(waiting)
             part = coming.result()
-            for text in (*(() if has_begun else reading.start(part)), *reading.push(part)):
+            for text in reading.push(part):
                 yield _encoded(text)
-            has_begun = True
             coming = asyncio.ensure_future(anext(parts))
     except StopAsyncIteration:
         for text in reading.end():

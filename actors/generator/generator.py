@@ -35,7 +35,7 @@ from ..engine.weight_updates import WeightFollower, fetch_version
 from ..policy.chat import make_chat
 from ..policy.policies import MAIN, check_weights, opponent_versions
 from ..rollout.agent_loop import EpisodeSampling
-from ..rollout.exact_calls import TaskCalls
+from ..rollout.call_log import TaskCalls
 from ..rollout.groups import GroupFailed, GroupRunner, append_given_up, append_group
 from ..rollout.players import Players
 from ..rollout.program_loop import ProgramLoop

@@ -1,15 +1,14 @@
-"""Check a user's function on small random tensors: what `tinkermq algorithm check` runs.
+"""Check a function of the user's on small random tensors, for `tinkermq algorithm check`.
 
-`python -m tinkermq.actors.learner.custom_check KIND MODULE:FUNCTION` prints one line of JSON. It is
-a process of its own, so that the command line needs no torch.
+The command starts `python -m tinkermq.actors.learner.custom_check KIND MODULE:FUNCTION` (see
+`schemas/checks.py`).
 """
 
 # torch leaves some of its methods untyped.
 # pyright: reportUnknownMemberType=false
 
-import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...schemas.wire.errors import ConfigError, TinkermqError
+from ...schemas.checks import Check, run_checks, write_results
+from ...schemas.wire.errors import ConfigError
 from ..training.advantages import AdvantageInputs
 from ..training.custom import CustomFunction, Kind
 from ..training.losses import LossInputs
@@ -31,26 +31,25 @@ _FIRST = 3
 """Sequences of the first group."""
 
 
-def check_function(kind: Kind, target: str) -> list[dict[str, Any]]:
-    """Ask the questions; each answer is the fields of `envs.check.CheckResult`."""
-    own: list[CustomFunction] = []
+def check_function(kind: Kind, target: str) -> Iterator[Check]:
+    """Yield the checks of a function."""
+    loaded: list[CustomFunction] = []
 
     def load() -> str:
-        own.append(CustomFunction(kind, target))
-        return own[0].key
+        loaded.append(CustomFunction(kind, target))
+        return loaded[0].key
 
-    results = [_answer("it can be imported", load)]
-    if own:
-        questions = {
-            "advantage": _of_advantage,
-            "loss": _of_loss,
-            "correction": _of_correction,
-            "mask": _of_mask,
-            "filter": _of_filter,
-            "curriculum": _of_curriculum,
-        }
-        results += [_answer(name, question) for name, question in questions[kind](own[0]).items()]
-    return results
+    yield Check("it can be imported", load, is_required=True)
+    questions = {
+        "advantage": _of_advantage,
+        "loss": _of_loss,
+        "correction": _of_correction,
+        "mask": _of_mask,
+        "filter": _of_filter,
+        "curriculum": _of_curriculum,
+    }
+    for name, question in questions[kind](loaded[0]).items():
+        yield Check(name, question)
 
 
 Questions = dict[str, Callable[[], str]]
@@ -63,7 +62,7 @@ def _of_advantage(own: CustomFunction) -> Questions:
         values = own.advantage(replace(same, token_rewards_N=_on_last(same.rewards_S)))
         if float(values.abs().max()) < 1e-4:
             return "equal rewards teach nothing"
-        return f"groups of equal rewards are trained, too: up to {float(values.abs().max()):.3g}"
+        return f"groups of equal rewards are trained as well: up to {float(values.abs().max()):.3g}"
 
     return {
         "one finite value for each token": lambda: _range(own.advantage(_advantage_inputs())),
@@ -81,7 +80,7 @@ def _of_loss(own: CustomFunction) -> Questions:
         return _gradient(inputs.logprobs_N)
 
     def follows() -> str:
-        """Tokens with a positive advantage are to become likelier, on the whole."""
+        """Descending the loss must make tokens with a positive advantage likelier, on the whole."""
         inputs = _loss_inputs()
         own.loss(inputs)[0].sum().backward()
         slope = float((cast("Tensor", inputs.logprobs_N.grad) * inputs.advantages_N).sum())
@@ -103,11 +102,11 @@ def _of_loss(own: CustomFunction) -> Questions:
         first = LossInputs(**cut)
         if not torch.allclose(own.loss(first)[0].detach(), whole[:part], atol=1e-5):
             raise ConfigError(
-                "a token's loss hangs on other sequences, and micro-batches are cut between them",
+                "a token's loss depends on other sequences, and micro-batches are cut between them",
                 hint="compute it from the token and its sequence (inputs.seq_N) alone; what needs "
                 "the batch is an advantage",
             )
-        return "a token's loss hangs on its own sequence at most"
+        return "a token's loss depends on its own sequence alone"
 
     return {
         "one finite value for each token": lambda: _range(own.loss(_loss_inputs())[0].detach()),
@@ -126,7 +125,7 @@ def _of_correction(own: CustomFunction) -> Questions:
         same = replace(inputs, behaviour_logprobs_N=inputs.old_logprobs_N)
         values = own.correction(same).weight_N
         if not torch.allclose(values, torch.ones_like(values), atol=1e-4):
-            return f"on policy the weights are no 1: {_range(values)}"
+            return f"on policy the weights are not 1: {_range(values)}"
         return "on policy all weights are 1"
 
     return {
@@ -189,13 +188,13 @@ def _of_curriculum(own: CustomFunction) -> Questions:
         inputs = CurriculumInputs(tries, np.array([0.0, 0.0, 4.0, 8.0]))
         return torch.from_numpy(CustomCurriculum(own).weigh(inputs))
 
-    def told() -> str:
+    def describe() -> str:
         names = ("unseen", "never solved", "solved half of the time", "always solved")
         pairs = zip(names, cast("list[float]", weights().tolist()), strict=True)
         return ", ".join(f"{name} {weight:.3g}" for name, weight in pairs)
 
     return {
-        "one weight of 0 or more for each task": told,
+        "one weight of 0 or more for each task": describe,
         "the same twice": lambda: _same(weights(), weights()),
     }
 
@@ -288,19 +287,11 @@ def _correction_inputs() -> CorrectionInputs:
     )
 
 
-def _answer(name: str, question: Callable[[], str]) -> dict[str, Any]:
-    try:
-        return {"name": name, "ok": True, "detail": question(), "hint": ""}
-    except TinkermqError as error:
-        return {"name": name, "ok": False, "detail": error.message, "hint": error.hint or ""}
-
-
-def main() -> int:
-    """Answer on the standard output."""
+def main() -> None:
+    """Print the results for the function that the command line names."""
     kind, target = sys.argv[1:3]
-    sys.stdout.write(json.dumps(check_function(cast("Kind", kind), target)) + "\n")
-    return 0
+    write_results(run_checks(check_function(cast("Kind", kind), target)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -161,8 +161,8 @@ class Untrainable:
             return ""
         return f"a group that can be trained: {self._summary()}"
 
-    def word(self) -> str:
-        """Return what is to be told now: after a batch's worth, and each time they doubled."""
+    def due_report(self) -> str:
+        """Return the report that is due now: after a batch's worth, and each time they doubled."""
         if self.num_in_a_row < self._next_report:
             return ""
         self._next_report = 2 * self.num_in_a_row

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ...envs.evaluation import is_success, mean_info, outcome_shares
 from ...schemas.rollout import Finish, Group, Trajectory
-from ..training.micro_batch import count_distinct
+from ..training.packing import count_distinct
 
 _ENDS = get_args(Finish)
 _LAG_BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, None))

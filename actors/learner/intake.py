@@ -1,4 +1,4 @@
-"""The learner's intake: reads the rollout log and keeps what has not been decided on.
+"""The learner's intake: reads the rollout log, keeps undecided groups, accounts for dropped ones.
 
 What it holds is bounded by the staleness gate: generators cannot be further ahead than that.
 """
@@ -7,19 +7,23 @@ import asyncio
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import structlog
 
 from ...broker.rollouts import LogEntry, RolloutLog
 from ...schemas.rollout import Group, check_group, return_of
-from ...schemas.task import Blame, Task
+from ...schemas.task import Blame, Dropped, DropReason, Task
 from ...schemas.wire.errors import DataError, DeadlineError, MessageError, StorageError
 from ..training.state import LearnerState, NumberSet
-from .batching import Candidate
+from .data_order import TaskOrder
+from .staleness import Candidate
+from .tasks import Ledger
 
 _log = structlog.get_logger()
 
@@ -55,6 +59,7 @@ class Intake:
     def __init__(
         self,
         log: RolloutLog,
+        ledger: Ledger,
         *,
         from_seq: int = 1,
         decided: Iterable[tuple[int, int]] = (),
@@ -62,28 +67,24 @@ class Intake:
         max_tokens: int,
         group_size: int,
         greedy_baseline: bool,
-        was_issued: Callable[[int], bool],
-        issued_instead_of: Callable[[Task], Task | None] = lambda _: None,
         check_readable: Callable[[Group], None] | None = None,
         why_no_rows: str | None = None,
         keeps: Callable[[Group], bool] | None = None,
     ) -> None:
         """Read from `from_seq` on: all before was decided on, and the ranges `decided` behind it.
 
-        `was_issued` says whether a task number can have been given out, `issued_instead_of` which
-        other task was given out under the number of one; `check_readable` raises
-        DataError for what the model cannot read, such as images; `why_no_rows` says why no episode
-        may have several rows, if none may; `keeps` whether a group is trained at all.
+        `ledger` knows which tasks were issued; `check_readable` raises DataError for what the
+        model cannot read, such as images; `why_no_rows` says why no episode may have several rows,
+        if none may; `keeps` whether a group is trained at all.
         """
         self._log = log
+        self._ledger = ledger
         self._from_seq = from_seq
         self._decided = NumberSet(decided)
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
         self._group_size = group_size
         self._greedy_baseline = greedy_baseline
-        self._was_issued = was_issued
-        self._issued_instead_of = issued_instead_of
         self._check_readable = check_readable
         self._why_no_rows = why_no_rows
         self._keeps = keeps
@@ -96,8 +97,7 @@ class Intake:
         """Newest version that a group may have been made with: the newest that was recorded."""
         self.bytes_held = 0
         """Bytes of the log since the last checkpoint."""
-        self.arrived: list[CheckedEntry] = []
-        """Entries that came since the learner last looked."""
+        self._arrived: list[CheckedEntry] = []
 
     async def read_log(self) -> None:
         """Read the log, for ever."""
@@ -141,6 +141,14 @@ class Intake:
                 f"{deadline_s:.0f} s"
             ) from None
 
+    def take_arrived(self) -> list[CheckedEntry]:
+        """Return the entries that arrived since the last call, and enter them into the ledger."""
+        arrived, self._arrived = self._arrived, []
+        for entry in arrived:
+            if entry.number is not None:
+                self._ledger.note_in_log(entry.number, entry.task)
+        return arrived
+
     def candidates(self) -> list[Candidate]:
         """Return what may be trained or dropped."""
         return [entry.candidate for entry in self._entries.values()]
@@ -178,7 +186,7 @@ class Intake:
         entry = self._check(raw)
         self._entries[raw.seq] = entry
         self.bytes_held += len(raw.payload)
-        self.arrived.append(entry)
+        self._arrived.append(entry)
         self.changed.set()
 
     def _check(self, raw: LogEntry) -> CheckedEntry:
@@ -212,9 +220,9 @@ class Intake:
     def _refuse_unfit(self, group: Group) -> None:
         """Raise MessageError for a group that this job cannot train."""
         task = group.task
-        if not self._was_issued(task.task):
+        if not self._ledger.was_issued(task.task):
             raise MessageError(f"task {task.task} was never given out")
-        if (issued := self._issued_instead_of(task)) is not None:
+        if (issued := self._ledger.issued_instead_of(task)) is not None:
             raise MessageError(
                 f"the group of task {task.task} is of position {task.index} with seed {task.seed}; "
                 f"what was given out is position {issued.index} with seed {issued.seed}",
@@ -275,3 +283,124 @@ def _candidate(raw: LogEntry, group: Group | None, *, usable: bool, malformed: b
 def batch_digest(entries: Iterable[CheckedEntry]) -> str:
     """Return the digest that a batch record holds for its groups."""
     return hashlib.sha256(b"".join(entry.digest for entry in entries)).hexdigest()
+
+
+# -- groups that are never trained -----------------------------------------------------------------
+# A dropped group returns its credit; its task is issued again where that can help (`tasks.py`). The
+# next batch record names all that was dropped since the one before, so that a learner that starts
+# again decides the same.
+
+TOLD_EVERY_S = 30.0
+_EXAMPLES = 3
+_EXAMPLE_CHARACTERS = 300
+_TOLD: frozenset[DropReason] = frozenset({"malformed", "failed", "stale"})
+"""The others are asked for (`filter_equal_rewards`), or say nothing is lost (`duplicate`)."""
+
+
+class Drops:
+    """The dropped groups of one learner."""
+
+    def __init__(
+        self,
+        intake: Intake,
+        ledger: Ledger,
+        order: TaskOrder,
+        state: LearnerState,
+        publish_event: Callable[..., Awaitable[None]],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        external: bool = False,
+    ) -> None:
+        """`publish_event` publishes an event of the job; `external`: groups come from outside."""
+        self._external = external
+        self._intake = intake
+        self._ledger = ledger
+        self._order = order
+        self.waste = state.waste.model_copy()
+        """What was generated and not trained."""
+        self.num_by_reason = Counter(state.dropped_by_reason)
+        """Groups that were dropped since the start of the run."""
+        self._publish_event = publish_event
+        self._clock = clock
+        self._unrecorded: list[Dropped] = list(state.unrecorded)
+        self._unreported: Counter[str] = Counter()
+        self._examples: list[str] = []
+        self._again = 0
+        self._lost = 0
+        self._next_s = float("-inf")
+
+    def drop(self, dropped: Sequence[Dropped], *, reported: bool = False) -> None:
+        """Decide that entries are never trained; `reported`: its event was sent already."""
+        for item in dropped:
+            entry = self._intake[item.seq]
+            again = item.task is not None and self._ledger.drop(
+                item.task,
+                item.reason,
+                hopeless=entry.blame is not None and entry.blame.boundary == "task",
+                foreign=self._is_foreign(entry),
+            )
+            if again and entry.task is not None and item.reason != "malformed":
+                self._order.keep(entry.task)
+            if entry.group is not None:
+                self.waste.add(entry.group, trained=False)
+                self._order.pass_over(entry.group, item.reason)
+            self.waste.add_failed(entry.tokens_wasted)
+            self.num_by_reason[item.reason] += 1
+            if item.reason in _TOLD and not reported:
+                self._count_drop(item, entry, again=again)
+        self._intake.forget(item.seq for item in dropped)
+        self._unrecorded += dropped
+
+    @property
+    def unrecorded(self) -> Sequence[Dropped]:
+        """What was dropped since the last batch record."""
+        return self._unrecorded
+
+    def _is_foreign(self, entry: CheckedEntry) -> bool:
+        """Whether a group is of another task than was issued under its number."""
+        return entry.task is not None and self._ledger.issued_instead_of(entry.task) is not None
+
+    def take_unrecorded(self) -> list[Dropped]:
+        """Return what no batch record names yet; the next one does."""
+        taken, self._unrecorded = self._unrecorded, []
+        return taken
+
+    def write_to(self, state: LearnerState) -> None:
+        """Put the counters, and what no batch record names yet, into the state of a checkpoint."""
+        state.unrecorded = list(self._unrecorded)
+        state.waste = self.waste.model_copy()
+        state.dropped_by_reason = dict(self.num_by_reason)
+
+    def _count_drop(self, item: Dropped, entry: CheckedEntry, *, again: bool) -> None:
+        self._unreported[item.reason] += 1
+        self._again += again
+        self._lost += self._external and not again and item.reason != "duplicate"
+        if len(self._examples) < _EXAMPLES and (why := _why(item, entry)):
+            self._examples.append(why[:_EXAMPLE_CHARACTERS])
+
+    async def report_drops(self, *, now: bool = False) -> None:
+        """Publish what was dropped since the last time as one event, now and then."""
+        if not self._unreported or (not now and self._clock() < self._next_s):
+            return
+        self._next_s = self._clock() + TOLD_EVERY_S
+        counts, self._unreported = self._unreported, Counter()
+        examples, self._examples = self._examples, []
+        again, self._again = self._again, 0
+        lost, self._lost = self._lost, 0
+        total = sum(counts.values())
+        reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(counts.items()))
+        lines = [
+            f"{total} {'group was' if total == 1 else 'groups were'} dropped ({reasons}); the "
+            f"tasks of {again} are issued again",
+            *examples,
+        ]
+        if lost:
+            lines.append(f"whoever made them: publish {lost} more, or the run waits for them")
+        data: dict[str, Any] = {"dropped": dict(counts), "issued_again": again}
+        await self._publish_event("groups_dropped", "\n".join(lines), **data)
+
+
+def _why(item: Dropped, entry: CheckedEntry) -> str:
+    why = entry.refusal or (entry.blame.message if entry.blame is not None else "")
+    named = f"task {item.task}" if item.task is not None else f"entry {item.seq}"
+    return f"{named}: {why}" if why else ""

@@ -1,58 +1,47 @@
 """The learner: issues tasks under the staleness bound, trains from the log, publishes weights.
 
 It is a function of the rollout log and the batch records. Every step is recorded before it is
-trained, and the record names the one that it follows, so a second learner is fenced off. After a
-crash the newest checkpoint is loaded and the recorded batches behind it are trained again, in
-order: same batches, same weights.
+trained, and the record names its predecessor, so a second learner is fenced off. After a crash the
+newest checkpoint is loaded and the recorded batches behind it are trained again, in order: same
+batches, same weights.
 
-Torch runs in one thread of its own; the event loop always answers.
+Torch runs in one thread of its own (`compute.py`); the event loop always answers.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-import structlog
-
-from ...broker.rollouts import BatchLog, RolloutLog
+from ...broker.rollouts import RolloutLog
 from ...broker.tasks import TaskQueue
 from ...envs.host_client import Environments
-from ...schemas.config.job import JobConfig
+from ...schemas import control
 from ...schemas.config.rules import why_no_rows
 from ...schemas.rollout import Group
 from ...schemas.task import BatchRecord, Dropped
-from ...schemas.wire.errors import BrokerError, DeadlineError
 from ..policy.policies import opponent_versions
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
 from ..training.checkpoint import CheckpointStore
-from ..training.checkpoint_copy import CheckpointCopy
-from ..training.parallel import torch_thread
-from ..training.policies import Policies
 from ..training.state import LearnerState
-from .batching import BatchDecision, form_batch, oldest_trained
-from .control import LearnerControl, TorchTracer
+from .compute import Compute
 from .curriculum import keeps_of
 from .data_order import TaskOrder
-from .drops import Drops
 from .evaluations import Evaluations
 from .failures import Failures, Untrainable
-from .intake import CheckedEntry, Intake, batch_digest
-from .memory import GpuTurns, PassTokens, gpu_use_of
+from .intake import CheckedEntry, Drops, Intake, batch_digest
 from .recorded_steps import RecordedSteps
 from .reporter import Reporter, learner_time_use
 from .saving import Publisher, Saver
+from .staleness import form_batch, oldest_trained
 from .tasks import Ledger, TaskIssuer
 
-T = TypeVar("T")
+_CONTROL_S = 600.0
+"""Longest wait of a control request for its checkpoint or its traces."""
 _EVALUATION_S = 600.0
-"""Time for what the last evaluation takes beside playing it: another generator, weights."""
-_LOOK_S = 1.0
-_OWNER_S = 2.0
-_log = structlog.get_logger()
+"""Time for the last evaluation beyond its playing: another generator may start, or load weights."""
+_POLL_S = 1.0
 
 
 class Learner:
@@ -61,390 +50,373 @@ class Learner:
     def __init__(
         self,
         context: JobContext,
-        policies: Policies,
-        tokenizer: Any,
+        compute: Compute,
         state: LearnerState,
         order: TaskOrder,
         checkpoints: CheckpointStore,
         reporter: Reporter,
-        passes: PassTokens,
-        *,
-        vocab_size: int,
     ) -> None:
-        config: JobConfig = context.config
-        broker, scope = context.broker, context.scope
-        self.context, self.config, self.state = context, config, state
-        self.total_steps = policies.total_steps
-        self.ledger = Ledger(state)
-        self.intake = self._open_intake(policies, vocab_size)
-        self.issuer = TaskIssuer(
-            TaskQueue(broker, scope, ack_wait_s=config.generator.ack_wait_s),
-            RolloutLog(broker, scope),
-            self.ledger,
-            order,
-            config,
-            self.total_steps,
-            state.bound,
-            self._check_owner,
+        """Continue from `state`; `compute` holds the models, `order` says which tasks come."""
+        config, broker, scope = context.config, context.broker, context.scope
+        self._context, self._config, self._state = context, config, state
+        self._order, self._compute, self._reporter = order, compute, reporter
+        self._checkpoints = checkpoints
+        log, external = RolloutLog(broker, scope), config.training.tasks == "external"
+
+        self._ledger = Ledger(state)
+        self._intake = Intake(
+            log,
+            self._ledger,
+            from_seq=state.log_seq,
+            decided=state.decided_seqs,
+            vocab_size=compute.vocab_size,
+            max_tokens=config.rollout.max_tokens,
+            group_size=config.rollout.group_size,
+            greedy_baseline=config.algorithm.advantage == "remax",
+            check_readable=compute.policies.check_readable,
+            why_no_rows=why_no_rows(config),
+            keeps=keeps_of(config.algorithm.own_filter),
         )
-        environments = Environments(broker, scope, config.env, context.missing)
-        self.evaluations = Evaluations(
-            broker,
-            scope,
-            config,
-            environments.describe,
-            reporter.log_evaluation,
-            context.event,
-            heard=lambda: self._failures.heard(),
-        )
-        checkpoints.judged = self.evaluations
-        self.publisher = Publisher(context, policies.models, policies.snapshot)
-        self._gpu = self._open_gpu(policies)
-        self._tracer = TorchTracer(context.run_dir / "traces")
-        self.control = LearnerControl(
-            context,
-            self.issuer,
-            self.intake,
-            vocab_size,
-            lambda: self.intake.max_version,
-            self._tracer,
-        )
-        self._order, self._policies, self._reporter = order, policies, reporter
-        self._passes = passes
-        self._batches = BatchLog(broker, scope)
-        self._recording = asyncio.Lock()
         self._drops = Drops(
-            self.intake,
-            self.ledger,
-            order,
-            reporter,
-            state,
-            context.event,
-            external=config.training.tasks == "external",
+            self._intake, self._ledger, order, state, context.event, external=external
         )
-        self._recorded = RecordedSteps(
-            context, self._batches, self.intake, self.ledger, self._drops, state
+        self._recorded = RecordedSteps(context, self._intake, self._ledger, self._drops, state)
+        self._issuer = TaskIssuer(
+            TaskQueue(broker, scope, ack_wait_s=config.generator.ack_wait_s),
+            log,
+            self._ledger,
+            order,
+            config,
+            state.total_steps,
+            state.bound,
+            self._recorded.check_owner,
         )
         self._failures = Failures(
-            config.training.batch_size,
-            config.limits.idle_s,
-            broker.clock,
-            external=config.training.tasks == "external",
+            config.training.batch_size, config.limits.idle_s, broker.clock, external=external
         )
         self._untrainable = Untrainable(
             config.training.batch_size, config.limits.untrainable_groups, state.judged_seq
         )
+        self._publisher = Publisher(context, compute.policies.models, compute.policies.snapshot)
+        self._evaluations = Evaluations(
+            broker,
+            scope,
+            config,
+            Environments(broker, scope, config.env, context.missing).describe,
+            reporter.log_evaluation,
+            context.event,
+            self._failures.heard,
+        )
+        checkpoints.judged = self._evaluations
+        parts = (self._intake, self._ledger, self._issuer, self._drops, order)
+        self._saver = Saver(context, checkpoints, state, self._intake, compute, reporter, parts)
+
+        self._time_use = learner_time_use()
         self._left_alone: float | None = None
-        self._torch, self._time_use = torch_thread(config.learner.threads), learner_time_use()
-        self._checkpoints, self._tokenizer = checkpoints, tokenizer
-        self._saver = Saver(
-            context,
-            checkpoints,
-            state,
-            self.intake,
-            self._copy_checkpoint,
-            partial(policies.save_form, tokenizer=tokenizer),
-            reporter.log_checkpoint,
-        )
-
-    def _open_gpu(self, policies: Policies) -> GpuTurns:
-        is_shared = self.context.record.is_colocated
-        models = [*policies.models.values()]
-        use = gpu_use_of(self.config, models, policies.critics) if is_shared else None
-        return GpuTurns(self.context, use)
-
-    def _bytes_by_kind(self) -> dict[str, int]:
-        return self._policies.bytes_by_kind | {"weights sent": self.publisher.sending_bytes}
-
-    def _open_intake(self, policies: Policies, vocab_size: int) -> Intake:
-        config, state = self.config, self.state
-        return Intake(
-            RolloutLog(self.context.broker, self.context.scope),
-            from_seq=state.log_seq,
-            decided=state.decided_seqs,
-            vocab_size=vocab_size,
-            max_tokens=config.rollout.max_tokens,
-            group_size=config.rollout.group_size,
-            greedy_baseline=config.algorithm.advantage == "remax",
-            was_issued=self.ledger.was_issued,
-            issued_instead_of=self.ledger.issued_instead_of,
-            check_readable=policies.check_readable,
-            why_no_rows=why_no_rows(config),
-            keeps=keeps_of(config.algorithm.own_filter),
-        )
+        """Since when only external actors could have brought a group, in seconds since the epoch;
+        None: now it is not so."""
+        self._is_paused = False
+        self._control_changed = asyncio.Event()
+        self._wanted_checkpoints: list[asyncio.Future[str | None]] = []
 
     async def run(self) -> int:
         """Train until the last step is done or `stopping` is set; return the exit code."""
         try:
-            return await self._run()
+            await self._run()
         finally:
             await self._saver.close()
             await self._reporter.flush()
+        self._compute.close()
+        return EXIT_DONE if self._is_done or self._context.stop_asked else EXIT_DRAINED
 
-    async def _run(self) -> int:
-        await self.evaluations.load()
+    @property
+    def _is_done(self) -> bool:
+        return self._state.step >= self._state.total_steps
+
+    async def _run(self) -> None:
+        await self._evaluations.load()
         await self._recorded.read()
         async with asyncio.TaskGroup() as background:
             helpers = [
-                background.create_task(self.intake.read_log(), name="intake"),
-                background.create_task(self.evaluations.follow(), name="evaluations"),
+                background.create_task(self._intake.read_log(), name="intake"),
+                background.create_task(self._evaluations.follow(), name="evaluations"),
                 background.create_task(self._reporter.watch_actors(), name="actors"),
-                background.create_task(self.publisher.serve(), name="weights"),
+                background.create_task(self._publisher.serve(), name="weights"),
                 background.create_task(self._saver.upload(), name="uploads"),
             ]
-            self.context.own_bytes = self._bytes_by_kind
-            await self.control.serve()
-            await self._gpu.serve()
-            await self.publisher.reserve()
-            await self._publish()
-            await self._gpu.published(self.state.step)
-            await self._recover()
-            await self._request_evaluation()
-            settle_memory()
-            self._reporter.tracer.forget()
-            self._time_use.take()
-            self.context.set_state("working", version=self.state.step)
-            await self.context.event(
-                "training_started", step=self.state.step, total_steps=self.total_steps
-            )
-            await self._train_until_done()
+            await self._begin()
+            while (entries := await self._next_batch()) is not None:
+                record = await self._record(entries)
+                await self._train(entries, record, is_new=True)
             await self._finish()
             for helper in helpers:
                 helper.cancel()
-        self._torch.shutdown()
-        done = self.state.step >= self.total_steps or self.context.stop_asked
-        return EXIT_DONE if done else EXIT_DRAINED
 
-    # -- the loop ------------------------------------------------------------------------------
+    # -- begin ---------------------------------------------------------------------------------
 
-    async def _train_until_done(self) -> None:
-        while self.state.step < self.total_steps:
-            with self._time_use.doing("wait"):
-                entries = await self._next_batch()
-            if entries is None:
-                return
-            await self._train(entries, await self._record(entries), record=True)
+    async def _begin(self) -> None:
+        """Publish the weights of the checkpoint, and train the steps recorded behind it again."""
+        self._context.own_bytes = self._bytes_by_kind
+        await self._serve_control()
+        await self._compute.gpu.serve()
+        await self._publisher.reserve()
+        await self._publish()
+        await self._compute.gpu.published(self._state.step)
+        await self._recorded.note_issued()
+        self._issuer.is_open = True
+        for record in await self._recorded.behind():
+            if self._context.stopping.is_set():
+                break
+            await self._train(self._recorded.entries_of(record), record, is_new=False)
+        await self._drop_repeated()
+        self._failures.heard()
+        await self._request_evaluation()
+        settle_memory()
+        self._reporter.tracer.forget()
+        self._time_use.take()
+        self._context.set_state("working", version=self._state.step)
+        await self._context.event(
+            "training_started", step=self._state.step, total_steps=self._state.total_steps
+        )
+
+    def _bytes_by_kind(self) -> dict[str, int]:
+        weights_sent = {"weights sent": self._publisher.sending_bytes}
+        return self._compute.policies.bytes_by_kind | weights_sent
+
+    async def _drop_repeated(self) -> None:
+        """Drop tasks at positions that a fenced-off learner also issued."""
+        repeated = self._ledger.find_repeated()
+        entries = {candidate.number: candidate.seq for candidate in self._intake.candidates()}
+        for number in repeated:
+            if (seq := entries.get(number)) is not None:
+                self._drops.drop([Dropped(seq=seq, task=number, reason="malformed")])
+            else:
+                self._ledger.withdraw(number)
+        if repeated:
+            await self._context.event(
+                "positions_repeated",
+                f"{len(repeated)} tasks were also issued by another learner of this job; they are "
+                "not trained twice",
+                step=self._state.step,
+            )
+
+    # -- issue, take in, choose ----------------------------------------------------------------
 
     async def _next_batch(self) -> list[CheckedEntry] | None:
-        """Wait for the groups of the next step; None when told to stop."""
-        while not self.context.stopping.is_set():
-            await self._saver.check()
-            if self.control.checkpoint_wanted:
-                self.control.checkpoint_done(await self._save())
-            if self.control.paused:
-                await self._stay_paused()
-                continue
-            self.intake.changed.clear()  # before looking: what comes from now on is seen next time
-            arrived = self._notice_arrivals()
-            self._judge(arrived)
-            await self.issuer.expire_reservations()
-            decision = self._decide()
-            entries = [self.intake[seq] for seq in decision.train]
-            self._drops.drop(
-                [Dropped(seq=s, task=self.intake[s].number, reason=r) for s, r in decision.dropped]
-            )
-            await self._drops.report_drops()
-            if (arrived or decision.dropped) and not entries:
-                await self._judge_dropped()
-            await self.issuer.issue(self.state.step)
-            if entries:
-                return entries
-            if decision.dropped:
-                continue
-            if self._saver.missing:
-                await self._wait_for_room()
-                continue
-            if (error := self._failures.idle()) is not None:
-                await self._save()
-                raise error
-            missing = self.config.training.batch_size - len(self.intake.candidates())
-            with self._named_wait(max(missing, 0)):
-                await self._wait_or_look_again(self.intake.changed)
+        """Issue tasks and wait for the groups of the next step; None: no step is to come."""
+        with self._time_use.doing("wait"):
+            while not (self._is_done or self._context.stopping.is_set()):
+                await self._saver.check()
+                if self._wanted_checkpoints:
+                    self._answer_checkpoints(await self._save())
+                if self._is_paused:
+                    await self._stay_paused()
+                    continue
+                self._intake.changed.clear()  # before reading: what arrives later is seen next time
+                arrived = self._take_in()
+                await self._issuer.expire_reservations()
+                chosen, dropped = self._choose()
+                await self._drops.report_drops()
+                if (arrived or dropped) and not chosen:
+                    await self._judge_dropped()
+                await self._issuer.issue(self._state.step)
+                if chosen:
+                    return chosen
+                if not dropped:
+                    await self._wait_for_groups()
         return None
 
-    def _decide(self) -> BatchDecision:
-        """Decide what of the log is trained at this version, and what is dropped."""
-        training = self.config.training
-        return form_batch(
-            self.intake.candidates(),
-            version=self.state.step,
+    def _take_in(self) -> list[CheckedEntry]:
+        """Return the groups that arrived; raise when too many tasks in a row have failed.
+
+        Groups that arrived before a start were counted then.
+        """
+        arrived = self._note_arrivals()
+        for entry in arrived:
+            if entry.group is not None or entry.blame is not None:
+                self._failures.note_task(entry.blame)
+        return arrived
+
+    def _note_arrivals(self) -> list[CheckedEntry]:
+        """Enter the groups that arrived into the ledger, and their times into the trace."""
+        arrived = self._intake.take_arrived()
+        for entry in arrived:
+            if entry.group is not None:
+                self._reporter.tracer.take_group(entry.group)
+        return arrived
+
+    def _choose(self) -> tuple[list[CheckedEntry], list[Dropped]]:
+        """Return the groups to train at this version, none yet or a batch, and those dropped."""
+        training = self._config.training
+        decision = form_batch(
+            self._intake.candidates(),
+            version=self._state.step,
             batch_size=training.batch_size,
             max_staleness=training.largest_staleness,
             policy=training.staleness_policy,
-            filter_equal_rewards=self.config.algorithm.filter_equal_rewards,
-            decided=self.ledger,
-            outstanding=self.ledger.min_versions.values(),
+            filter_equal_rewards=self._config.algorithm.filter_equal_rewards,
+            decided=self._ledger,
+            outstanding=self._ledger.min_versions.values(),
         )
+        dropped = [
+            Dropped(seq=seq, task=self._intake[seq].number, reason=reason)
+            for seq, reason in decision.dropped
+        ]
+        self._drops.drop(dropped)
+        return [self._intake[seq] for seq in decision.train], dropped
 
-    async def _stay_paused(self) -> None:
-        """Wait for somebody to resume the job, but look again now and then."""
-        self.control.changed.clear()
-        self.context.set_state("paused")  # a step that was under way has ended since
-        named = self.context.waiting("somebody to resume the job")
-        with named, self._time_use.doing("paused"):
-            await self._wait_or_look_again(self.control.changed)
-        self._failures.heard()
+    async def _judge_dropped(self) -> None:
+        """Report many groups in a row that cannot be trained; raise when there are too many."""
+        untrainable = self._untrainable
+        waiting = (candidate.seq for candidate in self._intake.candidates())
+        dropped = (
+            item
+            for item in self._drops.unrecorded
+            if item.task is not None and self._ledger.was_issued(item.task)
+        )
+        untrainable.count_dropped(dropped, waiting)
+        if report := untrainable.due_report():
+            await self._context.event("groups_untrainable", report, step=self._state.step)
+        if (error := untrainable.error()) is not None:
+            self._state.judged_seq = untrainable.give_up(self._intake.last_seq)
+            await self._save()
+            raise error
+
+    async def _wait_for_groups(self) -> None:
+        """Wait until a group arrives, a request, or a second has passed."""
+        if self._saver.missing:
+            await self._wait_for_room()
+            return
+        if (error := self._failures.idle()) is not None:
+            await self._save()
+            raise error
+        missing = self._config.training.batch_size - len(self._intake.candidates())
+        with self._named_wait(max(missing, 0)):
+            await self._wait_or_poll(self._intake.changed)
+
+    def _named_wait(self, missing: int) -> AbstractContextManager[None]:
+        """Name the wait for so many groups, with its begin if only external actors can end it."""
+        name, useless = self._issuer.waits_for(missing), self._untrainable.wait
+        if not self._issuer.is_left_alone:
+            if not useless:
+                self._left_alone = None
+                return self._context.waiting(name)
+            name = useless
+        self._left_alone = self._left_alone or time.time()
+        return self._context.missing(name, self._left_alone)
 
     async def _wait_for_room(self) -> None:
-        """Try the checkpoint again for which there was no room, and look what has come meanwhile.
+        """Wait for room for a checkpoint, and try it again.
 
-        Without one the log is not trimmed, and the groups of the next step may be waiting for room
-        in it: the job is not idle.
+        Without a checkpoint the log is not trimmed, and the groups of the next step may be waiting
+        for room in it: the job is not idle.
         """
         self._failures.heard()
         if self._saver.is_to_be_tried_again:
             await self._begin_save()
-        with self.context.missing(self._saver.missing or "a checkpoint"):
-            await self._wait_or_look_again(self.intake.changed)
+        with self._context.missing(self._saver.missing or "a checkpoint"):
+            await self._wait_or_poll(self._intake.changed)
 
-    def _named_wait(self, missing: int) -> AbstractContextManager[None]:
-        """Name the wait for so many groups; where it is for somebody outside, with its begin."""
-        name, useless = self.issuer.waits_for(missing), self._untrainable.wait
-        if not self.issuer.is_left_alone:
-            if not useless:
-                self._left_alone = None
-                return self.context.waiting(name)
-            name = useless
-        self._left_alone = self._left_alone or time.time()
-        return self.context.missing(name, self._left_alone)
+    async def _stay_paused(self) -> None:
+        """Wait until somebody resumes the job, or a second has passed."""
+        self._control_changed.clear()
+        self._context.set_state("paused")  # a step that was under way has ended since
+        named = self._context.waiting("somebody to resume the job")
+        with named, self._time_use.doing("paused"):
+            await self._wait_or_poll(self._control_changed)
+        self._failures.heard()
 
-    async def _wait_or_look_again(self, event: asyncio.Event) -> None:
-        """Wait until an event is set, but look again now and then."""
+    async def _wait_or_poll(self, event: asyncio.Event) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LOOK_S):
-                await self.context.unless_stopping(event.wait(), None)
+            async with asyncio.timeout(_POLL_S):
+                await self._context.unless_stopping(event.wait(), None)
+
+    # -- train, publish ------------------------------------------------------------------------
 
     async def _record(self, entries: list[CheckedEntry]) -> BatchRecord:
-        """Write down which groups the next step trains, before it does."""
+        """Record which groups the next step trains, before it does."""
+        presence = self._context.presence
         record = BatchRecord(
-            step=self.state.step + 1,
+            step=self._state.step + 1,
             seqs=[entry.seq for entry in entries],
             tasks=[
                 entry.candidate.number for entry in entries if entry.candidate.number is not None
             ],
             dropped=self._drops.take_unrecorded(),
-            oldest=oldest_trained(self.state.step, self.config.training),
-            seed=self.config.seed,
-            microbatch_tokens=self._passes.now,
+            oldest=oldest_trained(self._state.step, self._config.training),
+            seed=self._config.seed,
+            microbatch_tokens=self._compute.passes.now,
             digest=batch_digest(entries),
-            learner=f"{self.context.name}@{self.context.presence.host}:{self.context.presence.pid}",
+            learner=f"{self._context.name}@{presence.host}:{presence.pid}",
             time=time.time(),
         )
-        async with self._recording:
-            self.state.batch_seq = await self._batches.append(record, self.state.batch_seq)
+        await self._recorded.append(record)
         return record
 
     async def _train(
-        self, entries: list[CheckedEntry], batch: BatchRecord, *, record: bool
+        self, entries: list[CheckedEntry], record: BatchRecord, *, is_new: bool
     ) -> None:
-        """One optimiser step as it was written down, one version, published.
+        """Train one recorded step, publish its version, report it, and save it where it is due.
 
-        `record`: it is a new one.
+        `is_new`: it was recorded just now, not before a restart.
         """
-        formed = time.time()
-        step, oldest = self.state.step + 1, batch.oldest
+        formed, step = time.time(), record.step
         groups = [entry.group for entry in entries if entry.group is not None]
-        tokens = self._passes.of(batch)
-        train = partial(
-            self._policies.step, groups, step, oldest, batch.seqs, microbatch_tokens=tokens
-        )
-        async with self._gpu.training():
+        async with self._compute.gpu.training():
             with self._time_use.doing("train"):
-                work = self._gpu.freeing(self._tracer.traced(train, step))
-                report = await self._in_torch(work)
-            await self._note_passes(tokens)
-            self._tracer.step_done()
-            self._trained(entries, groups, oldest)
-            if record:
-                self.context.progressed()
-            self.intake.note_version(step)
+                report = await self._compute.train(groups, record)
+            self._note_trained(entries, groups, record.oldest)
+            if is_new:
+                self._context.progressed()
+            self._intake.note_version(step)
             with self._time_use.doing("publish"):
                 await self._publish()
-        if record or await self.publisher.has(step):
+        if is_new or await self._publisher.has(step):
             await self._request_evaluation()
-        bound = float(self.issuer.staleness.now)
+        bound = float(self._issuer.staleness.now)
         report.numbers.update({**self._order.numbers(), "staleness/bound": bound})
         spent = self._time_use.take()
-        trace = self._reporter.tracer.trace(step, entries, formed, spent, self.publisher.send_s)
-        if record:
-            self.issuer.staleness.adapt(trace)
-        await self._reporter.report(step, groups, report, trace, self.intake, oldest)
+        trace = self._reporter.tracer.trace(step, entries, formed, spent, self._publisher.send_s)
+        if is_new:
+            self._issuer.staleness.adapt(trace)
+        await self._reporter.report(
+            step, groups, report, trace, self._intake, self._drops, record.oldest
+        )
         if self._saver.is_due:
             await self._begin_save()
 
-    async def _note_passes(self, tokens: int) -> None:
-        """Go on with the passes that the step was trained in, and tell where they are smaller."""
-        now = self._policies.microbatch_tokens
-        self._passes.note(now)
-        if now < tokens:
-            message = f"out of memory at {tokens} tokens a pass; from now on {now}"
-            await self.context.event("microbatch_lowered", message, step=self.state.step + 1)
-
-    def _trained(self, entries: list[CheckedEntry], groups: list[Group], oldest: int) -> None:
-        self.state.step += 1
-        self.context.step = self.state.step
-        self.context.set_state("working", version=self.state.step)
-        self.ledger.train(entry.number for entry in entries if entry.number is not None)
+    def _note_trained(self, entries: list[CheckedEntry], groups: list[Group], oldest: int) -> None:
+        self._state.step += 1
+        self._context.step = self._state.step
+        self._context.set_state("working", version=self._state.step)
+        self._ledger.train(entry.number for entry in entries if entry.number is not None)
         self._failures.heard()
         self._untrainable.stepped()
         self._order.learn(groups)
         for group in groups:
-            self._reporter.waste.add(group, trained=True, oldest=oldest)
-        self.intake.forget(entry.seq for entry in entries)
-
-    # -- parts ---------------------------------------------------------------------------------
-
-    def _notice_arrivals(self) -> list[CheckedEntry]:
-        """Enter what came into the ledger; return it."""
-        arrived, self.intake.arrived = self.intake.arrived, []
-        for entry in arrived:
-            if entry.group is not None:
-                self._reporter.tracer.take_group(entry.group)
-            if entry.number is not None:
-                self.ledger.note_in_log(entry.number, entry.task)
-        return arrived
-
-    def _judge(self, arrived: list[CheckedEntry]) -> None:
-        """Raise when nothing but failures comes; what came before a start was judged then."""
-        for entry in arrived:
-            if entry.group is not None or entry.blame is not None:
-                self._failures.note_task(entry.blame)
-
-    async def _judge_dropped(self) -> None:
-        """Say it, and at last raise, when nothing comes that can be trained."""
-        untrainable = self._untrainable
-        waiting = (candidate.seq for candidate in self.intake.candidates())
-        dropped = (
-            item
-            for item in self._drops.unrecorded
-            if item.task is not None and self.ledger.was_issued(item.task)
-        )
-        untrainable.count_dropped(dropped, waiting)
-        if word := untrainable.word():
-            await self.context.event("groups_untrainable", word, step=self.state.step)
-        if (error := untrainable.error()) is not None:
-            self.state.judged_seq = untrainable.give_up(self.intake.last_seq)
-            await self._save()
-            raise error
+            self._drops.waste.add(group, trained=True, oldest=oldest)
+        self._intake.forget(entry.seq for entry in entries)
 
     async def _publish(self) -> None:
-        """Snapshot the weights now; sending them goes on while the next batch is trained.
+        """Copy the weights now; they are sent while the next batch is trained.
 
-        Nobody waits for those of an SFT job but who validates or follows the run.
+        Versions of an SFT job are published where they are evaluated or saved.
         """
-        step = self.state.step
-        wanted = step == 0 or self._saver.is_due or self.evaluations.is_due(step, self.total_steps)
-        if wanted or not self.config.sft.data:
-            kept = {*opponent_versions(self.config.self_play, step), *([step] if wanted else [])}
-            await self.publisher.publish(
-                step, self._read_weights, keep=lambda: self.evaluations.open_versions | kept
+        step, last, evaluations = self._state.step, self._state.total_steps, self._evaluations
+        wanted = step == 0 or self._saver.is_due or evaluations.is_due(step, last)
+        if wanted or not self._config.sft.data:
+            kept = {*opponent_versions(self._config.self_play, step), *([step] if wanted else [])}
+            await self._publisher.publish(
+                step, self._compute.read_weights, keep=lambda: evaluations.open_versions | kept
             )
-            self.evaluations.note_version(step)
+            evaluations.note_version(step)
 
     async def _request_evaluation(self) -> None:
-        """Ask for an evaluation of the present version, where one is due."""
-        if await self.evaluations.request_due(self.state.step, self.total_steps):
-            self.publisher.pin(self.state.step)
+        """Request an evaluation of the present version, where one is due."""
+        if await self._evaluations.request_due(self._state.step, self._state.total_steps):
+            self._publisher.pin(self._state.step)
+
+    # -- save, finish --------------------------------------------------------------------------
 
     async def _save(self) -> str | None:
         """Write a checkpoint and wait for it; return its folder, None where it has no room."""
@@ -453,93 +425,92 @@ class Learner:
             return await self._saver.finish()
 
     async def _begin_save(self) -> None:
-        """Copy a checkpoint, which is written while training goes on."""
-        await self._refuse_if_replaced()
-        self._notice_arrivals()
+        """Copy a checkpoint, which is written while training continues."""
+        await self._recorded.refuse_if_replaced()
+        self._note_arrivals()
         with self._time_use.doing("checkpoint"):
             await self._saver.begin()
 
-    async def _copy_checkpoint(self) -> tuple[LearnerState, CheckpointCopy]:
-        """Bring all that is remembered up to date, and copy it and the models."""
-        parts = (self.intake, self.ledger, self.issuer, self._drops, self._reporter, self._order)
-        for part in parts:
-            part.write_to(self.state)
-        state = self.state.model_copy(deep=True)
-        return state, await self._in_torch(partial(self._policies.copy, self._tokenizer))
-
-    async def _read_weights(self, work: Callable[[], T]) -> "asyncio.Future[T]":
-        """Start what reads the weights; return its result to come, once they may be trained on."""
-        loop = asyncio.get_running_loop()
-        reading = self._policies.read_beside_training(work)
-        if reading is not None:
-            return asyncio.wrap_future(reading)
-        taken: asyncio.Future[T] = loop.create_future()
-        taken.set_result(await self._in_torch(work))
-        return taken
-
-    async def _in_torch(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._torch, work)
-
-    # -- start and end -------------------------------------------------------------------------
-
-    async def _recover(self) -> None:
-        """Take notice of all that was issued, and train the recorded batches again."""
-        await self._recorded.take_notice(self._notice_arrivals)
-        self.issuer.is_open = True
-        await self._recorded.train(self._train)
-        await self._drop_repeated()
-        self._failures.heard()
-
-    async def _check_owner(self) -> None:
-        """Raise FencedError when another learner of the job has recorded a step."""
-        async with self._recording:  # clients ask for tasks while this one records
-            await self._batches.check_owner(self.state.batch_seq)
-
-    async def _refuse_if_replaced(self) -> None:
-        """Raise FencedError rather than write a checkpoint that another learner's steps contradict.
-
-        A broker that is away does not keep a checkpoint from being written: what it decides that
-        is recorded nowhere is compared with the records when it is loaded.
-        """
-        with contextlib.suppress(TimeoutError, BrokerError, DeadlineError):
-            async with asyncio.timeout(_OWNER_S):
-                await self._check_owner()
-
-    async def _drop_repeated(self) -> None:
-        """Let no position be trained twice that a learner that was cut off had issued, too."""
-        repeated = self.ledger.find_repeated()
-        entries = {candidate.number: candidate.seq for candidate in self.intake.candidates()}
-        for number in repeated:
-            if (seq := entries.get(number)) is not None:
-                self._drops.drop([Dropped(seq=seq, task=number, reason="malformed")])
-            else:
-                self.ledger.withdraw(number)
-        if repeated:
-            await self.context.event(
-                "positions_repeated",
-                f"{len(repeated)} tasks that another learner of this job had issued, too, are not "
-                "trained",
-                step=self.state.step,
-            )
-
     async def _finish(self) -> None:
-        """Last checkpoint, last evaluation, last word."""
-        self._notice_arrivals()
+        """Write the last checkpoint, wait for the last evaluation, close the trackers."""
+        self._note_arrivals()
         await self._drops.report_drops(now=True)
-        self._tracer.finish()
-        await self._refuse_if_replaced()
-        self.control.checkpoint_done(await self._saver.save_at_the_end())
-        await self.publisher.wait()
-        if self.state.step < self.total_steps:
-            await self.context.event("training_stopped", step=self.state.step)
+        self._compute.tracer.finish()
+        await self._recorded.refuse_if_replaced()
+        self._answer_checkpoints(await self._saver.save_at_the_end())
+        await self._publisher.wait()
+        if not self._is_done:
+            await self._context.event("training_stopped", step=self._state.step)
             return
-        longest_s = self.config.evaluation.deadline_s + _EVALUATION_S
+        longest_s = self._config.evaluation.deadline_s + _EVALUATION_S
         try:
-            with self.context.waiting(self.evaluations.named_wait):
+            with self._context.waiting(self._evaluations.named_wait):
                 async with asyncio.timeout(longest_s):
-                    await self.context.unless_stopping(self.evaluations.wait_all(), None)
+                    await self._context.unless_stopping(self._evaluations.wait_all(), None)
         except TimeoutError:
-            await self.context.event("evaluation_missing", f"no result in {longest_s:.0f} s")
+            await self._context.event("evaluation_missing", f"no result in {longest_s:.0f} s")
         await asyncio.to_thread(self._checkpoints.remove_old)
         await self._reporter.finish()
-        await self.context.event("training_completed", step=self.state.step)
+        await self._context.event("training_completed", step=self._state.step)
+
+    # -- control requests ----------------------------------------------------------------------
+
+    async def _serve_control(self) -> None:
+        """Answer on `ctl.learner`, and on its `reserve` and `tasks`."""
+        context = self._context
+        await context.serve_control(self._control)
+        subject = context.scope.control(context.name)
+        await context.service.endpoint(
+            "reserve", f"{subject}.reserve", control.ReserveRequest, self._reserve
+        )
+        await context.service.endpoint(
+            "tasks", f"{subject}.tasks", control.PublishTasksRequest, self._publish_tasks
+        )
+
+    async def _control(self, request: control.ControlRequest) -> dict[str, Any]:
+        context = self._context
+        if request.verb == "stop":
+            context.stop_asked = True
+            context.stopping.set()
+        elif request.verb in ("pause", "resume"):
+            before, self._is_paused = self._is_paused, request.verb == "pause"
+            context.set_state("paused" if self._is_paused else "working")
+            if self._is_paused != before:  # a request may be repeated
+                await context.event(f"training_{request.verb}d", request.reason)
+        elif request.verb == "checkpoint":
+            future: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+            self._wanted_checkpoints.append(future)
+            self._wake()
+            async with asyncio.timeout(_CONTROL_S):
+                return {"folder": await future}
+        elif request.verb == "profile":
+            async with asyncio.timeout(_CONTROL_S):
+                return {"files": await self._compute.tracer.trace_steps(request.steps)}
+        self._wake()
+        return {"paused": self._is_paused}
+
+    def _wake(self) -> None:
+        self._control_changed.set()
+        self._intake.changed.set()
+
+    def _answer_checkpoints(self, folder: str | None) -> None:
+        waiting, self._wanted_checkpoints = self._wanted_checkpoints, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(folder)
+
+    async def _reserve(self, request: control.ReserveRequest) -> control.ReserveReply:
+        await self._issuer.check_owner()
+        return control.ReserveReply(
+            tasks=self._issuer.reserve(request, self._intake.max_version),
+            group_size=self._config.rollout.group_size,
+            version=self._intake.max_version,
+            vocab_size=self._compute.vocab_size,
+            max_tokens=self._config.rollout.max_tokens,
+        )
+
+    async def _publish_tasks(
+        self, request: control.PublishTasksRequest
+    ) -> control.PublishTasksReply:
+        queued = await self._issuer.publish_for_client(request, self._intake.max_version)
+        return control.PublishTasksReply(queued=queued)

@@ -1,12 +1,12 @@
-"""The steps that were recorded before a learner started: read, checked, and trained again.
+"""The batch records of a job: appended before each step, and read when a learner starts.
 
-Everything that was issued is taken notice of first. Then each recorded batch behind the checkpoint
-is trained as it was: same groups, same order, same weights. Generators go on meanwhile, and what
-they append was made with weights that are newer than those of the replayed step.
+A learner that starts notes all tasks that were issued first. Then it trains each recorded batch
+behind its checkpoint as before: same groups, same order, same weights. Generators continue
+meanwhile with weights that are newer than those of the step that is trained again.
 """
 
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+import asyncio
+import contextlib
 
 import structlog
 
@@ -14,47 +14,57 @@ from ...broker.jetstream.direct_get import get_all
 from ...broker.rollouts import BatchLog
 from ...schemas.config.job import TrainingConfig
 from ...schemas.task import BatchRecord, Task
-from ...schemas.wire.errors import MessageError, StorageError
+from ...schemas.wire.errors import BrokerError, DeadlineError, MessageError, StorageError
 from ..runtime import JobContext
 from ..training.state import LearnerState
-from .drops import Drops
-from .intake import CheckedEntry, Intake, batch_digest
+from .intake import CheckedEntry, Drops, Intake, batch_digest
 from .staleness import num_admissible
 from .tasks import Ledger
 
 CATCH_UP_S = 300.0
+_OWNER_S = 2.0
 _log = structlog.get_logger()
 
 
-class Train(Protocol):
-    """Trains one step from its entries."""
-
-    def __call__(
-        self, entries: list[CheckedEntry], batch: BatchRecord, *, record: bool
-    ) -> Awaitable[None]:
-        """Train as the batch record says; `record`: it was written down just now."""
-        ...
-
-
 class RecordedSteps:
-    """The recorded steps of one job."""
+    """The recorded steps of one job: those before a start, and those that this learner records."""
 
     def __init__(
         self,
         context: JobContext,
-        batches: BatchLog,
         intake: Intake,
         ledger: Ledger,
         drops: Drops,
         state: LearnerState,
     ) -> None:
         self._context = context
-        self._batches = batches
+        self._batches = BatchLog(context.broker, context.scope)
         self._intake = intake
         self._ledger = ledger
         self._drops = drops
         self._state = state
         self._records: list[BatchRecord] = []
+        self._recording = asyncio.Lock()
+
+    async def append(self, record: BatchRecord) -> None:
+        """Record a step; FencedError when another learner of the job has recorded one."""
+        async with self._recording:
+            self._state.batch_seq = await self._batches.append(record, self._state.batch_seq)
+
+    async def check_owner(self) -> None:
+        """Raise FencedError when another learner of the job has recorded a step."""
+        async with self._recording:  # clients request tasks while a step is recorded
+            await self._batches.check_owner(self._state.batch_seq)
+
+    async def refuse_if_replaced(self) -> None:
+        """Raise FencedError rather than let a fenced-off learner write a checkpoint.
+
+        A broker that is away does not prevent a checkpoint: decisions in it that are recorded
+        nowhere are compared with the records when it is loaded.
+        """
+        with contextlib.suppress(TimeoutError, BrokerError, DeadlineError):
+            async with asyncio.timeout(_OWNER_S):
+                await self.check_owner()
 
     async def read(self) -> None:
         """Read the records: what the job had come to, and how many tasks were given out."""
@@ -69,17 +79,17 @@ class RecordedSteps:
             self._intake.note_version(self._records[-1].step)
         self._ledger.expect(await self._largest_number())
 
-    async def take_notice(self, notice_arrivals: Callable[[], object]) -> None:
-        """Read the task queue and the rollout log: all that was issued, and its fate.
+    async def note_issued(self) -> None:
+        """Note in the ledger all tasks that were issued, from the task queue and the rollout log.
 
-        Generators go on meanwhile. They append a group before its task leaves the queue, so what is
-        not in the queue any more is in the log that is read behind it.
+        Generators continue meanwhile. They append a group before its task leaves the queue, so what
+        has left the queue is in the log, which is read after it.
         """
         broker, scope = self._context.broker, self._context.scope
         queued = await get_all(broker, scope.stream_task, scope.task("*"))
         with self._context.waiting("the rollout log to be read"):
             await self._intake.catch_up(CATCH_UP_S)
-        notice_arrivals()
+        self._intake.take_arrived()
         for message in queued:
             try:
                 self._ledger.note_task(Task.from_bytes(message.payload, at=message.subject))
@@ -87,24 +97,23 @@ class RecordedSteps:
                 _log.error("task_malformed", subject=message.subject, error=error.message)
         self._ledger.find_missing()
 
-    async def train(self, train: Train) -> None:
-        """Train what was recorded behind the checkpoint again, until `stopping` is set."""
+    async def behind(self) -> list[BatchRecord]:
+        """Return the records behind the checkpoint, in order, whose steps are to be trained again.
+
+        An event tells their number.
+        """
         behind = [record for record in self._records if record.step > self._state.step]
         self._records = []
-        if not behind:
-            return
-        await self._context.event(
-            "training_recovered",
-            f"training {len(behind)} recorded steps again",
-            step=self._state.step,
-        )
-        for record in behind:
-            if self._context.stopping.is_set():
-                return
-            await train(self._entries_of(record), record, record=False)
+        if behind:
+            await self._context.event(
+                "training_recovered",
+                f"training {len(behind)} recorded steps again",
+                step=self._state.step,
+            )
+        return behind
 
-    def _entries_of(self, record: BatchRecord) -> list[CheckedEntry]:
-        """Return the entries that a recorded step trained; what it dropped is dropped."""
+    def entries_of(self, record: BatchRecord) -> list[CheckedEntry]:
+        """Return the entries that a recorded step trained, and drop those that it dropped."""
         step, intake = record.step, self._intake
         lost = [seq for seq in record.seqs if seq not in intake]
         if lost:

@@ -3,9 +3,10 @@
 import asyncio
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from ...broker.feed import publish_metric, publish_trace
 from ...broker.jetstream.kv import Entry
 from ...broker.presence import list_presences
 from ...schemas.local.disk import in_thread, read_objects, with_room
-from ...schemas.local.tracking import GuardedTracker, Tracker
+from ...schemas.local.tracking import GuardedTracker, TrackedRun, Tracker, make_trackers
 from ...schemas.metric import Metric, Presence
 from ...schemas.profile import TimeUse, advise, bound_key, profile_of
 from ...schemas.rollout import Group
@@ -32,7 +33,7 @@ from ..runtime import JobContext
 from ..training.state import LearnerState, Waste
 from ..training.step import StepReport
 from .group_metrics import demonstration_numbers, group_numbers
-from .intake import CheckedEntry, Intake
+from .intake import CheckedEntry, Drops, Intake
 
 # -- where the time of a step went -----------------------------------------------------------------
 # The learner's, and that of all whom it may wait for. Groups may be those of external agents, so
@@ -187,8 +188,6 @@ class Reporter:
     total_steps: int
     first_step: int = 0
     """Steps up to this one were reported before a restart."""
-    waste: Waste = field(default_factory=Waste)
-    num_dropped: Counter[str] = field(default_factory=Counter[str])
     generators: Generators = field(default_factory=Generators)
     tracer: StepTracer = field(default_factory=StepTracer)
     _traces: deque[StepTrace] = field(default_factory=lambda: deque[StepTrace](maxlen=_WINDOW))
@@ -208,13 +207,14 @@ class Reporter:
         report: StepReport,
         trace: StepTrace,
         intake: Intake,
+        drops: Drops,
         oldest: int = 0,
     ) -> None:
         """Publish the numbers and the trace of a step, unless they were before a restart.
 
         Tokens of versions before `oldest` were not trained.
         """
-        numbers = self._numbers(groups, step, report, oldest)
+        numbers = self._numbers(groups, step, report, drops.waste, oldest)
         step_s = sum(trace.learner.values())
         tokens = numbers["rollout/generated_tokens"]
         self._traces.append(trace)
@@ -236,7 +236,7 @@ class Reporter:
                 "rollout/tokens_per_s": self.generators.tokens_per_s,
                 "rollout/num_generators": float(self.generators.count),
                 "broker/groups_waiting": float(len(intake.candidates())),
-                **{f"rollout/dropped/{key}": float(n) for key, n in self.num_dropped.items()},
+                **{f"rollout/dropped/{key}": float(n) for key, n in drops.num_by_reason.items()},
             }
         )
         if step <= self.first_step:
@@ -330,11 +330,6 @@ class Reporter:
         """Hand an evaluation's result to the trackers."""
         await self._log(step, values)
 
-    def write_to(self, state: LearnerState) -> None:
-        """Put the counters into the state of a checkpoint."""
-        state.waste = self.waste.model_copy()
-        state.dropped_by_reason = dict(self.num_dropped)
-
     async def flush(self) -> None:
         """Let the trackers take what they were told, as far as they do so within some seconds."""
         guarded = [tracker for tracker in self.trackers if isinstance(tracker, GuardedTracker)]
@@ -350,7 +345,7 @@ class Reporter:
             await self.context.event("metrics_lost", text, steps_lost=len(self._unwritten))
 
     def _numbers(
-        self, groups: Sequence[Group], step: int, report: StepReport, oldest: int
+        self, groups: Sequence[Group], step: int, report: StepReport, waste: Waste, oldest: int
     ) -> dict[str, float]:
         """Return what the groups and the step tell; rewards and lag mean nothing in an SFT job."""
         config = self.context.config
@@ -364,7 +359,7 @@ class Reporter:
             config.evaluation.success_reward,
             oldest,
         )
-        return {**numbers, **report.numbers, **self.waste.numbers()}
+        return {**numbers, **report.numbers, **waste.numbers()}
 
     def _wait_share(self) -> float:
         waited = sum(trace.learner.get("wait", 0.0) for trace in self._traces)
@@ -412,3 +407,31 @@ def last_reported_step(run_dir: Path) -> int:
         return 0
     steps = (entry for entry in read_objects(file) if "training/global_step" in entry)
     return max((int(entry["step"]) for entry in steps), default=0)
+
+
+async def open_reporter(context: JobContext, state: LearnerState) -> Reporter:
+    """Open the trackers, hand them the configuration, and continue after the last reported step."""
+    config, first_step = context.config, last_reported_step(context.run_dir)
+    run = TrackedRun(
+        project=config.project,
+        name=context.record.name,
+        id=context.record.job,
+        entity=config.tracking.entity,
+        group=config.group or "",
+        tags=config.tags,
+        notes=config.notes,
+    )
+    others = [name for name in config.logger_backends if name not in ("jsonl", "console")]
+    opening = partial(
+        make_trackers,
+        ["jsonl", *others],
+        run,
+        folder=context.run_dir,
+        resumes=max(first_step, state.step) > 0,
+    )
+    trackers = await asyncio.to_thread(opening)
+    shown = config.model_dump(mode="json")
+    for tracker in trackers:
+        log = in_thread(tracker.log_config, shown)
+        await with_room(log, "the run's config.json", context.missing)
+    return Reporter(context, trackers, state.total_steps, first_step)

@@ -9,11 +9,11 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -43,8 +43,10 @@ from ..training.checkpoint_copy import CheckpointCopy
 from ..training.parallel import snapshot_bytes
 from ..training.state import LearnerState
 from ..weights.job_weights import make_sender, open_weights
+from .compute import Compute
 from .evaluations import MOST_EVALUATIONS
 from .intake import Intake
+from .reporter import Reporter
 
 _FINAL_TRIES = 12
 _RESERVE_S = 60.0
@@ -80,6 +82,14 @@ class CheckpointAge:
         return bool(self._most_s) and now - self._since >= patience
 
 
+class StatePart(Protocol):
+    """A part of the learner that has something to remember in checkpoints."""
+
+    def write_to(self, state: LearnerState) -> None:
+        """Put it into the state of a checkpoint."""
+        ...
+
+
 class Saver:
     """Writes the checkpoints of one learner, in the background, and trims the log behind them."""
 
@@ -89,21 +99,21 @@ class Saver:
         checkpoints: CheckpointStore,
         state: LearnerState,
         intake: Intake,
-        copy: Callable[[], Awaitable[tuple[LearnerState, CheckpointCopy]]],
-        write_form: Callable[[Path], None],
-        saved: Callable[[int, Path], Awaitable[None]],
+        compute: Compute,
+        reporter: Reporter,
+        parts: Sequence[StatePart],
     ) -> None:
-        """`copy` brings the state up to date, and copies it and the models.
+        """`compute` copies the models, `parts` bring `state` up to date before it is copied.
 
-        `write_form` writes a model folder without weights; `saved` is told of each checkpoint.
+        `reporter` hands each checkpoint to the trackers.
         """
         self._context = context
         self._checkpoints = checkpoints
         self._state = state
         self._intake = intake
-        self._copy = copy
-        self._write_form = write_form
-        self._saved = saved
+        self._compute = compute
+        self._reporter = reporter
+        self._parts = parts
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: asyncio.Task[str | None] | None = None
         self._kept_weights: tuple[int, Path] | None = None
@@ -180,7 +190,10 @@ class Saver:
         """
         await self.finish()
         held_bytes = self._intake.bytes_held
-        state, copied = await self._copy()
+        for part in self._parts:
+            part.write_to(self._state)
+        state = self._state.model_copy(deep=True)
+        copied = await self._compute.copy()
         self._keep_bytes = keep_bytes
         self._writing = asyncio.create_task(
             self._write(state, copied, held_bytes), name=f"checkpoint {state.step}"
@@ -235,7 +248,7 @@ class Saver:
         copied.release()
         self._failed, self._saved_seq = None, state.log_seq
         self._age.saved(began, time.monotonic())
-        await self._saved(state.step, folder)
+        await self._reporter.log_checkpoint(state.step, folder)
         await context.event("checkpoint_saved", str(folder), step=state.step)
         self._intake.bytes_held -= held_bytes
         await self._keeper.sample(state.batch_seq)
@@ -262,7 +275,7 @@ class Saver:
             places = [run_dir, Path(tempfile.gettempdir()) / job]
 
             def keep() -> Path:
-                return keep_weights(places, step, copied.weights(), self._write_form)
+                return keep_weights(places, step, copied.weights(), self._compute.write_form)
 
             try:
                 self._kept_weights = step, await self._in_thread(keep)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,30 +15,29 @@ from ...envs.data import ChatData
 from ...envs.host_client import Environments
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import given_section
-from ...schemas.local.disk import in_thread, with_room
-from ...schemas.local.tracking import TrackedRun, Tracker, make_trackers
+from ...schemas.local.disk import with_room
 from ...schemas.task import BatchRecord
 from ...schemas.wire.errors import OutOfMemoryError, StorageError, TinkermqError, root_cause
 from ..policy.devices import own_card, own_device
 from ..policy.lora import refuse_other_kind
 from ..policy.model_folder import load_generation_config, load_tokenizer
-from ..policy.policies import MAIN
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
 from ..storage.checkpoints import CheckpointMirror, own_folder
 from ..training.checkpoint import CheckpointStore, load_state, try_saving
 from ..training.custom import custom_function
 from ..training.numerics import settle_numerics
 from ..training.parallel import once_in_torch
-from ..training.policies import Policies, load_models, vocab_size
+from ..training.policies import Policies, load_models
 from ..training.ranks import Ranks
 from ..training.state import LearnerState
+from .compute import Compute
 from .curriculum import Curriculum, CurriculumConfig, CustomCurriculum
 from .data_order import DataOrder, TaskOrder, total_steps
 from .failures import deserted
 from .learner import Learner
 from .memory import PassTokens, smaller_passes_after, with_chosen_settings
 from .ranks.processes import PlacedRanks
-from .reporter import Reporter, last_reported_step
+from .reporter import open_reporter
 from .saving import open_mirror
 
 
@@ -105,23 +103,16 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
         await _try_saving(context, policies, tokenizer)
     state.total_steps = steps
     state.note_numerics(policies.numerics)
+    given = given_section(context.record.config, "learner").get("microbatch_tokens", "auto")
+    passes = PassTokens(config, context.run_dir, state, auto=given == "auto")
     return Learner(
         context,
-        policies,
-        tokenizer,
+        Compute(context, policies, tokenizer, passes),
         state,
         task_order(config, num_rows, state),
         checkpoints,
-        await _make_reporter(context, state),
-        PassTokens(config, context.run_dir, state, auto=_is_chosen(context)),
-        vocab_size=vocab_size(models[MAIN]),
+        await open_reporter(context, state),
     )
-
-
-def _is_chosen(context: JobContext) -> bool:
-    """Whether the tokens of a pass are not the user's choice."""
-    learner = given_section(context.record.config, "learner")
-    return learner.get("microbatch_tokens", "auto") == "auto"
 
 
 async def _try_saving(context: JobContext, policies: Policies, tokenizer: Any) -> None:
@@ -303,39 +294,3 @@ async def _num_rows(context: JobContext) -> int | None:
 def _num_sft_rows(files: list[str]) -> int:
     with contextlib.closing(ChatData(files)) as data:
         return len(data)
-
-
-async def _make_reporter(context: JobContext, state: LearnerState) -> Reporter:
-    """Open the trackers, tell them the configuration, and go on counting where the run was."""
-    first_step = last_reported_step(context.run_dir)
-    resumes = max(first_step, state.step) > 0
-    reporter = Reporter(
-        context=context,
-        trackers=await asyncio.to_thread(_trackers, context.config, context, resumes),
-        total_steps=state.total_steps,
-        first_step=first_step,
-        waste=state.waste.model_copy(),
-        num_dropped=Counter(state.dropped_by_reason),
-    )
-    shown = context.config.model_dump(mode="json")
-    for tracker in reporter.trackers:
-        log = in_thread(tracker.log_config, shown)
-        await with_room(log, "the run's config.json", context.missing)
-    return reporter
-
-
-def _trackers(config: JobConfig, context: JobContext, resumes: bool) -> list[Tracker]:
-    return make_trackers(
-        ["jsonl", *(name for name in config.logger_backends if name not in ("jsonl", "console"))],
-        TrackedRun(
-            project=config.project,
-            name=context.record.name,
-            id=context.record.job,
-            entity=config.tracking.entity,
-            group=config.group or "",
-            tags=config.tags,
-            notes=config.notes,
-        ),
-        folder=context.run_dir,
-        resumes=resumes,
-    )

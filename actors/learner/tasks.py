@@ -21,9 +21,8 @@ from ...schemas.task import Blame, DropReason, Task
 from ...schemas.wire.errors import StateError
 from ...schemas.wire.trace import new_trace
 from ..training.state import LearnerState, NumberSet
-from .batching import returns_credit
 from .data_order import TaskOrder
-from .staleness import Staleness, min_version, num_admissible
+from .staleness import Staleness, min_version, num_admissible, returns_credit
 
 MAX_TRIES = 3
 """A task whose groups cannot be trained is issued this often; a stale one as often as it takes."""

@@ -1,9 +1,8 @@
-"""How a chat template takes tool calls, found out by rendering one.
+"""The form in which a chat template expects tool calls, determined by rendering one.
 
-Most templates take the arguments as an object, as transformers documents it. DeepSeek's take them
-as JSON text, and its first ones show calls only where the content is null. A template that shows no
-calls at all would let a policy learn, or continue, a history in which its calls are missing: it is
-told of instead.
+Most templates expect the arguments as an object, as transformers documents it. DeepSeek's expect
+JSON text, and its first ones show calls only if the content is null. A template that shows no calls
+is reported: a policy would learn, or continue, a history without its calls.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from ...schemas.chat_messages import with_text_arguments
 from ...schemas.wire.errors import ModelError
 
 Render: TypeAlias = Callable[[list[dict[str, Any]], list[dict[str, Any]]], str]
-"""Renders messages, with tools; ModelError for those that the template refuses."""
+"""Renders messages, with tools; raises ModelError if the template refuses them."""
 
 _ASKED: Mapping[str, Any] = {"role": "user", "content": "stand-in"}
 _KEY, _VALUE = "stand_in_key", "stand-in value"
@@ -31,22 +30,22 @@ _TOOL: Mapping[str, Any] = {
 }
 _CALL: Mapping[str, Any] = {"type": "function", "id": "c00000000"}
 _NOT_JSON = (f"'{_KEY}'", f'\\"{_KEY}\\"')
-"""An object as Python prints it, and JSON text that is encoded a second time."""
+"""An object printed by Python, and JSON text encoded twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """What a template is given for a message with tool calls."""
+    """The form of a message with tool calls for a template."""
 
     arguments_as_text: bool = False
-    """Whether it concatenates the arguments as JSON text."""
+    """Whether arguments are JSON text."""
     null_content: bool = False
-    """Whether it shows calls only in a message whose content is null."""
+    """Whether calls are shown only in a message whose content is null."""
     shows_calls: bool = True
-    """Whether it shows calls in any form."""
+    """Whether calls are shown in any form."""
 
     def fit(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return messages in this form; ModelError for calls that the template leaves out."""
+        """Return messages in this form; raises ModelError for calls that the template omits."""
         return [
             self._fit(message) if message.get("tool_calls") else message for message in messages
         ]
@@ -54,7 +53,7 @@ class CallForm:
     def _fit(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         if not self.shows_calls:
             raise ModelError(
-                "the model's chat template leaves tool calls out: they would be missing in what "
+                "the model's chat template omits tool calls: they would be missing in what "
                 "the model sees and learns",
                 hint="use a template that shows tool calls, or leave messages with calls out",
             )
@@ -73,9 +72,9 @@ class CallForm:
 def find_call_form(render: Render) -> CallForm:
     """Find the form in which a template shows the name and the arguments of a call.
 
-    Objects go before texts, an empty content before null, and calls of tools that are told of
-    before others. Where the template refuses all forms it is the usual one, and the template says
-    itself what it refuses.
+    Objects are preferred to texts, an empty content to null, and calls of described tools to
+    others. If the template refuses all forms, the usual one is returned, whose rendering raises the
+    template's error.
     """
     refused = True
     for has_tools, as_text, is_null in product((True, False), (False, True), (False, True)):

@@ -4,15 +4,15 @@ The first prompt of an episode is rendered and tokenised once. Every later turn 
 tokens between the policy's last token and its next one: the end of the assistant turn, the
 observation, the next generation prompt. What the policy generated is never re-tokenised.
 
-The pieces between two turns are cut out of a rendering of a short stand-in conversation, which is
-right only for a template that appends, and a tokenizer whose pieces join. `check_template` proves
-both at start-up: a template that rewrites earlier turns would show the policy another history than
-the one it was trained on.
+The tokens between two turns are taken from the rendering of a short sample conversation. That is
+correct only if the template appends and the tokenizer splits text at these places.
+`check_template` verifies both at start-up: a template that rewrites earlier turns would show the
+policy another history than the one it was trained on.
 
-The end of a turn is what the template writes there. Where it writes none (GLM's), the mark of the
-next role ends the turn, and the tokenizer's end of text the last one. The special tokens of a
-prompt are those that the template writes (`token_text`). A template that asks for the time is
-told one and the same at every rendering; `at` returns the same templating at another time.
+The template's own marker ends a turn. If it has none (GLM's), the marker of the next role ends the
+turn, and the tokenizer's end of text ends the last one. The special tokens of a prompt are those
+that the template writes (`token_text`). A template that asks for the time gets the same one at
+every rendering; `at` returns the same templating at another time.
 """
 
 import copy
@@ -60,14 +60,14 @@ _REASONED = (
     "and more\n</think>\n\na third reply",
 )
 _MARK = re.compile(r"[<\[{|].+[>\]}|]", re.DOTALL)
-"""The look of a mark: what a template of roles writes, and no word of a vocabulary."""
+"""Form of a marker that a template writes around roles, unlike the words of a vocabulary."""
 _BETWEEN = ("\n", "a", "0", ".", "一")
-"""What a piece may be encoded behind, so that its first token is no beginning of a text."""
+"""Texts before which nothing joins: a piece encoded after one has no token of a text's start."""
 _TAIL = 24
-"""Tokens at the end of a prompt that may open the reasoning."""
+"""Last tokens of a prompt that are searched for the start of reasoning."""
 _SHOWN = 60
 _REMEMBERED = 1024
-"""Encodings that are kept; then all are forgotten."""
+"""Cached encodings, all of which are dropped when there are more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,29 +77,29 @@ class Conversation:
     token_ids: IntVector
     """int32[T]."""
     mask: IntVector
-    """int32[T]: 1 where the assistant speaks, the end of its turn included."""
+    """int32[T]: 1 for tokens of the assistant, the end of its turn included."""
     turn_ends: IntVector
-    """int32[K]: position of the last token of each of its turns."""
+    """int32[K]: position of the last token of each assistant turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A turn of the assistant, as the template writes it."""
+    """A turn of the assistant in the template's rendering."""
 
     place: int
-    """Of its message."""
+    """Index of its message."""
     prompt: str
     """The rendering before it."""
     whole: str
-    """The rendering that ends with it."""
+    """The rendering up to its end."""
     following: str | None
-    """A rendering that goes on behind it; None: nothing follows."""
+    """A rendering that continues after it; None: it is the last message."""
 
 
 class ChatTokenizer:
     """A tokenizer with its chat template, for the agent loop.
 
-    `template_kwargs` (`enable_thinking`, …) are given to the template at every turn alike. Raises
+    `template_kwargs` (`enable_thinking`, …) are passed to the template at every turn. Raises
     ModelError for a tokenizer without a chat template.
     """
 
@@ -114,8 +114,8 @@ class ChatTokenizer:
     ) -> None:
         """Prepare; `extra_stop_token_ids` are those of the model's generation configuration.
 
-        Without an `image_reader` messages with images are refused; without `must_chat` a tokenizer
-        that has no template is refused where one is needed.
+        Without an `image_reader` messages with images are refused. Without `must_chat` a missing
+        template raises an error only when it is needed.
         """
         self._tokenizer = tokenizer
         template = cast(Any, tokenizer).chat_template
@@ -123,9 +123,9 @@ class ChatTokenizer:
         self._asks_time = "strftime_now" in str(template)
         self._time = time.time()
         self._template_kwargs = dict(template_kwargs or {})
-        self._call_form: list[CallForm] = []  # found once, and shared with those of other times
+        self._call_form: list[CallForm] = []  # computed once, and shared with those of other times
         self.findings: dict[str, Any] = {}
-        """What has been found out about the template, by name; alike at all times."""
+        """Cached facts about the template by name, equal at all times."""
         self._image_reader = image_reader
         self._known: dict[str, IntVector] = {}
         self._proven_tools = set[str]()
@@ -141,12 +141,12 @@ class ChatTokenizer:
         closing = self.encode_behind(self._before, behind)
         ends = [token for token in closing if token in self._marks][:1]
         self.ends_turns = bool(ends) or not self._before
-        """Whether the template ends a turn; otherwise the mark of the next role does."""
+        """Whether the template ends a turn; otherwise the marker of the next role does."""
         marks = self._role_marks() if self._before and not ends else []
         eos = cast("int | None", tokenizer.eos_token_id)
         ids = [*ends, *([] if eos is None else [eos]), *extra_stop_token_ids, *marks]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(int(i) for i in ids))
-        """Tokens after which a turn of the policy is over; the first ends a conversation."""
+        """Tokens that end a turn of the policy; the first one ends a conversation."""
         if not self.stop_token_ids:
             raise ModelError(
                 "neither the chat template nor the tokenizer has a token that ends a turn",
@@ -179,8 +179,8 @@ class ChatTokenizer:
     ) -> list[int]:
         """Return the ids of a conversation, of tools for it, and the generation prompt.
 
-        Images are there as the tokens that they take. Raises ModelError for tools that the
-        template leaves out and images that the model does not see, DataError for what is no image.
+        Images are included as their tokens. Raises ModelError for tools that the template omits and
+        images that the model cannot read, DataError for invalid images.
         """
         images = images_of(messages)
         check_seen(images, self._image_reader)
@@ -192,7 +192,7 @@ class ChatTokenizer:
     ) -> IntVector:
         """Return int32[T]: the conversation so far, tools for it, and the generation prompt.
 
-        Raises ModelError for tools that the template leaves out, or moves about from turn to turn.
+        Raises ModelError for tools that the template omits, or moves from turn to turn.
         """
         if tools and (tools_key := repr(tools)) not in self._proven_tools:
             self._check_tools(messages, tools)
@@ -203,9 +203,9 @@ class ChatTokenizer:
     def next_turn(
         self, generated_ids: Sequence[int] | IntVector, observation: Sequence[ChatMessage]
     ) -> IntVector:
-        """Return int32[D]: what follows the policy's tokens up to its next turn.
+        """Return int32[D]: the tokens between the policy's last token and its next turn.
 
-        That is the rest of the end of its turn (all of it, if generation was cut before the stop
+        They are the rest of the end of its turn (all of it, if generation was cut before the stop
         token), the observation messages, and the generation prompt.
         """
         delta = self._remember(
@@ -217,13 +217,12 @@ class ChatTokenizer:
     def conversation(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
     ) -> Conversation:
-        """Tokenise a conversation that has been had, in the pieces that an episode has.
+        """Tokenise a recorded conversation piece by piece, as an episode is tokenised.
 
-        What stands between two turns of the assistant is what an episode would be shown there; a
-        turn is what the template makes of the message, up to what ends it there: its own mark, or
-        that of the next role. Raises ModelError where the template does more than append, or for
-        images that the model does not see; DataError for a conversation in which the assistant
-        says nothing, or an image.
+        The tokens between two turns of the assistant are those of an episode; a turn is the
+        rendering of its message up to its end: the template's marker, or that of the next role.
+        Raises ModelError for a template that does not only append and for images that the model
+        cannot read; DataError for an assistant without text, or with images.
         """
         check_seen(images_of(messages), self._image_reader)
         self._refuse_unseen(tools, messages[:1])
@@ -252,7 +251,7 @@ class ChatTokenizer:
     def _turns(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
     ) -> "Iterator[_Turn]":
-        """Yield the turns of the assistant as the template writes them."""
+        """Yield the rendered turns of the assistant."""
         places = [
             place for place, message in enumerate(messages) if message.get("role") == "assistant"
         ]
@@ -273,12 +272,14 @@ class ChatTokenizer:
             yield _Turn(place, prompt, whole, following)
 
     def _reply_tokens(self, turn: "_Turn") -> tuple[list[int], str]:
-        """Return a turn's tokens with what ends it, and the text up to there."""
+        """Return a turn's tokens with its end, and the text up to there."""
         whole, begin = turn.whole, len(turn.prompt)
         if turn.following is not None and not turn.following.startswith(whole):
             cut = max(_num_shared(whole, turn.following), begin)
             more = self._texts.find(whole[begin:]) != self._texts.find(whole[begin:cut])
-            if more and self._end_of(whole[begin:cut]):  # what ends a conversation alone is no end
+            if more and self._end_of(
+                whole[begin:cut]
+            ):  # the end of a conversation does not end this turn
                 whole = whole[:cut]
         end = self._end_of(whole[begin:])
         if end:
@@ -299,9 +300,9 @@ class ChatTokenizer:
         return turn_ids, whole
 
     def _end_of(self, reply: str) -> int:
-        """Return where the mark that ends a turn ends in what a template makes of it; 0: nowhere.
+        """Return where the marker that ends a turn ends in its rendering; 0: there is none.
 
-        That is the last stop token, or else the last mark of all, as `<|eom_id|>` behind a call.
+        It is the last stop token, or else the last marker, such as `<|eom_id|>` after a call.
         """
         marks = self._texts.find(reply)
         stops = [name for name in marks if self._texts.encode(name)[0] in self.stop_token_ids]
@@ -313,9 +314,9 @@ class ChatTokenizer:
     def count_generated(
         self, generated_ids: Sequence[int] | IntVector, rest: Sequence[int] | IntVector
     ) -> int:
-        """Count the tokens at the beginning of `rest` that the policy has said with its last one.
+        """Count the tokens at the start of `rest` that belong to the policy's last token.
 
-        Those are the tokens up to the first mark, which ends the turn, or none.
+        They are the tokens up to the first marker, which ends the turn, or none.
         """
         if not len(generated_ids) or int(generated_ids[-1]) not in self.stop_token_ids:
             return 0
@@ -323,23 +324,23 @@ class ChatTokenizer:
         return first + 1 if first is not None and int(rest[first]) == int(generated_ids[-1]) else 0
 
     def decode(self, token_ids: Sequence[int] | IntVector) -> str:
-        """Return the text of generated tokens, without those that end a turn, begin or pad a text.
+        """Return the text of generated tokens, without those that end turns or begin or pad texts.
 
-        Other special tokens are marks of the model's own, and stay: `<think>`, `<tool_call>`.
+        Other special tokens are the model's markers, and stay: `<think>`, `<tool_call>`.
         """
         ids = [token for token in map(int, token_ids) if token not in self._never_text]
         text = self._tokenizer.decode(ids, skip_special_tokens=False)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
         return cast("str", text)
 
     def opened(self, prompt_ids: Sequence[int] | IntVector) -> str:
-        """Return the mark by which a prompt has opened the reasoning of its answer, or nothing."""
+        """Return the marker with which a prompt opens the reasoning of its answer; empty: none."""
         tail = [int(token) for token in prompt_ids[-_TAIL:]]
         return opened_by(cast("str", self._tokenizer.decode(tail)))  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
 
     def opens_thinking(self, prompt_ids: Sequence[int] | IntVector, prefill: str = "") -> bool:
-        """Whether an answer begins within the reasoning that `ReplyReader` reads.
+        """Whether an answer begins inside the reasoning that `ReplyReader` reads.
 
-        A `prefill` behind the prompt may write the mark again.
+        A `prefill` after the prompt may repeat the marker.
         """
         is_repeated = prefill.lstrip().startswith(THINK)
         return self.opened(prompt_ids).startswith(THINK) and not is_repeated
@@ -347,7 +348,7 @@ class ChatTokenizer:
     def answer(
         self, prompt_ids: Sequence[int] | IntVector, generated_ids: Sequence[int] | IntVector
     ) -> str:
-        """Return an answer as it is read: what the model wrote, behind what its prompt opened."""
+        """Return an answer to parse: the model's text after the marker that its prompt opened."""
         return self.opened(prompt_ids) + self.decode(generated_ids)
 
     @property
@@ -358,7 +359,7 @@ class ChatTokenizer:
 
     @property
     def parses_responses(self) -> bool:
-        """Whether the tokenizer says how answers are parsed into text, reasoning and calls."""
+        """Whether the tokenizer defines how answers are parsed into text, reasoning and calls."""
         return getattr(self._tokenizer, "response_template", None) is not None
 
     def parse_response(
@@ -367,9 +368,9 @@ class ChatTokenizer:
         generated_ids: Sequence[int] | IntVector,
         tools: Sequence[Mapping[str, Any]],
     ) -> dict[str, Any] | None:
-        """Return an answer as a chat message, parsed as the tokenizer's `response_template` says.
+        """Return an answer as a chat message, parsed by the tokenizer's `response_template`.
 
-        None where it has none, or the answer does not follow it.
+        None without one, or if the answer does not follow it.
         """
         if not self.parses_responses:
             return None
@@ -378,7 +379,7 @@ class ChatTokenizer:
         try:
             return cast("dict[str, Any]", parse(ids, prefix=prompt, tools=[dict(t) for t in tools]))
         except Exception:  # noqa: BLE001 - the template's patterns meet what a model has written
-            return None  # what a model writes need not be well formed: then it is text
+            return None  # a model may write malformed answers, which are text
 
     def decode_all(self, token_ids: Sequence[int] | IntVector) -> str:
         """Return the text of tokens, special ones included."""
@@ -386,11 +387,11 @@ class ChatTokenizer:
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The tokenizer itself, for who compiles grammars over its tokens."""
+        """The tokenizer, for compiling grammars over its tokens."""
         return self._tokenizer
 
     def special_token(self, mark: str) -> int | None:
-        """Return the one token that stands for a mark (`<tool_call>`); None: it is plain text."""
+        """Return the one token of a marker (`<tool_call>`); None: it is plain text."""
         added = cast("dict[int, Any]", self._tokenizer.added_tokens_decoder)  # pyright: ignore[reportAttributeAccessIssue]
         return next(
             (token for token, added_token in added.items() if str(added_token) == mark), None
@@ -399,13 +400,15 @@ class ChatTokenizer:
     def token_text(self, token_id: int) -> str:
         """Return the text of one token by itself, special ones included."""
         text = self._token_texts.get(token_id)
-        if text is None:  # once: log-probs name the likeliest tokens at each position
+        if (
+            text is None
+        ):  # cached: log-probs need the texts of the likeliest tokens at each position
             text = cast("str", self._tokenizer.decode([int(token_id)]))  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
             self._token_texts[int(token_id)] = text
         return text
 
     def token_bytes(self, token_id: int, *, first: bool = False) -> bytes:
-        """Return the bytes of one token in `decode`'s text. `first`: at the text's beginning."""
+        """Return the bytes of one token in `decode`'s text; `first`: at the start of a text."""
         if self._token_bytes is None:
             self._token_bytes = TokenBytes(self._tokenizer, self._never_text)
         return self._token_bytes.of(int(token_id), first=first)
@@ -415,11 +418,11 @@ class ChatTokenizer:
         return model_folder.vocabulary_digest(self._tokenizer)
 
     def check_template(self, *, multi_turn: bool = True) -> None:
-        """Prove that template and tokenizer only append; raise ModelError saying where they do not.
+        """Verify that template and tokenizer only append; raise ModelError that shows where not.
 
         With `multi_turn`, conversations of several turns are rendered, with reasoning in one
-        reply, and their pieces compared with the tokens of the whole. Single-turn jobs never render
-        a history: there only the generation prompt must be appended.
+        reply, and their pieces compared with the tokens of the whole. Single-turn jobs render no
+        history: only the generation prompt must be appended.
         """
         messages: list[ChatMessage] = [{"role": "user", "content": "a question"}]
         start, prompt = self.render(messages, prompt=False), self.render(messages, prompt=True)
@@ -445,9 +448,9 @@ class ChatTokenizer:
             self._must_join(joined, later, f"turn {number}")
 
     def _without_end(self, rendered: str) -> str:
-        """Return a rendering without the marks at its end: Phi 3's ends a text that is not gone on.
+        """Return a rendering without the markers at its end, such as Phi 3's end of a conversation.
 
-        A mark before them stays what it is, so that the rest can be compared.
+        A marker before them stays, so that the rest can be compared.
         """
         marks = self._texts.find(rendered)
         while marks and rendered.rstrip().endswith(marks[-1]):
@@ -455,7 +458,7 @@ class ChatTokenizer:
         return rendered
 
     def _lead(self, prompt: str, later: str, reply: str) -> str:
-        """Return the white space that a template writes before a reply, and a policy says itself.
+        """Return the white space that a template writes before a reply, and a policy generates.
 
         Llama 2 has one: `[/INST] reply`.
         """
@@ -464,7 +467,7 @@ class ChatTokenizer:
         return space if rest[len(space) :].startswith(reply) else ""
 
     def _must_join(self, joined: Sequence[int], whole: str, what: str) -> None:
-        """Raise ModelError where pieces are other tokens than the whole."""
+        """Raise ModelError if pieces have other tokens than the whole."""
         expected = self._texts.encode(whole)
         if list(joined) == expected:
             return
@@ -472,29 +475,29 @@ class ChatTokenizer:
         at = next((at for at, (left, two) in pairs if left != two), len(joined))
         own, other = ("".join(map(self.token_text, ids[at : at + 8])) for ids in (joined, expected))
         raise ModelError(
-            f"the tokenizer splits a conversation otherwise than its pieces: with {what}, from "
+            f"the tokenizer splits a conversation differently from its pieces: with {what}, from "
             f"token {at} on, the pieces are {own!r} and the whole is {other!r}",
-            hint="use a tokenizer or a template in which a turn begins behind a special token or a "
+            hint="use a tokenizer or a template in which a turn begins after a special token or a "
             "line break, or set rollout.max_turns to 1",
         )
 
     def _refuse_unseen(
         self, tools: Sequence[Mapping[str, Any]], messages: Sequence[ChatMessage]
     ) -> None:
-        """Raise ModelError for tools or a system message that the template does not show."""
-        if self._has_template and any(one.get("role") == "system" for one in messages):
+        """Raise ModelError for tools or a system message that the template omits."""
+        if self._has_template and any(message.get("role") == "system" for message in messages):
             self._refuse_unseen_system()
         if not tools:
             return
         with_tools = self.render(messages, prompt=True, tools=tools)
         if with_tools == self.render(messages, prompt=True):
             raise ModelError(
-                "the model's chat template has no place for tools: it would not see them",
-                hint="leave `tools` out, or use a model whose template takes them",
+                "the model's chat template omits tools: the model would not see them",
+                hint="leave `tools` out, or use a model whose template shows them",
             )
 
     def _refuse_unseen_system(self) -> None:
-        """Raise ModelError where the template refuses a system message, or leaves it out."""
+        """Raise ModelError if the template refuses or omits a system message."""
         if "system" not in self.findings:
             self.findings["system"] = self._find_system_refusal()
         if self.findings["system"]:
@@ -508,7 +511,7 @@ class ChatTokenizer:
             )
 
     def _find_system_refusal(self) -> str:
-        """Return why the policy would not see a system message; empty: it sees it."""
+        """Return why the policy would not see a system message; empty: it would."""
         try:
             rendered = self.render([_SYSTEM, _USER], prompt=True)
         except ModelError as error:
@@ -518,7 +521,7 @@ class ChatTokenizer:
     def _check_tools(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Prove that what follows a call of a tool is the same whether tools are told or not."""
+        """Verify that the text after a tool call is the same with and without `tools`."""
         with_reply = [*messages, {"role": "assistant", "content": _REPLY}]
         for role in ("tool", "user"):
             observation = {"role": role, "content": "an observation"}
@@ -536,19 +539,19 @@ class ChatTokenizer:
             raise _rewrites(what, shorter, longer)
 
     def _behind(self, observation: Sequence[ChatMessage]) -> str:
-        """Return what the template writes behind a turn for these messages, up to the next turn."""
+        """Return the rendering of messages between a turn and the next one."""
         whole = self.render([*_STAND_IN, *observation], prompt=True)
         if not whole.startswith(self._before):
             raise _rewrites("an observation", self._before, whole)
         return whole[len(self._before) :]
 
     def _is_other_behind_text(self) -> bool:
-        """Whether a text has other tokens at the beginning, as SentencePiece's with a space."""
+        """Whether a piece has other tokens at a text's start, as with SentencePiece's space."""
         apart, both = self.encode("\n"), self.encode("\na")
         return both[: len(apart)] != apart or both[len(apart) :] != self.encode("a")
 
     def _role_marks(self) -> list[int]:
-        """Return the tokens that begin what follows a turn, where they are marks."""
+        """Return the first tokens after a turn, if they are markers."""
         marks: list[int] = []
         for message in (_USER, *_OTHERS):
             whole = self._rendered([*_STAND_IN, message], prompt=True) or ""
@@ -558,7 +561,7 @@ class ChatTokenizer:
         return marks
 
     def _frame(self) -> list[str]:
-        """Return the marks that the template writes around messages, and not those in an answer."""
+        """Return the markers that the template writes around messages, not those in an answer."""
         texts = SpecialText(self._tokenizer, list(self._marks.values()))
         system = _OTHERS[-1]
         user = self._rendered([_USER], prompt=False) or ""
@@ -567,7 +570,7 @@ class ChatTokenizer:
         framed = [user, self._rendered([system, _USER], prompt=False) or "", closing]
         marks = [name for text in framed for name in texts.find(text)]
         if prompt.startswith(user):
-            marks += texts.find(prompt[len(user) :])[:1]  # then comes what opens the reasoning
+            marks += texts.find(prompt[len(user) :])[:1]  # the start of the reasoning follows
         for message in _OTHERS:
             whole = self._rendered([*_STAND_IN, message], prompt=False) or ""
             if whole.startswith(self._before):
@@ -575,7 +578,7 @@ class ChatTokenizer:
         return list(dict.fromkeys(name for name in marks if not opened_by(name)))
 
     def _rendered(self, messages: Sequence[ChatMessage], *, prompt: bool) -> str | None:
-        """Return what the template makes of messages, or None where it refuses them."""
+        """Render messages; None if the template refuses them."""
         try:
             return self.render(messages, prompt=prompt)
         except ModelError:
@@ -588,10 +591,10 @@ class ChatTokenizer:
         prompt: bool,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """Return what the template makes of messages; ModelError for those that it refuses.
+        """Render messages; raises ModelError if the template refuses them.
 
-        What looks like a special token in a message is hidden (`SpecialText`) until it is encoded.
-        Tool calls are given to the template in the form that it takes.
+        Texts of messages that look like special tokens are escaped (`SpecialText`) until they are
+        encoded. Tool calls are passed in the template's form.
         """
         hidden, hidden_tools = self._texts.hide(messages), self._texts.hide_tools(tools)
         return self._render_hidden(hidden, prompt=prompt, tools=hidden_tools)
@@ -606,7 +609,7 @@ class ChatTokenizer:
         if any(message.get("tool_calls") for message in messages):
             if not self._call_form:
                 call_form = find_call_form(
-                    lambda told, their_tools: self._render(told, prompt=False, tools=their_tools)
+                    lambda some, its_tools: self._render(some, prompt=False, tools=its_tools)
                 )
                 self._call_form.append(call_form)
             messages = self._call_form[0].fit(messages)
@@ -638,7 +641,7 @@ class ChatTokenizer:
                     **names,
                 ),
             )
-        except Exception as error:  # a template may divide by 0, or count to a milliard
+        except Exception as error:  # a template may divide by 0, or loop for minutes
             roles = " ".join(str(message.get("role")) for message in messages)[:_SHOWN]
             raise ModelError(
                 f"the chat template refuses a conversation with the roles: {roles} ({error})",
@@ -646,36 +649,36 @@ class ChatTokenizer:
             ) from error
 
     def _time_text(self, form: str) -> str:
-        """Return the time as a template asks for it."""
+        """Return the time for a template."""
         return datetime.fromtimestamp(self._time, UTC).strftime(form)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the ids of a text as it stands, without a template; its marks are tokens.
+        """Return the ids of a text without a template; its markers are tokens.
 
-        `special`: with what the tokenizer puts around a text, such as a token that begins it.
+        `special`: with the tokens that the tokenizer adds, such as one that begins a text.
         """
         return self._tokenizer.encode(text, add_special_tokens=special)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
 
     def encode_reply(self, text: str) -> list[int]:
-        """Return the ids of an answer, or of its beginning, as they stand behind a prompt."""
+        """Return the ids of an answer, or of its start, after a prompt."""
         (hidden,) = self._texts.hide([{"role": "assistant", "content": text}])
         return self.encode_behind(self.render([_USER], prompt=True), hidden["content"])
 
     def encode_seen(
         self, text: str, images: Sequence[bytes] = (), *, behind: str = ""
     ) -> list[int]:
-        """Return the ids of a rendered text, its images there as the tokens that they take.
+        """Return the ids of a rendered text, with the tokens of its images.
 
-        `images` are the encoded images of the messages that it was made of; see `with_room`. The
-        text stands `behind` another one.
+        `images` are the encoded images of its messages; see `with_room`. The text is encoded after
+        the text `behind`.
         """
         seen = with_room(text, images, self._image_reader, self.token_text)
         return self.encode_behind(behind, seen)
 
     def encode_behind(self, before: str, piece: str) -> list[int]:
-        """Return the ids of a piece of a rendered text, as they are behind what is `before` it.
+        """Return the ids of a piece of a rendered text after the text `before` it.
 
-        Raises ModelError for a piece that this tokenizer cannot make tokens of by itself.
+        Raises ModelError if this tokenizer cannot encode the piece separately.
         """
         if not (before and piece) or self._texts.starts(piece):
             return self._texts.encode(piece)
@@ -688,22 +691,22 @@ class ChatTokenizer:
             return self._texts.encode(piece)
         raise ModelError(
             f"the tokenizer cannot encode {self._texts.plain(piece)[:_SHOWN]!r} behind other text",
-            hint="it joins it with whatever stands before: use another tokenizer",
+            hint="it joins the text with any text before it: use another tokenizer",
         )
 
     def has_image_token(self, token_ids: IntVector) -> bool:
-        """Whether some of these tokens would be taken for a part of an image."""
+        """Whether some of these tokens are image tokens."""
         reader = self._image_reader
         return reader is not None and bool((token_ids == reader.token_id).any())
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a token is no text, so that what stands before it does not change it."""
+        """Whether a token is special, so that text before it does not change it."""
         return token_id in self._tokenizer.all_special_ids or (
             token_id in self._tokenizer.added_tokens_decoder  # pyright: ignore[reportAttributeAccessIssue]
         )
 
     def _remember(self, key: str, encode: Callable[[], list[int]]) -> IntVector:
-        """Encode once what a group asks for many times over."""
+        """Encode a text, from the cache if a group encodes it many times."""
         key = f"{self._time} {key}" if self._asks_time else key
         known = self._known.get(key)
         if known is None:
@@ -716,7 +719,7 @@ class ChatTokenizer:
 
 
 def open_chat(model: ModelConfig, *, must_chat: bool = True) -> ChatTokenizer:
-    """Load a model's tokenizer, chat template and, where it sees images, what reads those.
+    """Load a model's tokenizer, chat template and image reader, if it reads images.
 
     Raises ModelError for a tokenizer that is missing or does not match the model.
     """
@@ -726,7 +729,7 @@ def open_chat(model: ModelConfig, *, must_chat: bool = True) -> ChatTokenizer:
     model_folder.check_tokenizer(tokenizer, config, model.path)
     reader = None
     if model_folder.sees_images(config):
-        from .vision import load_image_reader  # needs torch, which text alone does not
+        from .vision import load_image_reader  # needs torch
 
         reader = load_image_reader(model.path, trust_remote_code=trust)
     stops, kwargs = model_folder.load_stop_token_ids(model.path), model.template_kwargs
@@ -741,18 +744,18 @@ def _hides_reply() -> ModelError:
 
 
 def _num_shared(left: str, other: str) -> int:
-    """Return how many characters two texts have in common at the beginning."""
+    """Return the length of the common prefix of two texts."""
     pairs = enumerate(zip(left, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(left), len(other)))
 
 
 def _until_reply(rendered: str) -> str:
-    """Return a rendering up to the end of the stand-in reply; nothing where it is not in it."""
+    """Return a rendering up to the end of the sample reply; empty if it is not in it."""
     return rendered[: rendered.rindex(_REPLY) + len(_REPLY)] if _REPLY in rendered else ""
 
 
 def _marks_of(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
-    """Return the special tokens, and added ones that look like marks of a template."""
+    """Return the special tokens, and added ones that look like markers of a template."""
     added = cast("dict[int, Any]", cast("Any", tokenizer).added_tokens_decoder).items()
     marks = {int(number): str(token.content) for number, token in added}
     marks = {number: name for number, name in marks.items() if _MARK.fullmatch(name)}
@@ -774,7 +777,7 @@ def _rewrites(what: str, expected: str, rendered: str) -> ModelError:
 
 
 def make_chat(config: JobConfig) -> ChatTokenizer:
-    """Load the tokenizer and prove that its chat template only appends."""
+    """Load the tokenizer and verify that its chat template only appends."""
     chat = open_chat(config.model)
     chat.check_template(multi_turn=config.rollout.max_turns > 1)
     return chat

@@ -1,4 +1,4 @@
-"""Where an actor computes: on the GPU that its node gives it, else on the CPU."""
+"""The device of an actor: the GPU from its node, else the CPU."""
 
 # torch leaves some of its methods untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -19,44 +19,44 @@ from ..gpus import unseen_gpu
 
 
 def first_device(num_gpus: int) -> torch.device:
-    """Return where a process computes that sees so many GPUs: on the first."""
+    """Return the device of a process with so many visible GPUs: the first, or the CPU."""
     return torch.device("cuda", 0) if num_gpus else torch.device("cpu")
 
 
 def bound_memory(device: torch.device, share: float | None) -> None:
-    """Let this process take no more than a share of a GPU's memory: others have the rest."""
+    """Limit this process to a share of a GPU's memory."""
     if device.type == "cuda" and share is not None:
         cast(Any, torch.cuda).set_per_process_memory_fraction(share, device)
 
 
 def own_device() -> torch.device:
-    """Return where this process computes: a node shows each actor its own GPUs, or none.
+    """Return the device of this process; a node makes only the actor's own GPUs visible.
 
-    Raises ConfigError where torch does not see a GPU that the node gave.
+    Raises ConfigError if torch does not see a GPU of the node.
     """
     num_gpus = torch.cuda.device_count()
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if not num_gpus and given.startswith(("GPU-", "MIG-")):  # as nodes write it
-        raise unseen_gpu(given, torch.__version__, torch.version.cuda)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not num_gpus and visible.startswith(("GPU-", "MIG-")):  # written by nodes
+        raise unseen_gpu(visible, torch.__version__, torch.version.cuda)
     return first_device(num_gpus)
 
 
 def own_card() -> GpuCard | None:
-    """Return the first GPU that this process sees; None on a CPU."""
+    """Return the first visible GPU; None on a CPU."""
     if not torch.cuda.is_available():
         return None
-    found: Any = cast(Any, torch.cuda).get_device_properties(0)
-    return card_like(str(found.name), int(found.total_memory))
+    properties: Any = cast(Any, torch.cuda).get_device_properties(0)
+    return card_like(str(properties.name), int(properties.total_memory))
 
 
 def own_dtype(dtype: Dtype) -> Literal["float32", "bfloat16"]:
-    """Return the dtype that a key means where this process computes."""
+    """Return the dtype of a configuration key on this process's device."""
     return resolve_dtype(dtype, on_gpu=own_device().type == "cuda")
 
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Compute products in float32 without TF32, whose roundings hide what a check looks for."""
+    """Compute products in float32 without TF32, whose rounding would hide a check's differences."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -66,30 +66,30 @@ def exact_products() -> Iterator[None]:
 
 
 def gpu_of(device: torch.device) -> str:
-    """Return the UUID of a GPU, by which processes find that they compute on one; empty: none."""
+    """Return the UUID of a GPU, by which processes recognise a shared one; empty: none."""
     if device.type != "cuda":
         return ""
     return str(cast(Any, torch.cuda).get_device_properties(device).uuid)
 
 
 # -- float32 products on a CPU ---------------------------------------------------------------------
-# torch gives them to MKL, which uses AVX-512 on Intel's processors alone. On AMD's oneDNN is up to
-# twice as fast.
+# torch uses MKL, which has AVX-512 for Intel's processors only. On AMD's oneDNN is up to twice as
+# fast.
 
 TRAINED_WEIGHTS = 1 << 16
-"""Of a linear layer with many rows; a smaller one is over sooner than oneDNN begins."""
+"""Least weights of a layer with many rows; for smaller ones oneDNN's overhead is too large."""
 DECODED_WEIGHTS = 1 << 18
-"""The same for one with few rows."""
+"""The same for a layer with few rows."""
 _CACHED_KERNELS = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-"""torch and oneDNN keep 1,024 kernels each, one for each shape: rows of other lengths in each step
-would fill half a gigabyte. A pass has some twenty shapes, and a kernel is made in a millisecond."""
+"""torch and oneDNN cache 1,024 kernels each, one per shape: varying row lengths would fill half a
+gigabyte. A pass has some twenty shapes, and a kernel is made in a millisecond."""
 
 
 def use_onednn(model: nn.Module, min_weights: int) -> None:
-    """Have linear layers of at least `min_weights` weights compute by oneDNN where they can.
+    """Compute linear layers of at least `min_weights` weights by oneDNN if possible.
 
-    They can wherever input and weights are float32 on a CPU, with gradients and without. Classes
-    that compute something else than torch's own linear layer, as some routers do, stay as they are.
+    It is if input and weights are float32 on a CPU, with or without gradients. Subclasses of
+    torch's linear layer that compute something else, as some routers do, are not changed.
     """
     if not torch.backends.mkldnn.is_available():
         return
@@ -103,16 +103,19 @@ def use_onednn(model: nn.Module, min_weights: int) -> None:
 
 
 def can_use_onednn(*tensors: Tensor) -> bool:
-    """Return whether `multiply` takes these tensors: none is empty or a single row."""
+    """Return whether `multiply` supports these tensors: none is empty or a single row."""
     fit = all(
-        one.device.type == "cpu" and one.dtype == torch.float32 and one.dim() > 1 and one.numel()
-        for one in tensors
+        each.device.type == "cpu"
+        and each.dtype == torch.float32
+        and each.dim() > 1
+        and each.numel()
+        for each in tensors
     )
     return fit and torch.backends.mkldnn.is_available()
 
 
 def multiply(left_AK: Tensor, right_BK: Tensor, bias_B: Tensor | None = None) -> Tensor:
-    """Return float32[..., B], the products of rows with rows; no gradient. Any strides will do."""
+    """Return float32[..., B], the products of rows with rows, without gradient, for any strides."""
     onednn: Any = torch.ops.mkldnn
     return onednn._linear_pointwise(left_AK, right_BK, bias_B, "none", [], "")
 
@@ -127,13 +130,13 @@ def _compute_layer(layer: nn.Linear, input: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer whose three products are oneDNN's."""
+    """A linear layer with its three products by oneDNN."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.save_for_backward(input, weight_OI)
         rows_NO = multiply(input.flatten(0, -2), weight_OI, bias_O)
-        # Models change outputs in place, which torch forbids where a function made a view.
+        # Models change outputs in place, which torch forbids for views made by a function.
         unseen: Any = torch.ops.aten._unsafe_view
         return unseen(rows_NO, [*input.shape[:-1], len(weight_OI)])
 

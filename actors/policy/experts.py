@@ -1,10 +1,10 @@
-"""The routers of a mixture of experts: recording, and replaying, which experts read a token.
+"""The routers of a mixture of experts: record, and replay, the experts of each token.
 
-Generator and learner compute in different ways, and a router's choice is not continuous: what
-changes a hidden state by a thousandth may give a token other experts, and another log-prob. So the
-generator records its choices, and the learner computes with the same experts (R3, "Stabilizing MoE
-Reinforcement Learning by Aligning Training and Inference Routers", arXiv:2510.11370); how they are
-weighed is the learner's own, with gradients.
+Generator and learner compute in different ways, and a router's choice is not continuous: a small
+difference of a hidden state may give a token other experts, and another log-prob. So the generator
+records its choices, and the learner computes with the same experts (R3, "Stabilizing MoE
+Reinforcement Learning by Aligning Training and Inference Routers", arXiv:2510.11370), weighted by
+its own router, with gradients.
 
 Shape letters: B rows, T columns, X tokens of a forward pass, L layers with experts, E experts of a
 layer, K of them that read a token, H hidden size.
@@ -27,34 +27,34 @@ from ...schemas.rollout import Group
 from ...schemas.wire.errors import DataError, ModelError
 
 MAX_EXPERTS = 256
-"""Of a layer, whose numbers fit into a byte."""
+"""Experts of a layer whose numbers fit into a byte."""
 _ENDING = "TopKRouter"
-"""Of the names of transformers' classes that answer (logits, weights, numbers) of experts."""
+"""Suffix of transformers' classes that return (logits, weights, numbers) of experts."""
 
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """How many experts there are, and how many read a token."""
+    """Numbers of experts, and of experts per token."""
 
     layers: int
     """Layers with experts."""
     chosen: int
-    """Experts of a layer that read a token."""
+    """Experts of a layer per token."""
     experts: int
     """Experts of a layer."""
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a record of choices has this shape behind its tokens."""
+        """Whether a record of choices has these dimensions after its tokens."""
         return shape[1:] == (self.layers, self.chosen)
 
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the routers of a model by layer; empty: it has no experts."""
+    """Return the routers of a model by layer; empty for a model without experts."""
     return [module for module in model.modules() if type(module).__name__.endswith(_ENDING)]
 
 
 def shape_of(model: nn.Module) -> ExpertShape:
-    """Return how many experts a model has; ModelError for one whose choices cannot be recorded."""
+    """Return a model's numbers of experts; raises ModelError if they cannot be recorded."""
     routers = routers_of(model)
     if not routers:
         raise _refused("the model has no routers that choose experts for a token")
@@ -70,9 +70,9 @@ def shape_of(model: nn.Module) -> ExpertShape:
 
 
 def weigh(router: nn.Module, logits_XE: Tensor, chosen_XK: Tensor) -> Tensor:
-    """Return the weights that a router gives to experts which were chosen for it: [X, K].
+    """Return a router's weights of given experts: [X, K].
 
-    They are those of its own formula, so that gradients reach the router as they would.
+    They follow the router's formula, so that its gradients are the usual ones.
     """
     weights_XK = logits_XE.softmax(-1, dtype=torch.float32).gather(-1, chosen_XK)
     if getattr(router, "norm_topk_prob", True):
@@ -82,8 +82,10 @@ def weigh(router: nn.Module, logits_XE: Tensor, chosen_XK: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_formula(router: nn.Module) -> None:
-    """Raise ModelError unless `weigh` gives what such a router computes by itself."""
-    probe = copy.deepcopy(router).to_empty(device="cpu")  # its weights may be in another process
+    """Raise ModelError unless `weigh` equals the router's own weights."""
+    probe = copy.deepcopy(router).to_empty(
+        device="cpu"
+    )  # the model's weights may be in another process
     generator = torch.Generator().manual_seed(0)
     for tensor in (*probe.parameters(), *probe.buffers()):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
@@ -92,7 +94,7 @@ def check_formula(router: nn.Module) -> None:
     logits_XE, weights_XK, chosen_XK = cast("tuple[Tensor, Tensor, Tensor]", probe(states_XH))
     ours_XK = weigh(probe, logits_XE, chosen_XK)
     if ours_XK.shape != weights_XK.shape or not torch.allclose(ours_XK, weights_XK, atol=1e-3):
-        raise _refused(f"a {type(router).__name__} weighs experts by another formula than softmax")
+        raise _refused(f"a {type(router).__name__} weights experts by another formula than softmax")
 
 
 def _refused(reason: str) -> ModelError:
@@ -106,10 +108,10 @@ def _refused(reason: str) -> ModelError:
 
 
 class RouterRecorder:
-    """Notes what the routers of a model choose in its latest forward pass."""
+    """Records the choices of a model's routers in its latest forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Listen to the routers; ModelError for a model whose choices cannot be recorded."""
+        """Set hooks; raises ModelError for a model whose choices cannot be recorded."""
         self.shape: ExpertShape = shape_of(model)
         self._chosen: dict[int, Tensor] = {}
         for layer, router in enumerate(routers_of(model)):
@@ -118,7 +120,7 @@ class RouterRecorder:
     def take_choices(self) -> NDArray[np.uint8]:
         """Return the choices of the latest pass, once: uint8[X, L, K], in the order of its tokens.
 
-        Within a token's experts the order is the router's own, the likeliest first.
+        A token's experts are in the router's order, the likeliest first.
         """
         chosen = [self._chosen.pop(layer) for layer in range(self.shape.layers)]
         return torch.stack(chosen, 1).to(torch.uint8).cpu().numpy()
@@ -131,10 +133,10 @@ class RouterRecorder:
 
 
 class RouterReplay:
-    """Puts recorded choices in the place of those of a model's routers."""
+    """Replaces the choices of a model's routers by recorded ones."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Take hold of the routers; ModelError for a model whose choices cannot be replayed."""
+        """Set hooks; raises ModelError for a model whose choices cannot be replayed."""
         self.shape: ExpertShape = shape_of(model)
         self._chosen_XLK: Tensor | None = None
         for layer, router in enumerate(routers_of(model)):
@@ -142,18 +144,18 @@ class RouterReplay:
             router.register_forward_hook(partial(self._replay, layer))
 
     def use(self, chosen_BTLK: Tensor | None) -> None:
-        """Let the passes from now on have these choices; None: the routers' own.
+        """Use these choices in later passes; None: the routers' own.
 
-        They hold until the next call, since gradient checkpointing computes layers again later.
+        They stay until the next call, since gradient checkpointing computes layers again later.
         """
         self._chosen_XLK = None if chosen_BTLK is None else chosen_BTLK.flatten(0, 1).long()
 
     def check(self, group: Group) -> None:
-        """Raise DataError for a group that does not tell the experts of what is to be trained."""
+        """Raise DataError for a group without the experts of its trained tokens."""
         for item in group.sampled:
             recorded = item.experts
             if recorded is None:
-                raise _unfit("a trajectory does not tell which experts read its tokens")
+                raise _unfit("a trajectory has no experts of its tokens")
             if not self.shape.fits(recorded.shape):
                 raise _unfit(
                     f"a trajectory has {recorded.shape[2]} experts of {recorded.shape[1]} layers "

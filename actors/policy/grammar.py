@@ -1,13 +1,12 @@
-"""Grammars over tokens: which token may follow those that an answer has so far.
+"""Grammars over tokens: which tokens may follow those of an answer.
 
-A grammar is a text in llguidance's form of Lark and says all of an answer: reasoning, where the
-prompt has opened it, then JSON or calls of tools, as the model's chat template writes them, and the
-token that ends the turn. White space within JSON is bounded, so that no model can go on with it for
-ever.
+A grammar is a text in llguidance's form of Lark and describes a whole answer: reasoning, if the
+prompt opened it, then JSON or tool calls in the form of the model's chat template, and the token
+that ends the turn. White space within JSON is bounded, so that no model continues it for ever.
 
-What a grammar allows depends on the answer's tokens alone, so that an answer which was begun
-elsewhere goes on, and newer weights change nothing of it. Compiling is bounded: by the size of the
-text, by the library's own limits on states and steps, and by a deadline in a thread of its own.
+The allowed tokens depend only on the answer's tokens, so that an answer can be continued elsewhere
+and by newer weights. Compiling is bounded by the size of the text, by the library's limits on
+states and steps, and by a deadline in a thread of its own.
 """
 
 import asyncio
@@ -38,13 +37,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 COMPILE_S = 10.0
-"""Longest time that a grammar may take to be compiled."""
+"""Time limit for compiling a grammar."""
 MAX_GRAMMARS = 64
-"""Compiled grammars that are kept for the next request."""
+"""Cached compiled grammars."""
 MAX_GRAMMAR_CHARS = 512 << 10
-"""Of one grammar."""
+"""Size of one grammar."""
 MAX_KEPT_CHARS = 4 << 20
-"""Of all that are kept: what a compiled grammar takes grows with its text."""
+"""Size of all cached grammars: the memory of a compiled one grows with its text."""
 _MAX_WAITING = 64
 _SHOWN = 300
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
@@ -54,7 +53,7 @@ _WORDS = 32
 
 
 def _limits() -> llguidance.LLParserLimits:
-    """Return the library's defaults, but for memory (1-2 kB a state) and its errors' length."""
+    """Return the library's defaults with less memory (1-2 kB a state) and shorter errors."""
     return llguidance.LLParserLimits(max_lexer_states=100_000, verbose_errors=False)
 
 
@@ -62,17 +61,16 @@ class TokenGrammar:
     """A compiled grammar of one tokenizer."""
 
     def __init__(self, text: str, matcher: llguidance.LLMatcher, num_tokens: int) -> None:
-        """Take a matcher that has read nothing; a `GrammarCompiler` makes one."""
+        """Wrap a matcher at its start; use `GrammarCompiler`."""
         self.text = text
         self.num_tokens = num_tokens
         """Tokens of the tokenizer."""
         self.failed = False
-        """Whether an answer could not go on: what is held of one that became too complex takes much
-        memory."""
+        """Whether an answer became too complex to continue, which takes much memory."""
         self._matcher = matcher
 
     def begin(self, drawn: Sequence[int] = ()) -> "GrammarState":
-        """Return the state of an answer behind the tokens that it has already."""
+        """Return the state of an answer after its first tokens."""
         state = GrammarState(self, self._matcher.deep_copy())
         for token in drawn:
             state.accept_token(int(token))
@@ -80,21 +78,21 @@ class TokenGrammar:
 
 
 class GrammarState:
-    """Where one answer stands in its grammar."""
+    """The state of one answer in its grammar."""
 
     def __init__(self, grammar: TokenGrammar, matcher: llguidance.LLMatcher) -> None:
         self.grammar = grammar
         self.matcher = matcher
         self.error = ""
-        """Why the answer cannot go on; empty: it can."""
+        """Why the answer cannot continue; empty: it can."""
 
     def accept_token(self, token: int) -> None:
-        """Go on behind a token."""
+        """Read the next token."""
         if not self.error and not self.matcher.consume_token(token):
             self.fail(self.matcher.get_error() or f"token {token} is not allowed there")
 
     def fail(self, reason: str) -> None:
-        """Take notice of why the answer cannot go on."""
+        """Record why the answer cannot continue."""
         self.error = reason.strip()[:_SHOWN]
         self.grammar.failed = True
 
@@ -106,10 +104,10 @@ class MaskFiller:
         self._executor: llguidance.LLExecutor | None = None
 
     def allowed(self, states: Sequence[GrammarState], num_tokens: int) -> NDArray[np.bool_]:
-        """Return bool[rows, num_tokens]: what may follow, by the states of one tokenizer.
+        """Return bool[rows, num_tokens]: the tokens that may follow each state of one tokenizer.
 
-        What the model has beyond the tokenizer never may. A state that fails says so in its
-        `error`, and allows everything.
+        Ids of the model beyond the tokenizer never may. A state that fails sets its `error`, and
+        allows everything.
         """
         known = states[0].grammar.num_tokens
         words = np.zeros((len(states), -(-known // _WORDS)), np.int32)
@@ -132,10 +130,10 @@ class MaskFiller:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, and keeps the latest ones."""
+    """Compiles grammars for one tokenizer, and caches the latest ones."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Compile for `tokenizer`; nothing is read of it before the first grammar."""
+        """Compile for `tokenizer`, which is read with the first grammar."""
         self._tokenizer = tokenizer
         self._read: llguidance.LLTokenizer | None = None
         self._cached: OrderedDict[str, TokenGrammar] = OrderedDict()
@@ -144,10 +142,10 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     async def compile(self, text: str) -> TokenGrammar:
-        """Return a grammar, compiled beside the event loop.
+        """Return a grammar, compiled in a thread.
 
-        Raises ConfigError for one that is too large, malformed or not supported, DeadlineError for
-        one that takes too long, BusyError where too many others wait.
+        Raises ConfigError for one that is too large, malformed or not supported, DeadlineError if
+        it takes too long, BusyError if too many others wait.
         """
         known = self._remembered(text)
         if known is not None:
@@ -171,7 +169,7 @@ class GrammarCompiler:
         return running.result()
 
     async def aside(self, work: Callable[[], T]) -> T:
-        """Do something in the thread that compiles; DeadlineError where that takes too long."""
+        """Call a function in the compiling thread; raises DeadlineError if that takes too long."""
         running = self._aside(work)
         done, _ = await asyncio.wait({running}, timeout=COMPILE_S)
         if not done:
@@ -206,10 +204,10 @@ class GrammarCompiler:
         if first.error:
             raise ConfigError(
                 f"the output format allows no answer at all: {first.error.splitlines()[0]}",
-                hint="see that no $ref leads to itself alone",
+                hint="check that no $ref leads only to itself",
             )
         with self._lock:
-            for failed in [key for key, one in self._cached.items() if one.failed]:
+            for failed in [key for key, grammar in self._cached.items() if grammar.failed]:
                 del self._cached[failed]
             self._cached[text] = grammar
             while len(self._cached) > MAX_GRAMMARS or sum(map(len, self._cached)) > MAX_KEPT_CHARS:
@@ -227,11 +225,11 @@ class GrammarCompiler:
     def _ended(self, text: str, done: "asyncio.Future[TokenGrammar]") -> None:
         self._running.pop(text, None)
         if not done.cancelled():
-            done.exception()  # told to who waits for it
+            done.exception()  # raised for the waiting request
 
 
 def read_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> llguidance.LLTokenizer:
-    """Return a tokenizer as grammars need it; ConfigError for one whose tokens are not known."""
+    """Return a tokenizer for grammars; raises ConfigError if its tokens cannot be read."""
     backend = cast("Any", getattr(tokenizer, "backend_tokenizer", None))
     if backend is None:
         raise ConfigError(
@@ -247,19 +245,19 @@ def read_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> llguidance.LLTokeniz
         return llguidance.LLTokenizer(copy.to_str(), eos_token=eos)
     except ValueError as error:
         raise ConfigError(
-            f"output formats cannot be had with this tokenizer: {str(error)[:_SHOWN]}",
+            f"output formats do not work with this tokenizer: {str(error)[:_SHOWN]}",
             hint="use a model with a byte-level or SentencePiece-like tokenizer",
         ) from error
 
 
 def check_grammar(text: str) -> str:
-    """Return what is wrong with a grammar whatever the tokenizer; empty: nothing."""
+    """Return what is wrong with a grammar for any tokenizer; empty: nothing."""
     message = llguidance.LLMatcher.validate_grammar(text, limits=_limits())
     return _reason(message) if message else ""
 
 
 def _reason(message: str) -> str:
-    """Return the library's reason without the grammar's lines, which nobody wrote by hand."""
+    """Return the library's reason without lines of the generated grammar."""
     first = _LINES.split(message)[0]
     return " ".join(_PLACE.sub("", first).split())[:_SHOWN].removeprefix(
         "failed to compile JSON schema: "
@@ -269,7 +267,7 @@ def _reason(message: str) -> str:
 # -- the grammar of an output format ---------------------------------------------------------------
 
 _SPACE = r"( |\n {0,24})?"
-"""One space, or a line's end and an indentation."""
+"""One space, or a line break and an indentation."""
 _NO_PARAMETERS: Mapping[str, Any] = {
     "type": "object",
     "properties": {},
@@ -289,72 +287,72 @@ _TOOL: Mapping[str, Any] = {
     },
 }
 _MOST_TRIED = 200
-"""Parts of a schema that are compiled by themselves to find out which one is not supported."""
+"""Parts of a schema that are compiled separately to find an unsupported one."""
 
 
 class OtherCallForm(ConfigError):
-    """The model's chat template writes calls in a form that answers cannot be held to."""
+    """The model's chat template writes calls in a form without a grammar."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """How a chat template writes a call: these texts, with the name and the arguments between."""
+    """How a chat template writes a call: texts around the name and the arguments."""
 
     before: str
     between: str
     after: str
     separator: str | None
-    """What stands between two calls; None: the template has no place for a second one."""
+    """Text between two calls; None: the template has no second one."""
 
 
 class OutputGrammars:
     """The grammars of one model's answers."""
 
     def __init__(self, chat: ChatTokenizer) -> None:
-        """Nothing is found out of the model before the first answer with a form."""
+        """The template is examined with the first answer that needs a form."""
         self._chat = chat
         self._compiler = GrammarCompiler(chat.tokenizer)
         self._form: CallSyntax | None = None
 
     async def of(
         self,
-        wanted: OutputFormat,
+        form: OutputFormat,
         tools: Sequence[Mapping[str, Any]],
         *,
         thinking: bool = False,
     ) -> TokenGrammar:
-        """Return the grammar of answers to a prompt; `thinking`: that has opened the reasoning.
+        """Return the grammar of answers to a prompt; `thinking`: it opened the reasoning.
 
-        Raises ConfigError for a form that is not supported, or whose calls the model's template
-        writes in another way than `<tool_call>{"name": …, "arguments": …}</tool_call>`;
+        Raises ConfigError for an unsupported format, or a template that writes calls in another
+        form than `<tool_call>{"name": …, "arguments": …}</tool_call>`;
         DeadlineError and BusyError as `GrammarCompiler.compile` does.
         """
-        text = self.text(wanted, tools, thinking=thinking)
+        text = self.text(form, tools, thinking=thinking)
         try:
             return await self._compiler.compile(text)
         except ConfigError as error:
-            if place := await self._compiler.aside(lambda: _unsupported(wanted, tools)):
+            if place := await self._compiler.aside(lambda: _unsupported(form, tools)):
                 raise ConfigError(f"{error.message} (at {place})", hint=error.hint) from error
             raise
 
     def text(
-        self, wanted: OutputFormat, tools: Sequence[Mapping[str, Any]], *, thinking: bool = False
+        self, form: OutputFormat, tools: Sequence[Mapping[str, Any]], *, thinking: bool = False
     ) -> str:
         """Return the grammar's text; raises ConfigError."""
-        schemas = _schemas(wanted, tools)
-        for place, schema in schemas:  # not every client has checked them
+        schemas = _schemas(form, tools)
+        for place, schema in schemas:  # not every client checks them
             check_schema(schema, place)
         check_multiples([schema for _, schema in schemas])
         rules: list[str] = []
         kinds: list[str] = []
-        if wanted.json_schema is not None:
-            rules.append(f"json: {_json(wanted.json_schema)}")
+        if form.json_schema is not None:
+            rules.append(f"json: {_json(form.json_schema)}")
             kinds.append("json")
-        if wanted.functions:
-            rules += self._calls(wanted, tools)
+        if form.functions:
+            rules += self._calls(form, tools)
             kinds.append("calls")
         if not kinds:
-            raise ConfigError("an output format asks for nothing", hint="leave it out")
+            raise ConfigError("an output format is empty", hint="leave it out")
         thought = ""
         if thinking:
             thought = "thought "
@@ -370,16 +368,16 @@ class OutputGrammars:
             return ["thought: reasoned SPACE", f"reasoned[lazy]: /(.|\\n)*{end}/", _space_rule()]
         return [f"thought: THOUGHT <[{mark}]> SPACE", "THOUGHT: /(.|\\n)*/", _space_rule()]
 
-    def _calls(self, wanted: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    def _calls(self, output: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> list[str]:
         form = self._form = self._form or call_form(self._chat)
         places = {_function(tool).get("name"): number for number, tool in enumerate(tools)}
-        more = "" if wanted.is_single or form.separator is None else "more*"
+        more = "" if form.is_single or form.separator is None else "more*"
         rules = [f"calls: call {more}".rstrip()]
         if more:
             rules.append(f"more: {self._with_mark_tokens(form.separator or '')} call")
-        names = [f"call_{number}" for number in range(len(wanted.functions))]
+        names = [f"call_{number}" for number in range(len(output.functions))]
         rules.append(f"call: {' | '.join(names)}")
-        for rule, name in zip(names, wanted.functions, strict=True):
+        for rule, name in zip(names, output.functions, strict=True):
             if name not in places:
                 raise ConfigError(
                     f"tool_choice names the tool {name!r:.80}, which is not among the tools",
@@ -398,9 +396,9 @@ class OutputGrammars:
         return rules
 
     def _with_mark_tokens(self, text: str) -> str:
-        """Return a text of the template, the marks of calls by their own tokens if they have any.
+        """Return a text of the template, with markers of calls as tokens if there are such.
 
-        A mark that is written out letter by letter would be another prompt at the next turn.
+        A marker in several tokens would make another prompt of the next turn.
         """
         parts: list[str] = []
         while text:
@@ -414,7 +412,7 @@ class OutputGrammars:
 
 
 def call_form(chat: ChatTokenizer) -> CallSyntax:
-    """Find out how a template writes calls; OtherCallForm for another form than Hermes'."""
+    """Return how a template writes calls; raises OtherCallForm for a form other than Hermes'."""
     rendered = _rendered_calls(chat, 1)
     arguments = next(
         (
@@ -430,7 +428,7 @@ def call_form(chat: ChatTokenizer) -> CallSyntax:
     name_at, at = written.find(_NAME), written.rfind(arguments) if arguments else -1
     if not calls or not 0 <= name_at < at:
         raise OtherCallForm(
-            "this model's chat template writes tool calls in a form that answers cannot be held to",
+            "this model's chat template writes tool calls in a form that cannot be enforced",
             hint='only <tool_call>{"name": …, "arguments": …}</tool_call> can be: let tool_choice '
             "be auto, or use a template that writes calls so",
         )
@@ -449,7 +447,7 @@ def call_form(chat: ChatTokenizer) -> CallSyntax:
 
 
 def _rendered_calls(chat: ChatTokenizer, num: int) -> str:
-    """Return what a template makes of a turn with calls."""
+    """Return the rendering of a turn with calls."""
     call = {"type": "function", "id": "c00000000", "function": _sample_call()}
     conversation = [
         {"role": "user", "content": "stand-in"},
@@ -460,7 +458,7 @@ def _rendered_calls(chat: ChatTokenizer, num: int) -> str:
         whole = chat.render(conversation, prompt=False, tools=[_TOOL])
     except ModelError as error:
         raise OtherCallForm(
-            f"this model's chat template takes no tool calls: {error.message}",
+            f"this model's chat template refuses tool calls: {error.message}",
             hint="let tool_choice be auto or none, or use a template with tools",
         ) from error
     same = next(
@@ -479,13 +477,13 @@ def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _arguments(schema: Any, place: str) -> dict[str, Any]:
-    """Return the schema of arguments, which are an object whatever their schema leaves open."""
+    """Return the schema of arguments, which must be an object."""
     fields = cast("dict[str, Any]", schema) if isinstance(schema, dict) else {}
     types: Any = fields.get("type", "object")
     if "object" not in (types if isinstance(types, list) else [types]):
         raise ConfigError(
-            f"{place}.type is {types!r:.80}: the arguments of a call are an object",
-            hint="give an object with a property for what it takes",
+            f"{place}.type is {types!r:.80}: the arguments of a call must be an object",
+            hint="send an object with a property for each argument",
         )
     return {**fields, "type": "object"}
 
@@ -507,22 +505,22 @@ def _space_rule() -> str:
     return r"SPACE: /\s{0,4}/"
 
 
-def _schemas(wanted: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
-    """Return the schemas of a form, each with its place in a request."""
+def _schemas(form: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    """Return the schemas of an output format with their places in a request."""
     schemas: list[tuple[str, Any]] = []
-    if wanted.json_schema is not None:
-        schemas.append(("schema", wanted.json_schema))
+    if form.json_schema is not None:
+        schemas.append(("schema", form.json_schema))
     for number, tool in enumerate(tools):
         function = _function(tool)
-        if function.get("name") in wanted.functions and function.get("parameters"):
+        if function.get("name") in form.functions and function.get("parameters"):
             schemas.append((f"tools[{number}].function.parameters", function["parameters"]))
     return schemas
 
 
-def _unsupported(wanted: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return the place of the innermost part that is not supported by itself; empty: unknown."""
+def _unsupported(form: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the place of the innermost unsupported part; empty: unknown."""
     tried = 0
-    for place, schema in _schemas(wanted, tools):
+    for place, schema in _schemas(form, tools):
         named = place
         inner: list[tuple[str, Any]] = [(place, schema)]
         while inner and tried < _MOST_TRIED:
@@ -545,7 +543,7 @@ def _is_wrong(part: Any, root: Any) -> bool:
 
 
 def _parts(schema: Any, place: str) -> list[tuple[str, Any]]:
-    """Return the schemas right within one, with their places."""
+    """Return the schemas directly within one, with their places."""
     inner_parts: list[tuple[str, Any]] = []
     for key, value in cast("dict[str, Any]", schema).items() if isinstance(schema, dict) else ():
         at = f"{place}.{key}"

@@ -1,9 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) on a transformers model, by PEFT.
 
-A model with an adapter computes with both: its base stays as it was loaded, and only the adapter's
-tensors change from version to version, go over the wire, and into checkpoints. Those are PEFT
-folders, and the tensors have the names that they have there. Names of tensors follow PEFT:
-`base_model.model.<layer>.lora_A.weight`.
+The base of a model with an adapter stays as it was loaded; only the adapter's tensors change from
+version to version, and are published and saved. Checkpoints are PEFT folders, and tensors have
+PEFT's names: `base_model.model.<layer>.lora_A.weight`.
 """
 
 # torch, transformers and peft leave some of their methods untyped.
@@ -30,11 +29,11 @@ if TYPE_CHECKING:
 _NAME = "default"
 _WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""Before the names of layers in the names of an adapter's tensors."""
+"""Prefix of a layer's name in the names of an adapter's tensors."""
 _A = (".lora_A.weight", ".lora_embedding_A")
 _B = (".lora_B.weight", ".lora_embedding_B")
 BESIDE = (".base_layer.weight", ".embed_tokens.weight")
-"""What PEFT may add to an adapter of the output layer: copies of what the base has."""
+"""Tensors that PEFT may add to an adapter of the output layer: copies of the base's."""
 
 _HONOURED = frozenset(
     {
@@ -49,7 +48,7 @@ _HONOURED = frozenset(
         "use_rslora",
     }
 )
-"""PEFT's settings that adapters have here, too."""
+"""PEFT's settings that are supported here."""
 _WITHOUT_EFFECT = frozenset(
     {
         "task_type",
@@ -68,7 +67,7 @@ _WITHOUT_EFFECT = frozenset(
         "runtime_config",
     }
 )
-"""Those that change nothing of what an adapter that was made computes."""
+"""PEFT's settings that do not change the results of a stored adapter."""
 _REFUSED = {
     "bias": "biases of the base are trained with it",
     "modules_to_save": "whole modules of the base are trained with it",
@@ -76,9 +75,9 @@ _REFUSED = {
     "ensure_weight_tying": "tied embeddings of the base are trained with it",
     "use_dora": "its layers have magnitudes of their own (DoRA)",
     "lora_bias": "its layers have biases of their own",
-    "target_parameters": "it changes parameters that are no layer's weight alone",
+    "target_parameters": "it changes parameters other than the weights of layers",
     "layer_replication": "it changes which layers the model has",
-    "alora_invocation_tokens": "it works behind some tokens only (aLoRA)",
+    "alora_invocation_tokens": "it works after some tokens only (aLoRA)",
     "arrow_config": "it is mixed from others by a router (Arrow)",
     "megatron_config": "its layers are Megatron's",
     "loftq_config": "it belongs to other weights than the base's (LoftQ)",
@@ -90,7 +89,7 @@ _REFUSED = {
     "velora_config": "its activations are compressed (VeLoRA)",
     "monteclora_config": "its weights are drawn anew (MonteCLoRA)",
 }
-"""Those that would change what is computed, and why they have no place here."""
+"""PEFT's settings that are not supported, and why."""
 _LORA = "LORA"
 _SHAPES = (
     "r",
@@ -100,21 +99,21 @@ _SHAPES = (
     "layers_to_transform",
     "layers_pattern",
 )
-"""Settings that say which tensors there are."""
+"""Settings that select layers and ranks."""
 _SHOWN = 24
 _TIED = (".trainable_tokens_delta",)
 """Tensors that PEFT adds to the embeddings and the output layer alike."""
 _OFF: tuple[Any, ...] = (None, False, "", "none", [], {})
-"""Values by which a setting is as if it were not there."""
+"""Values that switch a setting off."""
 _STARTS = frozenset({True, False, "true", "false", "gaussian", "eva", "orthogonal"})
-"""Ways to draw an adapter that leave its base as it is."""
+"""Initialisations that do not change the base."""
 
 
 def config_of(folder: str | Path) -> LoraConfig:
-    """Return the configuration that makes an adapter like that of a folder.
+    """Return the configuration of the adapter in a folder.
 
-    Layers that PEFT's file does not name one by one (an expression, some of the model's blocks)
-    are named as its tensors are. Raises ModelError that names a setting that has no place here.
+    If PEFT's file selects layers by an expression or by blocks, the layers of its tensors are
+    named. Raises ModelError that names an unsupported setting.
     """
     settings = adapter_settings(folder)
     _refuse_settings(folder, settings)
@@ -123,7 +122,7 @@ def config_of(folder: str | Path) -> LoraConfig:
     if _picks_layers(settings):
         targets, exclude = sorted({layer_of(name) for name in _names(folder)}), []
     if settings.get("r") in (0, None):
-        raise ModelError(f"{folder} holds no LoRA adapter: it has no r", hint="take a LoRA adapter")
+        raise ModelError(f"{folder} is not a LoRA adapter: it has no r", hint="take a LoRA adapter")
     fields: dict[str, Any] = {
         "rank": settings["r"],
         "alpha": settings.get("lora_alpha"),
@@ -137,7 +136,7 @@ def config_of(folder: str | Path) -> LoraConfig:
         config = LoraConfig.model_validate(fields)
     except ValidationError as error:
         raise ModelError(
-            f"{folder} holds no LoRA adapter that is known here: {error}",
+            f"{folder} is not a supported LoRA adapter: {error}",
             hint=f"see r, lora_alpha and target_modules in its {ADAPTER_CONFIG}, or merge it into "
             "its model (`merge_and_unload`)",
         ) from error
@@ -145,7 +144,7 @@ def config_of(folder: str | Path) -> LoraConfig:
 
 
 def read_lora(folder: str | Path) -> "tuple[LoraConfig, Mapping[str, Tensor]]":
-    """Return how an adapter was made, and its tensors on the CPU; ModelError for another kind."""
+    """Return an adapter's configuration, and its tensors on the CPU; raises ModelError."""
     config = config_of(folder)
     stored = _stored(folder)
     tensors = {name: stored[name] for name in stored if not name.endswith(BESIDE)}
@@ -160,9 +159,9 @@ def read_lora(folder: str | Path) -> "tuple[LoraConfig, Mapping[str, Tensor]]":
 
 
 def uniform(tensors: "Mapping[str, Tensor]", config: LoraConfig) -> "dict[str, Tensor]":
-    """Return an adapter that computes the same with one rank in all layers, and the scale 1.
+    """Return an equivalent adapter with one rank in all layers, and the scale 1.
 
-    The rank is the largest; what layers of a smaller one lack of it is 0.
+    The rank is the largest; layers of a smaller one are padded with zeros.
     """
     import torch
 
@@ -183,13 +182,13 @@ def layer_of(name: str) -> str:
     if end and name.startswith(PREFIX):
         return name.removeprefix(PREFIX).removesuffix(end)
     raise ModelError(
-        f"the adapter does not fit the model: {name} is no tensor of a LoRA adapter",
+        f"the adapter does not fit the model: {name} is not a tensor of a LoRA adapter",
         hint="merge it into its model (`merge_and_unload`), and take that",
     )
 
 
 def layer_settings(folder: str | Path) -> str:
-    """Return what PEFT's file says of an adapter's layers and ranks, to be shown."""
+    """Return the layers and ranks in PEFT's file of an adapter, for messages."""
     settings = adapter_settings(folder)
     return ", ".join(
         f"{name}={reprlib.repr(settings[name])}"
@@ -199,9 +198,9 @@ def layer_settings(folder: str | Path) -> str:
 
 
 def check_base(model: "nn.Module", folder: str | Path) -> None:
-    """Raise ModelError for an adapter that brings other embeddings than the model's.
+    """Raise ModelError for an adapter that contains other embeddings than the model's.
 
-    PEFT writes copies of them beside an adapter of theirs, and may have resized or trained them.
+    PEFT writes copies of embeddings to an adapter of them, and may have resized or trained them.
     """
     import torch
 
@@ -218,35 +217,35 @@ def check_base(model: "nn.Module", folder: str | Path) -> None:
         theirs = theirs.to(torch.bfloat16)
         if mine.shape != theirs.shape or not torch.allclose(mine, theirs, rtol=2e-2, atol=1e-4):
             raise ModelError(
-                f"the adapter in {folder} brings {plain} {list(theirs.shape)}, which is not the "
+                f"the adapter in {folder} contains {plain} {list(theirs.shape)}, which is not the "
                 f"{list(mine.shape)} of its base",
                 hint="merge it into its model with PEFT (`merge_and_unload`), and take that",
             )
 
 
 def beside(model: "PreTrainedModel") -> "PreTrainedModel":
-    """Return another model with the same weights in memory, to be given an adapter of its own."""
+    """Return another model that shares the weights, for an adapter of its own."""
     shared = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
 def refuse_other_kind(checkpoint: str | Path, config: LoraConfig) -> None:
-    """Raise ModelError if a run cannot go on from a checkpoint: one of them has no adapter."""
+    """Raise ModelError if either a run or its checkpoint has an adapter, but not both."""
     if is_adapter(checkpoint) != (config.rank > 0):
-        held = "an adapter" if is_adapter(checkpoint) else "all weights"
+        content = "an adapter" if is_adapter(checkpoint) else "all weights"
         raise ModelError(
-            f"the checkpoint {checkpoint} holds {held}, and lora.rank is {config.rank}",
-            hint="begin a new run with its weights: `tinkermq train CONFIG --from RUN@STEP`",
+            f"the checkpoint {checkpoint} contains {content}, but lora.rank is {config.rank}",
+            hint="start a new run from its weights: `tinkermq train CONFIG --from RUN@STEP`",
         )
 
 
 def add_adapter(
     model: "PreTrainedModel", config: LoraConfig, *, seed: int, folder: str | Path | None = None
 ) -> None:
-    """Give a model an adapter: that of a folder, or a fresh one, which changes nothing yet.
+    """Give a model the adapter of a folder, or a new one, which does not change its results.
 
     All other weights are frozen. Raises ModelError for targets that the model does not have, and
-    for a folder whose adapter is not of this configuration.
+    for an adapter of another configuration.
     """
     import torch
 
@@ -263,26 +262,26 @@ def add_adapter(
 
 
 def refuse_unmatched(model: "nn.Module", config: LoraConfig) -> None:
-    """Raise ModelError for a name in the configuration of a fresh adapter that names no layer.
+    """Raise ModelError for a name in an adapter's configuration that matches no layer.
 
-    One that is misspelt would leave layers without an adapter, or with another rank, unnoticed.
+    A misspelt name would leave layers without an adapter, or with another rank, unnoticed.
     """
     adapted = [layer_of(name) for name in policy_tensors(model)]
     modules: Iterable[tuple[str, nn.Module]] = cast(Any, model).named_modules()
     present = [name for name, _ in modules]
     targets = () if isinstance(config.targets, str) else config.targets
     unmatched = [
-        *(("targets", one) for one in targets if not _is_named(one, adapted)),
-        *(("exclude", one) for one in config.exclude if not _is_named(one, present)),
-        *(("rank_pattern", one) for one in config.rank_pattern if not _matches(one, adapted)),
-        *(("alpha_pattern", one) for one in config.alpha_pattern if not _matches(one, adapted)),
+        *(("targets", name) for name in targets if not _is_named(name, adapted)),
+        *(("exclude", name) for name in config.exclude if not _is_named(name, present)),
+        *(("rank_pattern", name) for name in config.rank_pattern if not _matches(name, adapted)),
+        *(("alpha_pattern", name) for name in config.alpha_pattern if not _matches(name, adapted)),
     ]
     if unmatched:
         key, name = unmatched[0]
         layers = sorted({layer.rpartition(".")[2] for layer in adapted})
         raise ModelError(
-            f"lora.{key} has {name!r:.80}, which names no layer",
-            hint=f"correct it, or leave it out; adapted are {', '.join(layers[:_SHOWN])}",
+            f"lora.{key} has {name!r:.80}, which matches no layer",
+            hint=f"correct it, or leave it out; adapted layers are {', '.join(layers[:_SHOWN])}",
         )
 
 
@@ -295,9 +294,9 @@ def _matches(pattern: str, layers: Iterable[str]) -> bool:
 
 
 def merge(model: "PreTrainedModel", folder: str | Path) -> "PreTrainedModel":
-    """Return a model with an adapter's product added to its weights; any kind that PEFT can merge.
+    """Merge an adapter of any kind that PEFT can merge into a model's weights.
 
-    All of its weights can be trained. Raises ModelError that names what cannot be merged.
+    All weights of the result can be trained. Raises ModelError.
     """
     from peft import PeftModel
 
@@ -312,23 +311,23 @@ def merge(model: "PreTrainedModel", folder: str | Path) -> "PreTrainedModel":
         OSError,
         ValueError,
         KeyError,
-        RuntimeError,  # NotImplementedError, too: a kind that PEFT does not merge
+        RuntimeError,  # also NotImplementedError, for a kind that PEFT cannot merge
         TypeError,
         AttributeError,
         ImportError,
     ) as error:
         used = [name for name in settings if settings[name] not in _OFF and name in _REFUSED]
         raise ModelError(
-            f"the adapter in {folder} cannot be put on {base_of(folder)}: {error}"
+            f"the adapter in {folder} cannot be merged into {base_of(folder)}: {error}"
             + (f" (it has {', '.join(used)})" if used else ""),
             hint="`PeftModel.from_pretrained(…).merge_and_unload()` must be able to do it",
         ) from error
 
 
 def untie(model: "PreTrainedModel", folder: str | Path) -> None:
-    """Give the output layer weights of its own where an adapter that is merged changes them.
+    """Untie the output layer from the embeddings if a merged adapter changes one of them.
 
-    Tied to the embeddings, what is added to the one would be added to the other.
+    Otherwise the adapter's product would be added to both.
     """
     from torch.nn import Parameter
 
@@ -355,7 +354,7 @@ def has_adapter(model: "nn.Module") -> bool:
 
 
 def policy_tensors(model: "nn.Module") -> "dict[str, Tensor]":
-    """Return what changes from version to version: the adapter, or all of a model without one."""
+    """Return the published tensors: the adapter, or all weights of a model without one."""
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     if not has_adapter(model):
         return tensors
@@ -367,7 +366,7 @@ def policy_tensors(model: "nn.Module") -> "dict[str, Tensor]":
 
 
 def initial_adapter(model: "nn.Module", path: str) -> "list[Tensor]":
-    """Return the adapter that a run begins with: the one in `path`, or none at all, which is 0."""
+    """Return the adapter that a run starts with: that in `path`, or zeros."""
     import torch
 
     if is_adapter(path):
@@ -377,7 +376,7 @@ def initial_adapter(model: "nn.Module", path: str) -> "list[Tensor]":
 
 @contextlib.contextmanager
 def other_adapter(model: "nn.Module", tensors: "Sequence[Tensor]") -> Iterator[None]:
-    """Let a model have another adapter for a while, in the order of `policy_tensors`."""
+    """Replace a model's adapter within the block, in the order of `policy_tensors`."""
     import torch
 
     mine = list(policy_tensors(model).values())
@@ -386,7 +385,7 @@ def other_adapter(model: "nn.Module", tensors: "Sequence[Tensor]") -> Iterator[N
     @torch.no_grad()
     def put(values: "Sequence[Tensor]") -> None:
         for tensor, value in zip(mine, values, strict=True):
-            tensor.copy_(value)  # in place: what FSDP2 gathers is a view of it
+            tensor.copy_(value)  # in place: FSDP2 gathers views of it
 
     put(tensors)
     try:
@@ -396,7 +395,7 @@ def other_adapter(model: "nn.Module", tensors: "Sequence[Tensor]") -> Iterator[N
 
 
 def set_dropout(model: "nn.Module", *, on: bool) -> None:
-    """Switch the dropout of adapters, whatever the mode of the model."""
+    """Switch the dropout of adapters, independently of the model's mode."""
     modules: Iterable[tuple[str, nn.Module]] = cast(Any, model).named_modules()
     for name, module in modules:
         if ".lora_dropout." in name:
@@ -406,7 +405,7 @@ def set_dropout(model: "nn.Module", *, on: bool) -> None:
 def _inject(model: "PreTrainedModel", config: LoraConfig) -> None:
     from peft import LoraConfig as PeftLoraConfig
 
-    wanted = PeftLoraConfig(
+    peft_config = PeftLoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
         target_modules=config.targets,
@@ -418,17 +417,17 @@ def _inject(model: "PreTrainedModel", config: LoraConfig) -> None:
         task_type="CAUSAL_LM",
     )
     try:
-        cast(Any, model).add_adapter(wanted, _NAME)
+        cast(Any, model).add_adapter(peft_config, _NAME)
     except ValueError as error:
         raise ModelError(
-            f"lora.targets={config.targets} finds no layers to adapt: {error}",
+            f"lora.targets={config.targets} matches no layers: {error}",
             hint="name linear layers of the model, or set lora.targets=all-linear",
         ) from error
     _refuse_fused(model, config)
 
 
 def _refuse_fused(model: "PreTrainedModel", config: LoraConfig) -> None:
-    """Refuse adapters of tensors that are no layer's own: experts in one tensor, and routers."""
+    """Raise ModelError for adapters of experts in one tensor, and of routers."""
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 
     modules = cast("Iterable[tuple[str, nn.Module]]", cast(Any, model).named_modules())
@@ -440,14 +439,14 @@ def _refuse_fused(model: "PreTrainedModel", config: LoraConfig) -> None:
     ]
     if fused:
         raise ModelError(
-            f"lora.targets={config.targets} reaches {fused[0]}, which is no linear layer: adapters "
-            "of experts and routers are not trained here",
+            f"lora.targets={config.targets} matches {fused[0]}, which is not a linear layer: "
+            "adapters of experts and routers are not trained here",
             hint="name layers of the attention: lora.targets=[q_proj, k_proj, v_proj, o_proj]",
         )
 
 
 def _matched(model: "nn.Module", folder: str | Path) -> "list[tuple[Tensor, Tensor]]":
-    """Pair the tensors of the model's adapter with those of a folder; ModelError if they differ."""
+    """Pair the tensors of the model's adapter with those of a folder; raises ModelError."""
     whole = _stored(folder)
     stored = {name: tensor for name, tensor in whole.items() if not name.endswith(BESIDE)}
     mine = policy_tensors(model)
@@ -482,7 +481,7 @@ def _stored(folder: str | Path) -> "Mapping[str, Tensor]":
 
 
 def _names(folder: str | Path) -> list[str]:
-    """Return the names of a folder's tensors but for copies of the base's; reads none of them."""
+    """Return the names of a folder's tensors without copies of the base's, from the header."""
     from safetensors import SafetensorError, safe_open
 
     file = Path(folder) / _WEIGHTS
@@ -497,7 +496,7 @@ def _names(folder: str | Path) -> list[str]:
 
 
 def _check_same(folder: str | Path, config: LoraConfig, layers: Sequence[str]) -> None:
-    """Raise ModelError where a folder's adapter is multiplied by something else than `config`'s."""
+    """Raise ModelError if the scales of a folder's adapter differ from those of `config`."""
     theirs = config_of(folder)
     for key, value, set_to in (
         ("rank", theirs.rank, config.rank),
@@ -529,7 +528,7 @@ def _check_same(folder: str | Path, config: LoraConfig, layers: Sequence[str]) -
 
 
 def _picks_layers(settings: Mapping[str, Any]) -> bool:
-    """Whether layers are chosen by more than names in lists."""
+    """Whether layers are selected by anything but lists of names."""
     targets, exclude = settings.get("target_modules"), settings.get("exclude_modules")
     by_expression = isinstance(targets, str) and targets != "all-linear"
     some = settings.get("layers_to_transform") is not None or bool(settings.get("layers_pattern"))
@@ -537,30 +536,30 @@ def _picks_layers(settings: Mapping[str, Any]) -> bool:
 
 
 def _refuse_settings(folder: str | Path, settings: Mapping[str, Any]) -> None:
-    """Raise ModelError that names a setting of PEFT which would not be computed here."""
+    """Raise ModelError that names an unsupported setting of PEFT."""
     kind = settings.get("peft_type", _LORA)
     if str(kind).upper() != _LORA:
-        raise _refused(folder, "peft_type", kind, "only LoRA adapters are known")
+        raise _refused(folder, "peft_type", kind, "only LoRA adapters are supported")
     for name, why in _REFUSED.items():
         if settings.get(name) not in _OFF:
             raise _refused(folder, name, settings[name], why)
     drawn = settings.get("init_lora_weights", True)
     if (drawn.lower() if isinstance(drawn, str) else drawn) not in _STARTS and drawn is not None:
-        why = "it belongs to other weights than the base's, or is computed in a way of its own"
+        why = "it belongs to other weights than the base's, or is computed differently"
         raise _refused(folder, "init_lora_weights", drawn, why)
     _refuse_unknown(folder, settings)
 
 
 def _refuse_unknown(folder: str | Path, settings: Mapping[str, Any]) -> None:
-    """Raise ModelError for a setting that came to PEFT later: what it changes is not known."""
+    """Raise ModelError for an unknown setting, such as one of a newer PEFT."""
     for name, value in settings.items():
         known = name in _HONOURED or name in _WITHOUT_EFFECT or name in _REFUSED
         if not known and value not in _OFF:
-            raise _refused(folder, name, value, "nothing is known of it")
+            raise _refused(folder, name, value, "it is unknown")
 
 
 def _refused(folder: str | Path, name: str, value: Any, why: str) -> ModelError:
     return ModelError(
-        f"the adapter in {folder} has {name}={reprlib.repr(value)}, which has no place here: {why}",
+        f"the adapter in {folder} has {name}={reprlib.repr(value)}, which is not supported: {why}",
         hint="merge it into its model with PEFT (`merge_and_unload`), and take that",
     )

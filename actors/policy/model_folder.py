@@ -1,4 +1,4 @@
-"""Hugging Face model folders: open, check and write them, and say what is wrong with one."""
+"""Open, check and write Hugging Face model folders, and explain what is wrong with one."""
 
 import json
 import socket
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 _HUB_S = 5.0
 _MAX_HEADER_BYTES = 100 << 20
-"""Of a file of weights: safetensors' own bound."""
+"""Largest header of a weights file: safetensors' own bound."""
 
 
 def hub_error(path: str, error: Exception, *, offline: bool) -> ModelError:
-    """Return what is told of a hub's model that transformers could not open with `error`.
+    """Return the error for a model of the hub that transformers could not open.
 
-    `offline`: the hub must not be asked. Which it is tell the classes of the errors behind it.
+    The kind follows from the classes of the causes of `error`. `offline`: the hub is not contacted.
     """
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -56,37 +56,37 @@ def hub_error(path: str, error: Exception, *, offline: bool) -> ModelError:
     )
     if offline and came_from(LocalEntryNotFoundError, OfflineModeIsEnabled):
         return ModelError(
-            f"{here}, and offline mode (HF_HUB_OFFLINE) keeps it from asking the hub",
-            hint="unset HF_HUB_OFFLINE where the node runs, or copy the model there and name its "
+            f"{here}, and offline mode (HF_HUB_OFFLINE) forbids contacting the hub",
+            hint="unset HF_HUB_OFFLINE for the node, or copy the model there and name its "
             "folder absolutely",
         )
     if came_from(GatedRepoError):
         return ModelError(
             f"model {path} is gated on the hub, and this node may not read it",
-            hint="accept its terms on the hub, and set HF_TOKEN where the node runs",
+            hint="accept its terms on the hub, and set HF_TOKEN for the node",
         )
     if came_from(RepositoryNotFoundError):
         return ModelError(
             f"{here}, and the hub has no such model, or a private one",
-            hint="see owner and name, set HF_TOKEN where the node runs for a private one, or name "
-            "a folder absolutely",
+            hint="check owner and name, set HF_TOKEN for the node if it is private, or name a "
+            "folder absolutely",
         )
     if came_from(LocalEntryNotFoundError, ConnectionError):
         return ModelError(
             f"{here}, and the hub cannot be reached from there",
-            hint="copy the model there and name its folder absolutely, or give the node a way to "
+            hint="copy the model there and name its folder absolutely, or give the node access to "
             "the hub (HF_ENDPOINT, HTTPS_PROXY)",
         )
     return ModelError(
         f"the configuration of model {path} cannot be read: {error}",
-        hint="see whether the hub's model has a config.json whose model_type transformers knows",
+        hint="check that the hub's model has a config.json whose model_type transformers knows",
     )
 
 
 def check_hub_model(path: str) -> None:
-    """Raise ModelError for a model of the hub that cannot be had here, asking the hub once.
+    """Raise ModelError for a model of the hub that is neither cached nor available there.
 
-    What is in the cache is there. Whatever else is wrong is told when the model is loaded.
+    The hub is asked once. Other errors are found when the model is loaded.
     """
     from huggingface_hub import (
         constants,
@@ -109,12 +109,12 @@ def check_hub_model(path: str) -> None:
         raise hub_error(path, error, offline=constants.HF_HUB_OFFLINE) from error
     except (HfHubHTTPError, HFValidationError):
         return
-    except Exception as error:  # of an HTTP library that differs with huggingface_hub's release
+    except Exception as error:  # of the HTTP library of this huggingface_hub
         raise hub_error(path, ConnectionError(str(error)), offline=False) from error
 
 
 def _behind(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and those that it came from."""
+    """Yield an error and its causes."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -125,27 +125,24 @@ def _behind(error: BaseException) -> Iterator[BaseException]:
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 VISION_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl"})
-"""Kinds of models whose images and rotary positions `actors/policy/vision.py` knows."""
+"""Kinds of models with images that `actors/policy/vision.py` supports."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def check_model_folder(path: str, *, hollow: bool = False) -> None:
-    """Raise ModelError, naming the missing file, unless `path` can hold a model or an adapter.
+    """Raise ModelError that names the missing file unless `path` has a model or an adapter.
 
-    The folder of a `hollow` model needs no weights.
-
-    A name such as `Qwen/Qwen3-0.6B` that is no folder here is left for the hub to answer. Raises
-    StorageError for a checkpoint with a damaged file.
+    A `hollow` model needs no weights. A name such as `Qwen/Qwen3-0.6B` that is not a folder here is
+    not checked. Raises StorageError for a checkpoint with a damaged file.
     """
     check_digests(Path(path))
     _check_files(path, hollow=hollow)
 
 
 def check_model_is_here(path: str) -> None:
-    """Raise ModelError for a model that this machine cannot have; reads headers, and no weights.
+    """Raise ModelError for a model that this machine cannot load; reads headers, not weights.
 
-    A name of the hub is asked there, which takes as long as the hub does; one of the catalogue must
-    have been fetched.
+    The hub is asked for its names; models of the catalogue must have been fetched.
     """
     path = find_model(path)
     _check_files(path)
@@ -158,9 +155,9 @@ def check_model_is_here(path: str) -> None:
 
 
 def check_model_alike(path: str) -> None:
-    """Raise as `check_model_is_here`, but in the same words whatever else than a model is there.
+    """Raise as `check_model_is_here`, with one message for everything that is not a model.
 
-    For paths of somebody who may not know which files this machine has.
+    For paths of users who may not learn which files this machine has.
     """
     try:
         if _is_hub_name(path) and not Path(path).is_dir():
@@ -172,8 +169,8 @@ def check_model_alike(path: str) -> None:
             raise
         raise ModelError(
             f"there is no model at {path}",
-            hint="name the folder of a model, which holds config.json and *.safetensors; what else "
-            "may be there is not told",
+            hint="name the folder of a model, with config.json and *.safetensors; other kinds "
+            "of files are not reported",
         ) from error
 
 
@@ -185,7 +182,7 @@ def _check_files(path: str, *, hollow: bool = False) -> None:
                 f"model.path is a file: {path}",
                 hint=f"convert it: `tinkermq model get {path} --output FOLDER`"
                 if folder.suffix == ".gguf"
-                else "name the folder that holds config.json and the weights",
+                else "name the folder with config.json and the weights",
             )
         if _is_hub_name(path):
             return
@@ -197,41 +194,41 @@ def _check_files(path: str, *, hollow: bool = False) -> None:
         return
     if not (folder / "config.json").is_file():
         raise ModelError(
-            f"{path} is no model folder: config.json is missing",
+            f"{path} is not a model folder: config.json is missing",
             hint="a model folder is what `model.save_pretrained(folder)` writes",
         )
     if not hollow and not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
         raise ModelError(
-            f"{path} holds no weights: model.safetensors is missing",
+            f"{path} has no weights: model.safetensors is missing",
             hint="copy the *.safetensors files beside config.json",
         )
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in a folder's safetensors files; reads their headers alone.
+    """Return the shapes of the tensors in a folder's safetensors files, from their headers.
 
-    Raises ModelError for a file that is cut or damaged.
+    Raises ModelError for a damaged file.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        for name, told in _header(file).items():
+        for name, entry in _header(file).items():
             if name != "__metadata__":
-                shapes[name] = tuple(told["shape"])
+                shapes[name] = tuple(entry["shape"])
     return shapes
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """Read what a safetensors file says of itself, and see that it is as long as that."""
+    """Read the header of a safetensors file, and check the file's length."""
     try:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             if length > _MAX_HEADER_BYTES:
-                raise ValueError(f"its header is said to have {length:,} bytes")
+                raise ValueError(f"its header should have {length:,} bytes")
             header: dict[str, Any] = json.loads(opened.read(length))
-        ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
-        wanted = 8 + length + max(ends, default=0)
-        if file.stat().st_size < wanted:
-            raise ValueError(f"it has {file.stat().st_size:,} of {wanted:,} bytes")
+        entries = [entry for name, entry in header.items() if name != "__metadata__"]
+        size = 8 + length + max((entry["data_offsets"][1] for entry in entries), default=0)
+        if file.stat().st_size < size:
+            raise ValueError(f"it has {file.stat().st_size:,} of {size:,} bytes")
         return header
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         raise ModelError(
@@ -243,7 +240,7 @@ def _header(file: Path) -> dict[str, Any]:
 def load_model_config(
     path: str, *, trust_remote_code: bool = False, hollow: bool = False
 ) -> "PreTrainedConfig":
-    """Read a model's configuration; ModelError if there is none or it is unknown."""
+    """Read a model's configuration; raises ModelError if it is missing or unknown."""
     from transformers import AutoConfig
 
     check_model_folder(path, hollow=hollow)
@@ -254,14 +251,14 @@ def load_model_config(
             "PreTrainedConfig",
             AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code),  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
         )
-    except Exception as error:  # a library's, or code that came with the model
+    except Exception as error:  # of a library, or of the model's own code
         if not Path(path).is_dir():
             from huggingface_hub import constants
 
             raise hub_error(path, error, offline=constants.HF_HUB_OFFLINE) from error
         raise ModelError(
             f"the configuration of model {path} cannot be read: {error}",
-            hint="see whether config.json is complete and its model_type is one of transformers'",
+            hint="check that config.json is complete and transformers knows its model_type",
         ) from error
 
 
@@ -271,7 +268,7 @@ def sees_images(config: "PreTrainedConfig") -> bool:
 
 
 def auto_class(config: "PreTrainedConfig") -> Any:
-    """Return transformers' class that makes models of a configuration."""
+    """Return transformers' class for a configuration."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
@@ -285,12 +282,12 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     hollow: bool = False,
 ) -> "PreTrainedModel":
-    """Load a causal language model in evaluation mode, on the CPU; with its eyes, if it has some.
+    """Load a causal language model in evaluation mode, on the CPU, with its vision tower if any.
 
-    An adapter is merged into its base. A hollow model is for somebody else to fill: no weights are
-    read, and pages of memory that nobody writes to are not taken.
+    An adapter is merged into its base. The weights of a hollow model are not read, and take memory
+    only when the caller writes them.
 
-    Raises ModelError for a folder that is none, and for weights that do not fill the model.
+    Raises ModelError for an invalid folder or missing weights.
     """
     check_model_folder(path, hollow=hollow)
     options: dict[str, Any] = {
@@ -313,8 +310,7 @@ def _require_language_model(config: "PreTrainedConfig", path: str) -> None:
     kinds = cast("list[str] | None", getattr(config, "architectures", None)) or []
     if any(kind.endswith("ForSequenceClassification") for kind in kinds):
         raise ModelError(
-            f"{path} holds a classifier or reward model ({', '.join(kinds)}), which generates "
-            "nothing",
+            f"{path} is a classifier or reward model ({', '.join(kinds)}), which generates nothing",
             hint="name a language model; a reward model is used through env.reward with "
             "source=endpoint",
         )
@@ -323,7 +319,7 @@ def _require_language_model(config: "PreTrainedConfig", path: str) -> None:
 def _load_weights(auto: Any, path: str, options: dict[str, Any]) -> "PreTrainedModel":
     """Load a model by one of transformers' classes.
 
-    Raises ModelError for weights that are missing, and for a model that the class lacks.
+    Raises ModelError for missing weights and unknown models.
     """
     from safetensors import SafetensorError
     from transformers.utils import logging
@@ -339,7 +335,7 @@ def _load_weights(auto: Any, path: str, options: dict[str, Any]) -> "PreTrainedM
             f"a *.safetensors file of model {path} is damaged or cut: {error}",
             hint="copy or download the model's files again",
         ) from error
-    except Exception as error:  # a library's, or code that came with the model
+    except Exception as error:  # of a library, or of the model's own code
         raise ModelError(
             f"model {path} cannot be loaded: {error}",
             hint=f"`{auto.__name__}.from_pretrained` must be able to open it",
@@ -357,7 +353,7 @@ def _load_weights(auto: Any, path: str, options: dict[str, Any]) -> "PreTrainedM
 def _build_hollow(
     auto: Any, config: "PreTrainedConfig", options: dict[str, Any]
 ) -> "PreTrainedModel":
-    """Make a model whose weights are not read, for somebody else to fill."""
+    """Make a model without reading weights, which the caller will write."""
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
@@ -378,10 +374,10 @@ def load_policy(
     trust_remote_code: bool = False,
     hollow: bool = False,
 ) -> "PreTrainedModel":
-    """Load what a job trains or generates with: a model or, with a rank, its base and an adapter.
+    """Load the model of a job: without an adapter or, with a rank, with one.
 
-    The adapter is that of the folder `adapter`, else of `path` if that is one, else a fresh one.
-    With `base` that model's weights are used, and stay in memory once. Raises ModelError.
+    The adapter is that of the folder `adapter`, else of `path` if that is one, else a new one. With
+    `base` its weights are shared. Raises ModelError.
     """
     begins_with = path if is_adapter(path) and lora.rank else None
     model = (
@@ -404,15 +400,15 @@ def load_policy(
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
-    """Load a model's tokenizer; ModelError naming the missing file if there is none."""
+    """Load a model's tokenizer; raises ModelError that names a missing file."""
     from transformers import AutoTokenizer
 
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZERS):
-        if is_adapter(folder):  # one without a tokenizer of its own has that of its base
+        if is_adapter(folder):  # an adapter without a tokenizer has that of its base
             return load_tokenizer(base_of(folder), trust_remote_code=trust_remote_code)
         raise ModelError(
-            f"{path} holds no tokenizer: tokenizer.json is missing",
+            f"{path} has no tokenizer: tokenizer.json is missing",
             hint="write it with `tokenizer.save_pretrained(folder)`",
         )
     try:
@@ -420,7 +416,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> "PreTrained
             "PreTrainedTokenizerBase",
             AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code),  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
         )
-    except Exception as error:  # a library's, or code that came with the model
+    except Exception as error:  # of a library, or of the model's own code
         raise ModelError(
             f"the tokenizer of model {path} cannot be read: {error}",
             hint="`AutoTokenizer.from_pretrained` must be able to open it",
@@ -440,10 +436,10 @@ def vocabulary_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
 def check_tokenizer(
     tokenizer: "PreTrainedTokenizerBase", config: "PreTrainedConfig", path: str
 ) -> None:
-    """Raise ModelError for a tokenizer with tokens that the model does not know."""
+    """Raise ModelError for a tokenizer with tokens outside the model's vocabulary."""
     known = int(cast("Any", config).get_text_config().vocab_size)
     ids: dict[str, int] = tokenizer.get_vocab()
-    # ids may have gaps: what counts is the last one, not how many there are
+    # ids may have gaps, so the last one counts, not their number
     num_tokens = max(len(tokenizer), 1 + max(ids.values(), default=0))
     if num_tokens > known:
         raise ModelError(
@@ -454,7 +450,7 @@ def check_tokenizer(
 
 
 def load_generation_config(path: str) -> "GenerationConfig | None":
-    """Return a model's generation settings; None where it has no generation_config.json.
+    """Return a model's generation settings; None without generation_config.json.
 
     Raises ModelError for a file that cannot be read.
     """
@@ -465,20 +461,19 @@ def load_generation_config(path: str) -> "GenerationConfig | None":
         return load_generation_config(base_of(path))
     try:
         return GenerationConfig.from_pretrained(path)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
-    except Exception as error:  # transformers raises of many kinds for what it cannot read
+    except Exception as error:  # transformers raises many kinds of errors
         if isinstance(error, OSError) and not file.is_file():
             return None  # the file is optional
         raise ModelError(
             f"generation_config.json of model {path} cannot be read: {error}",
-            hint="`GenerationConfig.from_pretrained` must open it; or remove it, it is optional",
+            hint="`GenerationConfig.from_pretrained` must open it; or remove it: it is optional",
         ) from error
 
 
 def load_stop_token_ids(path: str) -> tuple[int, ...]:
-    """Return the tokens that end a generation, as the model's generation_config.json says.
+    """Return the tokens that end a generation, from generation_config.json or else config.json.
 
-    Without that file its config.json says it, as transformers and vLLM read it. Raises ModelError
-    for a file that cannot be read.
+    Raises ModelError for a file that cannot be read.
     """
     settings = load_generation_config(path)
     return _stops_of_config(path) if settings is None else stops_of(settings)
@@ -495,7 +490,7 @@ def _stops_of_config(path: str) -> tuple[int, ...]:
 
 
 def stops_of(settings: "GenerationConfig") -> tuple[int, ...]:
-    """Return the tokens that end a generation by a model's settings."""
+    """Return the tokens that end a generation, from a model's settings."""
     ids: int | list[int] | None = cast("Any", settings).eos_token_id
     return () if ids is None else tuple(ids) if isinstance(ids, list) else (ids,)
 
@@ -505,9 +500,9 @@ def _is_hub_name(path: str) -> bool:
 
 
 # -- models written to folders ---------------------------------------------------------------------
-# transformers reads settings that it refuses to write: sampling values without `do_sample` in
-# generation_config.json, for one. Such a model trains, so it is written with what it came with; and
-# what cannot be written at all is found by writing before training.
+# transformers reads some settings that it refuses to write, such as sampling values without
+# `do_sample` in generation_config.json. Such a model is written with its original settings. Models
+# that cannot be written at all are found by writing one before training.
 
 _GENERATION_CONFIG = "generation_config.json"
 
@@ -515,12 +510,12 @@ _GENERATION_CONFIG = "generation_config.json"
 def save_model(
     model: Any, folder: str | Path, state_dict: "Mapping[str, Tensor] | None" = None
 ) -> None:
-    """Write a model, or its adapter, with the generation settings it came with, whatever they are.
+    """Write a model, or its adapter, with its original generation settings.
 
-    `state_dict` are its weights, default those it has; of an empty one no file is written.
+    `state_dict` are its weights, by default the current ones; for an empty one no file is written.
     """
     if state_dict is not None:
-        state_dict = dict(state_dict)  # transformers takes out what it has written
+        state_dict = dict(state_dict)  # transformers empties the dictionary that it writes
     settings = getattr(model, "generation_config", None)
     if settings is None or not model.can_generate():
         model.save_pretrained(folder, state_dict=state_dict)
@@ -535,9 +530,9 @@ def save_model(
 
 
 def unsavable(what: str, error: BaseException) -> ModelError:
-    """Return the error for what a library refuses to write or to read again."""
+    """Return the error for a model that a library cannot write or read again."""
     return ModelError(
-        f"{what} cannot be saved as checkpoints are: {type(error).__name__}: {error}",
+        f"{what} cannot be saved as a checkpoint: {type(error).__name__}: {error}",
         hint="mend the model's folder (config.json, generation_config.json, tokenizer files) so "
         "that transformers' `save_pretrained` takes it; nothing was trained yet",
     )
@@ -550,9 +545,9 @@ def check_reread(
     *,
     trust_remote_code: bool = False,
 ) -> None:
-    """Raise ModelError unless a folder that was written opens, with the same words and ends.
+    """Raise ModelError unless a written folder opens with the same tokens and end tokens.
 
-    `settings` are those of the model that was written, where it came with some.
+    `settings` are the original generation settings, if any.
     """
     path = str(folder)
     load_model_config(path, trust_remote_code=trust_remote_code, hollow=True)
@@ -565,7 +560,7 @@ def check_reread(
     for what, is_changed in changed.items():
         if is_changed:
             raise ModelError(
-                f"the tokenizer is another once it is saved and opened again: {what} changed",
+                f"the tokenizer changes when it is saved and opened again: {what} changed",
                 hint="save it by `tokenizer.save_pretrained(folder)` and see what "
                 "`AutoTokenizer.from_pretrained(folder)` makes of it",
             )
@@ -580,9 +575,9 @@ def check_reread(
 def check_saving(
     path: str, tokenizer_path: str | None = None, *, trust_remote_code: bool = False
 ) -> None:
-    """Raise ModelError for a model that no checkpoint could be written of; reads no weights.
+    """Raise ModelError for a model that cannot be written as a checkpoint; reads no weights.
 
-    For submissions: all but the tensors is written as a learner does, read again, and removed.
+    For submissions: everything but the tensors is written as a learner does, and read again.
     """
     import torch
 
@@ -603,13 +598,13 @@ def check_saving(
             processor.save_pretrained(folder)
         except TinkermqError:
             raise
-        except Exception as error:  # a library's, or code that came with the model
+        except Exception as error:  # of a library, or of the model's own code
             raise unsavable(f"model {path}", error) from error
         check_reread(folder, tokenizer, settings, trust_remote_code=trust_remote_code)
 
 
 def save_plain_weights(tensors: "Mapping[str, Tensor]", file: Path) -> None:
-    """Write whole tensors on the CPU as one safetensors file, whatever they share in memory."""
+    """Write tensors on the CPU as one safetensors file, also tensors that share memory."""
     from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  # its types are bare
 
     plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}

@@ -1,8 +1,8 @@
-"""The policies of a job: the model of its configuration, and those of roles with one of their own.
+"""The policies of a job: the model of its configuration, and models of some roles.
 
-The first is called by the empty name, the others by their roles. The weights of all travel as one
-version: a tensor of a role's policy is named `role/tensor`. A job starts from the models of its
-configuration, or from a checkpoint that holds all of them.
+The first has the empty name, the others those of their roles. The weights of all are one version: a
+tensor of a role's policy is named `role/tensor`. A job starts from the models of its configuration,
+or from a checkpoint of all of them.
 """
 
 import random
@@ -33,7 +33,7 @@ def policy_config(config: JobConfig, policy: str) -> JobConfig:
 
 
 def prefix_of(policy: str) -> str:
-    """Return what precedes the names of a policy's tensors."""
+    """Return the prefix of the names of a policy's tensors."""
     return f"{policy}/" if policy else ""
 
 
@@ -43,7 +43,7 @@ def policy_folder(checkpoint: Path, policy: str) -> Path:
 
 
 def check_weights(record: JobRecord, config: JobConfig) -> None:
-    """Raise StorageError for a damaged checkpoint among what a job loads; reads all of it."""
+    """Raise StorageError for a damaged checkpoint that a job loads; reads all files."""
     models = [config.model.path, *config.policies.values()]
     for folder in (record.fork_dir, *record.adapters.values(), *models):
         if folder:
@@ -59,14 +59,14 @@ def config_of_checkpoint(record: JobRecord, config: JobConfig) -> JobConfig:
 
 
 def config_of_folder(config: JobConfig, folder: str) -> JobConfig:
-    """Return the configuration with a folder as its model; an adapter is put beside its base."""
+    """Return the configuration with a folder as its model; an adapter with its base."""
     lora = config_of(folder) if is_adapter(folder) else LoraConfig()
     return config.with_model(folder).model_copy(update={"lora": lora})
 
 
 # -- opponents in self-play (pure) -----------------------------------------------------------------
-# The learner keeps the versions of the pool published; the generators draw from them. Both know the
-# pool from the policy's version alone, without messages.
+# The learner keeps the versions of the pool published, and generators draw from them. Both compute
+# the pool from the policy's version, without messages.
 
 
 def opponent_versions(config: SelfPlayConfig, version: int) -> list[int]:
@@ -82,7 +82,7 @@ def opponent_versions(config: SelfPlayConfig, version: int) -> list[int]:
 
 
 def learning_roles(config: SelfPlayConfig, roles: Sequence[str], seed: int) -> list[str]:
-    """Return the roles that learn in the task of a seed: all, or one against an earlier version."""
+    """Return the roles that learn in a task: all, or one against an earlier version."""
     rng = random.Random(f"seats {seed}")  # noqa: S311 - who sits where, not a secret
     if rng.random() < config.past_share:
         return [rng.choice(roles)]

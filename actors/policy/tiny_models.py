@@ -1,9 +1,9 @@
 """Make a tiny random model whose tokenizer reads single characters, with or without vision.
 
-It is what the warm start trains, and what tests and benchmarks run: a real model of a real class,
-small enough that a CPU core trains it in seconds. The vocabulary is 8 special tokens and the 256
-bytes, so every text can be encoded without loss and ASCII characters are one token each. A game of
-many words names those that it says again and again: each is one token then, behind the bytes.
+The warm start trains it, and tests and benchmarks run it: a real model of a real class, so small
+that a CPU core trains it in seconds. The vocabulary is 8 special tokens and the 256 bytes, so every
+text can be encoded without loss and ASCII characters are one token each. A game with much text can
+add frequent words as tokens after the bytes.
 
 Vision-language models are of Qwen2-VL's or Qwen2.5-VL's classes and have one more token, for
 images. An image is cut into squares of 4 pixels; 2 × 2 of them are one token.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TinyKind = Literal["qwen3", "llama", "qwen2", "qwen3_moe"]
 
 NUM_EXPERTS, EXPERTS_PER_TOKEN = 4, 2
-"""Of each layer of a `qwen3_moe`, and how many of them read a token."""
+"""Experts of each layer of a `qwen3_moe`, and experts per token."""
 
 PAD, END, SYSTEM, USER, ASSISTANT, TOOL = (
     "<|pad|>",
@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
 )
-"""One token for the role, the content, one token for the end: it only ever appends."""
+"""One token for the role, the content, one token for the end: it only appends."""
 
 
 def make_tokenizer(
@@ -48,8 +48,8 @@ def make_tokenizer(
 ) -> "PreTrainedTokenizerFast":
     """Return the tokenizer: 264 tokens, one per byte after the special ones.
 
-    `more` special tokens come behind them, then `words`: pieces of text that are one token each,
-    the longest that fits first.
+    `more` special tokens come after them, then `words`: pieces of text that are one token each,
+    the longest match first.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -86,7 +86,7 @@ def make_model(
 ) -> "PreTrainedModel":
     """Return a random model; the same seed gives the same weights.
 
-    The defaults have 411 k parameters. `mlp_width` is 2.5 times the width unless told. Weights are
+    The defaults have 411 k parameters. `mlp_width` is by default 2.5 times the width. Weights are
     drawn with a standard deviation of `init_std`.
     """
     import torch
@@ -102,7 +102,7 @@ def make_model(
 
     if width % heads:
         raise ConfigError(
-            f"width {width} is no multiple of {heads} heads", hint="choose a multiple"
+            f"width {width} is not a multiple of {heads} heads", hint="choose a multiple"
         )
     settings: dict[str, Any] = {
         "vocab_size": vocab_size,

@@ -1,11 +1,11 @@
-"""The bytes that tokens stand for, the text of tokens that arrive one by one, and special text.
+"""The bytes of tokens, the text of streamed tokens, and text that looks like special tokens.
 
 A tokenizer writes bytes in one of two ways: each as a character of an alphabet of 256 (GPT-2's,
-byte-level BPE), or as a piece of its own, `<0xE2>`, beside pieces of text (SentencePiece's byte
-fallback, where `▁` is a space). Which it is, its decoder says.
+byte-level BPE), or as a token such as `<0xE2>` beside tokens of text (SentencePiece's byte
+fallback, where `▁` is a space). Its decoder tells which.
 
-A character may be spread over several tokens, and a stop text over several as well: streamed text
-is released as soon as neither can change it any more.
+A character or a stop text may span several tokens: streamed text is released as soon as later
+tokens cannot change it.
 """
 
 import json
@@ -29,7 +29,7 @@ class TokenBytes:
     """The bytes of one tokenizer's tokens."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", unsaid: Collection[int] = ()) -> None:
-        """Read how the tokenizer decodes; tokens that are `unsaid` are no text."""
+        """Read the tokenizer's decoder; `unsaid` tokens have no text."""
         self._tokenizer: Any = tokenizer
         self._unsaid = frozenset(unsaid)
         self._known: dict[int, bytes] = {}
@@ -40,9 +40,9 @@ class TokenBytes:
         self._special = frozenset(tokenizer.all_special_ids)
 
     def of(self, token_id: int, *, first: bool = False) -> bytes:
-        """Return a token's bytes; none for one that is unsaid.
+        """Return a token's bytes; empty for one without text.
 
-        `first`: of a text, before which a tokenizer may leave out a space.
+        `first`: at the start of a text, where a tokenizer may omit a space.
         """
         token_bytes = self._known.get(token_id)
         if token_bytes is None:
@@ -94,7 +94,7 @@ def _steps(decoder: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _replacement(step: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what a step of a decoder puts in the place of what, if it does so."""
+    """Return the replacement of a decoder's step and its pattern, if it replaces."""
     if step.get("type") == "Metaspace":
         return step["replacement"], " "
     if step.get("type") == "Replace" and "String" in step["pattern"]:
@@ -104,7 +104,7 @@ def _replacement(step: Mapping[str, Any]) -> tuple[str, str] | None:
 
 @lru_cache(maxsize=1)
 def _alphabet() -> dict[str, int]:
-    """Return the bytes that GPT-2's characters stand for: printable ones stand for themselves."""
+    """Return the bytes of GPT-2's characters; printable ones are their own."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {
@@ -119,7 +119,7 @@ _UNFINISHED = "�"
 
 
 class TextStream:
-    """The text of one choice as it grows."""
+    """The text of one streamed choice."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
         """Decode tokens with `decode`; end before the first of `stops`."""
@@ -129,32 +129,32 @@ class TextStream:
         self._known = self._read = 0
         self._held: str = ""
         self.stopped = False
-        """A stop text was met: nothing follows."""
+        """A stop text was found: no more text follows."""
         self.stop = ""
-        """The stop text that was met: of several in one place, the one that was given first."""
+        """The found stop text; of several in one place, the first in the list."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens taken, the one that completed a stop text being the last of them."""
+        """Number of tokens up to the one that completed a stop text."""
         return len(self._ids)
 
     def push(self, token_id: int) -> str:
-        """Take the next token, unless it comes behind a stop text; return what is certain now."""
+        """Add the next token, unless a stop text was found; return the text that is final now."""
         if self.stopped:
             return ""
         self._ids.append(token_id)
         return self._until_stop(self._fresh(final=False), final=False)
 
     def finish(self) -> str:
-        """Return what is left at the end of the generation."""
+        """Return the rest at the end of the generation."""
         return self._until_stop(self._fresh(final=True), final=True)
 
     def _fresh(self, *, final: bool) -> str:
-        """Return the text that the newest tokens add, unless a character is unfinished."""
+        """Return the text of the newest tokens, unless a character is incomplete."""
         before = self._decode(self._ids[self._known : self._read])
         now = self._decode(self._ids[self._known :])
         if now.endswith(_UNFINISHED) and not final:
-            # A stop text may be complete before the unfinished character.
+            # A stop text may be complete before the incomplete character.
             whole = now.rstrip(_UNFINISHED)[len(before) :]
             return whole if self._places(self._held + whole) else ""
         if len(now) <= len(before):
@@ -175,7 +175,7 @@ class TextStream:
         return text[: len(text) - num_held]
 
     def _places(self, text: str) -> list[tuple[int, int]]:
-        """Return the first place of each stop text that is there, and its number."""
+        """Return the first place of each stop text in a text, and its number."""
         return [
             (place, number)
             for number, stop in enumerate(self._stops)
@@ -183,7 +183,7 @@ class TextStream:
         ]
 
     def _longest_start(self, text: str) -> int:
-        """Return how many characters at the end may be the beginning of a stop text."""
+        """Return how many characters at the end may be the start of a stop text."""
         return max(
             (
                 length
@@ -197,21 +197,20 @@ class TextStream:
 
 # -- text of messages that looks like special tokens -----------------------------------------------
 # A rendered conversation is one text, in which `<|im_end|>` of a user looks like the template's
-# own. So it is hidden before the template sees it, behind a code that nobody can guess, and comes
-# back as what it is: text. A rendering that holds codes is tokenised by a copy of the tokenizer in
-# which the marks have other names, which the template's own are given. One pass makes all tokens,
-# so that they are those of the ordinary rendering but for what was hidden. Without such text
-# nothing is done.
+# own. Therefore texts of messages are escaped before rendering, with random codes, and unescaped as
+# text. A rendering with codes is tokenised by a copy of the tokenizer whose markers have other
+# names, which replace the template's own. One pass makes all tokens, so that they equal those of
+# the ordinary rendering except for the escaped text. Without such text nothing is done.
 
 _FIRST_PRIVATE = 0xF0000
-"""Of the characters for private use, of which the codes are made."""
+"""Characters for private use, of which the codes are made."""
 _NEAR_CHARS = 4096
-"""Where the last mark of a text is looked for first."""
+"""Last characters of a text that are searched for its last marker first."""
 _Rename: TypeAlias = Callable[["re.Match[str]"], str]
 
 
 class SpecialText:
-    """The special tokens of a tokenizer, as texts that messages may hold."""
+    """Escapes texts of messages that look like a tokenizer's special tokens."""
 
     def __init__(
         self,
@@ -219,9 +218,9 @@ class SpecialText:
         frame: Collection[str] = (),
         controls: Collection[str] = (),
     ) -> None:
-        """Guard the tokens that `tokenizer` calls special, and those of the template's `frame`.
+        """Escape the special tokens of `tokenizer`, and those of the template's `frame`.
 
-        Of an assistant's own words only `controls` are guarded: what else it says is its mark.
+        In an assistant's text only `controls` are escaped: it generates the other markers itself.
         """
         self._tokenizer = tokenizer
         names = special_tokens(tokenizer)
@@ -241,46 +240,46 @@ class SpecialText:
         self._renaming = Lock()
 
     def hide(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages in which no text looks like a mark of the template.
+        """Return messages in which no text looks like a marker of the template.
 
-        Raises DataError for one that is too deep.
+        Raises DataError for a message nested too deeply.
         """
         with _at_depth("a message"):
             return [self._message(message) for message in messages]
 
     def hide_tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return descriptions of tools in which no text looks like a mark; raises DataError."""
+        """Return descriptions of tools in which no text looks like a marker; raises DataError."""
         with _at_depth("the description of a tool"):
             return [self._hidden(dict(tool), self._all) for tool in tools]
 
     def plain(self, text: str) -> str:
-        """Return a text with what was hidden in it."""
+        """Return an unescaped text."""
         if self._begin not in text:
             return text
         return self._coded.sub(lambda match: self._names.get(match[0], ""), text)
 
     def find(self, text: str) -> list[str]:
-        """Return the marks that a rendered text holds, in their order, without what was hidden."""
+        """Return the markers in a rendered text, in order, without escaped text."""
         return self._all.find(text)
 
     def last(self, text: str) -> int:
-        """Return where the last mark of a rendered text begins, or 0."""
+        """Return where the last marker of a rendered text begins, or 0."""
         return self._all.last(text)
 
     def starts(self, text: str) -> bool:
-        """Whether a rendered text begins with a mark."""
+        """Whether a rendered text begins with a marker."""
         return self._all.starts(text)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a rendered text; what was hidden is text there.
+        """Return the ids of a rendered text, in which escaped text is text.
 
-        Raises ModelError for a tokenizer that makes a special token of it all the same.
+        Raises ModelError for a tokenizer that makes special tokens of it nevertheless.
         """
         plain = self.plain(text)
         if plain is text or self.find(plain) == self.find(text):
             return self._tokenizer.encode(plain, add_special_tokens=False)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
         ids = self._as_text(text)
-        unknown = cast("int | None", self._tokenizer.unk_token_id)  # which any text may be
+        unknown = cast("int | None", self._tokenizer.unk_token_id)  # any text may contain these
         known = {token for token in self._ids.values() if token != unknown}
         wanted = [token for token in map(self._ids.__getitem__, self.find(text)) if token in known]
         if [token for token in ids if token in known] != wanted:
@@ -324,7 +323,7 @@ class SpecialText:
         return [ids.get(token, token) for token in made]
 
     def _rename(self) -> tuple[Any, dict[int, int]]:
-        """Return a copy of the tokenizer whose marks have other names, and the ids of those."""
+        """Return a copy of the tokenizer whose markers have other names, and their ids."""
         from tokenizers import Tokenizer
 
         backend = cast("Any", self._tokenizer).backend_tokenizer
@@ -341,7 +340,7 @@ class SpecialText:
         return copy, {new: int(backend.token_to_id(name)) for new, name in pairs}
 
     def _piece_by_piece(self, text: str) -> list[int]:
-        """Encode what stands between marks by itself, for tokenizers that are written in Python."""
+        """Encode the text between markers separately, for tokenizers written in Python."""
         ids: list[int] = []
         for piece in self._all.split(text):
             if piece in self._ids:
@@ -353,7 +352,7 @@ class SpecialText:
 
 
 class _Guarded:
-    """Texts that are to be found in others, the longest that fits first."""
+    """Texts to find in others, the longest match first."""
 
     def __init__(self, names: Collection[str]) -> None:
         longest_first = sorted(names, key=len, reverse=True)
@@ -363,7 +362,7 @@ class _Guarded:
         self._most = max(map(len, names), default=0)
 
     def hide(self, text: str, code: _Rename, nothing: str) -> str:
-        """Return a text with codes; `nothing` stands where a mark may begin or end beside it."""
+        """Return a text with codes; `nothing` separates text from a possible marker beside it."""
         if not text:
             return text
         cuts = range(1, min(self._most, len(text) + 1))
@@ -379,7 +378,9 @@ class _Guarded:
         near = max(0, len(text) - _NEAR_CHARS)
         for start in (near, 0) if near else (0,):
             starts = [match.start() for match in self._pattern.finditer(text, start)]
-            if starts and (not start or starts[-1] - start > self._most):  # no half of a longer one
+            if starts and (
+                not start or starts[-1] - start > self._most
+            ):  # not a part of a longer one
                 return starts[-1]
         return 0
 
@@ -399,13 +400,13 @@ def _at_depth(what: str) -> Iterator[None]:
         yield
     except RecursionError as error:
         raise DataError(
-            f"{what} holds lists or maps in each other, deeper than can be read",
-            hint="send what a chat template can show: texts, and the arguments of calls",
+            f"{what} nests lists or maps too deeply",
+            hint="send texts, and the arguments of calls",
         ) from error
 
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
-    """Return the tokens that a tokenizer calls special, and their ids."""
+    """Return a tokenizer's special tokens and their ids."""
     added = cast("dict[int, Any]", cast("Any", tokenizer).added_tokens_decoder)
     special = {str(token.content): int(number) for number, token in added.items() if token.special}
     named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=False)
@@ -417,12 +418,12 @@ def _id_of(tokenizer: "PreTrainedTokenizerBase", name: str) -> int:
 
 
 def _rename_in(model: dict[str, Any], names: Mapping[str, str]) -> None:
-    """Give entries of a model's vocabulary other names, which texts do not spell."""
+    """Rename entries of a vocabulary, to names that texts do not contain."""
     vocabulary: Any = model.get("vocab")
     if isinstance(vocabulary, dict):
         entries = cast("dict[str, int]", vocabulary).items()
         model["vocab"] = {names.get(name, name): number for name, number in entries}
-    elif isinstance(vocabulary, list):  # a Unigram's, with scores
+    elif isinstance(vocabulary, list):  # of Unigram, with scores
         pieces = cast("list[tuple[str, float]]", vocabulary)
         model["vocab"] = [[names.get(name, name), score] for name, score in pieces]
     if isinstance(unknown := model.get("unk_token"), str):

@@ -1,12 +1,12 @@
-"""Images for vision-language models: from the bytes of a file to what a model computes with.
+"""Images for vision-language models: from the bytes of a file to a model's inputs.
 
-Text goes the chat tokenizer's way. Of a model's processor only the image half is used, in its
-Pillow form: it needs no torchvision, and generators and learner see the same pixels. A file is
-decoded as transformers' `load_image` does: the first frame, upright as its EXIF data tell, in RGB.
+Text is tokenised by the chat tokenizer. Of a model's processor only the image part is used, in its
+Pillow form: it needs no torchvision, and generators and learner get the same pixels. A file is
+decoded as in transformers' `load_image`: the first frame, upright by its EXIF data, in RGB.
 
-Images stand in the first prompt of an episode. Which tokens are theirs is decided here alone: the
-first ones with the image's id, as many as the images take. A policy may generate that id itself;
-such a token is text.
+Images are in the first prompt of an episode. Their tokens are determined here only: the first ones
+with the image's id, as many as the images take. A policy may generate that id; such a token is
+text.
 
 Shape letters: I images, P patches, D values of a patch, Q image tokens, M tokens up to the end of
 the last image, N tokens, B rows, T columns, H hidden size.
@@ -42,22 +42,22 @@ if TYPE_CHECKING:
 
 _CACHE_BYTES = 256 << 20
 _MAX_PROMPTS = 64
-"""Prompts with the same images that are remembered."""
+"""Cached prompts with the same images."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-"""What is decoded; Pillow knows some forty more, some of which start programs."""
+"""Allowed formats; Pillow knows some forty more, some of which start programs."""
 _ORIENTATION = 0x0112
-"""The EXIF tag that tells how a camera was held."""
+"""The EXIF tag of the orientation."""
 _TURNED = (5, 6, 7, 8)
-"""Its values for images that lie on their side."""
+"""Its values for images turned by 90 degrees."""
 _PNG_ORIENTED = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
-"""What a PNG file holds if it tells an orientation."""
+"""Marker of EXIF data in a PNG file."""
 _MAX_PIXELS = 1 << 26
-"""Pixels of an image file; what a model sees of it is bounded by its processor."""
+"""Pixels of an image file; the processor scales it down for the model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Images:
-    """The images of one conversation, as the vision tower reads them."""
+    """The images of one conversation, as inputs of the vision tower."""
 
     pixels_PD: Tensor
     """float32: patches of all images, in order."""
@@ -71,18 +71,18 @@ class Images:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenImages:
-    """Images at their places in a prompt, and the rotary positions that come of them."""
+    """Images at their places in a prompt, and the resulting rotary positions."""
 
     images: Images
     places_Q: NDArray[np.int64]
     """Places of the image tokens in the sequence."""
     rope_3M: NDArray[np.int64]
-    """Rotary positions (time, height, width) of the sequence's first M tokens; from there on they
-    go up by one."""
+    """Rotary positions (time, height, width) of the sequence's first M tokens; later ones increase
+    by one."""
 
     @property
     def shift(self) -> int:
-        """What a token behind the images adds to its place to have its rotary position."""
+        """Offset of rotary positions after images."""
         return int(self.rope_3M[0, -1]) - (self.rope_3M.shape[1] - 1)
 
     def positions(self, places_N: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -92,31 +92,31 @@ class SeenImages:
 
 
 class ImageReader:
-    """Reads image files the way a model's processor does; safe to use from several threads.
+    """Reads image files with a model's processor; thread-safe.
 
-    What was read lately is remembered: the episodes of a group, and the turns of an episode, see
-    the same images.
+    Recent images are cached: the episodes of a group, and the turns of an episode, have the same
+    images.
     """
 
     def __init__(self, processor: Any, token_id: int) -> None:
         self.processor = processor
         self.token_id = token_id
-        """The id that stands in a prompt for each token of an image."""
+        """The id of an image's tokens in a prompt."""
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._known_bytes = 0
         self._lock = threading.Lock()
 
     def count_tokens(self, encoded: bytes) -> int:
-        """Return how many tokens an image takes, as it is held upright.
+        """Return the number of tokens of an upright image.
 
-        Raises DataError for what is no image, or cannot be seen.
+        Raises DataError for an invalid image.
         """
         return self._tokens(*_upright_size(encoded))
 
     def remembered(self, token_ids: NDArray[Any], encoded: Sequence[bytes]) -> SeenImages | None:
-        """Return the images at their places in a prompt, if such a prompt was seen lately.
+        """Return the images at their places in a cached prompt, else None.
 
-        Raises DataError for a prompt that does not hold them.
+        Raises DataError for a prompt without them.
         """
         with self._lock:
             known = self._known.get(digest_of(encoded))
@@ -127,16 +127,16 @@ class ImageReader:
     def read_images(
         self, model: nn.Module, token_ids: NDArray[Any], encoded: Sequence[bytes]
     ) -> SeenImages:
-        """Read images and find their tokens in a prompt; the model knows their rotary positions.
+        """Read images and find their tokens in a prompt; the model computes rotary positions.
 
-        Raises DataError for what is no image, and for a prompt that does not hold the images.
+        Raises DataError for an invalid image, and for a prompt without the images.
         """
         if (remembered := self.remembered(token_ids, encoded)) is not None:
             return remembered
         known = self._read(encoded)
         images = known.images
         places_Q = self.places(token_ids, images)
-        kinds_M = np.zeros(int(places_Q[-1]) + 2, np.int64)  # and one text token behind them
+        kinds_M = np.zeros(int(places_Q[-1]) + 2, np.int64)  # and one text token after them
         kinds_M[places_Q] = 1
         base: Any = cast("Any", model).base_model
         kinds = torch.from_numpy(kinds_M)[None]
@@ -148,7 +148,7 @@ class ImageReader:
         return seen
 
     def read(self, encoded: Sequence[bytes]) -> Images:
-        """Read images, or remember having read them; DataError for what is no image."""
+        """Return images, from the cache or decoded; raises DataError for an invalid one."""
         return self._read(encoded).images
 
     def _read(self, encoded: Sequence[bytes]) -> "_Known":
@@ -167,7 +167,7 @@ class ImageReader:
     def places(self, token_ids: NDArray[Any], images: Images) -> NDArray[np.int64]:
         """Return the places of the images' tokens: int64[Q].
 
-        Raises DataError for ids that do not hold each image's tokens in one piece.
+        Raises DataError unless each image's tokens are consecutive.
         """
         lengths_I = np.array(images.tokens)
         ends_I = np.cumsum(lengths_I)
@@ -179,11 +179,11 @@ class ImageReader:
             raise DataError(
                 f"the images of a prompt take {', '.join(map(str, images.tokens))} tokens, which "
                 f"do not stand in it in one piece each ({len(places_Q)} are there)",
-                hint="the ids must be those that the model's processor makes of the images",
+                hint="the ids must be those of the model's processor for the images",
             )
         if (np.diff(places_Q)[ends_I[:-1] - 1] == 1).any():
             raise DataError(
-                "two images of a prompt stand side by side, without a token between them",
+                "two images of a prompt are adjacent, without a token between them",
                 hint="write a word between them, or use a template that marks where images end",
             )
         return places_Q
@@ -211,7 +211,7 @@ class ImageReader:
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """Images that were read, and the prompts in which they were found."""
+    """Decoded images, and the prompts that contain them."""
 
     images: Images
     seen: dict[bytes, SeenImages] = field(default_factory=dict[bytes, SeenImages])
@@ -224,7 +224,7 @@ def _prefix(token_ids: NDArray[Any], places_Q: NDArray[np.int64]) -> bytes:
 
 @dataclass(frozen=True)
 class Processor:
-    """A tokenizer, and what reads images where a model sees some: they are saved together."""
+    """A tokenizer and an image reader, if the model reads images; they are saved together."""
 
     tokenizer: Any
     image_reader: ImageReader | None
@@ -237,12 +237,12 @@ class Processor:
 
 
 def digest_of(encoded: Sequence[bytes]) -> bytes:
-    """Return a digest by which lists of images differ."""
+    """Return a digest of a list of images."""
     return hashlib.sha256(b"".join(hashlib.sha256(file).digest() for file in encoded)).digest()
 
 
 def load_image_reader(path: str, *, trust_remote_code: bool = False) -> ImageReader | None:
-    """Load the image half of a model's processor; None for a model that reads text alone.
+    """Load the image part of a model's processor; None for a text model.
 
     Raises ModelError for a vision model without it.
     """
@@ -259,17 +259,17 @@ def load_image_reader(path: str, *, trust_remote_code: bool = False) -> ImageRea
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(
-            f"model {path} sees images, but its image processor cannot be loaded: {error}",
+            f"model {path} reads images, but its image processor cannot be loaded: {error}",
             hint="copy preprocessor_config.json beside config.json, and install pillow",
         ) from error
     return ImageReader(cast("Any", loaded), int(config.image_token_id))
 
 
 def embed(model: nn.Module, ids_BT: Tensor, columns_Q: Tensor, images: Sequence[Images]) -> Tensor:
-    """Return what the decoder reads, [B, T, H]: embeddings, with the images at these columns.
+    """Return the decoder's input [B, T, H]: embeddings, with the images at these columns.
 
-    `columns_Q` counts through the rows one after the other, in the order of the images; empty: the
-    images are seen by nobody. Gradients flow into the vision tower.
+    `columns_Q` counts through all rows, in the order of the images; if it is empty, the images are
+    not used. Gradients flow into the vision tower.
     """
     whole: Any = model
     words_BTH: Tensor = whole.get_input_embeddings()(ids_BT)
@@ -283,7 +283,7 @@ def embed(model: nn.Module, ids_BT: Tensor, columns_Q: Tensor, images: Sequence[
 
 
 def plain_inputs(ids_BT: Tensor, seen: SeenImages) -> dict[str, Tensor]:
-    """Return what a model's own forward pass asks for beside the ids, to compare with."""
+    """Return the inputs of a model's own forward pass apart from the ids, for comparisons."""
     kinds_BT = torch.zeros_like(ids_BT, dtype=torch.int32)
     kinds_BT.view(-1)[torch.from_numpy(seen.places_Q)] = 1
     return {
@@ -303,12 +303,14 @@ def probe_image() -> bytes:
 
 
 def _open(encoded: bytes) -> "Image":
-    """Open an image by its header; DataError for what is none."""
+    """Open an image by its header; raises DataError for an invalid one."""
     from PIL import Image, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # bounded below
+            warnings.simplefilter(
+                "ignore", Image.DecompressionBombWarning
+            )  # its size is checked below
             image = Image.open(io.BytesIO(encoded), formats=_FORMATS)
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError) as error:
         raise DataError(
@@ -324,7 +326,7 @@ def _open(encoded: bytes) -> "Image":
 
 
 def _decode(encoded: bytes) -> "Image":
-    """Decode an image whole and upright, as transformers does; DataError for a damaged one."""
+    """Decode an image upright, as transformers does; raises DataError for a damaged one."""
     from transformers.image_utils import load_image
 
     with _refusing_damage(encoded):
@@ -332,10 +334,10 @@ def _decode(encoded: bytes) -> "Image":
 
 
 def _upright_size(encoded: bytes) -> tuple[int, int]:
-    """Return the width and the height that `_decode` would find; decodes nothing if it can."""
+    """Return the size of `_decode`'s image, without decoding if possible."""
     image = _open(encoded)
     width, height = image.size
-    # Pillow looks behind all pixels of a PNG file for what most have nowhere.
+    # Pillow would read all pixels of a PNG file to search for EXIF data, which most lack.
     if image.format == "PNG" and not any(mark in encoded for mark in _PNG_ORIENTED):
         return width, height
     with _refusing_damage(encoded):
@@ -345,7 +347,7 @@ def _upright_size(encoded: bytes) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _refusing_damage(encoded: bytes) -> Iterator[None]:
-    """Raise DataError for what Pillow raises where pixels or EXIF data are damaged."""
+    """Raise DataError for Pillow's errors on damaged pixels or EXIF data."""
     try:
         yield
     except DataError:
@@ -372,10 +374,10 @@ def _refusing_damage(encoded: bytes) -> Iterator[None]:
 
 
 def check_seen(images: Sequence[bytes], reader: "ImageReader | None") -> None:
-    """Raise ModelError for images that a model without a `reader` does not see."""
+    """Raise ModelError for images without a `reader`."""
     if images and reader is None:
         raise ModelError(
-            "a prompt holds images, and the model reads text alone",
+            "a prompt has images, but the model reads text only",
             hint="use a vision-language model of the Qwen2-VL or Qwen2.5-VL class, or leave the "
             "images out",
         )
@@ -387,10 +389,10 @@ def with_room(
     reader: "ImageReader | None",
     token_text: Callable[[int], str],
 ) -> str:
-    """Write the token of each image as often as the image takes tokens.
+    """Repeat the token of each image as often as the image takes tokens.
 
-    Without a `reader` the model reads text alone. Raises ModelError for images that it does not
-    see, DataError for what is no image, and for a text that says an image's token in words.
+    Raises ModelError for images without a `reader`, DataError for an invalid image and for a
+    message that contains an image's token as text.
     """
     check_seen(images, reader)
     if reader is None:
@@ -401,17 +403,16 @@ def with_room(
         raise DataError(
             f"a prompt with {len(images)} images has {len(between) - 1} times {token} once "
             "the chat template has rendered it",
-            hint=f"no message may hold the text {token}, and the template must write it once "
+            hint=f"no message may contain the text {token}, and the template must write it once "
             "for each image",
         )
     rooms = [token * reader.count_tokens(image) for image in images]
     return "".join(part for pair in zip(between, [*rooms, ""], strict=True) for part in pair)
 
 
-# -- images in packed rows: their columns, and the rotary positions that they bend -----------------
-# Shapes: Q image tokens, B rows, T columns. An image stands in the prompt of its sequences and is
-# there once where the prompt is; what follows an image goes on from its largest rotary position, so
-# these lie beside the places in the sequence.
+# -- images in packed rows: their columns and rotary positions -------------------------------------
+# Shapes: Q image tokens, B rows, T columns. A shared prompt has its images once. Tokens after an
+# image continue from its largest rotary position, so these differ from the places in the sequence.
 
 IntArray = NDArray[np.int64]
 
@@ -421,9 +422,9 @@ class PackedImages:
     """The images of a micro-batch, in the order of their columns."""
 
     images: tuple[Images, ...]
-    """What the vision tower reads."""
+    """Inputs of the vision tower."""
     column_Q: Tensor
-    """int64: column of each image token, counted through the rows one after the other."""
+    """int64: column of each image token, counted through all rows."""
     rope_3BT: Tensor
     """int64: rotary positions of all columns, in time, height and width."""
 
@@ -434,7 +435,7 @@ class PackedImages:
 
 @dataclass
 class RowImages:
-    """The images of one row as it is filled."""
+    """The images of one row that is being packed."""
 
     rope_3T: IntArray
     images: list[Images] = field(default_factory=list[Images])
@@ -446,7 +447,7 @@ class RowImages:
         return cls(np.zeros((3, num_columns), dtype=np.int64))
 
     def write(self, first: int, places: NDArray[Any], seen: SeenImages | None) -> None:
-        """Note what begins at a column: tokens at these places, and the images of their prompt."""
+        """Add tokens at a column: their places in the sequence, and their prompt's images."""
         columns = slice(first, first + len(places))
         if seen is None:
             self.rope_3T[:, columns] = places
@@ -457,7 +458,7 @@ class RowImages:
 
 
 def pack_images(rows: Sequence[RowImages]) -> PackedImages | None:
-    """Put the images of a micro-batch's rows together; None where there are none."""
+    """Join the images of a micro-batch's rows; None without images."""
     images = tuple(image for row in rows for image in row.images)
     if not images:
         return None
@@ -473,6 +474,6 @@ def pack_images(rows: Sequence[RowImages]) -> PackedImages | None:
 
 
 def unseen(images: Images, position_ids_BT: Tensor) -> PackedImages:
-    """Return images that stand in no column: the vision tower runs, and nothing comes of it."""
+    """Return images without columns: the vision tower runs without effect."""
     nowhere_Q = position_ids_BT.new_empty(0)
     return PackedImages((images,), nowhere_Q, position_ids_BT.expand(3, -1, -1))

@@ -1,11 +1,10 @@
 """One episode: the policy and the game take turns.
 
-The state machine is PENDING (reset) → GENERATING ⇄ INTERACTING → TERMINATED. Token ids go in and
-come out of the engine; what was generated is never re-tokenised. Every generated turn reaches the
-game, and limits bind at generation: no token is generated that is cut off afterwards.
+The states are PENDING (reset) → GENERATING ⇄ INTERACTING → TERMINATED. The engine reads and writes
+token ids, so generated text is never tokenised again. Every generated turn reaches the game. Limits
+apply during generation, so that no generated token is cut off afterwards.
 
-A recorder gets its progress; an episode that it has, because another generator began it, enters
-the machine where it was left.
+A recorder stores the progress. If another generator began the episode, it continues from there.
 """
 
 import time
@@ -37,12 +36,12 @@ PromptForTeacher: TypeAlias = Callable[
     [Sequence[ChatMessage], Sequence[Mapping[str, Any]], int, Mapping[str, Any], float | None],
     IntVector,
 ]
-"""Returns the first prompt with what only a teacher reads, of messages, tools, the prompt's length,
-the game's `info`, and the episode's time (`EpisodePlan.time`)."""
+"""Returns the first prompt for a teacher, who may read more than the policy, from messages, tools,
+the prompt's length, the game's `info` and the episode's time (`EpisodePlan.time`)."""
 
 
 class EpisodeFailed(errors.TinkermqError):
-    """An episode that ended without a trajectory; says whom to blame and what it cost."""
+    """An episode that failed; has the boundary to blame and the number of wasted tokens."""
 
     def __init__(
         self, cause: errors.TinkermqError, boundary: errors.Boundary, tokens_wasted: int
@@ -56,33 +55,33 @@ class EpisodeFailed(errors.TinkermqError):
 
     @property
     def is_final(self) -> bool:
-        """Whether another try could not end otherwise."""
+        """Whether another try would fail, too."""
         return self.cause.is_mistake
 
 
 class NoTurn(errors.TinkermqError):
-    """The game ended before this role's first turn: there is no conversation to record."""
+    """The game ended before this role's first turn, so it has no conversation to record."""
 
 
 @dataclass(frozen=True)
 class EpisodePlan:
-    """What one episode starts from."""
+    """The start of one episode."""
 
     episode: str
     """Id, unique in the job."""
     start: Start
     greedy: bool = False
     number: int = 0
-    """Its place in the group."""
+    """Index in the group."""
     draws: str | None = None
-    """Names the random numbers that the policy draws: the same in every run with the same seed.
-    None: fresh ones."""
+    """Determines the random draws of sampling; the same in every run with the same seed. None:
+    fresh ones."""
     time: float | None = None
-    """The time for chat templates that ask for it, in seconds since the epoch: the same at any
-    generator. None: the job's own time."""
+    """Time for chat templates that ask for it, in seconds since the epoch, equal at all generators.
+    None: the job's own time."""
 
     def seed(self, turn: int) -> int | None:
-        """Return the seed of a turn's sampling, below 2^63; None: any."""
+        """Return the sampling seed of a turn, below 2^63; None: a random one."""
         if self.draws is None:
             return None
         digest = blake2b(f"{self.draws} {turn}".encode(), digest_size=8).digest()
@@ -117,7 +116,7 @@ class AgentLoop:
         prompt_for_teacher: PromptForTeacher | None = None,
     ) -> None:
         """`time_use` records when episodes wait for the engine and for their games;
-        `prompt_for_teacher` makes what a teacher reads in place of the first prompt."""
+        `prompt_for_teacher` renders a teacher's first prompt, if it differs."""
         self._prompt_for_teacher = prompt_for_teacher
         self._engine = engine
         self._chat = chat
@@ -127,7 +126,7 @@ class AgentLoop:
         self._time_use = time_use or TimeUse("generate", "environment", rest="other")
 
     def check_engine(self) -> None:
-        """Raise what ended the engine, if it has ended: no episode can succeed any more."""
+        """Raise the engine's failure, if it has failed: then no episode can succeed."""
         if self._engine.failure is not None:
             raise self._engine.failure
 
@@ -139,11 +138,11 @@ class AgentLoop:
     ) -> Trajectory:
         """Run one episode to its end.
 
-        With a fresh `transcript` the caller can see token by token how far it is; `recorder` is
-        told, and what it knows of the episode is gone on with.
+        With a new `transcript` the caller can follow the episode token by token. `recorder` stores
+        the episode, which continues from what is stored already.
 
-        Raises EpisodeFailed, naming the boundary to blame, when there is no trajectory; NoTurn for
-        a role whose turn never came; Fenced when another generator has taken the episode over.
+        Raises EpisodeFailed with the boundary to blame if there is no trajectory, NoTurn for a role
+        without a turn, and Fenced if another generator has taken the episode over.
         """
         recorder = recorder or EpisodeRecorder()
         by_token = transcript is not None or recorder.follows_tokens
@@ -172,12 +171,12 @@ class AgentLoop:
             self._engine.release(plan.episode)
             recorder.stop()
             if game is not None and finish not in ("done", "timeout") and not recorder.keeps_game:
-                self._environments.close(game.host, game.episode)  # one that is done frees itself
+                self._environments.close(game.host, game.episode)  # others end by themselves
 
     async def _start(
         self, plan: EpisodePlan, transcript: Transcript, recorder: EpisodeRecorder
     ) -> GameAt:
-        """PENDING: start the game, or find the one that another generator has begun."""
+        """PENDING: start the game, or rejoin the one that another generator began."""
         chat = self._chat_of(plan)
         with self._in_environment(transcript):
             game = await recorder.rejoin(chat, plan.episode, plan.start, transcript)
@@ -190,7 +189,7 @@ class AgentLoop:
         return self._chat if plan.time is None else self._chat.at(plan.time)
 
     def _open(self, plan: EpisodePlan, game: GameAt, transcript: Transcript) -> None:
-        """Give the transcript its first prompt, unless the episode is gone on with."""
+        """Add the first prompt to the transcript, unless the episode continues."""
         started = game.started
         if not started.messages:
             _refuse_table(plan)
@@ -210,7 +209,7 @@ class AgentLoop:
     ) -> None:
         """GENERATING: one turn of the policy, within the turn's and the episode's limits.
 
-        A turn that another generator has begun is generated to its end; it may have one already.
+        A turn that another generator began is completed, if it is not complete already.
         """
         config, begun = self._config, list(transcript.open)
         turn = len(transcript.turn_ends)
@@ -231,7 +230,7 @@ class AgentLoop:
             )
             request = f"{plan.episode}.{turn}"
             on_token = partial(self._note_token, request, transcript, recorder)
-            rest = await self._ask_engine(
+            rest = await self._generate_rest(
                 plan, transcript, sampling, request, on_token if by_token else None
             )
             if rest.finish_reason == "cancelled" or not len(rest.token_ids):
@@ -240,7 +239,7 @@ class AgentLoop:
         transcript.end_turn(begun, rest)
         transcript.note_text(self._chat.answer(*transcript.turn(turn)))
 
-    async def _ask_engine(
+    async def _generate_rest(
         self,
         plan: EpisodePlan,
         transcript: Transcript,
@@ -266,7 +265,7 @@ class AgentLoop:
     def _note_token(
         self, request: str, transcript: Transcript, recorder: EpisodeRecorder, drawn: Drawn
     ) -> None:
-        """Take notice of one token of the turn that is being generated."""
+        """Record one token of the turn that is being generated."""
         transcript.open.append(drawn)
         if not recorder.note_token(transcript):
             self._engine.cancel(request)
@@ -274,7 +273,7 @@ class AgentLoop:
     async def _interact(
         self, plan: EpisodePlan, game: GameAt, transcript: Transcript
     ) -> Finish | None:
-        """INTERACTING: let the game answer the last turn; say why the episode is over, or None."""
+        """INTERACTING: play the last turn; return why the episode is over, or None."""
         turn, text = len(transcript.rewards), transcript.last_text
         seated = plan.start.seat is not None
         with self._in_environment(transcript):
@@ -289,7 +288,7 @@ class AgentLoop:
         return finish
 
     async def _reward_end(self, game: GameAt, transcript: Transcript) -> None:
-        """Add what an episode earns at its end though its game has not ended."""
+        """Add the final reward of an episode whose game has not ended."""
         turn = len(transcript.rewards)
         with self._in_environment(transcript):
             reply = await self._environments.finish(game.host, game.episode, turn)
@@ -298,7 +297,7 @@ class AgentLoop:
 
     @contextmanager
     def _in_environment(self, transcript: Transcript) -> Iterator[None]:
-        """Count the time that an episode waits for its game."""
+        """Measure how long the episode waits for its game."""
         started = time.perf_counter()
         with self._time_use.doing("environment"):
             yield
@@ -307,7 +306,7 @@ class AgentLoop:
     def _finish(
         self, plan: EpisodePlan, transcript: Transcript, reply: StepResult
     ) -> Finish | None:
-        """Say why the episode is over; None: the observation is appended, and a turn follows."""
+        """Return why the episode is over; None: the observation was appended, a turn follows."""
         if isinstance(reply, TimedOut):
             return "timeout"
         if reply.done:
@@ -317,7 +316,7 @@ class AgentLoop:
         return None if self._observe(plan, transcript, reply) else "length"
 
     def _observe(self, plan: EpisodePlan, transcript: Transcript, reply: StepResult) -> bool:
-        """Append the observation; False when it leaves no room for another turn."""
+        """Append the observation; return False if it leaves no room for another turn."""
         last_turn = transcript.token_ids[-1:]
         messages = reply.messages()
         ids = self._chat_of(plan).next_turn(last_turn, messages).tolist()
@@ -345,7 +344,7 @@ class AgentLoop:
         )
 
     def _teaching(self, plan: EpisodePlan, transcript: Transcript, game: GameAt) -> Teaching | None:
-        """Return what a teacher reads in place of the first prompt, where it reads more."""
+        """Return a teacher's first prompt, if it differs from the policy's."""
         if self._prompt_for_teacher is None or plan.start.split != "train" or plan.greedy:
             return None
         started, num = game.started, transcript.num_prompt
@@ -364,7 +363,7 @@ class AgentLoop:
 
 
 class PromptTooLong(errors.TinkermqError, ValueError):
-    """A first prompt over the limit: a mistake in the task, so it is not tried again."""
+    """A first prompt over the limit. The task is at fault, so it is not tried again."""
 
     code = "prompt_too_long"
     status = 400
@@ -373,9 +372,9 @@ class PromptTooLong(errors.TinkermqError, ValueError):
 
 @contextmanager
 def blaming(boundary: errors.Boundary, transcript: Transcript | None = None) -> Iterator[None]:
-    """Blame a boundary for the errors in here, or the one that an error names, by EpisodeFailed.
+    """Raise errors as EpisodeFailed that blames a boundary, or the one that the error names.
 
-    `transcript` says what the failure has cost.
+    `transcript` has the number of wasted tokens.
     """
     try:
         yield
@@ -391,7 +390,7 @@ def blaming(boundary: errors.Boundary, transcript: Transcript | None = None) -> 
 
 
 def _refuse_table(plan: EpisodePlan) -> NoReturn:
-    """There is no first prompt: the role's turn never came, or the episode is no seat at all."""
+    """Raise the error of an episode without a first prompt."""
     if plan.start.seat is not None:
         raise NoTurn(f"the game ended before {plan.start.seat.role!r} had a turn")
     raise errors.ConfigError(
@@ -413,11 +412,11 @@ async def until_played(
     check_engines: Callable[[], None],
     failures: list[EpisodeFailed] | None = None,
 ) -> T:
-    """Play an episode until it succeeds, each time as an episode of its own; return its outcome.
+    """Play an episode until it succeeds, each time under a new id; return its outcome.
 
-    A host that vanished does not count as a try. `failures` gets what the tries ended with. Raises
-    the last of them when there is no other try to be made, and what `check_engines` raises: an
-    engine that has ended is no failure of the episode.
+    A host that vanished does not count as a try. Each failure is added to `failures`. Raises the
+    last one when no try is left, and any error of `check_engines`: an engine that has failed is not
+    the episode's fault.
     """
     failures = [] if failures is None else failures
     while True:

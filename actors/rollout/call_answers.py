@@ -7,11 +7,13 @@ client says that it has asked before, or the earlier answer never arrived: then 
 import asyncio
 import time
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import count
 from typing import Any, Literal, TypeAlias
+
+import numpy as np
 
 from ...broker.client.fair_queue import end_tasks
 from ...broker.client.parts import Tell
@@ -19,25 +21,19 @@ from ...broker.partial_rollouts import Fenced
 from ...envs.agents.episode import ContextTooLong, EpisodeLimit, EpisodeOver
 from ...schemas.agent import CallDelivered, CallPart, CallRequest
 from ...schemas.config.job import JobConfig
+from ...schemas.generation import Decoding, Delta
 from ...schemas.model_apis.canonical import Picture, pictures_of
 from ...schemas.model_apis.request import history_of
-from ...schemas.output_format import MAX_PENALTY, MAX_REPETITION
 from ...schemas.profile import TimeUse
 from ...schemas.wire import errors
-from ..engine.engine import Drawn, Engine, Sampling, nothing
+from ..engine.engine import Drawn, Engine, Generation, Sampling, nothing
 from ..policy.chat import ChatTokenizer
 from ..policy.grammar import OtherCallForm, OutputGrammars, TokenGrammar
-from . import exact_calls
 from .agent_loop import EpisodeSampling
-from .answer import (
-    GrowingAnswer,
-    GrowingChoice,
-    asking_of,
-    begun_names,
-    is_asked_again,
-)
-from .call_tree import CallTree
-from .template_facts import TemplateFacts, facts_of
+from .call_log import CallLog, PastAnswers, choices_of_answers, restore_calls
+from .call_tree import CallPrompt, CallTree, ModelCall
+from .choices import DeltaWriter, GrowingChoice, sampling_of
+from .exact_calls import ExactCalls
 
 # -- limits and sampling ---------------------------------------------------------------------------
 
@@ -45,7 +41,6 @@ LimitHit: TypeAlias = Literal["", "turns", "length"]
 """The calls of an episode were used up, or its tokens or those of the model's context."""
 _IMAGES_SHARE = 0.75
 """Of the message in which a group travels: the rest is for tokens and texts."""
-_LEAST_REPETITION = 0.1
 _NO_MORE = "end the program with what there is"
 
 
@@ -93,15 +88,13 @@ class CallLimits:
             )
         self._images = shown
 
-    def room(
-        self, request: CallRequest, num_prompt: int, num_calls: int, num_generated: int
-    ) -> int:
+    def room(self, decoding: Decoding, num_prompt: int, num_calls: int, num_generated: int) -> int:
         """Return how many tokens each choice of a request may have.
 
         `num_calls` were answered or are being answered, with `num_generated` tokens. Raises
         EpisodeLimit when the calls or the tokens are used up.
         """
-        if num_calls + request.num_choices > self._max_calls:
+        if num_calls + decoding.num_choices > self._max_calls:
             self.hit = "turns"
             raise EpisodeLimit(
                 f"the episode has had {num_calls} calls of the model, agent.max_calls is "
@@ -109,7 +102,7 @@ class CallLimits:
                 hint=_NO_MORE,
             )
         room = min(self._max_turn_tokens, self._max_context - num_prompt)
-        room = min(room, request.max_tokens or room)
+        room = min(room, decoding.max_tokens or room)
         if self._max_tokens is None:
             return room
         if num_generated >= self._max_tokens:
@@ -139,55 +132,17 @@ class CallDrawing:
         self._seed = seed
         self._obeys_program = obeys_program
 
-    def sampling(self, request: CallRequest, room: int, prompt: bytes, number: int) -> Sampling:
+    def sampling(self, decoding: Decoding, room: int, prompt: bytes, number: int) -> Sampling:
         """Return how a sample is drawn: the same for the same prompt (its digest) and number."""
-        drawing = (
-            _requested_sampling(request, self._sampling) if self._obeys_program else self._sampling
-        )
         digest = blake2b(f"{self._seed} {number}".encode() + prompt, digest_size=7).digest()
-        sampling = Sampling(
+        sampling = sampling_of(
+            decoding if self._obeys_program else Decoding(),
+            self._sampling,
             max_new_tokens=room,
-            temperature=drawing.temperature,
-            top_p=drawing.top_p,
-            top_k=drawing.top_k,
             stop_token_ids=self._stop_token_ids,
             seed=int.from_bytes(digest, "little"),
         )
-        if not self._obeys_program:
-            return sampling
-        return replace(
-            sampling,
-            presence_penalty=_penalty(request, "presence_penalty", -MAX_PENALTY, MAX_PENALTY, 0.0),
-            frequency_penalty=_penalty(
-                request, "frequency_penalty", -MAX_PENALTY, MAX_PENALTY, 0.0
-            ),
-            repetition_penalty=_penalty(
-                request, "repetition_penalty", _LEAST_REPETITION, MAX_REPETITION, 1.0
-            ),
-        )
-
-
-def _penalty(request: CallRequest, name: str, least: float, most: float, default: float) -> float:
-    """Return a penalty that a program asks for, within what can be sampled with."""
-    requested = request.sampled.get(name)
-    return (
-        min(max(least, float(requested)), most) if isinstance(requested, int | float) else default
-    )
-
-
-def _requested_sampling(request: CallRequest, drawing: EpisodeSampling) -> EpisodeSampling:
-    """Return the sampling that a program asks for; what it does not say is the job's."""
-    requested = {
-        name: value
-        for name in ("temperature", "top_p", "top_k")
-        if isinstance(value := request.sampled.get(name), int | float)
-    }
-    return replace(
-        drawing,
-        temperature=min(max(0.0, float(requested.get("temperature", drawing.temperature))), 100.0),
-        top_p=min(max(1e-6, float(requested.get("top_p", drawing.top_p))), 1.0),
-        top_k=max(0, int(requested.get("top_k", drawing.top_k))),
-    )
+        return replace(sampling, num_top=decoding.top_logprobs)
 
 
 # -- requests that are asked again -----------------------------------------------------------------
@@ -208,15 +163,15 @@ class KnownAnswers:
         that its successor gives to another one."""
         self._presumed = set[int]()
 
-    def restore(self, answered: Sequence[exact_calls.LoggedAnswer]) -> None:
+    def restore(self) -> None:
         """Take the calls of the tree, which were written down; they count as delivered."""
         for call in self._tree.calls:
             if call.delivered is None:  # or its program's proxy asks for it once more
                 self._presumed.add(call.number)
                 call.delivered = True
-        for numbers in exact_calls.choices_of_answers(answered):
-            first = answered[numbers[0]]
-            self.add(first.request, [first.asked], numbers)
+        for choices in choices_of_answers(self._tree.calls):
+            first = choices[0]
+            self.add(first.request, [first.asked], [call.number for call in choices])
 
     def add(self, request: bytes, askings: Iterable[str], numbers: Sequence[int]) -> None:
         """Take notice of an answer, all of whose choices in the tree `numbers` are.
@@ -251,6 +206,79 @@ class KnownAnswers:
         self._presumed.difference_update(numbers)
 
 
+def asking_of(request: CallRequest) -> str:
+    """Return the id by which a proxy asked for an answer first."""
+    return request.request.partition("-")[0]
+
+
+def is_asked_again(request: CallRequest) -> bool:
+    """Whether a proxy asks for what it lacks of an answer, because its generator has died."""
+    return "-" in request.request
+
+
+def begun_names(request: CallRequest) -> Sequence[str]:
+    """Return the names of the choices of which a program has a part."""
+    return request.begun.names if request.begun is not None else ()
+
+
+@dataclass(eq=False)
+class OpenAnswer:
+    """An answer that is being given: its choices, and who waits for them."""
+
+    digest: bytes
+    """Of the request, by its prompt and limits."""
+    prompts: list[CallPrompt]
+    """Of each choice; they differ in their names."""
+    choices: list[GrowingChoice]
+    generated: dict[int, Generation]
+    """What is recorded of each choice that has ended, by its place."""
+    opening: CallPart
+    """The fields of its first part."""
+    askings: list[str]
+    """Ids by which proxies asked for it; the first began it."""
+    task: "asyncio.Task[list[int]]" = field(init=False)
+    """Generates it and writes it down; its result is the numbers of the calls."""
+    num_listeners: int = 0
+    """Its readers; a program that hangs up may come back for the answer."""
+    on_change: "set[asyncio.Event]" = field(default_factory=set["asyncio.Event"])
+
+    def is_known_to(self, request: CallRequest) -> bool:
+        """Whether who asks has asked for it before, or has a part of it."""
+        names = begun_names(request)
+        named = any(prompt.name in names for prompt in self.prompts)
+        return named or asking_of(request) in self.askings
+
+    def changed(self, *_: object) -> None:
+        """Wake its readers."""
+        for event in self.on_change:
+            event.set()
+
+    async def send_parts(self, request: CallRequest, tell: Tell[CallPart]) -> CallPart:
+        """Send the answer as it grows, after what was sent before; return the last part."""
+        changed = asyncio.Event()
+        self.on_change.add(changed)
+        writer = DeltaWriter(self.choices, request.begun.deltas if request.begun else ())
+        blank = CallPart(delivery=self.opening.delivery)
+        head = self.opening
+
+        async def send(deltas: list[Delta]) -> None:
+            nonlocal head
+            part, head = head.model_copy(update={"deltas": deltas}), blank
+            await tell(part)
+
+        try:
+            if request.stream:
+                await send([])
+                await writer.stream(changed, self.task.done, send, ends=False)
+            calls = await asyncio.shield(self.task)
+            *messages, last = await writer.last_messages()
+            for deltas in messages:
+                await send(deltas)
+            return head.model_copy(update={"deltas": last, "calls": calls})
+        finally:
+            self.on_change.discard(changed)
+
+
 MAX_OPEN = 64
 """Answers of one episode that are under way at the same time."""
 ADOPT_S = 30.0
@@ -268,9 +296,8 @@ class CallAnswers:
         chat: ChatTokenizer,
         config: JobConfig,
         sampling: EpisodeSampling,
-        log: exact_calls.CallLog,
+        log: CallLog,
         time_use: TimeUse,
-        facts: TemplateFacts | None = None,
         message_bytes: int | None = None,
         grammars: OutputGrammars | None = None,
     ) -> None:
@@ -293,7 +320,6 @@ class CallAnswers:
             sampling, chat.stop_token_ids, log.drawing_seed, obeys_program=obeys
         )
         self._keeps_reasoning = config.agent.reasoning == "keep"
-        self._facts = facts or facts_of(chat)
         self._log = log
         self._time_use = time_use
         self._over = ""
@@ -302,18 +328,16 @@ class CallAnswers:
         self._generations = count()
         """Numbers in the engine; a name may be that of two choices, see `KnownAnswers`."""
         self._begin_tree()
-        self._answered = exact_calls.restored(log.segments, self._exact)
-        self._known.restore(self._answered)
-        for call, answered in zip(self.tree.calls, self._answered, strict=True):
-            self._count_sample(answered.prepared)
+        restore_calls(log.segments, self._exact)
+        self._known.restore()
+        for call in self.tree.calls:
+            self._count_sample(call)
             self._limits.show(pictures_of(call.given))
 
     def _begin_tree(self) -> None:
-        self._exact = exact_calls.ExactCalls(
-            self._chat, keeps_reasoning=self._keeps_reasoning, facts=self._facts
-        )
-        self._past = exact_calls.PastAnswers()
-        self._open: list[GrowingAnswer] = []
+        self._exact = ExactCalls(self._chat, keeps_reasoning=self._keeps_reasoning)
+        self._past = PastAnswers()
+        self._open: list[OpenAnswer] = []
         self._known = KnownAnswers(self.tree)
         self._num_drawn: dict[bytes, int] = {}
         """How many samples of a prompt were begun."""
@@ -332,20 +356,24 @@ class CallAnswers:
         """Answer one call; raises EpisodeOver, EpisodeLimit, ContextTooLong, ModelError."""
         self._check_open()
         self.without_effect.update(request.without_effect)
-        prepared = await self._prepare(request)
+        prompt = await self._prepare(request)
         if request.count_only:
-            return self._opening(request, [prepared])
-        limits: list[object] = [request.num_choices, request.max_tokens, request.stop]
-        if request.format is not None:
-            limits.append(request.format)
-            prepared = replace(prepared, grammar=await self._grammar(request, prepared))
-        digest = prepared.digest(*limits)
-        answer = self._earlier(request, prepared, digest) or self._begin(request, prepared, digest)
-        with self._time_use.doing("generate"):
-            on_alone = partial(self._keep_for_a_while, answer)
-            return await answer.send_parts(
-                tell, stream=request.stream, begun=request.begun, on_alone=on_alone
-            )
+            return self._opening(request, [prompt])
+        decoding = request.decoding
+        limits: list[object] = [decoding.num_choices, decoding.max_tokens, decoding.stop]
+        if decoding.format is not None:
+            limits.append(decoding.format)
+            prompt = replace(prompt, grammar=await self._grammar(request, prompt))
+        digest = prompt.request_digest(*limits)
+        answer = self._earlier(request, prompt, digest) or self._begin(request, prompt, digest)
+        answer.num_listeners += 1
+        try:
+            with self._time_use.doing("generate"):
+                return await answer.send_parts(request, tell)
+        finally:
+            answer.num_listeners -= 1
+            if not answer.num_listeners and not answer.task.done():
+                asyncio.get_running_loop().call_later(ADOPT_S, _give_up, answer)
 
     def note_delivered(self, delivered: CallDelivered) -> None:
         """Take notice of whether answers arrived."""
@@ -357,9 +385,9 @@ class CallAnswers:
     async def start_again(self) -> None:
         """Begin anew, for a program that does: what it asks once more is answered as it was."""
         await self._end_open()
-        answered, self._answered = self._answered, []
+        calls = self.tree.calls
         self._begin_tree()
-        self._past = exact_calls.PastAnswers(answered)
+        self._past = PastAnswers(calls)
 
     async def close(self, why: str) -> None:
         """Answer no more calls, for the reason given; those that are under way end."""
@@ -380,7 +408,7 @@ class CallAnswers:
                 hint="wait for one of them",
             )
 
-    async def _prepare(self, request: CallRequest) -> exact_calls.PreparedCall:
+    async def _prepare(self, request: CallRequest) -> CallPrompt:
         """Render what is new, beside the event loop where that is much."""
         history = history_of(request)
         previous = None
@@ -400,56 +428,51 @@ class CallAnswers:
         )
         size = sum(len(part) for message in request.messages for part in message.content)
         async with self._order:
-            prepared = await asyncio.to_thread(prepare) if size > _LARGE_CHARS else prepare()
+            prompt = await asyncio.to_thread(prepare) if size > _LARGE_CHARS else prepare()
         if not request.count_only:
-            self._limits.check_context(prepared.num_prompt)
-            self._limits.show(pictures_of(prepared.attachment.given))
-        return prepared
+            self._limits.check_context(prompt.num_prompt)
+            self._limits.show(pictures_of(prompt.given))
+        return prompt
 
-    async def _grammar(
-        self, request: CallRequest, prepared: exact_calls.PreparedCall
-    ) -> TokenGrammar | None:
+    async def _grammar(self, request: CallRequest, prompt: CallPrompt) -> TokenGrammar | None:
         """Return what holds an answer to its form; raises ConfigError for one that cannot be.
 
         None where the template writes calls in another form: as all that has no effect, that is
         reported and no error, because some programs demand a call each time and do without.
         """
-        assert request.format is not None
-        if prepared.prefill:
+        wanted = request.decoding.format
+        assert wanted is not None
+        if prompt.prefill:
             raise errors.ConfigError(
                 "the program begins the answer itself, and demands a form of it",
                 hint="leave the assistant's message at the end out, or the form",
             )
-        thinking = prepared.thinking
         try:
-            return await self._grammars.of(request.format, request.tools, thinking=thinking)
+            return await self._grammars.of(wanted, request.tools, thinking=bool(prompt.opened))
         except OtherCallForm:
-            demands_json = request.format.json_schema is not None
+            demands_json = wanted.json_schema is not None
             self.without_effect.add("response_format" if demands_json else "tool_choice")
             return None
 
     def _earlier(
-        self, request: CallRequest, prepared: exact_calls.PreparedCall, digest: bytes
-    ) -> GrowingAnswer | None:
+        self, request: CallRequest, prompt: CallPrompt, digest: bytes
+    ) -> OpenAnswer | None:
         """Return the answer that this request has already; None: it is a new sample."""
         if running := self._running(request, digest):
             running.askings.append(asking_of(request))
             return running
         if past := self._past.next_answer(digest):
-            self.num_replayed += sum(len(answer.generated.token_ids) for answer in past)
-            self._count_sample(prepared, len(past))
-            given = [self._exact.under_name(prepared, answer.prepared.name) for answer in past]
-            pairs = zip(past, given, strict=True)
-            asked = asking_of(request)
-            known = [replace(answer, prepared=at, asked=asked) for answer, at in pairs]
-            return self._begin(request, prepared, digest, known)
+            self.num_replayed += sum(call.num_generated for call in past)
+            self._count_sample(prompt, len(past))
+            prompts = [self._exact.under_name(prompt, call.name) for call in past]
+            return self._begin(request, prompt, digest, past, prompts)
         if numbers := self._known.find(request, digest):
             self._known.note_repeated(numbers)
-            known = [self._answered[number] for number in numbers]
-            return self._begin(request, prepared, digest, known, numbers)
+            known = [self.tree.calls[number] for number in numbers]
+            return self._begin(request, prompt, digest, known, known)
         return None
 
-    def _running(self, request: CallRequest, digest: bytes) -> GrowingAnswer | None:
+    def _running(self, request: CallRequest, digest: bytes) -> OpenAnswer | None:
         """Return the answer under way that this request asks for; None: there is none."""
         for answer in list(self._open):
             if answer.task.done():  # what is called then has yet to be
@@ -461,101 +484,114 @@ class CallAnswers:
             asked = left or (alike if request.is_retry else [])
         return asked[-1] if asked else None
 
-    def _opening(
-        self, request: CallRequest, prepared: Sequence[exact_calls.PreparedCall]
-    ) -> CallPart:
-        first = prepared[0]
-        parent = first.attachment.parent
+    def _opening(self, request: CallRequest, prompts: Sequence[CallPrompt]) -> CallPart:
+        first = prompts[0]
         return CallPart(
             delivery=self._log.delivery,
-            names=[call.name for call in prepared],
-            has_tools=first.has_tools,
-            is_thinking=first.thinking,
-            num_prompt=first.num_prompt,
-            prompt_ids=first.prompt_ids.tolist() if request.token_ids else [],
+            names=[prompt.name for prompt in prompts],
+            opened=first.opened,
+            prompt_tokens=first.num_prompt,
+            prompt_token_ids=[first.prompt_ids.tolist()] if request.token_ids else [],
             num_reused=first.num_prompt - len(first.given_ids),
-            parent=None if parent is None else parent.number,
-            branch=first.attachment.branch,
+            parent=None if first.parent is None else first.parent.number,
+            branch=first.branch,
         )
 
     def _begin(
         self,
         request: CallRequest,
-        prepared: exact_calls.PreparedCall,
+        prompt: CallPrompt,
         digest: bytes,
-        known: Sequence[exact_calls.LoggedAnswer] = (),
-        numbers: Sequence[int] = (),
-    ) -> GrowingAnswer:
+        known: Sequence[ModelCall] = (),
+        prompts: Sequence[CallPrompt] = (),
+    ) -> OpenAnswer:
         """Begin an answer: the first choices are `known`, the others are generated.
 
-        Some are known where a generator died between two of them; `numbers` are of those that are
-        in the tree. Raises EpisodeLimit where one would be generated and must not be.
+        Some are known where a generator died between two of them. `prompts` are those of the known
+        ones: calls of the tree, or the same requests of a program that has started again. Raises
+        EpisodeLimit where a choice would be generated and must not be.
         """
-        choices = [GrowingChoice.from_log(logged, self._chat) for logged in known]
-        if numbers:  # what was asked then, so that all choices are answers to one request
-            prepared = replace(prepared, attachment=known[0].prepared.attachment)
-        more = range(len(known), request.num_choices)
-        requested = [self._exact.another(prepared) if number else prepared for number in more]
+        decoding, asking = request.decoding, asking_of(request)
+        in_tree = [call.number for call in prompts if isinstance(call, ModelCall)]
+        if in_tree:  # what was asked then, so that all choices are answers to one request
+            prompt = _as_asked_then(prompt, known[0])
+        more = range(len(known), decoding.num_choices)
         names = begun_names(request)
-        choices += [
+        new_prompts = [self._exact.another(prompt) if number else prompt for number in more]
+        all_prompts = [
+            *prompts,
+            *(
+                self._exact.under_name(new, names[number]) if number < len(names) else new
+                for new, number in zip(new_prompts, more, strict=True)
+            ),
+        ]
+        choices = [
             GrowingChoice(
-                self._exact.under_name(call, names[number]) if number < len(names) else call,
+                number,
                 self._chat,
-                request.stop,
+                decoding,
                 request.tools,
                 by_token=request.stream,
-                tells_tokens=request.top_logprobs is not None,
+                tells_tokens=request.logprobs,
+                tells_policy=True,
             )
-            for call, number in zip(requested, more, strict=True)
+            for number in range(len(all_prompts))
         ]
-        opening = self._opening(request, [choice.prepared for choice in choices])
-        asking = asking_of(request)
-        askings = [known[0].asked if known else asking, asking]
-        answer = GrowingAnswer(digest, opening, choices, askings)
-        samplings: list[Sampling] = []
-        if more:
-            num_calls = len(self.tree.calls) - len(numbers)
-            num_calls += sum(len(open_answer.choices) for open_answer in self._open)
-            num_tokens = sum(len(call.generated.token_ids) for call in self.tree.calls)
-            room = self._limits.room(request, prepared.num_prompt, num_calls, num_tokens)
-            prompt, drawn = self._count_sample(prepared, len(more))
-            at_once = range(drawn, drawn + len(more))
-            samplings = [
-                replace(
-                    self._drawing.sampling(request, room, prompt, number),
-                    grammar=prepared.grammar,
-                    num_top=request.top_logprobs or 0,
-                )
-                for number in at_once
-            ]
-        for choice in choices[: len(known)]:
-            choice.tells_tokens = request.top_logprobs is not None
+        for choice, call in zip(choices, known, strict=False):
+            choice.restore(call.generated, call.text)
+        answer = OpenAnswer(
+            digest,
+            all_prompts,
+            choices,
+            {number: call.generated for number, call in enumerate(known)},
+            self._opening(request, all_prompts),
+            [known[0].asked if in_tree else asking, asking],
+        )
+        samplings = self._samplings(decoding, prompt, len(more), len(in_tree)) if more else []
         for begun in request.begun.deltas if request.begun is not None else ():
             if begun.choice in more:
                 for token in zip(begun.token_ids, begun.logprobs, begun.versions, strict=True):
                     choices[begun.choice].add(Drawn(*token))
-        if len(numbers) == len(choices):
-            answer.task = asyncio.create_task(_there(list(numbers)))
-            self._known.add(digest, answer.askings, numbers)
+        if len(in_tree) == len(choices):
+            self._known.add(digest, answer.askings, in_tree)
+            answer.task = asyncio.create_task(_there(in_tree))
+            answer.task.add_done_callback(answer.changed)
             return answer
-        return self._started(answer, self._generate_all(answer, samplings, numbers))
+        return self._started(answer, self._generate_all(answer, samplings, in_tree))
 
-    def _count_sample(self, prepared: exact_calls.PreparedCall, num: int = 1) -> tuple[bytes, int]:
+    def _samplings(
+        self, decoding: Decoding, prompt: CallPrompt, num: int, num_in_tree: int
+    ) -> list[Sampling]:
+        """Return how `num` new choices of a request are drawn; `num_in_tree` others are known.
+
+        Raises EpisodeLimit when the episode's calls or tokens are used up.
+        """
+        num_calls = len(self.tree.calls) - num_in_tree
+        num_calls += sum(len(answer.choices) for answer in self._open)
+        num_tokens = sum(call.num_generated for call in self.tree.calls)
+        room = self._limits.room(decoding, prompt.num_prompt, num_calls, num_tokens)
+        digest, num_drawn = self._count_sample(prompt, num)
+        samplings = [
+            self._drawing.sampling(decoding, room, digest, number)
+            for number in range(num_drawn, num_drawn + num)
+        ]
+        return [replace(sampling, grammar=prompt.grammar) for sampling in samplings]
+
+    def _count_sample(self, prompt: CallPrompt, num: int = 1) -> tuple[bytes, int]:
         """Return the digest of a prompt, and how many samples of it were begun before these."""
-        prompt = prepared.digest()
-        drawn = self._num_drawn.get(prompt, 0)
-        self._num_drawn[prompt] = drawn + num
-        return prompt, drawn
+        digest = prompt.request_digest()
+        drawn = self._num_drawn.get(digest, 0)
+        self._num_drawn[digest] = drawn + num
+        return digest, drawn
 
-    def _started(
-        self, answer: GrowingAnswer, work: "Coroutine[Any, Any, list[int]]"
-    ) -> GrowingAnswer:
+    def _started(self, answer: OpenAnswer, work: "Coroutine[Any, Any, list[int]]") -> OpenAnswer:
         answer.task = asyncio.create_task(work, name=f"answer of {self._episode}")
         self._open.append(answer)
         answer.task.add_done_callback(partial(self._ended, answer))
+        answer.task.add_done_callback(answer.changed)
         return answer
 
-    def _ended(self, answer: GrowingAnswer, task: "asyncio.Task[list[int]]") -> None:
+    def _ended(self, answer: OpenAnswer, task: "asyncio.Task[list[int]]") -> None:
         if answer not in self._open:
             return  # it is known already
         self._open.remove(answer)
@@ -569,7 +605,7 @@ class CallAnswers:
 
     async def _generate_all(
         self,
-        answer: GrowingAnswer,
+        answer: OpenAnswer,
         samplings: Sequence[Sampling],
         numbers: Sequence[int],
     ) -> list[int]:
@@ -577,81 +613,104 @@ class CallAnswers:
 
         `numbers` are of the first ones, which are written down.
         """
-        more = answer.choices[len(answer.choices) - len(samplings) :]
+        first = len(answer.choices) - len(samplings)
         started = time.perf_counter()
         try:
             async with asyncio.TaskGroup() as group:
-                for choice, sampling in zip(more, samplings, strict=True):
-                    group.create_task(self._generate(answer, choice, sampling))
+                for number, sampling in enumerate(samplings, first):
+                    group.create_task(self._generate(answer, number, sampling))
         except BaseExceptionGroup as raised:
             raise errors.root_cause(raised) from raised
         finally:
             self.generate_s += time.perf_counter() - started
-        calls = [*numbers, *await self._commit(answer.choices[len(numbers) :])]
+        calls = [*numbers, *await self._commit(answer, len(numbers))]
         if not answer.num_listeners:
             self.note_delivered(CallDelivered(calls=calls, whole=False))
         return calls
 
-    async def _generate(
-        self, answer: GrowingAnswer, choice: GrowingChoice, sampling: Sampling
-    ) -> None:
-        begun = list(choice.drawn)
-        prepared = choice.prepared
-        name = f"{self._episode}.{next(self._generations)}"
-        ended = bool(begun) and begun[-1].token_id in sampling.stop_token_ids
+    async def _generate(self, answer: OpenAnswer, number: int, sampling: Sampling) -> None:
+        prompt, choice = answer.prompts[number], answer.choices[number]
+        begun = [drawn.token_id for drawn in choice.drawn]
+        ended = bool(begun) and begun[-1] in sampling.stop_token_ids
         generation = replace(nothing(), finish_reason="stop" if ended else "length")
         if not ended and not choice.stopped and len(begun) < sampling.max_new_tokens:
-
-            def note(drawn: Drawn) -> None:
-                choice.add(drawn)
-                answer.changed()
-                if choice.stopped:
-                    self._engine.cancel(name)
-
-            generation = await self._engine.generate(
-                prepared.ids_with([token.token_id for token in begun]),
-                replace(
-                    sampling,
-                    max_new_tokens=sampling.max_new_tokens - len(begun),
-                    num_drawn=len(begun),
-                ),
+            name = f"{self._episode}.{next(self._generations)}"
+            room = sampling.max_new_tokens - len(begun)
+            draw = partial(
+                self._engine.generate,
+                prompt.ids_with(begun),
+                replace(sampling, max_new_tokens=room, num_drawn=len(begun)),
                 request_id=name,
-                conversation=self._conversation(prepared),
-                on_token=note,
-                images=prepared.images,
+                conversation=self._conversation(prompt),
+                images=prompt.images,
             )
+            cancel = partial(self._engine.cancel, name)
+            generation = await choice.generate(draw, cancel, answer.changed)
             if generation.finish_reason == "cancelled" and not choice.stopped:
                 raise errors.EngineError(f"the engine ended request {name} without an answer")
-        choice.end(generation, answer.digest, answer.askings[0])
+        choice.end(generation.finish_reason, lambda: prompt.prompt_ids.tolist())
+        answer.generated[number] = _recorded(choice, generation)
         answer.changed()
 
-    def _conversation(self, prepared: exact_calls.PreparedCall) -> str:
+    def _conversation(self, prompt: CallPrompt) -> str:
         """Return under which name the cache of a call is kept: that of its root."""
-        parent = prepared.attachment.parent
-        name = f"{self._episode}.{(parent.root if parent else prepared).name}"
+        name = f"{self._episode}.{(prompt.parent.root if prompt.parent else prompt).name}"
         self._conversations.add(name)
         return name
 
-    async def _commit(self, choices: Sequence[GrowingChoice]) -> list[int]:
-        """Write an answer down; only then may its program see the end of it."""
+    async def _commit(self, answer: OpenAnswer, start: int) -> list[int]:
+        """Write the choices from `start` on down; only then may the program see the end."""
         numbers: list[int] = []
         async with self._order:
-            for choice in choices:
-                answered = choice.answered
-                assert answered is not None
-                await self._log.append(answered)
-                call = self._exact.finish(answered.prepared, answered.generated, answered.text)
-                self._answered.append(answered)
+            for number in range(start, len(answer.choices)):
+                call = self._exact.answered(
+                    answer.prompts[number],
+                    answer.generated[number],
+                    answer.choices[number].own_text,
+                    request=answer.digest,
+                    asked=answer.askings[0],
+                )
+                await self._log.append(call)
+                self.tree.add(call)
                 numbers.append(call.number)
         return numbers
 
-    def _keep_for_a_while(self, answer: GrowingAnswer) -> None:
-        """Let an answer whose program has hung up go on, in case that it asks again."""
-        if not answer.task.done():
-            asyncio.get_running_loop().call_later(ADOPT_S, _give_up, answer)
+
+def _as_asked_then(prompt: CallPrompt, call: ModelCall) -> CallPrompt:
+    """Return a request at the place in the tree where an earlier answer to it stands."""
+    return replace(
+        prompt,
+        parent=call.parent,
+        given=call.given,
+        branch=call.branch,
+        num_seen=call.num_seen,
+        follows=call.follows,
+    )
 
 
-def _give_up(answer: GrowingAnswer) -> None:
+def _recorded(choice: GrowingChoice, generation: Generation) -> Generation:
+    """Return what is recorded of a choice: tokens that reach into a stop text are not.
+
+    What a grammar took out of the choice of each token is 0 where another generator drew it,
+    before those of `generation`.
+    """
+    num, drawn = choice.num_whole_tokens(), choice.drawn
+    masked = generation.masked
+    if masked is not None:
+        known = masked[: len(drawn)]
+        before = np.zeros(len(drawn) - len(known), np.float32)
+        masked = np.concatenate([before, known])[:num]
+    return Generation(
+        np.array([token.token_id for token in drawn[:num]], np.int32),
+        np.array([token.logprob for token in drawn[:num]], np.float32),
+        np.array([token.version for token in drawn[:num]], np.int32),
+        "length" if choice.finish == "length" else "stop",
+        masked=masked,
+    )
+
+
+def _give_up(answer: OpenAnswer) -> None:
+    """End an answer whose program has hung up and did not ask again."""
     if not answer.num_listeners:
         answer.task.cancel()
 

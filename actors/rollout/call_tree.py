@@ -1,18 +1,18 @@
-"""The tree of a program's model calls, and the rows that are trained of it.
+"""The tree of a program's model calls, and the training rows that are made of it.
 
-A call continues another where its history begins with everything that the other was given and
-answered, as `CanonicalMessage.key` compares it, under the same tools. Whatever differs begins a
-branch at the last call before the difference, or a root of its own. No history is refused. For each
-generated token the engine's context was `path_ids` up to it, id for id: a call is given the tokens
-of its path and those that stand for what is new.
+A call continues another one if its history begins with all messages and the answer of that call,
+compared by `CanonicalMessage.key`, with the same tools. A history that differs begins a branch at
+the last call before the difference, or a new root. No history is refused. For each generated token
+the engine's context was exactly `path_ids` up to that token: a prompt consists of the tokens of its
+path and those of the new messages.
 
-Rows contain each token that could matter exactly once. Which calls are trained, `agent.train` says
-(`envs/agents/call_selection.py`): by default all whose answer arrived. They share the episode's
-reward, and each weighs by its tokens within the episode.
+Each trained token is in exactly one row. `agent.train` selects the trained calls
+(`envs/agents/call_selection.py`), by default all whose answer arrived. They share the episode's
+reward, and each is weighted by its tokens within the episode.
 
-For credit, a call leads to the one that continues it; where several do, to the one from which the
-end of the main conversation is reached; where none does, to the first that was given its answer to
-read. So each call has at most one that follows, and what later ones earned reaches it on one way.
+For credit assignment each call has at most one next call: the one that continues it; of several,
+the one that leads to the end of the main conversation; without any, the first call whose prompt
+contained its answer. So later rewards reach a call on one path only.
 """
 
 from collections import defaultdict
@@ -20,13 +20,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import isfinite
-from typing import Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...envs.agents.call_selection import (
-    NO_TOOLS,
     Readers,
     WhyNot,
     main_root,
@@ -34,60 +33,114 @@ from ...envs.agents.call_selection import (
     why_untrained,
 )
 from ...schemas.agent import CallPlaces, RewardedBranch
-from ...schemas.model_apis.canonical import CanonicalMessage, quotes
+from ...schemas.model_apis.canonical import CanonicalMessage, ReplyReader, pictures_of, quotes
 from ...schemas.wire.array import FloatVector, IntVector
 from ..engine.engine import Generation
+
+if TYPE_CHECKING:
+    from ..policy.grammar import TokenGrammar
 
 Branch: TypeAlias = Literal[
     "", "sample", "edited", "template", "system", "tools", "compacted", "apart"
 ]
-"""Why a call is not the only continuation of another: its request was made before (`sample`), the
-history is another (`edited`), or it is a root: because the template writes the history anew
-(`template`), with another system message or other tools, with an earlier answer in a new history
-(`compacted`), with nothing in common (`apart`)."""
+"""Why a call is not the only continuation of another one: the same request was made before
+(`sample`), the history differs (`edited`), or it is a root. It is a root because the template
+renders the history differently (`template`), the system message or the tools differ, a new history
+quotes an earlier answer (`compacted`), or nothing is in common (`apart`)."""
 
 
 def new_path_digest() -> blake2b:
-    """Return what digests the ids of a path from its beginning."""
+    """Return the digest of an empty path."""
     return blake2b(digest_size=16)
 
 
-@dataclass(eq=False, slots=True)
-class ModelCall:
-    """One call of the model that was answered."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class CallPrompt:
+    """A request of a program: where it stands in the tree of calls, and its prompt."""
 
-    number: int
-    """Its place among the calls of the episode, in the order in which they ended."""
     parent: "ModelCall | None"
-    context: bytes
-    """Digest of the tools and of what else shapes the prompt."""
+    """The call whose tokens it continues."""
     given: tuple[CanonicalMessage, ...]
-    """The messages since its parent's answer."""
-    given_ids: IntVector
-    """int32[G]: what stands for them, from the end of the parent's turn to the generation
-    prompt."""
-    generated: Generation
-    """N tokens as the engine drew them."""
-    reply: CanonicalMessage
-    """The answer that the program got, made from the tokens."""
-    num_seen: int
-    """Calls that had ended when it was asked for."""
-    name: str = ""
-    """With what the ids of its tool calls begin."""
+    """The messages since its parent's answer; the whole history where there is none."""
+    context: bytes
+    """Digest of the tools."""
     branch: Branch = ""
+    num_seen: int = 0
+    """Calls that had ended when it was requested."""
     follows: "ModelCall | None" = None
     """Of a root: the call that its history continues, though not its tokens."""
+    given_ids: IntVector = field(default_factory=lambda: np.empty(0, np.int32))
+    """int32[G]: tokens of the new messages, from the end of the parent's turn to the generation
+    prompt."""
+    name: str = ""
+    """Prefix of the answer's tool call ids."""
+    has_tools: bool = False
+    opened: str = ""
+    """The mark with which the prompt opens the reasoning that `ReplyReader` reads."""
+    prefill: str = ""
+    """Beginning of the answer, written by the program."""
+    grammar: "TokenGrammar | None" = None
+    """Constraint on the answer's tokens; None: none."""
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.given_ids) + (0 if self.parent is None else self.parent.num_tokens)
+
+    @property
+    def prompt_ids(self) -> IntVector:
+        """int32[P]: the tokens of the path and of the new messages, concatenated at each access."""
+        return self.ids_with(())
+
+    def ids_with(self, begun: Sequence[int]) -> IntVector:
+        """Return int32: the prompt, followed by the first tokens of its answer."""
+        new = [self.given_ids, *([np.array(begun, np.int32)] if begun else [])]
+        return np.concatenate(new) if self.parent is None else self.parent.path_ids_with(new)
+
+    def request_digest(self, *limits: object) -> bytes:
+        """Return 16 bytes that identify a request by its prompt's ids and its limits."""
+        digesting = digest_behind(self.parent, self.given_ids)
+        digesting.update(repr(limits).encode())
+        return digesting.digest()
+
+    @property
+    def images(self) -> tuple[bytes, ...]:
+        """The encoded images of the prompt, in order."""
+        before = [] if self.parent is None else self.parent.path_messages
+        return tuple(picture.encoded for picture in pictures_of((*before, *self.given)))
+
+    def reader(self) -> ReplyReader:
+        """Return a reader of the answer."""
+        return ReplyReader(self.name, calls=self.has_tools, thinking=bool(self.opened))
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class ModelCall(CallPrompt):
+    """One call of the model that was answered."""
+
+    generated: Generation
+    """N tokens as the engine drew them."""
+    text: str | None = None
+    """The text that was sent, if it is not that of the tokens."""
+    request: bytes = b""
+    """Digest of the request."""
+    asked: str = ""
+    """Id by which the program's proxy first asked for it, the same for all choices of an answer."""
+    reply: CanonicalMessage
+    """The answer as a message, as the program got it."""
+    number: int = -1
+    """Index among the episode's calls, in the order in which they ended; -1: not in the tree."""
     delivered: bool | None = None
     """Whether the program has the answer, by its proxy or a later call; None: unknown."""
     children: "list[ModelCall]" = field(default_factory=list["ModelCall"])
     prefix: bytes = b""
-    """Digest of the context and of all messages to the answer: where a history may attach."""
+    """Digest of the context and all messages including the answer, by which histories attach."""
     digest: bytes = b""
-    """Digest of all tokens to its last: the same however calls of one episode interleave."""
+    """Digest of all tokens of its path; independent of the order of concurrent calls."""
     num_tokens: int = 0
     """Tokens of its path, its own included."""
     digesting: blake2b = field(default_factory=new_path_digest)
-    """What goes on digesting behind the ids of its path."""
+    """Digest of the ids of its path, to be continued."""
 
     @property
     def path(self) -> "list[ModelCall]":
@@ -113,11 +166,6 @@ class ModelCall:
         return call
 
     @property
-    def has_tools(self) -> bool:
-        """Whether it may call tools."""
-        return self.context != NO_TOOLS
-
-    @property
     def num_generated(self) -> int:
         """Tokens of its answer."""
         return len(self.generated.token_ids)
@@ -134,22 +182,8 @@ class ModelCall:
 
     @property
     def path_messages(self) -> list[CanonicalMessage]:
-        """What a program that has its answer sends as the history."""
+        """The history that a program with its answer sends."""
         return [message for call in self.path for message in (*call.given, call.reply)]
-
-
-@dataclass(frozen=True, slots=True)
-class Attachment:
-    """Where a request stands in the tree."""
-
-    parent: ModelCall | None
-    given: tuple[CanonicalMessage, ...]
-    """What is new behind the parent; the whole history where there is none."""
-    context: bytes
-    branch: Branch
-    num_seen: int
-    follows: ModelCall | None = None
-    """The call whose history it continues, where that is rendered anew."""
 
 
 class CallTree:
@@ -166,75 +200,61 @@ class CallTree:
         """The calls that continue no other."""
         return [call for call in self.calls if call.parent is None]
 
-    def attach(self, history: Sequence[CanonicalMessage], context: bytes) -> Attachment:
-        """Find the call that a request continues: the deepest whose messages begin its history."""
+    def attach(self, history: Sequence[CanonicalMessage], context: bytes) -> CallPrompt:
+        """Find the deepest call whose messages are a prefix of the history."""
         digests = list(prefixes(context, history))
         for length in range(len(history), 0, -1):
             known = self._by_prefix.get(digests[length - 1], ())
             fitting = [call for call in known if _agree(call.path_messages, history)]
             if fitting:
                 parent = max(fitting, key=lambda call: _likelihood(call, history))
-                return self._attachment(parent, history[length:], context)
-        return self._attachment(None, history, context)
+                return self._prompt(parent, history[length:], context)
+        return self._prompt(None, history, context)
 
     def detached(
         self, history: Sequence[CanonicalMessage], context: bytes, follows: ModelCall
-    ) -> Attachment:
-        """Return a root for a request that continues a call, but not its tokens."""
-        return Attachment(None, tuple(history), context, "template", len(self.calls), follows)
+    ) -> CallPrompt:
+        """Return a root for a request that continues the messages of a call, not its tokens."""
+        return CallPrompt(
+            parent=None,
+            given=tuple(history),
+            context=context,
+            branch="template",
+            num_seen=len(self.calls),
+            follows=follows,
+        )
 
-    def commit(
-        self,
-        attachment: Attachment,
-        given_ids: IntVector,
-        generated: Generation,
-        reply: CanonicalMessage,
-        name: str = "",
-    ) -> ModelCall:
-        """Add an answered call. That it was asked shows that its parent's answer had arrived."""
-        parent = attachment.parent
-        known = parent or attachment.follows
+    def add(self, call: ModelCall) -> None:
+        """Add an answered call. The request shows that its parent's answer had arrived."""
+        parent = call.parent
+        known = parent or call.follows
         if known is not None:
-            for call in known.path:
-                call.delivered = True
-        before = parent.digest if parent is not None else attachment.context
-        tokens = given_ids.tobytes() + b"|" + generated.token_ids.tobytes()
-        *_, prefix = prefixes(
-            parent.prefix if parent is not None else attachment.context,
-            (*attachment.given, reply),
-        )
-        digesting = digest_behind(parent, given_ids)
-        digesting.update(generated.token_ids.tobytes())
-        call = ModelCall(
-            number=len(self.calls),
-            parent=parent,
-            context=attachment.context,
-            given=attachment.given,
-            given_ids=given_ids,
-            generated=generated,
-            reply=reply,
-            num_seen=attachment.num_seen,
-            name=name,
-            branch=attachment.branch,
-            follows=attachment.follows,
-            prefix=prefix,
-            digest=_digest(before, tokens),
-            num_tokens=(parent.num_tokens if parent is not None else 0)
-            + len(given_ids)
-            + len(generated.token_ids),
-            digesting=digesting,
-        )
+            for earlier in known.path:
+                earlier.delivered = True
+        call.number = len(self.calls)
+        before = parent.digest if parent is not None else call.context
+        tokens = call.given_ids.tobytes() + b"|" + call.generated.token_ids.tobytes()
+        call.digest = _digest(before, tokens)
+        start = parent.prefix if parent is not None else call.context
+        *_, call.prefix = prefixes(start, (*call.given, call.reply))
+        call.num_tokens = call.num_prompt + len(call.generated.token_ids)
+        call.digesting = digest_behind(parent, call.given_ids)
+        call.digesting.update(call.generated.token_ids.tobytes())
         self.calls.append(call)
-        self._by_prefix[prefix].append(call)
+        self._by_prefix[call.prefix].append(call)
         if parent is not None:
             parent.children.append(call)
-        return call
 
-    def _attachment(
+    def _prompt(
         self, parent: ModelCall | None, given: Sequence[CanonicalMessage], context: bytes
-    ) -> Attachment:
-        branch = self._branch(parent, given, context)
-        return Attachment(parent, tuple(given), context, branch, len(self.calls))
+    ) -> CallPrompt:
+        return CallPrompt(
+            parent=parent,
+            given=tuple(given),
+            context=context,
+            branch=self._branch(parent, given, context),
+            num_seen=len(self.calls),
+        )
 
     def _branch(
         self, parent: ModelCall | None, given: Sequence[CanonicalMessage], context: bytes
@@ -254,14 +274,14 @@ class CallTree:
 
 
 def digest_behind(parent: ModelCall | None, given_ids: IntVector) -> blake2b:
-    """Return what goes on digesting behind the ids of a path and those that are new."""
+    """Return the digest of the ids of a path and of new ones, to be continued."""
     digesting = new_path_digest() if parent is None else parent.digesting.copy()
     digesting.update(given_ids.tobytes())
     return digesting
 
 
 def prefixes(start: bytes, messages: Iterable[CanonicalMessage]) -> Iterator[bytes]:
-    """Yield the digest of each beginning of a history: that of a call is its `prefix`."""
+    """Yield the digest of each prefix of a history; that of a call is its `prefix`."""
     digest = start
     for message in messages:
         digest = _digest(digest, message.key)
@@ -277,7 +297,7 @@ def _agree(path: Sequence[CanonicalMessage], history: Sequence[CanonicalMessage]
 
 
 def _likelihood(call: ModelCall, history: Sequence[CanonicalMessage]) -> tuple[int, bool, int]:
-    """Tell equal paths apart: by the ids that the program echoes, then by what it has, then age."""
+    """Rank equal paths: by the ids that the program echoes, then by delivery, then by age."""
     pairs = zip(call.path_messages, history, strict=False)
     echoed = sum(
         mine.id == theirs.id
@@ -298,14 +318,14 @@ Kind: TypeAlias = Literal["main", "compacted", "sub-agent", "edited", "sample"]
 
 @dataclass(frozen=True, slots=True)
 class CallRow:
-    """One row of a batch: the path to one call, T tokens, with K calls that are trained in it."""
+    """One training row: the path to one call, T tokens, with K trained calls."""
 
     token_ids: IntVector
     """int32[T]."""
     mask: NDArray[np.uint8]
     """uint8[T]: 1 at the tokens of the trained calls."""
     logprobs: FloatVector
-    """float32[T]: of the trained tokens as they were drawn, 0 elsewhere."""
+    """float32[T]: behaviour log-prob of each trained token, 0 elsewhere."""
     versions: IntVector
     """int32[T]: policy version of each trained token, -1 elsewhere."""
     turn_ends: IntVector
@@ -317,14 +337,14 @@ class CallRow:
 
 @dataclass(frozen=True, slots=True)
 class TreeRows:
-    """The rows of an episode, and what is in none."""
+    """The rows of an episode, and the calls that are in none."""
 
     rows: tuple[CallRow, ...]
-    """The main row first; each trained token in one of them."""
+    """The main row first; each trained token is in one of them."""
     why_not: Mapping[int, WhyNot]
     """Why calls are not trained, by their numbers."""
     num_cut: int
-    """Generated tokens that stand behind the limit of a row."""
+    """Generated tokens beyond the length limit of a row."""
 
     @property
     def untrained(self) -> tuple[int, ...]:
@@ -335,10 +355,10 @@ class TreeRows:
 def rows_of(
     tree: CallTree, max_tokens: int, which: str = "all", left_out: Collection[int] = ()
 ) -> TreeRows:
-    """Return the rows of an episode, none longer than `max_tokens`: a row ends at a call's end.
+    """Return the rows of an episode, each of up to `max_tokens` and ending with a call.
 
-    `which` is a value of `agent.train` and says which calls are trained; those whose numbers are in
-    `left_out` are in no case.
+    `which` is a value of `agent.train` and selects the trained calls; those whose numbers are in
+    `left_out` are not trained.
     """
     main = main_root(tree.calls)
     why_not = why_untrained(tree.calls, which, left_out)
@@ -347,10 +367,10 @@ def rows_of(
     rows: list[CallRow] = []
     for leaf in _leaves(trained, main):
         path = [call for call in leaf.path if call.num_tokens <= max_tokens]
-        taken = [call for call in path if call in waiting]
-        if taken:
-            waiting.difference_update(taken)
-            rows.append(_row(path[: path.index(taken[-1]) + 1], taken, _kind(leaf, main)))
+        in_row = [call for call in path if call in waiting]
+        if in_row:
+            waiting.difference_update(in_row)
+            rows.append(_row(path[: path.index(in_row[-1]) + 1], in_row, _kind(leaf, main)))
     return TreeRows(
         rows=tuple(rows),
         why_not={call.number: why for call, why in why_not.items() if why},
@@ -364,7 +384,7 @@ def trained_calls(tree: CallTree, which: str = "all") -> set[ModelCall]:
 
 
 def _leaves(trained: Collection[ModelCall], main: ModelCall | None) -> list[ModelCall]:
-    """Return the trained calls that no trained call continues: main first, then the longest."""
+    """Return the trained calls without a trained continuation: main ones first, then by length."""
     inner = {call.parent for leaf in trained for call in leaf.path}
     leaves = [call for call in trained if call not in inner]
     return sorted(leaves, key=lambda leaf: (leaf.origin is not main, -leaf.num_tokens, leaf.digest))
@@ -377,13 +397,12 @@ def _kind(leaf: ModelCall, main: ModelCall | None) -> Kind:
     return "sample" if "sample" in branches else "edited" if "edited" in branches else "main"
 
 
-def _row(path: Sequence[ModelCall], taken: Iterable[ModelCall], kind: Kind) -> CallRow:
+def _row(path: Sequence[ModelCall], trained: Sequence[ModelCall], kind: Kind) -> CallRow:
     ids = path[-1].path_ids
     mask = np.zeros(len(ids), np.uint8)
     logprobs = np.zeros(len(ids), np.float32)
     versions = np.full(len(ids), -1, np.int32)
-    taken = list(taken)
-    for call in taken:
+    for call in trained:
         own = slice(call.num_tokens - len(call.generated.token_ids), call.num_tokens)
         mask[own] = 1
         logprobs[own] = call.generated.logprobs
@@ -393,8 +412,8 @@ def _row(path: Sequence[ModelCall], taken: Iterable[ModelCall], kind: Kind) -> C
         mask=mask,
         logprobs=logprobs,
         versions=versions,
-        turn_ends=np.array([call.num_tokens - 1 for call in taken], np.int32),
-        calls=tuple(call.number for call in taken),
+        turn_ends=np.array([call.num_tokens - 1 for call in trained], np.int32),
+        calls=tuple(call.number for call in trained),
         kind=kind,
     )
 
@@ -404,7 +423,7 @@ def _row(path: Sequence[ModelCall], taken: Iterable[ModelCall], kind: Kind) -> C
 
 @dataclass(frozen=True, slots=True)
 class PostedRewards:
-    """What was posted for parts of an episode, and the names of its branches; by call numbers."""
+    """Posted rewards of calls and branches, and names of branches, by call numbers."""
 
     calls: Mapping[int, float]
     branches: Mapping[int, float]
@@ -412,7 +431,7 @@ class PostedRewards:
 
     @classmethod
     def of(cls, info: Mapping[str, Any], tree: CallTree) -> "PostedRewards":
-        """Read what the environment reports; leave out what names no call of the episode."""
+        """Read an environment's `info`; skip entries that name no call of the episode."""
         calls, branches, names = (
             {
                 number: entry[str(number)]
@@ -425,7 +444,7 @@ class PostedRewards:
 
 
 def _named_fields(info: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], Any]]:
-    """Return the three maps of an environment's `info`: others than ours may write there."""
+    """Return three maps of an environment's `info`, whose content is untrusted."""
     kinds = {"call_rewards": int | float, "branch_rewards": int | float, "branch_names": str}
     fields = [(info.get(name), kind) for name, kind in kinds.items()]
     return [
@@ -439,10 +458,10 @@ def _finite(rewards: Mapping[int, Any]) -> dict[int, float]:
 
 
 class EpisodeCredit:
-    """Finds the places of the rows of one ended episode."""
+    """Finds the positions of an ended episode's rows among its calls."""
 
     def __init__(self, tree: CallTree, tree_rows: TreeRows, posted: PostedRewards) -> None:
-        """Take what was posted for the episode of a tree, and the rows of the tree."""
+        """Prepare for the rows of a tree and the rewards posted for its episode."""
         self._tree = tree
         self._main = main_root(tree.calls)
         self._posted = posted
@@ -451,18 +470,18 @@ class EpisodeCredit:
             tree, self._trained, tree_rows.rows[0].calls[-1] if tree_rows.rows else -1
         )
         self.rewards = self._earned()
-        """What each trained call earned by itself."""
+        """Own reward of each trained call."""
 
     @property
     def num_lost(self) -> int:
-        """Rewards of calls and branches that reach nothing that is trained."""
+        """Number of posted rewards that reach no trained call."""
         calls = [self._tree.calls[number] for number in self._posted.calls]
         used = {self._branch(self._tree.calls[number]) for number in self._trained}
         lost = sum(self._heir(call) is None for call in calls)
         return lost + len(set(self._posted.branches) - used)
 
     def places(self, row: CallRow, outcome: float, *, is_main: bool) -> CallPlaces:
-        """Return the places of one row; `outcome` is what the episode itself earned."""
+        """Return the positions of one row; `outcome` is the episode's own reward."""
         calls = [self._tree.calls[number] for number in row.calls]
         return CallPlaces(
             numbers=_ints(row.calls),
@@ -477,7 +496,7 @@ class EpisodeCredit:
         )
 
     def _earned(self) -> dict[int, float]:
-        """Give each reward to its call, or to the last trained one before it in its history."""
+        """Assign each reward to its call, or to the last trained call before it."""
         earned: dict[int, float] = {}
         for number, reward in self._posted.calls.items():
             heir = self._heir(self._tree.calls[number])
@@ -522,7 +541,7 @@ class EpisodeCredit:
 
 
 def _before(call: ModelCall) -> list[ModelCall]:
-    """Return a call and those before it in its history, the latest first."""
+    """Return a call and the earlier calls of its history, the latest first."""
     calls: list[ModelCall] = []
     at: ModelCall | None = call
     while at is not None:
@@ -532,9 +551,9 @@ def _before(call: ModelCall) -> list[ModelCall]:
 
 
 def _nexts(tree: CallTree, trained: Collection[int], end: int) -> dict[int, int]:
-    """Return to which trained call each trained one led; `end` is the last of the main row.
+    """Return the next trained call of each trained one; `end` is the last one of the main row.
 
-    A call leads to later ones only, so there is no circle.
+    The next call always ended later, so there is no cycle.
     """
     continued: dict[int, list[ModelCall]] = {}
     for call in tree.calls:
@@ -550,7 +569,7 @@ def _nexts(tree: CallTree, trained: Collection[int], end: int) -> dict[int, int]
             after = readers.of(call)[:1]
         if not after:
             continue
-        chosen = min(after, key=lambda one: (one.number not in leads, one.digest)).number
+        chosen = min(after, key=lambda call: (call.number not in leads, call.digest)).number
         if chosen in leads:
             leads.add(call.number)
         onward = chosen if chosen in trained else nexts.get(chosen, -1)

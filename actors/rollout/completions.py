@@ -6,35 +6,28 @@ Log-probs of prompts are returned in pieces that fit a message.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 
 from ...broker.client.parts import Tell
-from ...schemas.chat_messages import Origin, read_conversation, read_tools
-from ...schemas.infer import (
-    ChatRequest,
-    CompletionRequest,
-    Decoding,
-    Delta,
-    InferPart,
-    PromptScore,
-)
+from ...schemas.generation import Decoding, Delta, TextRequest
+from ...schemas.infer import ChatRequest, CompletionRequest, InferPart, PromptScore
+from ...schemas.model_apis.canonical import THINK, pictures_of
+from ...schemas.model_apis.request import history_of
 from ...schemas.wire import errors
 from ...schemas.wire.array import IntVector
-from ...schemas.wire.images import images_of
-from ..engine.engine import Drawn, Generation, OnToken, PromptScores, Sampling, tops_of
+from ..engine.engine import Generation, OnToken, PromptScores, Sampling
 from ..policy.chat import ChatTokenizer
 from ..policy.grammar import OutputGrammars, TokenGrammar
-from ..policy.token_text import TextStream
-from .template_facts import call_format, certain_text, hermes_text
+from .agent_loop import EpisodeSampling
+from .choices import PART_VALUES, DeltaWriter, GrowingChoice, sampling_of
+from .template_facts import HistoryRenderer, facts_of
 
 # -- log-probs of prompts --------------------------------------------------------------------------
-
-_PIECE_VALUES = 1 << 17
-"""Log-probs, texts and ids of one message: a few megabytes at most."""
 
 Score = Callable[[int, Sequence[int]], Awaitable[PromptScores]]
 TellScores = Callable[[list[PromptScore]], Awaitable[None]]
@@ -54,7 +47,7 @@ async def score_prompts(prompts: Sequence[Sequence[int]], score: Score, tell: Te
 
 def pieces(prompt: int, scores: PromptScores) -> list[PromptScore]:
     """Cut the scores of a prompt into messages."""
-    rows = max(1, _PIECE_VALUES // (1 + 2 * scores.top_ids.shape[1]))
+    rows = max(1, PART_VALUES // (1 + 2 * scores.top_ids.shape[1]))
     return [
         PromptScore(
             prompt=prompt,
@@ -68,9 +61,6 @@ def pieces(prompt: int, scores: PromptScores) -> list[PromptScore]:
 
 
 Request = ChatRequest | CompletionRequest
-_SHOWN = 200
-_GATHER_S = 0.02
-"""Tokens within this time are sent together: fewer messages, still faster than reading."""
 
 
 class GeneratesTokens(Protocol):
@@ -99,99 +89,6 @@ class GeneratesTokens(Protocol):
         ...
 
 
-@dataclass
-class Choice:
-    """One answer as it grows, and its unsent part."""
-
-    number: int
-    chat: ChatTokenizer
-    text: TextStream
-    logprobs: bool = False
-    tools: Sequence[Mapping[str, Any]] = ()
-    """For calls in the model's own format, which are sent when the text is whole."""
-    drawn: list[Drawn] = field(default_factory=list[Drawn])
-    """All of its tokens, up to a stop text."""
-    finish: Literal["stop", "length", "cancelled"] | None = None
-    _fresh: list[Drawn] = field(default_factory=list[Drawn])
-    _words: list[str] = field(default_factory=list[str])
-    _sent: bool = False
-    _plain: str = ""
-    _num_sent: int = 0
-
-    def begin(self, opened: str) -> None:
-        """Begin with the mark by which the prompt has opened the reasoning of the answer."""
-        self._words.append(opened)
-
-    def add(self, drawn: Drawn) -> None:
-        """Add the next token; nothing counts behind a stop text."""
-        if self.text.stopped:
-            return
-        self.drawn.append(drawn)
-        self._fresh.append(drawn)
-        self._add_text(self.text.push(drawn.token_id))
-
-    def end(self, generation: Generation) -> None:
-        """Take note of the end."""
-        self._add_text(self.text.finish(), last=True)
-        self.finish = "stop" if self.text.stopped else generation.finish_reason
-
-    def set_whole(self, generation: Generation) -> None:
-        """Take an answer that was not streamed."""
-        columns = (generation.token_ids, generation.logprobs, generation.versions)
-        rows = zip(*(c.tolist() for c in columns), tops_of(generation), strict=True)
-        self.drawn = [Drawn(*drawn) for drawn in rows]
-        self._fresh = list(self.drawn)
-        self._add_text(self.chat.decode(generation.token_ids), last=True)
-        self.finish = generation.finish_reason
-
-    def _add_text(self, text: str, *, last: bool = False) -> None:
-        if not self.tools:
-            self._words.append(text)
-            return
-        self._plain += text
-        tell = hermes_text if last else certain_text
-        whole = tell(self.chat, self._plain, self.tools)
-        self._words.append(whole[self._num_sent :])
-        self._num_sent = len(whole)
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens it has."""
-        return len(self.drawn)
-
-    def delta(self) -> Delta | None:
-        """Return what is new since the last call, or None."""
-        text = "".join(self._words)
-        ended = self.finish is not None and not self._sent
-        if not (text or self._fresh or ended):
-            return None
-        fresh, self._fresh, self._words, self._sent = self._fresh, [], [], ended
-        named = self._named(fresh) if self.logprobs else []
-        return Delta(
-            choice=self.number,
-            text=text,
-            token_ids=[drawn.token_id for drawn in fresh],
-            tokens=[token for token, _ in named],
-            token_bytes=[encoded for _, encoded in named],
-            logprobs=[drawn.logprob for drawn in fresh] if self.logprobs else [],
-            top_tokens=[[self.chat.token_text(t) for t, _ in d.top] for d in fresh if d.top],
-            top_bytes=[[self.chat.token_bytes(t) for t, _ in d.top] for d in fresh if d.top],
-            top_logprobs=[[logprob for _, logprob in d.top] for d in fresh if d.top],
-            finish=self.finish,
-            stop=self.text.stop if ended else "",
-        )
-
-    def _named(self, fresh: Sequence[Drawn]) -> list[tuple[str, bytes]]:
-        """Return the text and the bytes of the newest tokens, each by itself."""
-        begins = len(self.drawn) == len(fresh)
-        images: list[tuple[str, bytes]] = []
-        for number, drawn in enumerate(fresh):
-            encoded = self.chat.token_bytes(drawn.token_id, first=begins and not number)
-            text = encoded.decode(errors="replace") or self.chat.token_text(drawn.token_id)
-            images.append((text, encoded))
-        return images
-
-
 @dataclass(frozen=True)
 class _Prompt:
     """What the engine is given for one prompt."""
@@ -199,23 +96,23 @@ class _Prompt:
     ids: list[int]
     images: Sequence[bytes] = ()
     opened: str = ""
-    """The mark by which a chat's prompt opens the reasoning; the answer's text begins with it."""
-    is_thinking: bool = False
-    """Whether it has opened the reasoning of the answer."""
+    """The mark with which it opens the reasoning of the answer."""
 
 
 class _Head:
     """Fields about the prompts, sent once."""
 
-    def __init__(self, request: Request, prompts: Sequence[_Prompt]) -> None:
-        self._fields: dict[str, Any] = {"prompt_tokens": sum(len(prompt.ids) for prompt in prompts)}
-        self._fields["is_thinking"] = any(prompt.is_thinking for prompt in prompts)
-        self._ids = [prompt.ids for prompt in prompts] if request.token_ids else []
+    def __init__(self, request: TextRequest, prompts: Sequence[_Prompt]) -> None:
+        self._fields: dict[str, Any] = {
+            "prompt_tokens": sum(len(prompt.ids) for prompt in prompts),
+            "opened": prompts[0].opened,
+            "prompt_token_ids": [prompt.ids for prompt in prompts] if request.token_ids else [],
+        }
 
     def next_fields(self) -> dict[str, Any]:
         """Return it for the next part."""
-        ids, self._ids = self._ids, []
-        return {**self._fields, "prompt_token_ids": ids}
+        fields, self._fields = self._fields, {}
+        return fields
 
 
 class Answers:
@@ -240,26 +137,16 @@ class Answers:
         self._num_open = 0
 
     async def chat(self, request: ChatRequest, tell: Tell[InferPart]) -> InferPart:
-        """Continue a conversation; DataError for messages or tools that cannot be read."""
-        messages = read_conversation(request.messages, Origin("messages", is_request=True))
-        tools = read_tools(request.tools, Origin("tools", is_request=True))
-        request = request.model_copy(update={"messages": messages, "tools": tools})
-        return await self._answer(request, [await asyncio.to_thread(self._read, request)], tell)
+        """Continue a conversation; ModelError for one that the model's template does not take."""
+        return await self._answer(request, [await asyncio.to_thread(self._render, request)], tell)
 
-    def _read(self, request: ChatRequest) -> _Prompt:
-        """Return the tokens and the images of a conversation; it may hold whatever msgpack can."""
-        try:
-            images = images_of(request.messages)
-            ids = self._chat.at(time.time()).prompt(request.messages, request.tools)
-            thinking = self._chat.opens_thinking(ids)
-            return _Prompt(ids, images, opened=self._chat.opened(ids), is_thinking=thinking)
-        except errors.TinkermqError:
-            raise
-        except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
-            raise errors.MessageError(
-                f"the conversation cannot be read: {type(error).__name__}: {str(error)[:_SHOWN]}",
-                hint="a message has a role and a content: a text, or a list of parts",
-            ) from error
+    def _render(self, request: ChatRequest) -> _Prompt:
+        """Return the prompt of a conversation: what an episode's program would be answered to."""
+        chat = self._chat.at(time.time())
+        history = facts_of(self._chat).shaped(history_of(request))
+        ids = HistoryRenderer(chat).whole(history, request.tools).tolist()
+        images = tuple(picture.encoded for picture in pictures_of(history))
+        return _Prompt(ids, images, opened=chat.opened(ids))
 
     async def complete(self, request: CompletionRequest, tell: Tell[InferPart]) -> InferPart:
         """Continue texts as they are."""
@@ -287,23 +174,40 @@ class Answers:
             self._sampling(request.decoding, len(prompt.ids), grammar) for prompt in prompts
         ]
         with self._room(len(prompts) * copies):
-            choices = [self._choice(request, n) for n in range(len(prompts) * copies)]
-            for choice in choices:
-                choice.begin(prompts[choice.number // copies].opened)
-            head = _Head(request, prompts)
+            tools = request.tools if isinstance(request, ChatRequest) else ()
+            choices = [
+                GrowingChoice(
+                    number,
+                    self._chat,
+                    request.decoding,
+                    tools,
+                    by_token=request.stream,
+                    tells_tokens=request.logprobs,
+                )
+                for number in range(len(prompts) * copies)
+            ]
+            writer, head = DeltaWriter(choices), _Head(request, prompts)
+
+            async def send(deltas: list[Delta]) -> None:
+                part = InferPart(model=self._model_name(), deltas=deltas, **head.next_fields())
+                await tell(part)
+
             try:
                 async with asyncio.timeout(request.deadline_s), asyncio.TaskGroup() as group:
                     changed = asyncio.Event()
                     if isinstance(request, CompletionRequest):
                         await self._score(request, prompts, tell)
-                    for choice in choices if draws else ():
+                    for choice in choices:
                         of = choice.number // copies
+                        if not draws:
+                            choice.end("length", lambda: ())
+                            continue
                         work = self._generate(
                             request, choice, prompts[of], samplings[of], copies, changed
                         )
                         group.create_task(work, name=f"choice {choice.number}")
                     if request.stream and draws:
-                        await self._stream(choices, changed, head, tell)
+                        await writer.stream(changed, lambda: _are_over(choices), send, ends=True)
             except TimeoutError:
                 raise errors.DeadlineError(
                     f"the answer was not complete after {request.deadline_s:g} s",
@@ -311,18 +215,11 @@ class Answers:
                 ) from None
             except BaseExceptionGroup as group:
                 raise errors.root_cause(group) from group
-            # in a thread: log-probs of long answers take seconds, and others are answered here
-            deltas = [await asyncio.to_thread(choice.delta) for choice in choices]
-            *told, last = _messages_of([delta for delta in deltas if delta is not None])
-            for some in told:
-                await tell(InferPart(model=self._model_name(), deltas=some, **head.next_fields()))
+            *messages, last = await writer.last_messages()
+            for deltas in messages:
+                await send(deltas)
                 await asyncio.sleep(0)
-        return InferPart(
-            model=self._model_name(),
-            deltas=last,
-            **head.next_fields(),
-            completion_tokens=sum(choice.num_tokens for choice in choices),
-        )
+        return InferPart(model=self._model_name(), deltas=last, **head.next_fields())
 
     async def _grammar(self, request: Request, prompts: Sequence[_Prompt]) -> TokenGrammar | None:
         """Return what holds the answers to their form; None: they have none."""
@@ -330,7 +227,7 @@ class Answers:
         if wanted is None:
             return None
         tools = request.tools if isinstance(request, ChatRequest) else ()
-        thinking = any(prompt.is_thinking for prompt in prompts)
+        thinking = any(prompt.opened.startswith(THINK) for prompt in prompts)
         return await self._grammars.of(wanted, tools, thinking=thinking)
 
     async def _score(
@@ -356,63 +253,22 @@ class Answers:
 
     async def _generate(
         self,
-        request: Request,
-        choice: Choice,
+        request: TextRequest,
+        choice: GrowingChoice,
         prompt: _Prompt,
         sampling: Sampling,
         copies: int,
         changed: asyncio.Event,
     ) -> None:
         name = f"{request.request}.{choice.number}"
-        bit_by_bit = request.stream or bool(request.decoding.stop)
-
-        def note_token(drawn: Drawn) -> None:
-            choice.add(drawn)
-            changed.set()
-            if choice.text.stopped:
-                self._engine.cancel(name)
-
         if sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + choice.number % copies)
-        generation = await self._engine.generate(
-            prompt.ids,
-            sampling,
-            request_id=name,
-            on_token=note_token if bit_by_bit else None,
-            images=prompt.images,
+        draw = partial(
+            self._engine.generate, prompt.ids, sampling, request_id=name, images=prompt.images
         )
-        if bit_by_bit:
-            choice.end(generation)
-        else:
-            choice.set_whole(generation)
+        generation = await choice.generate(draw, partial(self._engine.cancel, name), changed.set)
+        choice.end(generation.finish_reason, lambda: prompt.ids)
         changed.set()
-
-    async def _stream(
-        self,
-        choices: Sequence[Choice],
-        changed: asyncio.Event,
-        head: _Head,
-        tell: Tell[InferPart],
-    ) -> None:
-        """Tell what is new until every choice has ended; the rest goes with the last part."""
-        while True:
-            await changed.wait()
-            changed.clear()
-            if all(choice.finish is not None for choice in choices):
-                return
-            deltas = _deltas(choices)
-            if deltas:
-                await tell(InferPart(model=self._model_name(), deltas=deltas, **head.next_fields()))
-                await asyncio.sleep(_GATHER_S)
-
-    def _choice(self, request: Request, number: int) -> Choice:
-        stream = TextStream(self._chat.decode, request.decoding.stop)
-        tools = request.tools if isinstance(request, ChatRequest) else ()
-        held = tools if tools and call_format(self._chat) is not None else ()
-        choice = Choice(number, self._chat, stream, request.logprobs, held)
-        if request.decoding.max_tokens == 0:
-            choice.finish = "length"
-        return choice
 
     def _sampling(
         self, decoding: Decoding, prompt_tokens: int, grammar: TokenGrammar | None
@@ -427,19 +283,14 @@ class Answers:
                 f"{self._max_context}",
                 hint="shorten the prompt, lower max_tokens, or serve with a larger max_model_len",
             )
-        return Sampling(
+        sampling = sampling_of(
+            decoding,
+            EpisodeSampling(1.0),
             max_new_tokens=wanted,
-            temperature=decoding.temperature,
-            top_p=decoding.top_p,
-            top_k=decoding.top_k,
             stop_token_ids=self._chat.stop_token_ids,
             seed=decoding.seed,
-            grammar=grammar,
-            presence_penalty=decoding.presence_penalty,
-            frequency_penalty=decoding.frequency_penalty,
-            repetition_penalty=decoding.repetition_penalty,
-            num_top=decoding.top_logprobs,
         )
+        return replace(sampling, grammar=grammar)
 
     @contextlib.contextmanager
     def _room(self, num_choices: int) -> Iterator[None]:
@@ -475,46 +326,5 @@ def _draws(request: Request) -> bool:
     return False
 
 
-def _deltas(choices: Sequence[Choice]) -> list[Delta]:
-    return [delta for choice in choices if (delta := choice.delta()) is not None]
-
-
-def _messages_of(deltas: Sequence[Delta]) -> list[list[Delta]]:
-    """Divide what is told into messages: many choices, or log-probs of many tokens, fill several.
-
-    There is always one, which may be empty.
-    """
-    messages: list[list[Delta]] = [[]]
-    room = _PIECE_VALUES
-    for delta in deltas:
-        width = 1 + 3 * len(delta.tokens[:1]) + 3 * max(map(len, delta.top_logprobs), default=0)
-        for piece in cut(delta, max(1, _PIECE_VALUES // width)):
-            num_values = len(piece.text) + width * len(piece.token_ids)
-            if messages[-1] and num_values > room:
-                messages.append([])
-                room = _PIECE_VALUES
-            messages[-1].append(piece)
-            room -= num_values
-    return messages
-
-
-_OF_TOKENS = (
-    "token_ids",
-    "tokens",
-    "token_bytes",
-    "logprobs",
-    "top_tokens",
-    "top_logprobs",
-    "top_bytes",
-)
-"""Columns of a delta: each has a value for each token, or is empty."""
-
-
-def cut(delta: Delta, num_tokens: int) -> Iterator[Delta]:
-    """Yield a delta in pieces of so many tokens: the first has the text, the last the end."""
-    starts = range(0, len(delta.token_ids), num_tokens) or range(1)
-    for start in starts:
-        columns = {name: getattr(delta, name)[start : start + num_tokens] for name in _OF_TOKENS}
-        text = {} if start == 0 else {"text": ""}
-        end = {} if start == starts[-1] else {"finish": None, "stop": ""}
-        yield delta.model_copy(update={**columns, **text, **end})
+def _are_over(choices: Sequence[GrowingChoice]) -> bool:
+    return all(choice.finish is not None for choice in choices)

@@ -1,12 +1,11 @@
-"""One task: its episodes at once, failed ones tried again, into one group for the rollout log.
+"""One task: runs its episodes concurrently, retries failed ones, and makes a group of them.
 
-With `rollout.oversample` more episodes run than the group has: the first to end are the group, the
-others are cut, and the group records how far they had come.
+With `rollout.oversample` more episodes run than the group has. The first ones to end form the
+group, the others are cut, and the group records their generated tokens.
 
-In a game with several roles each role's conversation is an episode of its own. The game is reset
-first; then every role runs an ordinary agent loop, which waits at the environment host for its
-turns. What the roles share is the game and nothing else: prompt, mask, rewards and limits are each
-role's own.
+In a game with several roles the conversation of each role is an episode. The game is reset first.
+Then each role runs an ordinary agent loop, which waits at the environment host for its turns. The
+roles share the game only; each has its own prompt, mask, rewards and limits.
 """
 
 import asyncio
@@ -36,10 +35,9 @@ from .recording import EpisodeRecorder, TaskRecorder, Transcript
 async def play_table(
     environments: Environments, plan: EpisodePlan, players: Mapping[str, AgentLoop]
 ) -> dict[str, Trajectory]:
-    """Play one game, each role by its agent loop; return the trajectories by role.
+    """Play one game with an agent loop for each role; return the trajectories by role.
 
-    A role whose turn never came has none. Raises EpisodeFailed when a seat failed: then the whole
-    game did.
+    A role without a turn has none. Raises EpisodeFailed if any role failed.
     """
     with blaming("environment"):
         started = await environments.reset(plan.episode, plan.start)
@@ -63,7 +61,7 @@ async def play_table(
 
 
 async def _seat(loop: AgentLoop, plan: EpisodePlan, seat: RoleAddress) -> Trajectory | Exception:
-    """Play one role; a seat that fails gives itself up, which ends the game for the others."""
+    """Play one role; if it fails, the game ends for the others, too."""
     named = {"episode": f"{plan.episode}.{seat.role}"}
     if plan.draws is not None:
         named["draws"] = f"{plan.draws} {seat.role}"
@@ -77,18 +75,18 @@ _NO_TURN = Blame(
     boundary="task",
     code="no_turn",
     message="no role that learns had a turn in any episode of the task",
-    hint="let the game go on until every role has had a turn",
+    hint="end the game only after every role has had a turn",
 )
 
 
 PlayAlone: TypeAlias = Callable[
     [EpisodePlan, Transcript | None, EpisodeRecorder], Awaitable[list[Trajectory]]
 ]
-"""Plays one episode that no other role takes part in, into its rows."""
+"""Plays one episode without other roles; returns its rows."""
 
 
 class GroupFailed(TinkermqError):
-    """A task whose tries are used up; carries the group that records it."""
+    """A task without tries left; has the group that records the failure."""
 
     def __init__(self, group: Group, blame: Blame, num_attempts: int) -> None:
         super().__init__(blame.message, hint=blame.hint)
@@ -99,16 +97,16 @@ class GroupFailed(TinkermqError):
 
 @dataclass(eq=False)
 class _Episode:
-    """One episode of a group, whichever try it is."""
+    """One episode of a group, over all of its tries."""
 
     plan: EpisodePlan
     recorder: EpisodeRecorder
     transcript: Transcript = field(default_factory=Transcript)
-    """How far the present try is."""
+    """Progress of the current try."""
     trajectories: list[Trajectory] = field(default_factory=list[Trajectory])
-    """What it became: one for each role that learns and had a turn."""
+    """Its result: one for each learning role that had a turn."""
     failures: list[EpisodeFailed] = field(default_factory=list[EpisodeFailed])
-    """Of the tries before."""
+    """Of earlier tries."""
 
 
 class GroupRunner:
@@ -123,8 +121,8 @@ class GroupRunner:
         past: Players | None = None,
         play_alone: PlayAlone | None = None,
     ) -> None:
-        """`past` plays earlier versions, where the configuration asks for them; `play_alone` what
-        is no game with roles, by default the main policy's loop."""
+        """`past` plays earlier versions, if the configuration asks for them; `play_alone` plays
+        episodes without roles, by default with the main policy's loop."""
         self._players = players
         self._past = past
         self._play_alone = play_alone or self._play_game
@@ -140,13 +138,12 @@ class GroupRunner:
         traceparent: str = "",
         recorder: TaskRecorder | None = None,
     ) -> Group:
-        """Roll a task out `group_size` times (and once greedily, where asked for).
+        """Roll a task out `group_size` times, and once greedily if requested.
 
         `attempt` makes the episodes' ids unique among generators that hold the same task,
-        `traceparent` is the trace context of the task, `recorder` writes its episodes down. Raises
-        GroupFailed when an episode failed as often as `rollout.max_tries` allows, Fenced when
-        another generator has the task now, EngineError when the engine has ended: that is not the
-        try.
+        `traceparent` is the trace context of the task, `recorder` stores its episodes. Raises
+        GroupFailed if an episode failed `rollout.max_tries` times, Fenced if another generator has
+        taken the task over, and EngineError if the engine has failed.
         """
         if self._roles is None:
             self._roles = (await self._environments.describe()).roles
@@ -184,9 +181,9 @@ class GroupRunner:
     async def _play_all(
         self, episodes: Sequence[_Episode], learning: Sequence[str]
     ) -> list[_Episode]:
-        """Play episodes at once; return those of the group, the others are cut.
+        """Play episodes concurrently; return those of the group, the others are cut.
 
-        Raises what ended one of them.
+        Raises the failure of an episode.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -207,7 +204,7 @@ class GroupRunner:
         return [episodes[number] for number in sorted(complete)]
 
     def _plans(self, task: Task, attempt: str, traceparent: str) -> list[EpisodePlan]:
-        """All episodes of a group start from the same state: the prompt is what they share."""
+        """Return a plan for each episode; all of them start from the same state."""
         start = Start("train", task.sample, task.seed, task.reset_kwargs, traceparent=traceparent)
         repeats = self._config.training.max_staleness == 0
         return [
@@ -246,7 +243,7 @@ class GroupRunner:
     async def _try(
         self, episode: _Episode, plan: EpisodePlan, learning: Sequence[str]
     ) -> list[Trajectory]:
-        """Play an episode once; one conversation for each role that learns and had a turn."""
+        """Play an episode once; return a trajectory for each learning role that had a turn."""
         if not self._roles:
             transcript = episode.transcript if self._config.rollout.oversample else None
             return await self._play_alone(plan, transcript, episode.recorder)
@@ -285,14 +282,14 @@ class GroupRunner:
 
 
 def _tokens_wasted(episodes: Sequence[_Episode]) -> int:
-    """Count what was generated in tries that failed."""
+    """Count the tokens generated in failed tries."""
     return sum(failure.tokens_wasted for episode in episodes for failure in episode.failures)
 
 
 async def append_group(log: RolloutLog, group: Group, source: str, traceparent: str = "") -> bool:
-    """Append a finished group; return False if the log has one for the task already.
+    """Append a finished group; return False if the log already has one for the task.
 
-    Raises GroupFailed for a group that is too large for a message.
+    Raises GroupFailed if the group is too large for a message.
     """
     try:
         return await log.append_fitting(group, source, traceparent=traceparent)
@@ -326,7 +323,7 @@ def _fitting_task(task: Task, most: int) -> Task:
 async def append_given_up(context: JobContext, log: RolloutLog, failure: GroupFailed) -> bool:
     """Record a task that was given up: a dead letter, an event, and its group in the log.
 
-    Returns False if the log has a group for the task already.
+    Returns False if the log already has a group for the task.
     """
     task, blame = _fitting_task(failure.group.task, log.max_bytes), failure.blame
     letter = DeadLetter(
@@ -347,7 +344,7 @@ async def append_given_up(context: JobContext, log: RolloutLog, failure: GroupFa
 
 
 def _misfit(config: JobConfig, roles: Sequence[str]) -> Blame | None:
-    """Say which key of the configuration the roles of the game, known to its host, do not bear."""
+    """Return the error of a configuration key that does not fit the game's roles, or None."""
     if roles and config.algorithm.advantage == "remax":
         return _wrong_key(
             "algorithm.advantage=remax has no baseline in a game with roles",
@@ -358,7 +355,7 @@ def _misfit(config: JobConfig, roles: Sequence[str]) -> Blame | None:
         ("generator.segment_tokens", config.generator.segment_tokens),
     ):
         if roles and value:
-            return _wrong_key(f"{key} is not built for games with roles", f"remove {key}")
+            return _wrong_key(f"{key} does not support games with roles", f"remove {key}")
     if not roles and config.self_play.past_share > 0:
         return _wrong_key(
             "self_play.past_share has no effect: the game has no roles",
@@ -367,7 +364,7 @@ def _misfit(config: JobConfig, roles: Sequence[str]) -> Blame | None:
     unknown = sorted(set(config.policies) - set(roles))
     if unknown:
         known = f"its roles are {', '.join(roles)}" if roles else "it has no roles"
-        return _wrong_key(f"policies.{unknown[0]} is no role of the game", known)
+        return _wrong_key(f"policies.{unknown[0]} is not a role of the game", known)
     return None
 
 
@@ -376,7 +373,7 @@ def _wrong_key(message: str, hint: str) -> Blame:
 
 
 async def _first_to_end(running: Sequence[asyncio.Task[None]], num: int) -> set[int]:
-    """Wait until `num` have ended, cut the others, and return the places of those `num`."""
+    """Wait until `num` tasks have ended, cancel the others, and return the indices of the first."""
     ended: list[int] = []
     enough = asyncio.Event()
 

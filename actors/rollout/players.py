@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger()
 Base: TypeAlias = "PreTrainedModel | VllmModel"
-"""A model in memory that several engines share, each with an adapter of its own beside it."""
+"""A model in memory that several engines share, each with its own adapter."""
 
 
 def settled_for_gpu(
     config: JobConfig, *, serves: bool = False, load: Callable[[], Any | None] = load_nvml
 ) -> JobConfig:
-    """Return a configuration whose engine's keys are chosen for this process's GPU, as a plan does.
+    """Return a configuration with engine keys for this process's GPU, as a plan chooses them.
 
-    Keys that are set stay. On a CPU, and for a model that is not known, all do: then
+    Keys that are set stay. On a CPU and for an unknown model all keys stay, and
     `GeneratorConfig.num_requests` and vLLM decide. `serves`: requests come from clients.
     """
-    # Asked of the driver: torch would take memory of the GPU for this process, beside vLLM's.
+    # read from the driver, since torch would take GPU memory for this process beside vLLM's
     gpu = read_own_gpu(load)
     if gpu is None:
         return config
@@ -56,10 +56,10 @@ def settled_for_gpu(
 
 
 async def start_engine(config: JobConfig, version: int = 0, base: "Base | None" = None) -> Engine:
-    """Start the engine that the configuration asks for; its weights are those of `version`.
+    """Start the configured engine with the weights of `version`.
 
-    With `base` of `load_base` the adapter of the configuration is put beside its weights. Raises
-    ConfigError where the engine is not installed.
+    With a `base` of `load_base`, it shares that model and adds the configured adapter. Raises
+    ConfigError if the engine is not installed.
     """
     config = settled_for_gpu(config)
     max_waiting = 4 * config.generator.max_episodes
@@ -92,7 +92,7 @@ async def start_engines(config: JobConfig) -> dict[str, Engine]:
 
 
 async def load_base(config: JobConfig, adapters: Sequence[LoraConfig]) -> Base:
-    """Load the model of a configuration for engines that share it: one with each of `adapters`."""
+    """Load the configured model for engines that share it, one for each of `adapters`."""
     config = settled_for_gpu(config)
     if config.generator.engine == "vllm":
         _check_vllm()
@@ -113,7 +113,7 @@ def _load_frozen(config: JobConfig) -> "PreTrainedModel":
         trust_remote_code=config.model.trust_remote_code,
     )
     frozen = model.requires_grad_(False)
-    torch.nn.Module.to(frozen, own_device())  # once, and not for each engine that shares it
+    torch.nn.Module.to(frozen, own_device())  # once for all engines that share it
     return frozen
 
 
@@ -121,9 +121,9 @@ def _check_vllm() -> None:
     check_versions(installed_versions())
     try:
         import vllm.v1.engine.async_llm  # noqa: F401  # pyright: ignore[reportUnusedImport, reportMissingModuleSource]
-    except (ImportError, OSError, RuntimeError) as error:  # a library of it does not fit torch
+    except (ImportError, OSError, RuntimeError) as error:  # a library of vLLM does not match torch
         raise ConfigError(
-            f"generator.engine is vllm, which cannot be imported here: {error}",
+            f"generator.engine is vllm, which cannot be imported on this machine: {error}",
             hint="install it where the pool's generators run (`pip install 'tinkermq[vllm]'`, see "
             "docs/engines.md), or set generator.engine=transformers",
         ) from error
@@ -147,7 +147,7 @@ class Players:
         prompt_for_teacher: PromptForTeacher | None = None,
     ) -> "Players":
         """Start the engines; `time_use` records what the episodes wait for, `prompt_for_teacher`
-        makes what teachers read."""
+        renders teachers' prompts."""
         return cls.of_engines(
             await start_engines(config),
             config,
@@ -169,7 +169,7 @@ class Players:
         time_use: TimeUse | None = None,
         prompt_for_teacher: PromptForTeacher | None = None,
     ) -> "Players":
-        """Play with engines that have started; see `start`."""
+        """Play with started engines; see `start`."""
         loops = {
             name: AgentLoop(
                 engine, chat, environments, config.rollout, sampling, time_use, prompt_for_teacher
@@ -184,11 +184,11 @@ class Players:
         return self._loops[MAIN]
 
     def of(self, roles: Iterable[str]) -> dict[str, AgentLoop]:
-        """Return the player of each role: its own policy, or the main one."""
+        """Return the loop of each role: that of its own policy, or the main one."""
         return {role: self._loops.get(role, self.main) for role in roles}
 
     def check_engines(self) -> None:
-        """Raise what ended an engine, if one has ended: no episode can succeed any more."""
+        """Raise an engine's failure, if one has failed: then no episode can succeed."""
         for loop in self._loops.values():
             loop.check_engine()
 

@@ -31,7 +31,7 @@ from ..policy.grammar import OutputGrammars
 from . import call_tree
 from .agent_loop import EpisodePlan, EpisodeSampling, blaming
 from .call_answers import CallAnswers
-from .exact_calls import CallLog
+from .call_log import CallLog
 from .recording import EpisodeRecorder, Transcript
 from .template_facts import facts_of
 
@@ -215,7 +215,6 @@ class ProgramLoop:
         self._sampling = sampling
         self._time_use = time_use or TimeUse("generate", "environment", rest="other")
         self._tell = tell
-        self._facts = facts_of(chat)
         self._grammars = OutputGrammars(chat)
         self._told_without_effect: set[str] = set()
         self._told_branch_rewards = False
@@ -224,7 +223,7 @@ class ProgramLoop:
 
     async def start(self) -> None:
         """Get ready to answer, and report what the model's template cannot do."""
-        if (lacks := "; ".join(self._facts.limitations())) and self._tell is not None:
+        if (lacks := "; ".join(facts_of(self._chat).limitations())) and self._tell is not None:
             await self._tell("agent_template", f"of the model's chat template: {lacks}")
         name, description = "tinkermq-calls", f"calls of programs, job {self._scope.job}"
         self._service = await Service.start(self._broker, name=name, description=description)
@@ -259,7 +258,6 @@ class ProgramLoop:
             EpisodeSampling(0.0) if plan.greedy else self._sampling,
             log,
             self._time_use,
-            self._facts,
             self._broker.max_payload_bytes,
             self._grammars,
         )

@@ -1,15 +1,15 @@
 """Running episodes: their tokens, and their record in the log for the task's next holder.
 
 A segment is appended while the next tokens are generated, one at a time per episode. The end of a
-turn is different: it is stored before the game sees the turn. So a generator that continues the
-episode gives the game that very action, which a host that has played it already only answers again,
-and a holder that was overtaken never plays another.
+turn is stored before the game gets the turn. So a generator that continues the episode sends the
+game the same action, which a host that has played it answers again, and a holder that was overtaken
+never plays another action.
 
-To go on with an episode, its game comes first. Where the environment host still holds the episode,
-its last turn is given to it once more, which repeats its answer or, if it had not come to that,
-plays it. A host that is gone, or has freed the episode, is replaced by a reset with the same seed
-on any host and the recorded turns: with a game that answers them as it did before nothing is lost.
-With another one the episode starts again.
+To continue an episode, a generator first finds its game. If the environment host still holds it,
+the host gets the last turn once more. It repeats its answer, or plays the turn if it has not yet.
+If the host is gone or has freed the episode, any host resets the game with the same seed and plays
+the recorded turns. If the game answers them as before, nothing is lost; otherwise the episode
+starts again.
 """
 
 import asyncio
@@ -39,10 +39,10 @@ from ..policy.chat import ChatTokenizer
 
 @dataclass
 class Transcript:
-    """What an episode has so far; `begin` gives it its prompt.
+    """The progress of an episode; `begin` adds its prompt.
 
-    The four lists hold one entry per token of the conversation, but for those of the turn that is
-    being generated: if its tokens are reported one by one, they are in `open` until it ends.
+    The four lists have one entry per token of the conversation, without the turn that is being
+    generated: if its tokens are reported one by one, they are in `open` until it ends.
     """
 
     token_ids: list[int] = field(default_factory=list[int])
@@ -55,40 +55,40 @@ class Transcript:
     data_source: str = ""
     images: tuple[bytes, ...] = ()
     experts: list[ExpertRecord] = field(default_factory=list[ExpertRecord])
-    """Of an engine that records them, one part for each turn: all tokens but the last."""
+    """Experts of all tokens but the last, one part per turn, if the engine records them."""
     turn_ends: list[int] = field(default_factory=list[int])
     rewards: list[float] = field(default_factory=list[float])
     observations: list[list[dict[str, Any]]] = field(default_factory=list[list[dict[str, Any]]])
-    """By turn that the game has answered, the messages before the next one."""
+    """Messages between two turns, for each turn that the game has answered."""
     info: dict[str, Any] = field(default_factory=dict[str, Any])
     first_token: float = 0.0
-    """When its first token was generated; 0: not known."""
+    """Time of the first generated token; 0: unknown."""
     generate_s: float = 0.0
     environment_s: float = 0.0
 
     def begin(
         self, prompt: Sequence[int], messages: list[dict[str, Any]], data_source: str
     ) -> None:
-        """Take the first prompt."""
+        """Add the first prompt."""
         self.num_prompt = len(prompt)
         self.messages = list(messages)
         self.images = images_of(messages)
         self.data_source = data_source
         self._add_given(prompt)
 
-    def continue_from(self, made: "Transcript") -> None:
-        """Become what another generator has made."""
+    def continue_from(self, recorded: "Transcript") -> None:
+        """Continue from the transcript of another generator."""
         for part in fields(self):
-            setattr(self, part.name, getattr(made, part.name))
+            setattr(self, part.name, getattr(recorded, part.name))
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, those of the open turn included."""
+        """Number of tokens, including the open turn."""
         return len(self.token_ids) + len(self.open)
 
     @property
     def num_response(self) -> int:
-        """Number of tokens behind the prompt, without the open turn."""
+        """Number of tokens after the prompt, without the open turn."""
         return len(self.token_ids) - self.num_prompt
 
     @property
@@ -107,7 +107,7 @@ class Transcript:
         return self.messages[-1]["content"]
 
     def end_turn(self, begun: Sequence[Drawn], rest: Generation) -> None:
-        """Close a turn of which `begun` was there before and `rest` was generated now."""
+        """End a turn: `begun` was generated before, `rest` now."""
         self.open = []
         num = len(begun) + len(rest.token_ids)
         self.token_ids += [*(token.token_id for token in begun), *rest.token_ids.tolist()]
@@ -119,23 +119,23 @@ class Transcript:
             self._add_experts(rest.experts)
 
     def note_text(self, text: str) -> None:
-        """Note the text of the turn that has just ended."""
+        """Add the text of the turn that has just ended."""
         self.messages.append({"role": "assistant", "content": text})
 
     def turn(self, turn: int) -> tuple[list[int], list[int]]:
-        """Return the tokens before a turn that has ended, and its own."""
+        """Return the tokens before a turn that has ended, and those of the turn."""
         end = first = self.turn_ends[turn]
         while self.mask[first - 1]:
             first -= 1
         return self.token_ids[:first], self.token_ids[first : end + 1]
 
     def add_reply(self, reply: StepResult) -> None:
-        """Note the game's answer to the last turn."""
+        """Add the reward and info of the game's answer to the last turn."""
         self.rewards.append(reply.reward)
         self.info = reply.info
 
     def add_observation(self, ids: Sequence[int], messages: list[dict[str, Any]]) -> None:
-        """Append what the game says before the next turn."""
+        """Append the game's messages before the next turn."""
         self._add_given(ids)
         self.observations.append(messages)
         self.messages += messages
@@ -151,9 +151,9 @@ class Transcript:
         greedy: bool = False,
         teaching: Teaching | None = None,
     ) -> Trajectory:
-        """Return the record of the episode, which has ended.
+        """Return the record of the ended episode.
 
-        A turn that does not end with one of the stop tokens was cut by its limit.
+        A turn that does not end with a stop token was cut by its limit.
         """
         return Trajectory(
             token_ids=np.array(self.token_ids, np.int32),
@@ -182,9 +182,9 @@ class Transcript:
         )
 
     def _add_experts(self, experts: ExpertRecord) -> None:
-        """Take the experts of the tokens that none are known of yet.
+        """Add the experts of the tokens without recorded ones.
 
-        A token keeps those with which it was computed first, as its successor was drawn.
+        A token keeps the experts of its first computation, when its successor was drawn.
         """
         known = sum(map(len, self.experts))
         computed_from = len(self.token_ids) - 1 - len(experts)
@@ -202,17 +202,17 @@ class Transcript:
         self.versions += [-1] * len(ids)
 
 
-# -- the interface of recorders, and those that write nothing down ---------------------------------
+# -- the interface of recorders, and recorders that store nothing ----------------------------------
 
 
 @dataclass(frozen=True)
 class GameAt:
-    """The game of an episode, and where it is played."""
+    """The game of an episode, and its host."""
 
     started: Started
     """Its first prompt, and the host that holds it now."""
     episode: str
-    """Its id there."""
+    """Its id at that host."""
 
     @property
     def host(self) -> str:
@@ -221,58 +221,58 @@ class GameAt:
 
 
 class EpisodeRecorder:
-    """Told of one episode as it grows."""
+    """Follows one episode as it grows."""
 
     follows_tokens = False
     """Whether `note_token` is called for each token."""
     stream_every = 1
     """How many tokens may be collected before `note_token` is called for each of them."""
     keeps_game = False
-    """Whether the episode stays at its host when it is over: the recorder sees to its end."""
+    """Whether the ended episode stays at its host, for the recorder to free."""
     num_continued = 0
     """Generated tokens that were not generated again."""
 
     async def rejoin(
         self, chat: ChatTokenizer, episode: str, start: Start, transcript: Transcript
     ) -> GameAt | None:
-        """Find the game that another generator has begun; None: it is to be started.
+        """Find the game that another generator began; None: it must be started.
 
-        `transcript` gets what there is. A game that is played again is so as `episode`.
+        The recorded progress is added to `transcript`. A replayed game gets the id `episode`.
         """
         del chat, episode, start, transcript
 
     async def begin(self, transcript: Transcript, game: GameAt) -> None:
-        """Take notice that the episode is being played, from its beginning or gone on with."""
+        """Record that the episode is played, from its beginning or continued."""
 
     def seed(self, turn: int) -> int | None:
-        """Return the seed of a turn's sampling; None: any."""
+        """Return the sampling seed of a turn; None: any."""
         del turn
 
     def note_token(self, transcript: Transcript) -> bool:
-        """Take notice of a token of the open turn; False when the episode was taken over."""
+        """Record a token of the open turn; return False if the episode was taken over."""
         del transcript
         return True
 
     async def end_turn(self, transcript: Transcript) -> None:
-        """Take notice of the end of a turn, before the game is given it."""
+        """Record the end of a turn, before the game gets it."""
 
     async def settle(self) -> None:
-        """Wait for what is being stored; raises what that raises."""
+        """Wait for the running write; raises its error."""
 
     def stop(self) -> None:
-        """Leave off: this try of the episode is over."""
+        """Stop recording: this try of the episode is over."""
 
 
 class TaskRecorder:
-    """Told of the episodes of one lease of a task."""
+    """Follows the episodes of one lease of a task."""
 
     async def open(self, number: int) -> EpisodeRecorder:
-        """Return the record of an episode of the task."""
+        """Return the recorder of an episode of the task."""
         del number
         return EpisodeRecorder()
 
     async def end(self) -> None:
-        """Take notice that the task's group is in the log."""
+        """Record that the task's group is in the log."""
 
 
 # -- episodes that another generator began ---------------------------------------------------------
@@ -280,18 +280,18 @@ class TaskRecorder:
 
 @dataclass(frozen=True)
 class Recorded:
-    """An episode as its last holder wrote it down."""
+    """An episode as its last holder recorded it."""
 
     episode: str
     """Its id at the environment host."""
     host: str
     seed: int
     transcript: Transcript
-    """Without messages but the observations, images and data source: the game's host has them."""
+    """Without first messages, images and data source, which the game's host has."""
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> "Recorded | None":
-        """Put segments together; None when nothing was generated."""
+        """Join segments; None if nothing was generated."""
         if not any(segment.mask.any() for segment in segments):
             return None
         made = Transcript()
@@ -311,7 +311,7 @@ class Recorded:
 
 
 def _reopen(made: Transcript) -> None:
-    """Take the tokens behind the last prompt or observation as those of the open turn."""
+    """Move the tokens after the last prompt or observation to the open turn."""
     closed = len(made.mask)
     while made.mask[closed - 1]:
         closed -= 1
@@ -325,9 +325,9 @@ def _reopen(made: Transcript) -> None:
 async def find_game(
     environments: Environments, chat: ChatTokenizer, recorded: Recorded, episode: str, start: Start
 ) -> GameAt:
-    """Find the game of a recorded episode, or play it again as `episode`.
+    """Find the game of a recorded episode, or replay it as `episode`.
 
-    Raises HostGone when neither is possible, GameError when the game failed.
+    Raises HostGone if neither is possible, GameError if the game failed.
     """
     try:
         started = await environments.rejoin(recorded.host, recorded.episode, start)
@@ -353,7 +353,7 @@ async def _check(
     *,
     last_only: bool,
 ) -> None:
-    """Give the game its turns, or the last one, and compare what it says with the record."""
+    """Play the recorded turns, or the last one, and compare the game's answers with the record."""
     made = recorded.transcript
     prompt = chat.first_prompt(started.messages, started.tools).tolist()
     if prompt != made.token_ids[: made.num_prompt]:
@@ -374,7 +374,7 @@ def _same(reply: StepResult, made: Transcript, turn: int) -> bool:
 def _diverged(recorded: Recorded, how: str) -> HostGone:
     return HostGone(
         f"episode {recorded.episode} cannot be continued: host {recorded.host} no longer holds it, "
-        f"and the game, played again, gave {how}",
+        f"and the replayed game gave {how}",
         hint="the episode starts again",
     )
 
@@ -399,7 +399,7 @@ _MOST_LATE = 32
 
 
 class EpisodeSegments(EpisodeRecorder):
-    """Writes one episode down."""
+    """Records one episode in segments."""
 
     follows_tokens = True
     keeps_game = True
@@ -407,7 +407,7 @@ class EpisodeSegments(EpisodeRecorder):
     def __init__(
         self, task: "TaskSegments", name: str, writer: SegmentWriter, recorded: Recorded | None
     ) -> None:
-        """`name` decides the episode's random draws, at any generator."""
+        """`name` determines the episode's random draws, at any generator."""
         self._task = task
         self.stream_every = max(1, min(_MOST_LATE, task.every // 4))
         self._name, self._num_begun = name, 0
@@ -415,7 +415,7 @@ class EpisodeSegments(EpisodeRecorder):
         self._recorded = recorded
         self._rejoined: Recorded | None = None
         self._seed = 0
-        """Of the first turn's sampling; the turns count up from it."""
+        """Sampling seed of the first turn; later turns count up from it."""
         self._episode, self._host = "", ""
         self._stored = self._turns = self._answers = 0
         self._appending: asyncio.Task[None] | None = None
@@ -424,9 +424,9 @@ class EpisodeSegments(EpisodeRecorder):
     async def rejoin(
         self, chat: ChatTokenizer, episode: str, start: Start, transcript: Transcript
     ) -> GameAt | None:
-        """Find the recorded game, or play it again; it is tried once.
+        """Find the recorded game, or replay it; only the first call does.
 
-        Raises HostGone when neither is possible, GameError when the game failed.
+        Raises HostGone if neither is possible, GameError if the game failed.
         """
         recorded, self._recorded = self._recorded, None
         self._rejoined = recorded
@@ -438,7 +438,7 @@ class EpisodeSegments(EpisodeRecorder):
         return game
 
     async def begin(self, transcript: Transcript, game: GameAt) -> None:
-        """Go on with what was recorded, or begin anew: then what was written before is void."""
+        """Continue the recorded episode, or begin a new one, which voids earlier segments."""
         await self.settle()
         rejoined = self._rejoined
         self._num_begun += rejoined is None
@@ -452,11 +452,11 @@ class EpisodeSegments(EpisodeRecorder):
             await self._append(transcript)
 
     def seed(self, turn: int) -> int | None:
-        """Return the seed of a turn's sampling, by which whoever goes on draws the same tokens."""
+        """Return the sampling seed of a turn, with which each holder draws the same tokens."""
         return self._seed + turn if self._task.seeded else None
 
     def note_token(self, transcript: Transcript) -> bool:
-        """Begin to store a segment once it is due; False when the episode was taken over."""
+        """Start storing a segment if one is due; return False if the episode was taken over."""
         appending = self._appending
         if appending is None or (appending.done() and appending.exception() is None):
             if self._has_room and transcript.num_tokens - self._stored >= self._task.every:
@@ -465,19 +465,19 @@ class EpisodeSegments(EpisodeRecorder):
         return not appending.done()
 
     async def end_turn(self, transcript: Transcript) -> None:
-        """Store all that is not yet; raises Fenced when the episode was taken over."""
+        """Store the rest of the turn; raises Fenced if the episode was taken over."""
         await self.settle()
         if len(transcript.turn_ends) > self._turns:
             await self._append(transcript)
 
     def stop(self) -> None:
-        """Leave off, whatever is being appended."""
+        """Stop, and cancel a running append."""
         appending, self._appending = self._appending, None
         if appending is not None and not appending.cancel() and not appending.cancelled():
-            appending.exception()  # the episode has ended otherwise
+            appending.exception()  # retrieved, since nobody awaits it
 
     async def settle(self) -> None:
-        """Wait for what is being appended; raises what it raises."""
+        """Wait for a running append; raises its error."""
         appending, self._appending = self._appending, None
         if appending is not None:
             await appending
@@ -498,8 +498,8 @@ class EpisodeSegments(EpisodeRecorder):
         at, closed = self._stored, len(transcript.token_ids)
         rest = transcript.open[max(0, at - closed) :]
 
-        def column(given: Sequence[Any], name: str, dtype: Any) -> Any:
-            return np.array([*given[at:], *(getattr(drawn, name) for drawn in rest)], dtype)
+        def column(values: Sequence[Any], name: str, dtype: Any) -> Any:
+            return np.array([*values[at:], *(getattr(drawn, name) for drawn in rest)], dtype)
 
         mask = np.array([*transcript.mask[at:], *(1 for _ in rest)], np.uint8)
         return Segment(
@@ -524,26 +524,26 @@ class EpisodeSegments(EpisodeRecorder):
 
 @dataclass
 class TaskSegments(TaskRecorder):
-    """Writes the episodes of one lease of a task down."""
+    """Records the episodes of one lease of a task."""
 
     broker: Broker
     scope: JobScope
     environments: Environments
     task: Task
     delivery: int
-    """How often the task was handed out, this time included."""
+    """Number of deliveries of the task, including this one."""
     writer: str
-    """Names the lease, uniquely."""
+    """Unique id of the lease."""
     every: int
-    """Tokens of a segment."""
+    """Tokens per segment."""
     seeded: bool = True
-    """Whether the engine can go on with a seed in the middle of an answer; vLLM cannot, and a seed
-    costs it a kernel for each request and token."""
+    """Whether the engine can continue with a seed within an answer. vLLM cannot, and a seed costs
+    it a kernel for each request and token."""
     hosts: dict[str, str] = field(default_factory=dict[str, str])
-    """Which environment host holds each episode, until the task's end."""
+    """The environment host of each episode, until the task's end."""
 
     async def open(self, number: int) -> EpisodeSegments:
-        """Take over an episode of the task; raises Fenced when another generator has."""
+        """Take over an episode of the task; raises Fenced if another generator has."""
         writer = SegmentWriter(
             self.broker,
             self.scope,
@@ -557,7 +557,7 @@ class TaskSegments(TaskRecorder):
         return EpisodeSegments(self, name, writer, recorded)
 
     async def end(self) -> None:
-        """Forget the episodes and free them at their hosts: the task's group is in the log."""
+        """Delete the segments and free the episodes, once the task's group is in the log."""
         for episode, host in self.hosts.items():
             self.environments.close(host, episode)
         task = self.task.task

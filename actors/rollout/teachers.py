@@ -26,6 +26,7 @@ from ...broker.client.faults import ConnectionLost
 from ...broker.client.parts import ask_parts
 from ...schemas import infer
 from ...schemas.config.algorithm import AlgorithmConfig, endpoint, served_job
+from ...schemas.generation import Decoding
 from ...schemas.job import TEACHER_KEY
 from ...schemas.rollout import Group, Teaching, Trajectory
 from ...schemas.wire.array import IntVector
@@ -84,7 +85,7 @@ class JobTeacher:
             request=uuid.uuid4().hex,
             prompts=[ids.tolist()],
             prompt_logprobs=top_k,
-            decoding=infer.Decoding(max_tokens=0),
+            decoding=Decoding(max_tokens=0),
             deadline_s=ANSWER_S,
         )
         scores: list[infer.PromptScore] = []

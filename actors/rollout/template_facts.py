@@ -27,6 +27,7 @@ from ...schemas.model_apis.canonical import (
     THOUGHT,
     CanonicalCall,
     CanonicalMessage,
+    canonical_history,
     joined,
     parse_reply,
     pictures_of,
@@ -216,14 +217,16 @@ class TemplateFacts:
         if self.takes_tools and not self.continues_tools:
             yield "a call that follows a tool's result is a row of its own"
 
-    def shaped(self, history: Sequence[CanonicalMessage]) -> list[CanonicalMessage]:
-        """Return a history as the template takes it: system messages where it takes them.
+    def shaped(self, messages: Sequence[CanonicalMessage]) -> list[CanonicalMessage]:
+        """Return messages as they are compared and shown: canonical, and as the template takes
+        them, with system messages where it takes them.
 
         What is made of a message does not depend on those behind it, so that a history that grows
         stays the beginning of what follows.
         """
+        history = canonical_history(messages)
         if self.takes_systems:
-            return list(history)
+            return history
         shaped: list[CanonicalMessage] = []
         for message in history:
             if message.role != "system" or (self.takes_system and not shaped):
@@ -238,7 +241,13 @@ class TemplateFacts:
 
 
 def facts_of(chat: ChatTokenizer) -> TemplateFacts:
-    """Find out what a template can do, by rendering short conversations with it."""
+    """Return what a template can do, found out once by rendering short conversations with it."""
+    if "facts" not in chat.findings:
+        chat.findings["facts"] = _find_facts(chat)
+    return chat.findings["facts"]
+
+
+def _find_facts(chat: ChatTokenizer) -> TemplateFacts:
     renderer = HistoryRenderer(chat)
 
     def takes(*messages: CanonicalMessage, tools: Tools = ()) -> bool:

@@ -1,8 +1,8 @@
-"""Validation: tasks that name a version, played by engines that are at exactly that version.
+"""Validation: tasks that name a version, played by engines with exactly that version.
 
-A generator plays them between its training tasks, an evaluator does nothing else. Tasks are leased
-and delivered again like those of training. As long as tasks of a version are there to be taken or
-are being played, its weights stay loaded; episodes of training groups go on with them.
+A generator plays them between its training tasks, an evaluator plays nothing else. Tasks are leased
+and redelivered like training tasks. The weights of a version stay loaded while its tasks are queued
+or played; episodes of training groups continue with them.
 """
 
 import asyncio
@@ -34,17 +34,17 @@ from .program_loop import ProgramLoop
 # -- episodes --------------------------------------------------------------------------------------
 
 _INFRASTRUCTURE = ("engine", "broker", "sandbox")
-"""Who fails without telling anything of the model."""
+"""Boundaries whose failures are not the model's fault."""
 _TIME_KIND = "validation"
 
 
 def is_infrastructure(failed: EpisodeFailed) -> bool:
-    """Whether an episode failed by what tells nothing of the model: it is not counted."""
+    """Whether an episode failed for a reason other than the model; then it is not counted."""
     return failed.blame.boundary in _INFRASTRUCTURE or failed.cause.boundary in _INFRASTRUCTURE
 
 
 def join_rows(rows: Sequence[Trajectory]) -> Trajectory:
-    """Return an episode of several rows as one: the rows one behind the other, told as the main."""
+    """Concatenate the rows of an episode; other fields are those of the main row."""
     lengths = np.array([len(item.mask) for item in rows])
     starts = np.repeat(np.cumsum(lengths) - lengths, [len(item.turn_ends) for item in rows])
     joined = {
@@ -58,7 +58,7 @@ def join_rows(rows: Sequence[Trajectory]) -> Trajectory:
 
 
 def failed_episode(blame: Blame) -> Trajectory:
-    """Return what counts of a program's episode that failed: no token, and a reward of 0."""
+    """Return a failed episode of a program as it counts: without tokens, with reward 0."""
     zero = np.zeros(1, np.int32)
     return Trajectory(
         token_ids=zero,
@@ -81,7 +81,7 @@ class TaskEpisodes:
         environments: Environments,
         programs: ProgramLoop | None = None,
     ) -> None:
-        """`programs` plays the episodes of a job that has programs in place of a game."""
+        """`programs` plays the episodes of a job with programs instead of a game."""
         self._config = context.config
         self._name = context.name
         self._players = players
@@ -100,7 +100,7 @@ class TaskEpisodes:
         chat: ChatTokenizer,
         environments: Environments,
     ) -> "TaskEpisodes":
-        """Draw from engines that have started as the configuration evaluates."""
+        """Play with started engines, with the configuration's sampling for evaluation."""
         config = context.config
         sampling = EpisodeSampling(config.evaluation.temperature, config.evaluation.top_p)
         players = Players.of_engines(engines, config, chat, environments, sampling)
@@ -118,16 +118,16 @@ class TaskEpisodes:
             await self._programs.close()
 
     def check_engines(self) -> None:
-        """Raise what ended an engine, if one has ended."""
+        """Raise an engine's failure, if one has failed."""
         self._players.check_engines()
 
     async def play(
         self, task: Task, late: asyncio.Event | None = None
     ) -> list[tuple[int, EpisodeScore | None]]:
-        """Play the episodes of a task; return their numbers and what counts of them.
+        """Play the episodes of a task; return their numbers and scores.
 
-        An episode of a game with roles has as many scores as roles that had a turn. One whose tries
-        all failed, or that has not ended when `late` is set, has None. Raises what ended an engine.
+        An episode of a game with roles has a score for each role that had a turn. One whose tries
+        all failed, or that has not ended when `late` is set, has None. Raises an engine's failure.
         """
         if self._roles is None:
             self._roles = (await self._environments.describe()).roles
@@ -156,7 +156,7 @@ class TaskEpisodes:
         )
 
     async def _episode(self, plan: EpisodePlan) -> list[EpisodeScore | None]:
-        """Run one episode, trying again."""
+        """Run one episode, with retries."""
         async with self._free:
             self.num_running += 1
             try:
@@ -169,10 +169,11 @@ class TaskEpisodes:
                 played = [failed_episode(failed.blame)]
             finally:
                 self.num_running -= 1
-        return [score_of(one, self._config.evaluation.success_reward) for one in played]
+        success_reward = self._config.evaluation.success_reward
+        return [score_of(trajectory, success_reward) for trajectory in played]
 
     async def _try(self, plan: EpisodePlan) -> list[Trajectory]:
-        """Play one episode; the version that is evaluated plays every role."""
+        """Play one episode; the evaluated version plays every role."""
         if self._programs is not None:
             return [join_rows(await self._programs.run(plan))]
         if not self._roles:
@@ -212,9 +213,8 @@ class Validator:
     ) -> None:
         """`weights` loads versions into the engines that `episodes` plays with.
 
-        `num_sharing` processes play a version's tasks: none takes more than its part at once.
-        `time_use` counts the time in which versions are validated, `on_room` is called when a task
-        has ended.
+        `num_sharing` processes share a version's tasks; none holds more than its share at once.
+        `time_use` measures the time of validation, `on_room` is called when a task has ended.
         """
         config = context.config
         self._context = context
@@ -241,7 +241,7 @@ class Validator:
         return self._episodes.num_running
 
     async def play_tasks(self) -> None:
-        """Take and play tasks, for ever; what is held at the end is given back."""
+        """Take and play tasks until cancelled; then return those held."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._keep(), name="leases of validation tasks")
@@ -269,7 +269,7 @@ class Validator:
         return bool(leases)
 
     async def _validate(self, version: int) -> None:
-        """Play tasks of a version until none is there to be taken."""
+        """Play tasks of a version until none is queued."""
         try:
             with self._context.waiting(f"the weights of version {version}"):
                 await self._weights.pin(version)
@@ -355,7 +355,7 @@ class Validator:
         )
 
     def _refused(self, key: _Key, error: TinkermqError, started: float) -> ValidationResult:
-        """Return the result of a task without which the version cannot be validated."""
+        """Return the result of a task that failed as a whole."""
         blame = Blame(
             boundary=error.boundary or "task",
             code=error.code,
@@ -365,7 +365,7 @@ class Validator:
         return self._result(key, started, [], blame)
 
     async def _end(self, key: _Key, result: ValidationResult | None) -> None:
-        """Append a result, unless there is one, then take its task off the queue."""
+        """Append a result, if there is one, then acknowledge its task."""
         if result is not None:
             await self._log.append(result)
             self._context.progressed()
@@ -381,6 +381,6 @@ class Validator:
 
 
 def _num_tasks(config: JobConfig) -> int:
-    """Return how many tasks validate a version, as far as the configuration says."""
+    """Return how many tasks validate a version, by the configuration."""
     evaluation = config.evaluation
     return config.env.num_val if evaluation.tasks is None else len(evaluation.tasks)

@@ -64,7 +64,7 @@ from .nodes import Nodes
 from .notifier import Notifier
 from .reconciler import Reconciler, tell_learner
 from .submission.access import refuse_removal, refuse_removed
-from .submission.dry_run import DryRun, EnvChecks
+from .submission.dry_run import DryRuns
 from .submission.origins import describe_changes, refuse_changes
 from .submission.submission import Submission
 
@@ -219,11 +219,11 @@ class _SchedulerRequests:
     async def open(self, service: Service) -> None:
         """Answer on the subjects of every user."""
         service.share.bound = lambda user: self._view.quota(user).max_requests
-        trial = DryRun(self._broker, self._submission, self._reconciler)
+        dry_runs = DryRuns(self._submission)
         endpoints: list[tuple[str, type[Message], Handler]] = [
             ("submit", SubmitRequest, self.submit),
-            ("try", SubmitRequest, trial.answer),
-            ("check_game", GameCheckRequest, EnvChecks(self._broker, trial).answer),
+            ("try", SubmitRequest, dry_runs.try_out),
+            ("check_game", GameCheckRequest, dry_runs.check_on_node),
             ("configure", ConfigureRequest, self.configure),
             ("get", JobRequest, self.get),
             ("list", ListRequest, self.list_jobs),

@@ -1,7 +1,7 @@
-"""Folders of LoRA adapters, as PEFT writes them, and the models that they belong to.
+"""Folders of LoRA adapters in PEFT's format, and their base models.
 
-On its way to a store an adapter names its base by URL, not by a folder of this machine; one that
-came by URL may do so, and its base is fetched with it.
+In a store an adapter names its base by URL instead of a folder of this machine; the base is fetched
+with it.
 """
 
 import json
@@ -18,38 +18,38 @@ _BASE = "base_model_name_or_path"
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Whether a folder holds a PEFT adapter instead of a model."""
+    """Whether a folder contains a PEFT adapter instead of a model."""
     return os.path.isfile(os.path.join(path, ADAPTER_CONFIG))  # noqa: PTH113, PTH118  False for odd paths
 
 
 def base_of(folder: str | Path) -> str:
-    """Return the model that an adapter belongs to; ModelError when the folder does not say.
+    """Return the base model of an adapter; raises ModelError if the folder does not name it.
 
-    One that came by URL may name its base so: that is fetched, too, which may raise StorageError.
+    If both are named by URL, the base is fetched; raises StorageError.
     """
     base = adapter_settings(folder).get(_BASE)
     if not base:
         raise ModelError(
-            f"{folder} does not say to which model its adapter belongs",
+            f"{folder} does not name the base model of its adapter",
             hint=f"set base_model_name_or_path in its {ADAPTER_CONFIG}",
         )
     return base_here(str(folder), str(base))
 
 
 def adapter_settings(folder: str | Path) -> dict[str, Any]:
-    """Return what PEFT's file in an adapter's folder says; ModelError for one that is damaged."""
+    """Return the settings in PEFT's file of an adapter's folder; raises ModelError if damaged."""
     file = Path(folder) / ADAPTER_CONFIG
     try:
         read: Any = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{file} cannot be read: {error}", hint="copy the folder again") from error
     if not isinstance(read, dict):
-        raise ModelError(f"{file} holds no JSON object", hint="copy the folder again")
+        raise ModelError(f"{file} must contain a JSON object", hint="copy the folder again")
     return cast("dict[str, Any]", read)
 
 
 def name_bases_by_url(checkpoint: Path) -> None:
-    """Rewrite the adapters of a copy made of hard links, whose originals stay as they are."""
+    """Name bases by URL in the adapters of a copy of hard links; the originals do not change."""
     changed = [_renamed(file) for file in checkpoint.rglob(ADAPTER_CONFIG)]
     if any(changed):
         (checkpoint / TABLE).unlink()

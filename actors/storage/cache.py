@@ -1,12 +1,13 @@
 """A cache of fetched folders, bounded in bytes and shared by the processes of a machine.
 
-An entry is named by its content: `<key>/` is the folder, `<key>.held` beside it has its size and is
-locked (flock) by who uses it, shared, or who fetches or removes it, alone. Its time is when the
-entry was last asked for: those longest ago leave first, those in use never. Locks end with their
-process, so a kill leaves nothing but a half folder, which the next one removes.
+An entry is named after its content: `<key>/` is the folder, `<key>.held` contains its size and is
+locked (flock): shared by processes that use the entry, exclusively by one that fetches or removes
+it. Its modification time is that of the last request: the least recently used entries are removed
+first, entries in use never. Locks end with their process, so a kill leaves at most an incomplete
+folder, which the next process removes.
 
-Actors load models from folders: a model that a job names by URL is fetched, and the configuration
-that they go by names the folder in the cache.
+Actors load models from folders: a model with a URL is fetched, and the actor's configuration names
+its folder in the cache.
 """
 
 import asyncio
@@ -30,13 +31,13 @@ from .files import is_state
 from .stores import StoredObject, Stores, UrlStore, fetch_tree
 
 BYTES_VARIABLE = "TINKERMQ_CACHE_BYTES"
-"""Of the environment of nodes: how much it may hold."""
+"""Environment variable of nodes with the bound of the cache."""
 _DEFAULT_BYTES = 200 << 30
 _HELD = ".held"
 
 
 class CacheEntry(NamedTuple):
-    """What a cache holds under one key."""
+    """One entry of a cache."""
 
     last_used: float
     num_bytes: int
@@ -53,20 +54,20 @@ class FolderCache:
 
     @classmethod
     def of_machine(cls) -> "FolderCache":
-        """Open the cache that the environment names. Raises StorageError for an odd bound."""
+        """Open the machine's cache; raises StorageError for an invalid bound in the environment."""
         bound = os.environ.get(BYTES_VARIABLE) or str(_DEFAULT_BYTES)
         if not bound.isdecimal() or not int(bound):
             raise StorageError(
-                f"${BYTES_VARIABLE} is {bound!r}",
+                f"${BYTES_VARIABLE}={bound!r} must be an integer ≥ 1",
                 hint="write a number of bytes, such as 200000000000",
             )
         return cls(cache_folder(), int(bound))
 
     def hold(self, key: str, num_bytes: int, fetch: Callable[[Path], None]) -> Path:
-        """Return the folder under a key, which stays as long as this process, or until `release`.
+        """Return the folder of a key, which stays until `release` or the end of this process.
 
-        `fetch` writes it where it is missing; others who ask meanwhile wait. Raises StorageError
-        when there is no room beside what is in use, and what `fetch` raises.
+        If it is missing, `fetch` writes it while other processes wait. Raises StorageError if the
+        entries in use leave too little room, and the errors of `fetch`.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         place = self._folder / key
@@ -75,7 +76,7 @@ class FolderCache:
             try:
                 self._fill(lock, place, num_bytes, fetch)
                 fcntl.flock(lock, fcntl.LOCK_SH)
-                if place.is_dir():  # else it was removed between the two locks
+                if place.is_dir():  # it may have been removed between the two locks
                     self._held[key] = lock
                     lock = -1
             finally:
@@ -84,7 +85,7 @@ class FolderCache:
         return place
 
     def release(self, key: str) -> None:
-        """Let an entry be removed when room is needed."""
+        """Allow an entry to be removed."""
         os.close(self._held.pop(key))
 
     def _fill(self, lock: int, place: Path, num_bytes: int, fetch: Callable[[Path], None]) -> None:
@@ -101,9 +102,9 @@ class FolderCache:
         os.utime(lock)
 
     def _make_room(self, lock: int, num_bytes: int, key: str) -> None:
-        """Remove what was asked for longest ago until so much fits, and write down that it is ours.
+        """Remove the least recently used entries until `num_bytes` fit, and reserve these.
 
-        One process at a time.
+        One process at a time does this.
         """
         with _locked(self._folder / ".room"):
             entries = [entry for entry in self._entries() if entry.lock.stem != key]
@@ -135,7 +136,7 @@ def _remove(entry: CacheEntry) -> bool:
         place = entry.lock.with_suffix("")
         shutil.rmtree(place, ignore_errors=True)
         shutil.rmtree(place.with_name(f".{place.name}.half"), ignore_errors=True)
-        os.ftruncate(lock, 0)  # the file stays: who waits for its lock has it open
+        os.ftruncate(lock, 0)  # the file stays: processes that wait for its lock have it open
         return True
     return False
 
@@ -153,31 +154,31 @@ def _locked(file: Path, how: int = 0) -> Iterator[int]:
 # -- models by URL ---------------------------------------------------------------------------------
 
 _caches: list[FolderCache] = []
-"""What this process holds stays in use until it ends."""
+"""The cache of this process, whose entries stay in use until the process ends."""
 _fetched: dict[str, str] = {}
-"""Folders of the cache that this process holds, each with its URL."""
+"""URLs of the cache's folders that this process uses."""
 
 
-async def bring_here(
+async def fetch_models(
     broker: Broker, config: JobConfig, record: JobRecord, role: str
 ) -> tuple[JobConfig, JobRecord]:
-    """Return both with what they name in stores on this machine; only learners need their state.
+    """Return both with folders of this machine for URLs; only learners get learners' states.
 
     Raises StorageError, ModelError.
     """
     stores = Stores(broker, record.scope)
 
-    def bring() -> tuple[JobConfig, JobRecord]:
+    def fetch() -> tuple[JobConfig, JobRecord]:
         here = with_checkpoints_here(record, stores, weights_only=role not in ("learner", "rank"))
         return with_models_here(config, stores), here
 
-    return await asyncio.to_thread(bring)
+    return await asyncio.to_thread(fetch)
 
 
 def with_models_here(config: JobConfig, stores: Stores) -> JobConfig:
-    """Return a configuration whose models are folders of this machine: URLs and catalogue names.
+    """Return a configuration with folders of this machine for URLs and catalogue names of models.
 
-    Raises StorageError, ModelError for a URL below which there is nothing.
+    Raises StorageError, ModelError for a URL without files.
     """
     changes: dict[str, Any] = {
         "model": _with_local(stores, config.model, "path", "tokenizer"),
@@ -191,10 +192,10 @@ def with_models_here(config: JobConfig, stores: Stores) -> JobConfig:
 def with_checkpoints_here(
     record: JobRecord, stores: Stores, *, weights_only: bool = False
 ) -> JobRecord:
-    """Return a record whose checkpoints of other runs are folders of this machine, too.
+    """Return a record with folders of this machine for checkpoints of other runs.
 
-    With `weights_only` the state of their learner is not fetched. Raises StorageError,
-    ModelError for one that is gone.
+    With `weights_only` the learner's state is not fetched. Raises StorageError, ModelError for a
+    missing checkpoint.
     """
     changes: dict[str, Any] = {
         "fork_dir": _local(record.fork_dir, stores, weights_only),
@@ -221,18 +222,17 @@ def _local(path: str, stores: Stores, weights_only: bool = False) -> str:
 
 
 def fetch_model(url: str, stores: Stores | None = None, *, weights_only: bool = False) -> str:
-    """Return the folder in this machine's cache with what lies below a URL; it stays until this
-    process ends.
+    """Return the folder in this machine's cache with the files of a URL, held by this process.
 
-    It is named by the digest of what the store's listing says: names, sizes and tags. Raises
-    StorageError, ModelError.
+    It is named after the digest of the store's listing: names, sizes and tags. Raises StorageError,
+    ModelError.
     """
     store = stores.open(url) if stores else UrlStore(url)
     files = [file for file in store.objects() if not (weights_only and is_state(file.name))]
     if not files:
         raise ModelError(
-            f"there is no model at {url}: nothing lies below it",
-            hint="see its spelling, and which bucket the pool's machines reach",
+            f"there are no files of a model at {url}",
+            hint="check its spelling, and which bucket the pool's machines reach",
         )
     content = _key(store.url, files)
     if not _caches:
@@ -248,15 +248,15 @@ def _key(url: str, files: list[StoredObject]) -> str:
 
 
 def url_of(folder: str) -> str | None:
-    """Return the URL that a folder of the cache was fetched from by this process, if it was."""
+    """Return the URL of a folder that this process fetched, else None."""
     return _fetched.get(folder)
 
 
 def base_here(adapter: str, base: str) -> str:
-    """Return the base of an adapter, as a folder where it is a URL and the adapter came by one.
+    """Return the base of an adapter: a fetched folder if both are named by URL.
 
-    What lies elsewhere names no store: users may write it, and this machine has keys of its own.
-    Raises StorageError, ModelError.
+    A URL in another adapter is not fetched: users can write it, and this machine's keys would be
+    used. Raises StorageError, ModelError.
     """
     if not is_url(base) or adapter not in _fetched:
         return base

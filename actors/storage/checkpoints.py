@@ -1,11 +1,11 @@
-"""The checkpoints of runs in stores, beside those in the runs' folders.
+"""The checkpoints of runs in stores, which copy those in the runs' folders.
 
-`<url>/runs/<user>/<job>/checkpoints/step_000040-<digest>/` holds the files of one; the digest is
-that of its table, so what two learners write never mixes. It counts once its table is there.
+`<url>/runs/<user>/<job>/checkpoints/step_000040-<digest>/` has the files of one; the digest is that
+of its table, so files of two learners never mix. A checkpoint is complete once its table exists.
 
-A job that begins with a checkpoint of another run (a fork, a served or evaluated checkpoint) keeps
-a copy of it below its own place in the store, made by the store itself, or in its own bucket: the
-run may remove its own meanwhile.
+A job that starts from a checkpoint of another run (a fork, a served or evaluated checkpoint) has a
+copy of it at its own place in the store, made by the store, or in its own bucket: the run may
+remove its checkpoint later.
 """
 
 import hashlib
@@ -38,19 +38,19 @@ class MirroredCheckpoint(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether its table is there, which comes last."""
+        """Whether its table exists, which is written last."""
         return any(file.name == f"{self.name}/{TABLE}" for file in self.files)
 
 
 class CheckpointMirror:
-    """Puts checkpoints of a run into the store, and gets them from there. Blocks."""
+    """Stores checkpoints of a run, and fetches them. Blocks."""
 
     def __init__(self, store: Store, *, keep_last: int, keep_every: int) -> None:
         self.store = store
         self._keep_last = keep_last
         self._keep_every = keep_every
         self.spared: Callable[[list[int]], set[int]] = lambda _: set()
-        """Which of these steps stay, beside those that the counts keep."""
+        """Returns steps to keep in addition to those of the counts."""
 
     @classmethod
     def of_run(
@@ -61,16 +61,16 @@ class CheckpointMirror:
         return cls(UrlStore(place, tries=tries), keep_last=keep_last, keep_every=keep_every)
 
     def check(self) -> None:
-        """Raise StorageError for a store that cannot be written, before hours are trained."""
+        """Raise StorageError, at the start of a run, for a store that cannot be written."""
         self.store.sweep()
         self.store.put(_OWNER, b"tinkermq")
 
     def whole(self) -> list[MirroredCheckpoint]:
-        """Return the checkpoints that are whole, the oldest first. Raises StorageError."""
+        """Return the complete checkpoints, the oldest first. Raises StorageError."""
         return [checkpoint for checkpoint in self._all() if checkpoint.is_whole]
 
     def upload(self, step: int, folder: Path) -> None:
-        """Store a checkpoint, then remove those that are not kept. Raises StorageError."""
+        """Store a checkpoint, then remove the ones not to keep. Raises StorageError."""
         digest = hashlib.sha256((folder / TABLE).read_bytes()).hexdigest()[:16]
         name = f"{checkpoint_name(step)}-{digest}"
         if not any(checkpoint.name == name for checkpoint in self.whole()):
@@ -78,10 +78,9 @@ class CheckpointMirror:
         self._remove_old(step)
 
     def fetch_newest(self, folder: Path) -> list[TinkermqError]:
-        """Write the newest whole checkpoint into the run's folder of them, unless one is newer.
+        """Fetch the newest complete checkpoint into the run's folder, unless that has a newer one.
 
-        Returns what is wrong
-        with newer ones. Raises StorageError.
+        Returns problems of newer ones in the store. Raises StorageError.
         """
         wrong: list[TinkermqError] = []
         for checkpoint in reversed(self.whole()):
@@ -99,7 +98,7 @@ class CheckpointMirror:
         return wrong
 
     def kept(self, steps: list[int]) -> set[int]:
-        """Return which of these steps stay, however many newer ones come."""
+        """Return which of these steps are kept regardless of newer ones."""
         every = {step for step in steps if self._keep_every and step % self._keep_every == 0}
         return every | self.spared(steps)
 
@@ -111,7 +110,7 @@ class CheckpointMirror:
         return sorted(MirroredCheckpoint(int(m[1]), name, files) for m, name, files in named if m)
 
     def _remove_old(self, newest: int) -> None:
-        """Remove whole ones that are not kept, the table first, and halves of earlier uploads."""
+        """Remove checkpoints not to keep, the table first, and parts of earlier uploads."""
         every = self._all()
         steps = sorted({checkpoint.step for checkpoint in every if checkpoint.is_whole})
         kept_steps = {*steps[-self._keep_last :]} | self.kept(steps)
@@ -126,7 +125,7 @@ class CheckpointMirror:
 
 
 def own_folder(run_dir: Path, job: str) -> None:
-    """Put aside what another run of that name has left in the run's folder on this machine."""
+    """Move aside checkpoints of another run of that name in the run's folder on this machine."""
     owner = run_dir / _OWNER
     if owner.is_file() and owner.read_text() == job:
         return
@@ -145,11 +144,11 @@ def own_folder(run_dir: Path, job: str) -> None:
 # -- checkpoints of other runs ---------------------------------------------------------------------
 
 _BELOW_ROOT = 5
-"""Parts of the URL of a checkpoint behind `storage.url`: runs, user, job, checkpoints, its name."""
+"""Parts of a checkpoint's URL after `storage.url`: runs, user, job, checkpoints, its name."""
 
 
 class CheckpointInStore(NamedTuple):
-    """A whole checkpoint of a run in its store."""
+    """A complete checkpoint of a run in its store."""
 
     step: int
     url: str
@@ -158,12 +157,12 @@ class CheckpointInStore(NamedTuple):
 
     @property
     def is_adapter(self) -> bool:
-        """Whether it is that of a LoRA run."""
+        """Whether it is one of a LoRA run."""
         return any(file.name == ADAPTER_CONFIG for file in self.files)
 
 
 def store_of(record: JobRecord) -> str | None:
-    """Return the `storage.url` of a job, maybe `broker:`; None for a job without."""
+    """Return the `storage.url` of a job, which may be `broker:`; None without one."""
     section = cast("dict[str, Any]", record.config.get("storage") or {})
     return section.get("url")
 
@@ -177,7 +176,7 @@ def is_put_away(record: JobRecord) -> bool:
 def stored_checkpoints(
     record: JobRecord, stores: Stores, *, tries: int = 3
 ) -> dict[int, CheckpointInStore]:
-    """Return by step what a run has in its store, if it has one. Raises StorageError."""
+    """Return a run's checkpoints in its store by step. Raises StorageError."""
 
     if (url := store_of(record)) is None or is_put_away(record):
         return {}
@@ -199,10 +198,10 @@ def stored_checkpoints(
 def keep_stored(
     url: str, scope: JobScope, stores: Stores, *, place: str = "fork", weights_only: bool = False
 ) -> str:
-    """Copy a checkpoint of a store to the place of a job there, and return the URL of the copy.
+    """Copy a checkpoint in a store to a job's place there, and return the copy's URL.
 
-    With `weights_only` the state of the other run's learner is left out. Raises NotFoundError when
-    it has gone, StorageError.
+    With `weights_only` the state of the other run's learner is not copied. Raises NotFoundError for
+    a removed checkpoint, StorageError.
     """
     target = _place(_split(url)[0], scope, place)
     keep = _keep_in_broker if url.startswith(BROKER) else _keep_in_store
@@ -215,10 +214,10 @@ def keep_stored(
 
 
 def _keep_in_store(url: str, target: str, stores: Stores, weights_only: bool) -> bool:
-    """Have a store copy a folder of it; return whether there was one."""
+    """Copy a folder within a store; return whether it existed."""
     root, source = _split(url)
     store, copy = UrlStore(root), target.removeprefix(f"{root}/")
-    store.delete([file.name for file in store.objects(copy)])  # of a submission that was cut off
+    store.delete([file.name for file in store.objects(copy)])  # of an interrupted submission
     files = store.objects(source)
     for file in files:
         inside = file.name.removeprefix(f"{source}/")
@@ -232,7 +231,7 @@ def _keep_in_broker(url: str, target: str, stores: Stores, weights_only: bool) -
     source, copy = stores.bucket(url), stores.bucket(target)
     files = [file for file in source.objects() if not (weights_only and is_state(file.name))]
     copy.make_room(sum(file.num_bytes for file in files))
-    copy.delete([file.name for file in copy.objects()])  # of a submission that was cut off
+    copy.delete([file.name for file in copy.objects()])  # of an interrupted submission
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder) / "part"
         for file in files:
@@ -242,7 +241,7 @@ def _keep_in_broker(url: str, target: str, stores: Stores, weights_only: bool) -
 
 
 def free_copies(record: JobRecord, stores: Stores) -> None:
-    """Remove what a job that was refused has copied of others. Raises StorageError."""
+    """Remove the copies of a job that was refused. Raises StorageError."""
     urls = [path for path in (record.fork_dir, *record.adapters.values()) if is_url(path)]
     for root in {_split(path)[0] for path in urls}:
         if root == BROKER:
@@ -252,7 +251,7 @@ def free_copies(record: JobRecord, stores: Stores) -> None:
 
 
 def free_stored(record: JobRecord) -> None:
-    """Remove all that a job has in its store, or keeps of another's. Raises StorageError."""
+    """Remove all objects of a job, copies included. Raises StorageError."""
     for root in sorted(_stores(record)):
         _free(root, record)
 
@@ -263,7 +262,7 @@ def _free(root: str, record: JobRecord) -> None:
 
 
 def _stores(record: JobRecord) -> set[str]:
-    """Return the stores in which something lies that is a job's own."""
+    """Return the stores with objects of a job."""
     own = f"/runs/{record.user}/{record.job}/"
     model = cast("dict[str, Any]", record.config.get("model") or {}).get("path") or ""
     named = [model, record.fork_dir, *record.adapters.values()]
@@ -273,7 +272,7 @@ def _stores(record: JobRecord) -> set[str]:
 
 
 def _place(root: str, scope: JobScope, name: str) -> str:
-    """Return the URL of what a job has below `storage.url`."""
+    """Return the URL of a job's objects below `storage.url`."""
     slash = "" if root == BROKER else "/"
     return f"{root.rstrip('/')}{slash}runs/{scope.user}/{scope.job}/{name}"
 

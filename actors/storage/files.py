@@ -1,18 +1,20 @@
-"""The files of checkpoints: their digests, so that a damaged one is noticed and named; flushing.
+"""Files of checkpoints: digests, by which damaged ones are found; small records; flushing.
 
-`SHA256SUMS` stands in the folder, in the form of `sha256sum`: `sha256sum -c SHA256SUMS` checks it,
-too. Its first line is the digest of the others, so that a damaged table is noticed itself. A copy
-may leave the learner's state out (`learner/`); what is there must be whole.
+A folder contains `SHA256SUMS` in the format of `sha256sum -c`. Its first line is the digest of the
+others, so that a damaged table is noticed, too. A copy may be without the learner's state
+(`learner/`).
 """
 
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
+from typing import Any, cast
 
 from ...schemas.local.disk import FREE_SPACE, remedy
 from ...schemas.local.folder import Folder
@@ -42,19 +44,19 @@ def write_digests(folder: Path) -> None:
 
 
 def permit_as_folder(folder: Path) -> None:
-    """Let those read a folder's weights who may read the folder, which the umask has decided.
+    """Give a folder's weights the permissions of the folder, which come from the umask.
 
-    safetensors leaves its files to their owner alone.
+    safetensors makes its files readable for their owner only.
     """
     for file in folder.rglob("*.safetensors"):
         file.chmod(file.parent.stat().st_mode & 0o666)
 
 
 def check_digests(folder: Path, *, required: bool = False) -> None:
-    """Compare a folder's files with its table; without one nothing is known, and nothing said.
+    """Compare a folder's files with its table; without a table nothing is checked.
 
-    What was whole is not read again by this process. Raises StorageError that names a damaged file,
-    StoreAwayError one that cannot be read now: such a one may be whole.
+    This process reads a folder once. Raises StorageError that names a damaged file, StoreAwayError
+    for one that cannot be read at the moment and may be whole.
     """
     table = folder / TABLE
     if not table.is_file():
@@ -65,35 +67,32 @@ def check_digests(folder: Path, *, required: bool = False) -> None:
     stamp = (seen.st_mtime_ns, seen.st_ino)
     if _verified.get(folder) == stamp:
         return
-    wanted = dict(_wanted(folder))
+    required = dict(_required(folder))
     with ThreadPoolExecutor(_THREADS) as threads:
-        digests = list(threads.map(_digest_there, [folder / name for name in wanted]))
-    for (name, digest), there in zip(wanted.items(), digests, strict=True):
+        digests = list(threads.map(_digest_there, [folder / name for name in required]))
+    for (name, digest), there in zip(required.items(), digests, strict=True):
         if there is None:
             raise _damaged(folder, name, "is missing")
         if there != digest:
             size = (folder / name).stat().st_size
-            raise _damaged(folder, name, f"is not as it was written ({size:,} bytes)")
+            raise _damaged(folder, name, f"differs from what was written ({size:,} bytes)")
     _verified[folder] = stamp
 
 
 def read_table(folder: Path) -> dict[str, str]:
-    """Return the digest of each file that the table of a folder names.
-
-    Raises StorageError for a table that is not as it was written.
-    """
+    """Return the digest of each file in the table of a folder; raises StorageError if damaged."""
     try:
         first, _, body = read_file(folder, TABLE).decode().partition("\n")
     except UnicodeDecodeError as error:
         raise _damaged(folder, TABLE, f"cannot be read ({error})") from error
     lines = [_LINE.fullmatch(line) for line in body.splitlines()]
     if first != _self_of(body) or None in lines:
-        raise _damaged(folder, TABLE, "is not as it was written")
+        raise _damaged(folder, TABLE, "differs from what was written")
     return {line[2]: line[1] for line in lines if line is not None}
 
 
-def _wanted(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield name and digest of each file that has to be there."""
+def _required(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield name and digest of each required file."""
     for name, digest in read_table(folder).items():
         if not _is_left_out(folder, Path(name)):
             yield name, digest
@@ -104,7 +103,7 @@ def _self_of(body: str) -> str:
 
 
 def is_state(name: str) -> bool:
-    """Whether a file of a checkpoint is of its learner's state, which copies may be without."""
+    """Whether a file belongs to the learner's state, which copies may be without."""
     return _LEFT_OUT in PurePosixPath(name).parts[:-1]
 
 
@@ -142,10 +141,10 @@ def digest_of(path: Path) -> str:
 
 
 def _unreadable(path: Path, error: OSError) -> StoreAwayError:
-    """A disk that is away, rights, too many open files: nothing is known of the file."""
+    """Return the error of a file that may be whole: no disk, no rights, too many open files."""
     return StoreAwayError(
         f"{path} cannot be read: {error.strerror}",
-        hint="see its disk and its rights; where that stays, move its folder away",
+        hint="check its disk and its permissions; if that does not help, move its folder away",
     )
 
 
@@ -156,17 +155,46 @@ def _damaged(folder: Path, name: str, how: str) -> StorageError:
     )
 
 
-# -- folders that are whole on the disk before they get their names --------------------------------
+# -- small JSON files, each written completely or not at all ---------------------------------------
+
+
+def write_record(file: Path, value: Mapping[str, Any], *, lasting: bool = True) -> None:
+    """Write a JSON file; a `lasting` one is on the disk on return. Raises StorageError."""
+    hidden = file.with_name(f".{file.name}.new")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with hidden.open("w", encoding="utf-8") as opened:
+            json.dump(value, opened)
+            opened.flush()
+            if lasting:
+                os.fsync(opened.fileno())
+        hidden.rename(file)
+    except OSError as error:
+        raise StorageError(
+            f"{file} cannot be written: {error.strerror}", hint="see the disk of the pool"
+        ) from error
+
+
+def read_record(file: Path) -> dict[str, Any] | None:
+    """Return the object in a JSON file, None if the file is missing or damaged."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
+
+
+# -- folders that are synced to disk before they get their names -----------------------------------
 
 
 def flush(folder: Path) -> None:
-    """Bring a folder to the disk, with all that is in it, before it gets its final name."""
+    """Sync a folder and its content to disk, before it gets its final name."""
     for path in (*folder.rglob("*"), folder):
         flush_entries(path)
 
 
 def flush_entries(path: Path) -> None:
-    """Bring to the disk which files a folder has, or what a file holds, which may be read-only."""
+    """Sync the entries of a folder, or the content of a file, which may be read-only, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -177,10 +205,10 @@ def flush_entries(path: Path) -> None:
 def storage_error(
     final: Path, error: Exception, *libraries: type[Exception]
 ) -> StorageError | None:
-    """Say why a checkpoint could not be written; None for an error that is not the disk's.
+    """Return the error of a checkpoint that could not be written; None for another cause.
 
-    A full disk makes the libraries raise errors of many kinds: `libraries` are those that are
-    neither OSError nor RuntimeError.
+    On a full disk libraries raise many kinds of errors; `libraries` are those that are neither
+    OSError nor RuntimeError.
     """
     free = shutil.disk_usage(final.parent if final.parent.exists() else Path("/")).free
     is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or free < 2**20
@@ -196,7 +224,7 @@ def storage_error(
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Give all files of a folder a second name in a new folder. Raises OSError, StorageError."""
+    """Make hard links of a folder's files in a new folder. Raises OSError, StorageError."""
     shutil.rmtree(target, ignore_errors=True)
     with Folder(source.parent) as here, Folder(target.parent, make=True) as there:
         here.copy(source.name, there, target.name, link=True)

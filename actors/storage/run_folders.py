@@ -1,8 +1,8 @@
-"""Folders of runs, as services outside of the sandboxes see them: checkpoints, archive, removal.
+"""Folders of runs, for services outside of the sandboxes: checkpoints, archive, removal.
 
-Checkpoints lie in `checkpoints/step_000040`. The archive of a job lies in `.archives/JOB` beside
-its run folder, where no job writes; its digest, which the scheduler keeps in the job's record, says
-whether it is the one that was written. Archiving and removing may be done twice.
+Checkpoints are in `checkpoints/step_000040`. The archive of a job is `.archives/JOB` beside its run
+folder, where jobs cannot write; the job's record has its digest, by which a changed archive is
+detected. Archiving and removing can be repeated.
 """
 
 import contextlib
@@ -38,14 +38,14 @@ def step_of(name: str) -> int | None:
 
 
 def checkpoint_in(step: int) -> str:
-    """Return where a step's checkpoint lies, relative to the folder of its run."""
+    """Return the path of a step's checkpoint, relative to its run's folder."""
     return f"{_CHECKPOINTS}/{checkpoint_name(step)}"
 
 
 def checkpoint_folders(run_dir: str) -> dict[int, Path]:
-    """Return the folders of a run's checkpoints by step, links left out.
+    """Return the folders of a run's checkpoints by step, without links.
 
-    There are none for a run whose folder is not on this machine, or cannot be read.
+    Empty for a run whose folder is not on this machine or cannot be read.
     """
     if not run_dir:
         return {}
@@ -64,19 +64,19 @@ def archive_of(run_dir: str, job: str) -> Path:
 
 
 def _beside(run_dir: str) -> Folder:
-    """Open the folder that holds a run's; an operator who has moved it leaves a link there."""
+    """Open the parent of a run's folder, which may be a link."""
     return Folder(Path(run_dir).parent.resolve())
 
 
 def begin_archive(run_dir: str, job: str) -> Path:
-    """Return a new folder to write the archive into; what an earlier try left is removed.
+    """Return a new folder for the archive; files of an earlier attempt are removed.
 
     Raises StorageError for a run whose folder is not on this machine, OSError.
     """
     if not run_dir or not Path(run_dir).is_dir():
         raise StorageError(
-            f"there is no run folder {run_dir!r} to keep an archive beside",
-            hint="see whether the scheduler reaches that disk, or delete the run",
+            f"the run folder {run_dir!r}, beside which archives are stored, does not exist",
+            hint="check that the scheduler reaches that disk, or delete the run",
         )
     with _beside(run_dir) as above, above.folder(_ARCHIVES, make=True) as archives:
         archives.remove(job)
@@ -102,18 +102,18 @@ def digest_of_archive(run_dir: str, job: str) -> str:
     except OSError as error:
         raise StorageError(
             f"the archive {archive_of(run_dir, job)} cannot be read: {error}",
-            hint="see whether the scheduler reaches that disk",
+            hint="check that the scheduler reaches that disk",
         ) from error
     return digest.hexdigest()
 
 
 def is_archive(run_dir: str, job: str, digest: str) -> bool:
-    """Whether the archive of a job is what the scheduler wrote; raises as `digest_of_archive`."""
+    """Whether the archive of a job is unchanged; raises as `digest_of_archive`."""
     return bool(digest) and digest_of_archive(run_dir, job) == digest
 
 
 def drop_archive(run_dir: str, job: str) -> None:
-    """Remove the archive of a job; harmless when there is none."""
+    """Remove the archive of a job, if there is one."""
     with contextlib.suppress(FileNotFoundError), _beside(run_dir) as above:
         above.remove(f"{_ARCHIVES}/{job}")
         if not above.entries(_ARCHIVES):
@@ -123,10 +123,10 @@ def drop_archive(run_dir: str, job: str) -> None:
 def remove_weights(
     run_dir: str, folder: str | None, scope: JobScope, locations: Iterable[str]
 ) -> None:
-    """Remove the published versions of a run that are files, and what a killed learner has left.
+    """Remove the files of a run's published versions, also those that a killed learner left.
 
-    Of a `folder` that the configuration names only the files that have the job's name or are at
-    `locations` and lie directly in it: it may be shared, and locations are a learner's word.
+    The configured `folder` may be shared, and `locations` come from a learner: only files directly
+    in it are removed, and only those with the job's name or with a payload's name at a location.
     """
     if run_dir:
         with contextlib.suppress(FileNotFoundError), Folder(run_dir) as run:
@@ -137,8 +137,8 @@ def remove_weights(
     with contextlib.suppress(FileNotFoundError), Folder(place) as shared:
         for location in locations:
             path = Path(location)
-            is_named_so = "\0" not in location and _PAYLOAD.fullmatch(path.name)
-            if is_named_so and path.parent.resolve() == place:
+            is_payload = "\0" not in location and _PAYLOAD.fullmatch(path.name)
+            if is_payload and path.parent.resolve() == place:
                 shared.unlink(path.name)
         own = payload_of(scope)
         for name in [name for name in shared.names() if own.fullmatch(name)]:
@@ -147,17 +147,17 @@ def remove_weights(
 
 
 def remove_run_folder(run_dir: str, job: str) -> None:
-    """Remove the folder of a run with all that is in it.
+    """Remove the folder of a run.
 
-    It loses its name first, so that a new run of that name never meets a half of it. Raises
-    StorageError for what can be no run's folder, OSError.
+    It is renamed first, so that a new run with its name never finds a part of it. Raises
+    StorageError for a path that cannot be a run's folder, OSError.
     """
     place = Path(run_dir)
     if not place.is_absolute() or len(place.parts) < _FEWEST_PARTS or ".." in place.parts:
-        raise StorageError(f"{run_dir!r} is no folder of a run", hint="remove it by hand")
-    doomed = f".{place.name}.deleted-{job}"
+        raise StorageError(f"{run_dir!r} is not a folder of a run", hint="remove it by hand")
+    removed = f".{place.name}.deleted-{job}"
     with contextlib.suppress(FileNotFoundError), _beside(run_dir) as above:
-        above.remove(doomed)
+        above.remove(removed)
         with contextlib.suppress(FileNotFoundError):
-            above.rename(place.name, doomed)
-        above.remove(doomed)
+            above.rename(place.name, removed)
+        above.remove(removed)

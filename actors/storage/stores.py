@@ -1,12 +1,12 @@
 """Stores of files: below a URL, through the package `obstore`, or in the broker.
 
-Both have the same methods, which block: call them in threads. A store by URL tries again what may
-pass (it is away, slow, or breaks off); what will not pass by itself (no such bucket, refused
-credentials) is raised at once. A file is read in ranges by several threads.
+Both have the same methods, which block: call them in threads. A store by URL retries after
+temporary errors (away, slow, cut off); permanent errors (no such bucket, refused credentials) are
+raised at once. A file is read in ranges by several threads.
 
-The store in the broker is for machines that have no disk and no store in common: the checkpoints of
-one job are objects in a bucket of its own, which `limits.checkpoint_bytes` bounds; the loop of the
-process carries the calls.
+The store in the broker is for machines without a common disk or store: the checkpoints of a job are
+objects in a bucket of its own, bounded by `limits.checkpoint_bytes`; calls run on the process's
+event loop.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ T = TypeVar("T")
 _RANGE_BYTES = 8 << 20
 _THREADS = 8
 _MOST_COPIED_BYTES = 5 << 30
-"""What stores copy by themselves; what is larger goes through a file in $TMPDIR."""
+"""Size up to which stores copy objects themselves; larger ones go through a file in $TMPDIR."""
 _STAGED = re.compile(r"#[0-9]+\Z")
 _FIRST_PAUSE_S = 0.5
 _DEADLINE_S = 600.0
@@ -50,16 +50,16 @@ class StoredObject(NamedTuple):
     name: str
     num_bytes: int
     tag: str
-    """Changes with the object."""
+    """Changes with the object's content."""
     saved: float = 0.0
     """When it was written, in seconds since 1970."""
 
 
 class UrlStore:
-    """What lies below a URL."""
+    """The objects below a URL."""
 
     def __init__(self, url: str, *, tries: int = 6, timeout_s: float = 60.0) -> None:
-        """Reach nothing yet. Each call is tried `tries` times, each request for `timeout_s`.
+        """Prepare, without a connection. Each call has `tries` attempts of `timeout_s`.
 
         Raises StorageError for a URL that obstore cannot read, or without that package.
         """
@@ -69,7 +69,7 @@ class UrlStore:
         self._store = _open(self.url, timeout_s)
 
     def close(self) -> None:
-        """Let calls that wait before another try end now, with their error."""
+        """End calls that wait for another attempt, with their error."""
         self._closing.set()
 
     def put(self, name: str, content: Path | bytes) -> None:
@@ -85,7 +85,7 @@ class UrlStore:
         return self._try(f"read {name}", lambda: bytes(obstore.get(self._store, name).bytes()))
 
     def fetch(self, name: str, num_bytes: int, target: Path) -> None:
-        """Write an object of that size to a file, its ranges in parallel.
+        """Write an object of this size to a file, its ranges in parallel.
 
         Raises NotFoundError, StorageError, OSError for the file.
         """
@@ -148,7 +148,7 @@ class UrlStore:
             self.put(target, here)
 
     def delete(self, names: list[str]) -> None:
-        """Remove objects; one that has gone is no error. Raises StorageError."""
+        """Remove objects; missing ones are ignored. Raises StorageError."""
         import obstore
 
         for name in names:
@@ -158,9 +158,9 @@ class UrlStore:
                 continue
 
     def sweep(self) -> None:
-        """Remove what killed uploads to a folder have left: files that obstore has not named yet.
+        """Remove unfinished files of killed uploads to a folder.
 
-        What a store elsewhere has of them is in no listing; a rule of the bucket ends it. Raises
+        Unfinished uploads to other stores are not listed; a rule of the bucket removes them. Raises
         StorageError.
         """
         if not self.url.startswith("file://"):
@@ -171,12 +171,12 @@ class UrlStore:
                     path.unlink(missing_ok=True)
         except OSError as error:
             raise StorageError(
-                f"halves of files in {self.url} cannot be removed: {error}",
-                hint="see the rights of that folder",
+                f"unfinished files in {self.url} cannot be removed: {error}",
+                hint="check the permissions of that folder",
             ) from error
 
     def _try(self, what: str, call: Callable[[], T]) -> T:
-        """Call until it succeeds, no more than so many times."""
+        """Call a function until it succeeds, at most `tries` times."""
         from obstore import exceptions
 
         pause, last = _FIRST_PAUSE_S, None
@@ -186,7 +186,7 @@ class UrlStore:
             except FileNotFoundError as error:
                 raise NotFoundError(
                     f"{self.url} has nothing to {what}: {_in_one_line(error)}",
-                    hint="see whether the bucket and the path exist",
+                    hint="check that the bucket and the path exist",
                 ) from error
             except (
                 exceptions.PermissionDeniedError,
@@ -195,7 +195,7 @@ class UrlStore:
             ) as error:
                 raise StorageError(
                     f"{self.url} refuses to {what}: {_in_one_line(error)}",
-                    hint="see the credentials in the environment of the pool's machines "
+                    hint="check the credentials in the environment of the pool's machines "
                     "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or their role) and their rights",
                 ) from error
             except (exceptions.BaseError, OSError) as error:
@@ -205,8 +205,8 @@ class UrlStore:
             pause *= 2
         raise StoreAwayError(
             f"{self.url}: could not {what}: {_in_one_line(last)}",
-            hint="see whether the pool's machines reach the store (AWS_ENDPOINT for one that is "
-            "not Amazon's), whether the bucket exists, and whether it is full",
+            hint="check that the pool's machines reach the store (AWS_ENDPOINT for one that is "
+            "not Amazon's), that the bucket exists, and that it is not full",
         ) from last
 
 
@@ -233,13 +233,13 @@ def _open(url: str, timeout_s: float) -> Any:
         )
     except (BaseError, OSError, ValueError) as error:
         raise StorageError(
-            f"{url} is no place in a store: {_in_one_line(error)}",
+            f"{url} is not a place in a store: {_in_one_line(error)}",
             hint="write s3://bucket/prefix, gs://bucket/prefix or file:///folder",
         ) from error
 
 
 def _is_plain() -> bool:
-    """Whether the operator has named a server without TLS; options here hide the environment's."""
+    """Whether the environment names a server without TLS, which these options would override."""
     named = os.environ.get("AWS_ENDPOINT") or os.environ.get("AWS_ENDPOINT_URL") or ""
     return named.startswith("http://") or os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
 
@@ -249,7 +249,7 @@ def _in_one_line(error: BaseException | None) -> str:
 
 
 class BrokerStore:
-    """What a job has in its bucket of checkpoints."""
+    """The objects in a job's bucket of checkpoints."""
 
     def __init__(
         self,
@@ -258,9 +258,9 @@ class BrokerStore:
         below: str = "",
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """Reach nothing yet; to be made on the loop of the connection, or with that named.
+        """Prepare, on the event loop of the connection or with that loop as an argument.
 
-        `below` is the path in the bucket that names are relative to.
+        Names are relative to the path `below` in the bucket.
         """
         self.url = f"{BROKER}runs/{scope.user}/{scope.job}/{below}".rstrip("/") if below else BROKER
         self._broker, self._scope = broker, scope
@@ -271,32 +271,32 @@ class BrokerStore:
         self._closed = False
 
     def close(self) -> None:
-        """End what is under way, with its error."""
+        """End running calls with their error."""
         self._closed = True
         for future in list(self._running):
             future.cancel()
 
     def make_room(self, num_bytes: int) -> None:
-        """Let the bucket, made if it is missing, hold so much more. Raises StoreAwayError."""
+        """Raise the bound of the bucket, which is made if missing. Raises StoreAwayError."""
         making = _grow_bucket(self._broker, self._scope, num_bytes)
         self._wait(f"make room for {num_bytes:,} bytes", making)
 
     def remove(self) -> None:
-        """Delete the job's bucket with all that it holds. Raises StoreAwayError."""
+        """Delete the job's bucket with its objects. Raises StoreAwayError."""
         bucket = f"OBJ_{self._scope.object_checkpoints}"
         self._wait("remove its bucket", streams.delete_stream(self._broker, bucket))
 
     def sweep(self) -> None:
-        """Remove what killed uploads have left. Raises StoreAwayError."""
+        """Remove parts of killed uploads. Raises StoreAwayError."""
         self._wait("remove halves of files", self._objects.sweep())
 
     def put(self, name: str, content: Path | bytes) -> None:
-        """Store a file or bytes under a name. Raises StoreAwayError, also when it is full."""
+        """Store a file or bytes under a name. Raises StoreAwayError, also if the bucket is full."""
         views = [memoryview(content)] if isinstance(content, bytes) else _mapped(content)
         self._wait(f"write {name}", self._put(name, views))
 
     def fetch(self, name: str, num_bytes: int, target: Path) -> None:
-        """Write an object of that size to a file.
+        """Write an object of this size to a file.
 
         Raises NotFoundError, StoreAwayError, OSError for the file.
         """
@@ -321,7 +321,7 @@ class BrokerStore:
         return sorted(objects)
 
     def delete(self, names: list[str]) -> None:
-        """Remove objects; one that has gone is no error. Raises StoreAwayError."""
+        """Remove objects; missing ones are ignored. Raises StoreAwayError."""
         for name in names:
             self._wait(f"remove {name}", self._objects.delete(self._below + name))
 
@@ -347,7 +347,7 @@ class BrokerStore:
 
 
 def _mapped(file: Path) -> list[memoryview]:
-    """Return the content of a file, read when it is needed."""
+    """Yield the content of a file in parts."""
     with file.open("rb") as opened:
         if not file.stat().st_size:
             return []
@@ -359,10 +359,10 @@ def _stored_object(info: ObjectInfo, below: str) -> StoredObject:
 
 
 async def _grow_bucket(broker: Broker, scope: JobScope, num_bytes: int) -> None:
-    """Let the bucket of a job's checkpoints, made if it is missing, hold so many bytes more.
+    """Raise the bound of a job's bucket of checkpoints, which is made if missing.
 
-    For what a job begins with, before it starts; `create_job_streams` then sets its own bound.
-    Raises BrokerError when the server has no room, DeadlineError.
+    For a checkpoint that is copied before the job starts; `create_job_streams` then sets the job's
+    own bound. Raises BrokerError if the server has no room, DeadlineError.
     """
     name = f"OBJ_{scope.object_checkpoints}"
     configs = streams.job_streams(scope, LimitsConfig(), streams.WEIGHTS_BYTES)
@@ -380,14 +380,14 @@ _RUNS, _CHECKPOINTS = f"{BROKER}runs/", "checkpoints"
 
 
 class Stores:
-    """What opens stores.
+    """Opens stores by URL.
 
-    `broker:runs/<user>/<job>/checkpoints/<name>` is a checkpoint in the bucket of that job, and
-    another word than `checkpoints` what the job keeps of others there.
+    `broker:runs/<user>/<job>/checkpoints/<name>` is a checkpoint in the bucket of that job; with
+    another word than `checkpoints` it is a copy of another run's.
     """
 
     def __init__(self, broker: Broker, own: JobScope | None = None) -> None:
-        """To be made on the loop of `broker`; an actor of a job reads the bucket of its `own`."""
+        """Prepare, on the loop of `broker`; an actor of a job reads the bucket of its `own`."""
         self._broker = broker
         self._own = own
         self._loop = asyncio.get_running_loop()
@@ -399,22 +399,22 @@ class Stores:
         return self.bucket(url)
 
     def bucket(self, url: str) -> BrokerStore:
-        """Return what lies below a URL in the broker. Raises StorageError."""
+        """Return the store of a URL in the broker. Raises StorageError."""
         user, _, rest = url.removeprefix(_RUNS).partition("/")
         job, _, below = rest.partition("/")
         scope = JobScope(user, job)
         below = f"{below}/".removeprefix(f"{_CHECKPOINTS}/").rstrip("/")
         if self._own not in (None, scope):
             raise StorageError(
-                f"{url} is of another job, and a job reads only its own checkpoints in the broker",
-                hint="begin with that checkpoint: fork_of, or `--from RUN@STEP`",
+                f"{url} belongs to another job; a job reads only its own checkpoints in the broker",
+                hint="start from that checkpoint: fork_of, or `--from RUN@STEP`",
             )
         return BrokerStore(self._broker, scope, below, self._loop)
 
 
 # -- folders ---------------------------------------------------------------------------------------
-# `SHA256SUMS` comes last and makes a folder whole. A folder without that table is an incomplete
-# upload, not a checkpoint. Models that others have put there need none.
+# `SHA256SUMS` is written last and completes a folder. A folder without that table is an incomplete
+# upload, not a checkpoint. Models that were stored by other programs need none.
 
 _FILES_AT_ONCE = 4
 _FETCHES = 3
@@ -438,16 +438,16 @@ def upload_tree(store: Store, prefix: str, folder: Path) -> None:
             raise StorageError(
                 f"{store.url}/{prefix}/{name} has {there.get(f'{prefix}/{name}')} bytes in the "
                 f"store, {size} were written",
-                hint="it is written again; see the store when this stays",
+                hint="it will be written again; check the store if this repeats",
             )
     store.put(f"{prefix}/{TABLE}", folder / TABLE)
 
 
 def fetch_tree(store: Store, prefix: str, files: list[StoredObject], target: Path) -> None:
-    """Write the files of a folder of the store to a new folder `target`; it is whole or not there.
+    """Write the files of a folder of the store to a new folder `target`, completely or not at all.
 
-    What its table of digests names is read again when it is not as it was written. Raises
-    StorageError for a file that stays wrong, and for a disk without room.
+    A file that differs from the table of digests is read again. Raises StorageError for a file that
+    still differs, and for a full disk.
     """
     half = target.with_name(f".{target.name}.half")
     shutil.rmtree(half, ignore_errors=True)
@@ -465,16 +465,16 @@ def fetch_tree(store: Store, prefix: str, files: list[StoredObject], target: Pat
 
 def _fetch_files(store: Store, prefix: str, files: list[StoredObject], folder: Path) -> None:
     by_name = {_inside(file.name, prefix): file for file in files}
-    wanted: dict[str, str] = {}
+    digests: dict[str, str] = {}
     if (table := by_name.pop(TABLE, None)) is not None:
         store.fetch(table.name, table.num_bytes, folder / TABLE)
-        wanted = read_table(folder)
+        digests = read_table(folder)
         is_copy = not any(map(is_state, by_name))
-        for name in wanted:
+        for name in digests:
             if name not in by_name and not (is_copy and is_state(name)):
                 raise _wrong(store, prefix, name, "is missing")
     for name, file in by_name.items():
-        _fetch_whole(store, file, folder / name, wanted.get(name))
+        _fetch_whole(store, file, folder / name, digests.get(name))
 
 
 def _fetch_whole(store: Store, file: StoredObject, target: Path, digest: str | None) -> None:
@@ -482,14 +482,16 @@ def _fetch_whole(store: Store, file: StoredObject, target: Path, digest: str | N
         store.fetch(file.name, file.num_bytes, target)
         if digest is None or digest_of(target) == digest:
             return
-    raise _wrong(store, "", file.name, f"is not as it was written ({file.num_bytes:,} bytes)")
+    raise _wrong(store, "", file.name, f"differs from what was written ({file.num_bytes:,} bytes)")
 
 
 def _inside(name: str, prefix: str) -> str:
-    """Return the name of a file in its folder; StorageError for one that leads out of it."""
+    """Return the name of a file in its folder; raises StorageError for one outside of it."""
     inside = PurePosixPath(name).relative_to(prefix) if prefix else PurePosixPath(name)
     if ".." in inside.parts or inside.is_absolute():
-        raise StorageError(f"{name!r} is no name of a file", hint="remove it from the store")
+        raise StorageError(
+            f"{name!r} is not a valid name of a file", hint="remove it from the store"
+        )
     return str(inside)
 
 

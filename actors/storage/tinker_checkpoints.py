@@ -1,13 +1,14 @@
-"""Named checkpoints on disk, as trainer and samplers find them.
+"""Named checkpoints of Tinker models on disk, as trainer, samplers and scheduler read them.
 
-A checkpoint is `<user>/<model>/<kind>/<name>/`: its files lie in a folder named by the operation
-that saved it, and `tinker.json` beside that says which one counts. To replace this file is what
-makes a checkpoint be there, change or be gone, so a crash leaves the one or the other.
+A checkpoint is the folder `<user>/<model>/<kind>/<name>/`. Its files are in a folder named after
+the operation that saved it, and `tinker.json` beside that folder says which operation that is.
+Replacing `tinker.json` creates, changes or removes the checkpoint, so a crash leaves either the old
+or the new one.
 """
 
 import contextlib
 import json
-import os
+import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -21,39 +22,42 @@ from ...schemas.tinker.checkpoints import Metadata, TinkerCheckpoint
 from ...schemas.tinker.names import KINDS, CheckpointName, ModelName
 from ...schemas.tinker.operation import ModelInfo
 from ...schemas.wire import errors
+from .files import read_record, write_record
 
 TINKER_FOLDER = "tinker"
-"""Folder of a run in which the states and checkpoints of models of the Tinker API lie."""
-_META = "tinker.json"
+"""Folder of a run with the states and checkpoints of Tinker models."""
+_META, _MARK = "tinker.json", ".mark"
+_INFLIGHT = ".inflight"
+"""File beside a model's sampler weights that names the newest ones saved with kind="inflight"."""
 Gone = Literal["", "deleted", "expired"]
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """One checkpoint of a user, or the note that it is gone."""
+    """One checkpoint of a user, or the record of a removed one."""
 
     user: str
     name: CheckpointName
     place: Path
-    """Folder with the name of the checkpoint."""
+    """The checkpoint's folder."""
     info: ModelInfo
     seq: int
-    """The operation that saved it."""
+    """Operation that saved it."""
     time: float
-    """When that was taken, in seconds since the epoch."""
+    """When that operation was accepted, in seconds since the epoch."""
     size_bytes: int = 0
     is_public: bool = False
     expires: float = 0.0
     """In seconds since the epoch; 0: never."""
     passing: bool = False
-    """Saved to be sampled from for a while, without a name of the user's."""
+    """Unnamed weights of a sampling session, kept for a limited time."""
     user_metadata: Metadata | None = None
     gone: Gone = ""
 
     @property
     def folder(self) -> Path:
-        """Where its files lie."""
+        """Folder of its files."""
         return self.place / str(self.seq)
 
     def is_there(self, now: float) -> bool:
@@ -76,34 +80,73 @@ class CheckpointFolders:
     """The named checkpoints below a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Find them below `folder`."""
+        """Read and write below `folder`."""
         self._folder = folder
 
+    @property
+    def mark(self) -> str:
+        """The random mark of the folder, by which samplers recognise it; empty: none yet."""
+        try:
+            return (self._folder / _MARK).read_text(encoding="utf-8")
+        except OSError:
+            return ""
+
+    def set_mark(self) -> None:
+        """Give the folder a mark if it has none."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if not self.mark:
+            (self._folder / _MARK).write_text(secrets.token_hex(8), encoding="utf-8")
+
     def place_of(self, user: str, name: CheckpointName) -> Path:
-        """Return where a user's checkpoint lies, whether it is there or not."""
-        model = f"{name.model.session}.train.{name.model.number}"
-        return self._folder / user / model / name.kind / name.name
+        """Return the folder of a user's checkpoint, whether it exists or not."""
+        return self._folder / user / name.model.folder / name.kind / name.name
 
     def find(self, user: str, name: CheckpointName) -> StoredCheckpoint:
-        """Return a checkpoint that a user may read: an own one, or a published one of others.
+        """Return a checkpoint that a user may read: the user's own, or a published one.
 
-        Raises NotFoundError, ModelError for one that is damaged.
+        Raises NotFoundError, and ModelError for a damaged one.
         """
         own = self.read(user, name)
         now = time.time()
         if own is not None and own.is_there(now):
             return own
-        if own is None and (other := self._published(name, now)) is not None:
-            return other
+        if own is None and (published := self._published(name, now)) is not None:
+            return published
         raise missing(name, own)
 
+    def find_snapshot(self, user: str, name: CheckpointName, *, moves: bool) -> StoredCheckpoint:
+        """Return the weights that a user's samples use now; raises NotFoundError.
+
+        With `moves` those are the newest that were saved for samples in flight.
+        """
+        return self._find_newest(user, name) if moves else self.find(user, name)
+
+    def _find_newest(self, user: str, oldest: CheckpointName) -> StoredCheckpoint:
+        record = read_record(self._inflight_file(user, oldest.model))
+        if record is None:
+            raise errors.NotFoundError(
+                f"no weights of {oldest.model} were saved for samples in flight",
+                hint="save_weights_for_sampler with kind=inflight",
+            )
+        return self.find(user, replace(oldest, name=str(record["name"])))
+
+    def set_newest(self, stored: StoredCheckpoint) -> None:
+        """Let in-flight samples use a checkpoint, unless they use a later one already.
+
+        Raises StorageError.
+        """
+        file = self._inflight_file(stored.user, stored.name.model)
+        record = read_record(file)
+        if record is None or int(record["seq"]) < stored.seq:
+            write_record(file, {"name": stored.name.name, "seq": stored.seq}, lasting=False)
+
     def read(self, user: str, name: CheckpointName) -> StoredCheckpoint | None:
-        """Return what is known of a user's own checkpoint, also of one that is gone."""
+        """Return the record of a user's own checkpoint, also of a removed one."""
         place = self.place_of(user, name)
         return _read(user, name, place) if (place / _META).is_file() else None
 
     def is_damaged(self, user: str, name: CheckpointName) -> bool:
-        """Whether a user's own checkpoint lies there and cannot be read."""
+        """Whether a user's own checkpoint exists and cannot be read."""
         try:
             self.read(user, name)
         except errors.ModelError:
@@ -111,29 +154,28 @@ class CheckpointFolders:
         return False
 
     def read_all(self) -> Iterator[StoredCheckpoint]:
-        """Return what is known of all checkpoints, and remove what a crash has left half.
+        """Return the records of all checkpoints, and remove incomplete ones that a crash left.
 
-        Those that are damaged are left out.
+        Damaged ones are skipped.
         """
         for place in sorted(self._folder.glob("*/*.train.*/*/*")):
-            kind, session = place.parent.name, place.parent.parent.name
+            kind, model_folder = place.parent.name, place.parent.parent.name
             if kind not in KINDS or place.name.startswith("."):
                 continue
             try:
-                model = ModelName.parse(session.replace(".train.", ":train:"))
-                name = CheckpointName(model, kind, place.name)
+                name = CheckpointName(ModelName.of_folder(model_folder), kind, place.name)
                 stored = self.read(place.parents[2].name, name)
             except (errors.ModelError, errors.NotFoundError) as error:
-                _log.warning("checkpoint_left_out", folder=str(place), reason=error.message)
-                continue  # whoever names it is told
+                _log.warning("checkpoint_skipped", folder=str(place), reason=error.message)
+                continue  # requests for it raise the error
             if stored is None:
                 shutil.rmtree(place, ignore_errors=True)
                 continue
-            _remove_others(stored)
+            _remove_unused_folders(stored)
             yield stored
 
     def size_of(self, user: str) -> int:
-        """Return the bytes of a user's checkpoints; what is being written is not counted."""
+        """Return the bytes of a user's checkpoints, without those that are being written."""
         num_bytes = 0
         for meta in self._folder.glob(f"{user}/*.train.*/*/*/{_META}"):
             with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -141,7 +183,7 @@ class CheckpointFolders:
         return num_bytes
 
     def commit(self, stored: StoredCheckpoint) -> None:
-        """Let this be what counts; its files are there. Raises StorageError."""
+        """Write the record of a checkpoint whose files exist; raises StorageError."""
         meta = {
             "info": stored.info.to_map(),
             "seq": stored.seq,
@@ -153,57 +195,44 @@ class CheckpointFolders:
             "user_metadata": stored.user_metadata,
             "gone": stored.gone,
         }
-        hidden = stored.place / f".{_META}"
-        try:
-            with hidden.open("w", encoding="utf-8") as file:
-                json.dump(meta, file)
-                file.flush()
-                if not stored.passing:
-                    os.fsync(file.fileno())
-            hidden.rename(stored.place / _META)
-        except OSError as error:
-            raise errors.StorageError(
-                f"{stored.place} cannot be written: {error.strerror}",
-                hint="see the disk of the pool",
-            ) from error
-        _remove_others(stored)
+        write_record(stored.place / _META, meta, lasting=not stored.passing)
+        _remove_unused_folders(stored)
 
     def remove(self, stored: StoredCheckpoint, why: Gone) -> StoredCheckpoint:
-        """Remove the files of a checkpoint.
-
-        That it was there, and why it is not, stays known where there is room to write it down.
-        """
+        """Remove the files of a checkpoint, and record why, if the disk has room for that."""
         gone = replace(stored, gone=why, size_bytes=0, is_public=False, time=time.time())
         try:
             self.commit(gone)
-        except errors.StorageError:  # a full disk, on which this makes room
+        except errors.StorageError:  # the disk is full: removing the folder makes room
             self.forget(stored.place)
         return gone
 
     def forget(self, place: Path) -> None:
-        """Remove also what is known of a checkpoint."""
+        """Remove a checkpoint's files and its record."""
         with contextlib.suppress(OSError):
-            (place / _META).unlink()  # without it nothing counts
+            (place / _META).unlink()  # first, so that a crash leaves no record without files
         shutil.rmtree(place, ignore_errors=True)
 
     def _published(self, name: CheckpointName, now: float) -> StoredCheckpoint | None:
-        model = f"{name.model.session}.train.{name.model.number}"
-        for place in sorted(self._folder.glob(f"*/{model}/{name.kind}/{name.name}")):
+        for place in sorted(self._folder.glob(f"*/{name.model.folder}/{name.kind}/{name.name}")):
             stored = self.read(place.parents[2].name, name)
             if stored is not None and stored.is_public and stored.is_there(now):
                 return stored
         return None
 
+    def _inflight_file(self, user: str, model: ModelName) -> Path:
+        return self._folder / user / model.folder / "sampler_weights" / _INFLIGHT
 
-def missing(name: CheckpointName, known: StoredCheckpoint | None = None) -> errors.NotFoundError:
-    """Return the error of a checkpoint that is not there; `known` is what its owner may know."""
-    if known is not None and (known.gone == "expired" or not known.gone):
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(known.expires))
+
+def missing(name: CheckpointName, record: StoredCheckpoint | None = None) -> errors.NotFoundError:
+    """Return the error for a missing checkpoint; `record` is its owner's record of it."""
+    if record is not None and record.gone != "deleted":
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(record.expires))
         return errors.CheckpointGoneError(
             f"the checkpoint {name} has expired: its time was over at {when} UTC",
             hint="save it anew, with a longer ttl_seconds or without",
         )
-    if known is not None:
+    if record is not None:
         return errors.CheckpointGoneError(f"the checkpoint {name} was deleted", hint="save it anew")
     return errors.NotFoundError(
         f"there is no checkpoint {name}",
@@ -211,8 +240,8 @@ def missing(name: CheckpointName, known: StoredCheckpoint | None = None) -> erro
     )
 
 
-def _remove_others(stored: StoredCheckpoint) -> None:
-    """Remove the files that do not count (any more)."""
+def _remove_unused_folders(stored: StoredCheckpoint) -> None:
+    """Remove all files but those of the operation that saved the checkpoint."""
     for path in stored.place.iterdir():
         if path.is_dir() and (stored.gone or path.name != str(stored.seq)):
             shutil.rmtree(path, ignore_errors=True)

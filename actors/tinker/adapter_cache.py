@@ -1,8 +1,8 @@
-"""Adapters in memory, as many as fit; the others are written to disk.
+"""Adapters in memory, as many as fit; the others are on disk.
 
-A model is loaded again when it has an operation to do, to the same bits; the least recently used
-one makes room for it. A model that is being computed stays, and one that is in use stays for a
-moment: its gradients would have to be written as well.
+A model with a ready operation is loaded again, to the same bits, in the place of the least recently
+used one. A model whose operation has begun stays, and one that was loaded stays for a moment, since
+its gradients would have to be written as well.
 """
 
 import json
@@ -16,16 +16,15 @@ from typing import Any, NamedTuple
 import structlog
 
 from ...schemas.tinker.datum import LoraSpec
-from ...schemas.tinker.names import CheckpointName, ModelName
+from ...schemas.tinker.names import ModelName
 from ...schemas.tinker.operation import ModelInfo
 from ...schemas.wire.errors import ModelError, NotFoundError, StorageError
 from ..storage.files import flush, flush_entries
-from ..storage.tinker_checkpoints import CheckpointFolders
 from .models import ModelHistory, Models, TrainedModel
 from .operations import Adapters
 
-# Saved states: adapter, optimiser, what is pending, and the number of the last operation, so that
-# repeating later operations leads to the same bits. A state is there whole or not at all.
+# Saved states: adapter, optimiser, pending gradients, and the number of the last operation, so that
+# repeating later operations leads to the same bits. A state exists completely or not at all.
 
 _META, _PENDING = "tinker.json", "pending.safetensors"
 _SUSPENDED = "suspended.safetensors"
@@ -54,16 +53,14 @@ class DamagedState(NamedTuple):
 
 
 class AdapterStates:
-    """The folder of one trainer's states; named checkpoints are found there, too."""
+    """The folder of one trainer's states."""
 
     def __init__(self, folder: Path) -> None:
-        """Keep them below `folder`."""
+        """Keep the states below `folder`."""
         self.folder = folder
-        """Where they lie."""
-        self._folders = CheckpointFolders(folder)
 
     def read_all(self) -> tuple[list[SavedState], list[DamagedState]]:
-        """Return the newest state of each model, and of which models it is damaged."""
+        """Return the newest state of each model, and the models whose newest state is damaged."""
         states: list[SavedState] = []
         damaged: list[DamagedState] = []
         for place in sorted(self.folder.glob("*/*.train.*/state")):
@@ -71,8 +68,8 @@ class AdapterStates:
             if not numbers:
                 continue
             try:
-                name = ModelName.parse(place.parent.name.replace(".train.", ":train:"))
-            except NotFoundError:  # a folder of somebody else's
+                name = ModelName.of_folder(place.parent.name)
+            except NotFoundError:  # a folder with another name
                 continue
             try:
                 states.append(_read_state(place / str(numbers[-1])))
@@ -81,7 +78,7 @@ class AdapterStates:
         return states, damaged
 
     def save(self, adapters: Adapters, model: TrainedModel) -> None:
-        """Write a model's state behind its newest operation; older ones go."""
+        """Write a model's state after its newest operation, and remove older ones."""
         place = self._place(model.user, model.name) / "state"
         folder = place / str(model.applied)
         if model.info is None or folder.is_dir():
@@ -90,42 +87,31 @@ class AdapterStates:
         meta |= {"history": model.history.to_map(), "tokens": model.tokens}
         self._write(adapters, model, folder, {**meta, "pending": model.is_pending})
         for old in place.iterdir():
-            # what is newer was written by a trainer after this one
+            # newer ones were written by a trainer after this one
             if not old.name.isdigit() or int(old.name) < model.applied:
                 shutil.rmtree(old, ignore_errors=True)
 
     def load(self, adapters: Adapters, model: TrainedModel) -> None:
-        """Bring a model back to its newest state; raises ModelError for one that is damaged."""
+        """Load a model's newest state; raises ModelError if it is damaged."""
         folder = self._place(model.user, model.name) / "state" / str(model.saved)
         adapters.load(model.key, folder, with_optimizer=True)
         if _meta(folder).get("pending"):
             adapters.load_pending(model.key, folder / _PENDING)
 
     def suspend(self, adapters: Adapters, model: TrainedModel) -> None:
-        """Take a model out of memory, written down as it is now; raises StorageError."""
+        """Write a model as it is now, and evict it from memory; raises StorageError."""
         adapters.suspend(model.key, self._suspended(model))
 
     def resume(self, adapters: Adapters, model: TrainedModel) -> None:
-        """Bring a model back as it was when it was taken out of memory; raises ModelError."""
+        """Load a suspended model; raises ModelError."""
         file = self._suspended(model)
         adapters.resume(model.key, file)
         file.unlink()
 
     def forget_suspended(self) -> None:
-        """Remove what an earlier trainer has written down: it is in the log as well."""
+        """Remove suspended models of an earlier trainer: the log has their operations."""
         for file in self.folder.glob(f"*/*/{_SUSPENDED}"):
             file.unlink()
-
-    def info_of(self, user: str, name: CheckpointName) -> ModelInfo:
-        """Return what a named checkpoint holds that a user may read; raises NotFoundError."""
-        return self._folders.find(user, name).info
-
-    def place_of(self, user: str, name: CheckpointName) -> Path:
-        """Return the folder of a named checkpoint that a user may read; raises NotFoundError.
-
-        One that is saved anew under its name has another folder.
-        """
-        return self._folders.find(user, name).folder
 
     def forget(self, model: TrainedModel) -> None:
         """Remove a model's states; its named checkpoints stay."""
@@ -137,15 +123,15 @@ class AdapterStates:
         return self._place(model.user, model.name) / _SUSPENDED
 
     def _place(self, user: str, name: ModelName) -> Path:
-        return self.folder / user / f"{name.session}.train.{name.number}"
+        return self.folder / user / name.folder
 
     def _write(
         self, adapters: Adapters, model: TrainedModel, folder: Path, meta: dict[str, Any]
     ) -> None:
         hidden = folder.with_name(f".{folder.name}")
         try:
-            for broken_off in folder.parent.glob(".*"):  # of a process that was killed
-                shutil.rmtree(broken_off, ignore_errors=True)
+            for unfinished in folder.parent.glob(".*"):  # of a killed process
+                shutil.rmtree(unfinished, ignore_errors=True)
             hidden.parent.mkdir(parents=True, exist_ok=True)
             adapters.save(model.key, hidden, with_optimizer=True)
             if model.is_pending:
@@ -159,7 +145,7 @@ class AdapterStates:
                 f"{folder} cannot be written: {error.strerror}", hint="see the disk of the pool"
             ) from error
         finally:
-            shutil.rmtree(hidden, ignore_errors=True)  # half of one takes the room of the next
+            shutil.rmtree(hidden, ignore_errors=True)  # a part would take the room of the next
 
 
 def _meta(folder: Path) -> dict[str, Any]:
@@ -185,12 +171,12 @@ def _read_state(folder: Path) -> SavedState:
 
 
 _STAY_S = 0.5
-"""How long a model stays at least of which something is still to be done."""
+"""How long a loaded model with unsaved operations stays at least."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class AdapterCache:
-    """The models in memory; what it does is done in the trainer's thread."""
+    """The models in memory; used in the trainer's thread."""
 
     def __init__(
         self,
@@ -198,37 +184,37 @@ class AdapterCache:
         states: AdapterStates,
         models: Models,
         *,
-        most: int,
-        most_bytes: int,
+        max_models: int,
+        max_bytes: int,
     ) -> None:
-        """Keep at most so many models in memory, and at most so many bytes of them."""
+        """Keep at most `max_models` of `max_bytes` together in memory."""
         self._adapters = adapters
         self._states = states
         self._models = models
-        self._most = most
-        self._most_bytes = most_bytes
+        self._max_models = max_models
+        self._max_bytes = max_bytes
         self._bytes: dict[str, int] = {}
         self._since: dict[str, float] = {}
         self._suspended: set[str] = set()
         self.num_suspended = 0
-        """How often a model was written down to make room."""
+        """How often a model was suspended to make room."""
 
     def find_admissible(self) -> Callable[[TrainedModel], bool]:
-        """Return what says whether a model is in memory, or there is room for it now."""
-        can_evict = self._choose_evicted() is not None
+        """Return a function that says whether a model is in memory or can be loaded now."""
+        can_evict = self._find_evictable() is not None
         return lambda model: model.key in self._bytes or can_evict or not self._is_full(model)
 
     def admit(self, model: TrainedModel) -> None:
-        """Bring a model into memory, and others out of it; raises StorageError, ModelError."""
+        """Load a model, and evict others to make room; raises StorageError, ModelError."""
         if model.key in self._bytes:
             return
-        while self._is_full(model) and (other := self._choose_evicted()) is not None:
+        while self._is_full(model) and (other := self._find_evictable()) is not None:
             self.evict(other)
         try:
             self._reload(model)
         except (NotFoundError, StorageError) as error:
             raise ModelError(
-                f"{model.name} cannot be brought back: {error.message}", hint=error.hint
+                f"{model.name} cannot be loaded again: {error.message}", hint=error.hint
             ) from error
         self._bytes[model.key] = self._bytes_of(model)
         self._since[model.key] = time.monotonic()
@@ -241,24 +227,24 @@ class AdapterCache:
             self._states.load(self._adapters, model)
 
     def update_size(self, model: TrainedModel) -> None:
-        """Note how large a model in memory is; one that was not made after all has no place."""
+        """Update the size of a model in memory; one that could not be made is dropped."""
         if model.info is None:
             self._bytes.pop(model.key, None)
         else:
             self._bytes[model.key] = self._bytes_of(model)
 
     def evict_idle(self, idle_s: float) -> None:
-        """Write models to disk that were unused for so long; a full disk is only logged."""
+        """Evict models that were unused for so long; a full disk is only logged."""
         now = time.monotonic()
         for model in self._in_memory():
             if model.running is None and not model.waiting and now - model.used > idle_s:
                 try:
                     self.evict(model)
                 except StorageError as error:
-                    _log.warning("not_written_down", model=model.key, reason=error.message)
+                    _log.warning("model_not_evicted", model=model.key, reason=error.message)
 
     def evict(self, model: TrainedModel) -> None:
-        """Take a model out of memory; it is written down unless its state on disk is this one."""
+        """Remove a model from memory; it is written first unless its saved state is current."""
         if model.saved == model.applied:
             self._adapters.evict(model.key)
         else:
@@ -268,7 +254,7 @@ class AdapterCache:
         del self._bytes[model.key], self._since[model.key]
 
     def drop(self, model: TrainedModel) -> None:
-        """Take a model out of memory for good."""
+        """Remove a model from memory without writing it."""
         self._suspended.discard(model.key)
         if model.key in self._bytes:
             self._adapters.evict(model.key)
@@ -279,21 +265,21 @@ class AdapterCache:
         return model.key in self._bytes
 
     def fits(self, model: TrainedModel) -> bool:
-        """Whether a model is in memory, or there is room for it without another's leaving."""
+        """Whether a model is in memory, or there is room without evicting another."""
         return model.key in self._bytes or not self._is_full(model)
 
     def _is_full(self, model: TrainedModel) -> bool:
         if not self._bytes:
-            return False  # one is always let in
-        full = len(self._bytes) >= self._most
-        return full or sum(self._bytes.values()) + self._bytes_of(model) > self._most_bytes
+            return False  # one model always fits
+        full = len(self._bytes) >= self._max_models
+        return full or sum(self._bytes.values()) + self._bytes_of(model) > self._max_bytes
 
     def _bytes_of(self, model: TrainedModel) -> int:
-        """Return the most bytes of a model; 0 for one that is still to be made."""
+        """Return the most bytes that a model takes; 0 before it is made."""
         return 0 if model.info is None else self._adapters.num_bytes_of(_spec(model.info))
 
-    def _choose_evicted(self) -> TrainedModel | None:
-        """Return who makes room: not used for the longest time, and not in use; or None."""
+    def _find_evictable(self) -> TrainedModel | None:
+        """Return the least recently used model that may be evicted, or None."""
         now = time.monotonic()
         matches = [model for model in self._in_memory() if self._may_evict(model, now)]
         return min(matches, key=lambda model: model.used, default=None)

@@ -1,6 +1,6 @@
-"""Do one operation on one model, in the trainer's thread; whatever happens becomes its result.
+"""Apply one operation to one model, in the trainer's thread; every error becomes its result.
 
-It is done in pieces, between which those of other models may be done.
+It is applied in pieces, between which those of other models may be done.
 """
 
 import json
@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 
 from ...schemas.tinker import wire
+from ...schemas.tinker.checkpoints import metadata_of
 from ...schemas.tinker.names import CheckpointKind, CheckpointName
 from ...schemas.tinker.operation import (
     ALONE,
@@ -23,11 +24,9 @@ from ...schemas.tinker.operation import (
 from ...schemas.tinker.sampling import SamplerName
 from ...schemas.wire import errors
 from ...schemas.wire.bounds import MAX_CHARS
-from .adapter_cache import AdapterStates
-from .checkpoints import metadata_of
+from .catalogue import Catalogue, SaveOptions
 from .models import TrainedModel
 from .operations import Adapters, RunningLoss, RunningPieces
-from .user_records import UserRecords
 
 _KINDS: dict[OperationKind, CheckpointKind] = {
     "save_weights": "weights",
@@ -35,21 +34,18 @@ _KINDS: dict[OperationKind, CheckpointKind] = {
     "save_weights_external": "external_weights",
 }
 PIECE_TOKENS = 64
-"""What a piece of work without a micro-batch counts as."""
+"""Cost of a piece of work without a micro-batch."""
 _Pieces = Generator[int | RunningLoss, None, OperationResult]
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class OperationApplier:
-    """Does operations with one set of adapters."""
+    """Applies operations to one set of adapters."""
 
-    def __init__(
-        self, adapters: Adapters, states: AdapterStates, records: UserRecords, offer: ModelInfo
-    ) -> None:
+    def __init__(self, adapters: Adapters, catalogue: Catalogue, offer: ModelInfo) -> None:
         """Make models on the base of `offer`."""
-        self._records = records
+        self._catalogue = catalogue
         self._adapters = adapters
-        self._states = states
         self._offer = offer
         self._do: dict[OperationKind, Callable[[TrainedModel, ModelOperation], bytes]] = {
             "create_model": self._create,
@@ -58,7 +54,7 @@ class OperationApplier:
             "save_weights": self._save,
             "save_weights_for_sampler": self._save,
             "save_weights_external": self._save,
-            "missing": self._missing,
+            "missing": self._fail_missing,
         }
 
     def begin(
@@ -67,11 +63,11 @@ class OperationApplier:
         operation: ModelOperation,
         companies: Sequence[Company] | None = None,
     ) -> RunningPieces:
-        """Do an operation piece by piece, then return the result.
+        """Yield the pieces of an operation, and its result at last.
 
-        Nothing is done before the first is asked for. Whoever asks computes the micro-batches of
-        losses, and throws what that raises in here: an error of the client's or ours is a result.
-        With the `companies` of an earlier time, none if all were alone, they have the same bits.
+        The caller computes the micro-batch of each yielded loss, and throws what that raises into
+        the generator. With the `companies` of an earlier computation (empty if all micro-batches
+        were alone) the result has the same bits.
         """
         try:
             yield (yield from self._pieces(model, operation, companies))
@@ -83,7 +79,7 @@ class OperationApplier:
             yield OperationResult(state="failed", error=message, category="server")
 
     def advance(self, losses: Sequence[RunningLoss]) -> Sequence[RunningLoss]:
-        """Compute the next micro-batch of the first loss, and of others with it: see `Adapters`."""
+        """Compute micro-batches; see `Adapters.advance`."""
         return self._adapters.advance(losses)
 
     def _pieces(
@@ -91,7 +87,7 @@ class OperationApplier:
     ) -> _Pieces:
         if model.info is None and operation.kind not in ("create_model", "load_weights"):
             raise errors.StateError(
-                f"{operation.model} was never made", hint="see why its create_model failed"
+                f"{operation.model} was never made", hint="see the result of its create_model"
             )
         if operation.kind == "forward_backward":
             return (yield from self._forward_backward(model, operation, companies))
@@ -117,14 +113,15 @@ class OperationApplier:
                 "train_unembed": spec.train_unembed,
             }
         )
-        self._records.runs.begin(model.user, model.info, metadata, operation.time)
+        self._catalogue.begin_run(model.user, model.info, metadata, operation.time)
         return _json({"type": "create_model", "model_id": operation.model})
 
     def _load(self, model: TrainedModel, operation: ModelOperation) -> bytes:
         body = wire.LoadWeightsBody.parse(operation.body)
         source = body.source()
         metadata = metadata_of(body.user_metadata)
-        info = self._states.info_of(model.user, source)
+        stored = self._catalogue.folders.find(model.user, source)
+        info = stored.info
         if body.base_model not in (None, info.base) or info.base != self._offer.base:
             raise errors.ModelError(
                 f"{source} is an adapter of {info.base}, not of "
@@ -133,14 +130,13 @@ class OperationApplier:
             )
         if source.kind != "weights" and body.optimizer:
             raise errors.ConfigError(
-                f"{source} holds no optimiser", hint="load one that save_weights made"
+                f"{source} does not contain an optimiser", hint="load one that save_weights made"
             )
-        place = self._states.place_of(model.user, source)
-        self._adapters.load(model.key, place, with_optimizer=body.optimizer)
+        self._adapters.load(model.key, stored.folder, with_optimizer=body.optimizer)
         model.is_pending = False
         model.info = info.model_copy(update={"model": operation.model})
         if operation.seq == 0:
-            self._records.runs.begin(model.user, model.info, metadata, operation.time)
+            self._catalogue.begin_run(model.user, model.info, metadata, operation.time)
         fields = {"type": "load_weights", "path": str(source), "model_id": operation.model}
         return _json(fields)
 
@@ -162,7 +158,7 @@ class OperationApplier:
             yield loss_pass
         result = loss_pass.result()
         model.tokens += sum(len(datum.tokens) for datum in request.data)
-        model.history.passed(result.metrics, forward_only=request.forward_only)
+        model.history.add_pass(result.metrics, forward_only=request.forward_only)
         mixed = any(company != ALONE for company in loss_pass.companies)
         return OperationResult(
             state="done",
@@ -172,7 +168,7 @@ class OperationApplier:
         )
 
     def _read(self, model: TrainedModel, operation: ModelOperation) -> wire.ForwardBackward:
-        """Read a request; the step behind one that cannot be read fails."""
+        """Read a request; if that fails, so will the next optim_step."""
         is_forward = False
         try:
             body = wire.plain_body(operation.body, is_zstd=operation.is_zstd)
@@ -182,24 +178,24 @@ class OperationApplier:
         except errors.TinkermqError as error:
             if not is_forward:
                 model.is_pending = True
-                called = f"operation {operation.seq}"
-                self._adapters.refuse(model.key, operation=called, reason=error.message)
+                name = f"operation {operation.seq}"
+                self._adapters.refuse(model.key, operation=name, reason=error.message)
             raise
 
     def _optim_step(self, model: TrainedModel, operation: ModelOperation) -> bytes:
         body = wire.OptimStepBody.parse(operation.body)
-        passed = model.history.take_passed()  # also where the step fails
+        of_passes = model.history.join_passes()  # also if the step fails
         params = body.params()
         try:
             metrics = self._adapters.optim_step(model.key, params)
         except errors.DataError:
-            model.is_pending = False  # it was forgotten
+            model.is_pending = False  # the gradients were cleared
             raise
         model.is_pending = False
-        model.history.stepped({**passed, **metrics})
-        # JSON has no NaN: a gradient's norm that is none is left out, `skipped:sum` says so.
-        told = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        return _json({"metrics": told})
+        model.history.add_step({**of_passes, **metrics})
+        # JSON has no NaN: a gradient norm that is not finite is left out; `skipped:sum` is 1 then.
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        return _json({"metrics": finite})
 
     def _save(self, model: TrainedModel, operation: ModelOperation) -> bytes:
         body = wire.SaveWeightsBody.parse(operation.body)
@@ -212,13 +208,18 @@ class OperationApplier:
         moves = body.kind == "inflight"
         named = SamplerName.of_checkpoint
         sampler = named(operation.name.model.session, session or 0, checkpoint, moves=moves)
-        about = body.model_dump(include={"ttl_seconds", "overwrite", "age_encryption_recipients"})
-        about |= {"passing": passing, "time": operation.time}
-        about |= {"user_metadata": metadata_of(body.user_metadata)}
-        save = self._records.checkpoints.save
-        saved = save(self._adapters, model, checkpoint, operation.seq, about)
+        options = SaveOptions(
+            overwrite=body.overwrite,
+            passing=passing,
+            ttl_s=body.ttl_seconds,
+            time=operation.time,
+            user_metadata=metadata_of(body.user_metadata),
+            recipients=body.age_encryption_recipients or (),
+        )
+        save = self._catalogue.save
+        saved = save(self._adapters, model, checkpoint, operation.seq, options)
         if moves:
-            self._records.inflight.move(saved)
+            self._catalogue.folders.set_newest(saved)
         if passing:
             return _json(
                 {"type": operation.kind, "path": None, "sampling_session_id": str(sampler)}
@@ -228,15 +229,15 @@ class OperationApplier:
             fields["size_bytes"] = saved.size_bytes
         return _json(fields)
 
-    def _missing(self, _: TrainedModel, operation: ModelOperation) -> bytes:
+    def _fail_missing(self, _: TrainedModel, operation: ModelOperation) -> bytes:
         raise errors.StateError(
-            f"operation {operation.seq} of {operation.model} never came",
-            hint="the client died, or left a number out; those behind it go on",
+            f"operation {operation.seq} of {operation.model} never arrived",
+            hint="the client died, or skipped a number; later operations continue",
         )
 
 
 def as_failure(error: errors.TinkermqError) -> OperationResult:
-    """Return the result of what an error has ended; of a message as long as a body, its begin."""
+    """Return the result of an operation that raised an error, whose message is cut if long."""
     message = error.message[:MAX_CHARS]
     message = f"{message} ({error.hint[:MAX_CHARS]})" if error.hint else message
     mistake = error.is_mistake or 400 <= error.status < 500

@@ -1,8 +1,8 @@
 """Fair scheduling of users: deficit round robin by tokens and weights, and their quotas.
 
-The user at the head computes pieces of work, each at most a micro-batch, until the tokens of this
-round are used; then the next one does. A newcomer goes first, once, so a user with little work
-waits for one piece of another's, not for a round of all. `FairShare` is pure.
+The first user in the queue computes pieces of work, each at most a micro-batch, until the user's
+tokens of this round are used; then the next user does. A newcomer goes first, once, so a user with
+little work waits for one piece of another's, not for a round of all. `FairShare` is pure.
 """
 
 import asyncio
@@ -20,19 +20,19 @@ from ..runtime import JobContext
 
 
 class FairShare:
-    """The users who have something to be done, in the order of their turns."""
+    """The users with work, in the order of their turns."""
 
     def __init__(self, quantum: int) -> None:
         """Give the user of the largest weight `quantum` tokens in each round."""
         self.weights: dict[str, float] = {}
-        """Of users; 1 for those that are not there."""
+        """Of users; 1 for others."""
         self._quantum = quantum
         self._left: dict[str, float] = {}
         self._fresh: deque[str] = deque()
         self._waiting: deque[str] = deque()
 
     def choose(self, ready: Collection[str]) -> str | None:
-        """Return the user whose turn it is among those who have something to be done, or None."""
+        """Return the user whose turn it is among those with ready work; None without any."""
         known = {*self._fresh, *self._waiting}
         for user in ready:
             if user not in known:
@@ -42,7 +42,7 @@ class FairShare:
             queue = self._fresh or self._waiting
             user = queue[0]
             if user not in ready:
-                self._pass_over(queue)
+                self._skip_first(queue)
             elif self._left[user] > 0:
                 return user
             else:
@@ -51,16 +51,16 @@ class FairShare:
         return None
 
     def charge(self, user: str, tokens: float) -> None:
-        """Note what a piece of a user's work has cost."""
+        """Charge a user for a piece of work."""
         self._left[user] = self._left.get(user, 0.0) - tokens
 
     def _share(self, user: str, ready: Collection[str]) -> float:
-        """Return a user's tokens of one round."""
+        """Return a user's tokens per round."""
         largest = max(self.weights.get(item, 1.0) for item in ready)
         return self._quantum * self.weights.get(user, 1.0) / largest
 
-    def _pass_over(self, queue: "deque[str]") -> None:
-        """Remove a user without operations; a returning user queues behind all others."""
+    def _skip_first(self, queue: "deque[str]") -> None:
+        """Move on from a user without work; one who returns queues behind all others."""
         user = queue.popleft()
         if queue is self._fresh and self._waiting:
             self._waiting.append(user)
@@ -70,14 +70,15 @@ class FairShare:
 
 # -- used tokens, reported to the scheduler, which returns weights and quotas ----------------------
 
-EACH_S = 4.0
+REPORT_S = 4.0
 _TIMEOUT_S = 10.0
-_MOST = 1000
+_MAX_USERS = 1000
+"""In one report."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class ShareFollower:
-    """The users' weights and quotas, as of a few seconds ago; without an answer, the last ones."""
+    """The users' weights and quotas, a few seconds old; older while the scheduler is away."""
 
     def __init__(
         self,
@@ -87,37 +88,40 @@ class ShareFollower:
         *,
         sampler: str = "",
     ) -> None:
-        """Tell what is `used`, and set the `weights` of users' turns.
+        """Report what `used` returns, and set the `weights` of users' turns.
 
-        What a `sampler` of that name has used begins with it; a trainer's, with its service.
+        A `sampler`'s tokens are counted since it started, a trainer's since its service began.
         """
         self._context = context
         self._weights = weights
         self._used = used
         self._sampler, self._since = sampler, time.time()
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
         self._left: dict[str, int] = {}
 
     def check(self, user: str) -> None:
-        """Raise ExhaustedError if a user has used all tokens that the quota has."""
+        """Raise ExhaustedError if a user has used all tokens of the quota."""
         left = self._left.get(user)
-        if left is not None and self._used().get(user, 0) - self._told.get(user, 0) >= left:
+        if left is not None and self._used().get(user, 0) - self._reported.get(user, 0) >= left:
             raise ExhaustedError(
                 f"user {user!r} has used all tokens of the quota (max_tinker_tokens)",
                 hint=f"an admin may raise it: tinkermq user quota {user} --tinker-tokens",
             )
 
     async def follow(self) -> None:
-        """Tell and ask every few seconds, for ever."""
+        """Report every few seconds, for ever."""
         while True:
             try:
-                await self.ask()
+                await self.report()
             except TinkermqError as error:
                 _log.debug("no_shares", reason=error.message)
-            await asyncio.sleep(EACH_S)
+            await asyncio.sleep(REPORT_S)
 
-    async def ask(self) -> None:
-        """Tell what was used, and take over what the scheduler says; raises TinkermqError."""
+    async def report(self) -> None:
+        """Report used tokens, and apply the scheduler's weights and quotas.
+
+        Raises TinkermqError.
+        """
         scope, used = self._context.scope, self._used()
         for part in _parts(used):
             shares = await call(
@@ -128,7 +132,7 @@ class ShareFollower:
                 timeout_s=_TIMEOUT_S,
                 waiting_for="the scheduler",
             )
-            self._told |= part
+            self._reported |= part
             for user, share in shares.users.items():
                 self._weights[user] = share.weight
                 self._left.pop(user, None)
@@ -138,5 +142,5 @@ class ShareFollower:
 
 def _parts(used: dict[str, int]) -> list[dict[str, int]]:
     users = sorted(used)
-    starts = range(0, len(users), _MOST)
-    return [{user: used[user] for user in users[start : start + _MOST]} for start in starts]
+    starts = range(0, len(users), _MAX_USERS)
+    return [{user: used[user] for user in users[start : start + _MAX_USERS]} for start in starts]

@@ -1,7 +1,7 @@
-"""The models of one trainer: which operations have taken effect, and which wait. Pure.
+"""The models of one trainer: which operations were applied, and which wait. Pure.
 
-An operation is ready when all before it have taken effect, in whatever order they arrived; among
-the ready models the user is chosen by `fair_share`.
+An operation is ready when all before it were applied, in whatever order they arrived; among the
+users with ready models `fair_share` chooses.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,19 +22,20 @@ _JOINS = {"max": max, "min": min}
 
 
 class ModelHistory:
-    """The curves of one model; of several passes before a step, values are joined by their names.
+    """The curves of one model.
 
-    A name ends in how a client joins the values of several passes: `loss:sum`, `ratio:max`.
+    Metrics of several passes before a step are joined as the suffix of their name says, which
+    clients use as well: `loss:sum`, `ratio:max`.
     """
 
     def __init__(self, stored: Mapping[str, Any] | None = None) -> None:
-        """Begin, or go on with what `to_map` returned."""
+        """Begin, or continue with what `to_map` returned."""
         self.steps = int(stored["steps"]) if stored else 0
         """Updates so far."""
         self._curves = Curves(max_points=MAX_POINTS)
         if stored:
             self._curves.restore(stored["curves"])
-        self._passed: dict[str, list[float]] = dict(stored.get("passed", {})) if stored else {}
+        self._passes: dict[str, list[float]] = dict(stored.get("passed", {})) if stored else {}
         self._last: dict[str, float] = dict(stored["last"]) if stored else {}
 
     @property
@@ -42,31 +43,31 @@ class ModelHistory:
         """Metrics of the newest step."""
         return dict(self._last)
 
-    def passed(self, metrics: Mapping[str, float], *, forward_only: bool) -> None:
+    def add_pass(self, metrics: Mapping[str, float], *, forward_only: bool) -> None:
         """Record the metrics of a pass over data."""
         for name, value in metrics.items():
-            self._passed.setdefault(f"forward/{name}" if forward_only else name, []).append(value)
+            self._passes.setdefault(f"forward/{name}" if forward_only else name, []).append(value)
 
-    def take_passed(self) -> dict[str, float]:
+    def join_passes(self) -> dict[str, float]:
         """Return the joined metrics of the passes since the last update, and clear them."""
-        joined = {name: _join(name, values) for name, values in self._passed.items()}
-        self._passed.clear()
+        joined = {name: _join(name, values) for name, values in self._passes.items()}
+        self._passes.clear()
         return joined
 
-    def stepped(self, metrics: Mapping[str, float]) -> None:
+    def add_step(self, metrics: Mapping[str, float]) -> None:
         """Record an update, with its metrics and those of the passes before it."""
         self._last = dict(metrics)
         self._curves.add([self.steps], [metrics])
         self.steps += 1
 
     def points(self) -> dict[str, Any]:
-        """Return what is drawn; see `Curves.points`."""
+        """Return the points to draw; see `Curves.points`."""
         return self._curves.points()
 
     def to_map(self) -> dict[str, Any]:
-        """Return all of it as JSON may hold it."""
+        """Return the state as JSON values."""
         fields = {"steps": self.steps, "curves": self._curves.to_map(), "last": self._last}
-        return {**fields, "passed": self._passed}
+        return {**fields, "passed": self._passes}
 
 
 def _join(name: str, values: list[float]) -> float:
@@ -77,13 +78,13 @@ def _join(name: str, values: list[float]) -> float:
 
 
 MAX_AHEAD = 10_000
-"""How far a number may be ahead of the one whose turn it is."""
+"""How far a number may be ahead of the next one."""
 MAX_WAITING_BYTES = 256 << 20
-"""Of one user's operations that wait."""
+"""Of one user's waiting operations."""
 MAX_MODELS = 256
 """Of one user."""
 QUANTUM = 8192
-"""Tokens of one user's turn by default."""
+"""Tokens of one user's turn, by default."""
 
 
 @dataclass
@@ -93,59 +94,59 @@ class TrainedModel:
     user: str
     name: ModelName
     applied: int = -1
-    """The newest operation that has taken effect."""
+    """The newest applied operation."""
     saved: int = -1
-    """The newest one that is in its state on disk."""
+    """The newest operation in its state on disk."""
     logged: int = -1
-    """The newest one that stood in the log when the trainer began."""
+    """The newest operation in the log when the trainer started."""
     waiting: dict[int, ModelOperation] = field(default_factory=dict[int, ModelOperation])
     unreadable: dict[int, str] = field(default_factory=dict[int, str])
-    """Operations that cannot be read in the log, and why."""
+    """Operations in the log that cannot be read, and why."""
     tail_bytes: int = 0
-    """Of the operations since the saved one."""
+    """Of the operations applied since the saved one."""
     info: ModelInfo | None = None
-    """What it is, once it has been made."""
+    """Set once the model was made."""
     tokens: int = 0
     """Computed for it, in `forward` and `forward_backward`."""
     used: float = 0.0
-    """When an operation last took effect."""
+    """When an operation was last applied, by the monotonic clock; 0: never."""
     history: ModelHistory = field(default_factory=ModelHistory)
     is_pending: bool = False
-    """Whether the next `optim_step` has something to apply or to report."""
+    """Whether there are gradients or failures for the next `optim_step`."""
     running: RunningOperation | None = None
-    """The operation that is being done, from one piece to the next."""
+    """The operation of which some pieces were done."""
 
     @property
     def key(self) -> str:
-        """Its name among the models of all users."""
+        """Unique name among the models of all users."""
         return f"{self.user}/{self.name}"
 
     @property
     def next(self) -> ModelOperation | None:
-        """The operation whose turn it is, if it has come."""
+        """The next operation, if it has arrived."""
         return self.waiting.get(self.applied + 1)
 
     def has_received(self, seq: int) -> bool:
-        """Whether an operation has been taken, or stands in the log and cannot be read."""
+        """Whether an operation has arrived, readable or not."""
         return seq <= self.applied or seq in self.waiting or seq in self.unreadable
 
     @property
     def has_gap(self) -> bool:
-        """Whether operations wait for one that has not come."""
+        """Whether operations wait for one that has not arrived."""
         return bool(self.waiting) and self.next is None and self.broken is None
 
     @property
     def broken(self) -> str | None:
-        """Why nothing more can be done with it: its next operation cannot be read."""
+        """Why its next operation cannot be read, after which none can be applied."""
         return self.unreadable.get(self.applied + 1)
 
 
 class Models:
-    """All models, by user and name, and whose turn it is."""
+    """All models, by user and name, and their turns."""
 
     def __init__(self, *, quantum: int = QUANTUM) -> None:
-        """Give each user at least `quantum` tokens in a row, if the user has so many waiting."""
-        self.most = MAX_MODELS
+        """Give each user turns of at least `quantum` tokens, if so many wait."""
+        self.max_models = MAX_MODELS
         """Models that one user may have."""
         self._models: dict[tuple[str, ModelName], TrainedModel] = {}
         self._bytes: dict[str, int] = {}
@@ -162,7 +163,7 @@ class Models:
         return self._models.get((user, name))
 
     def add(self, user: str, name: ModelName) -> TrainedModel:
-        """Return a user's model, made if need be."""
+        """Return a user's model, which is added if it is new."""
         return self._models.setdefault((user, name), TrainedModel(user, name))
 
     def remove(self, model: TrainedModel) -> None:
@@ -173,7 +174,7 @@ class Models:
         self._turns.pop(model.key, None)
 
     def num_of(self, user: str) -> int:
-        """Return how many models a user has."""
+        """Return the number of a user's models."""
         return sum(item.user == user for item in self)
 
     def tokens(self) -> dict[str, int]:
@@ -184,20 +185,20 @@ class Models:
         return collected
 
     def check_room(self, user: str, operation: ModelOperation) -> None:
-        """Raise BusyError or QuotaError for an operation beyond what a user may have waiting.
+        """Raise BusyError or QuotaError for an operation beyond a user's limits.
 
-        StateError for one whose number is so far ahead that it cannot be the client's next.
+        Raises StateError for a number too far ahead to be the client's next.
         """
         model = self.find(user, operation.name.model)
-        if model is None and self.num_of(user) >= self.most:
+        if model is None and self.num_of(user) >= self.max_models:
             raise QuotaError(
-                f"user {user!r} has {self.most} models here",
-                hint="finish sessions that are over: `ServiceClient.close`",
+                f"user {user!r} has {self.max_models} models here",
+                hint="finish sessions that have ended: `ServiceClient.close`",
             )
         if self._bytes.get(user, 0) + len(operation.body) > MAX_WAITING_BYTES:
             raise BusyError(
                 f"operations of {self._bytes[user]:,} bytes wait for user {user!r}",
-                hint="wait for results before you send more",
+                hint="wait for results before sending more",
             )
         applied = -1 if model is None else model.applied
         if operation.seq > applied + MAX_AHEAD:
@@ -208,7 +209,7 @@ class Models:
             )
 
     def enqueue(self, user: str, operation: ModelOperation) -> TrainedModel:
-        """Let an operation wait for its turn; one that was there already stays."""
+        """Add an operation to those that wait, unless its number is there already."""
         model = self.add(user, operation.name.model)
         if operation.seq > model.applied and operation.seq not in model.waiting:
             model.waiting[operation.seq] = operation
@@ -216,10 +217,14 @@ class Models:
         return model
 
     def choose(
-        self, may: Callable[[TrainedModel], bool] = lambda _: True
+        self, is_admissible: Callable[[TrainedModel], bool] = lambda _: True
     ) -> tuple[TrainedModel, ModelOperation] | None:
-        """Return the operation of which a piece is done next, or None; `may` leaves models out."""
-        ready = [model for model in self._models.values() if model.next is not None and may(model)]
+        """Return the operation of which a piece is done next, of an admissible model, or None."""
+        ready = [
+            model
+            for model in self._models.values()
+            if model.next is not None and is_admissible(model)
+        ]
         user = self.turns.choose({model.user for model in ready})
         if user is None:
             return None
@@ -230,25 +235,27 @@ class Models:
         return chosen, operation
 
     def beside(
-        self, model: TrainedModel, may: Callable[[TrainedModel], bool] = lambda _: True
+        self,
+        model: TrainedModel,
+        is_admissible: Callable[[TrainedModel], bool] = lambda _: True,
     ) -> list[tuple[TrainedModel, ModelOperation]]:
-        """Return what may be computed with a model's next operation, the longest waiting first."""
+        """Return operations that may share a model's next pass, the longest waiting first."""
         matches = [
             (item, item.next)
             for item in self._models.values()
-            if item is not model and item.next is not None and may(item)
+            if item is not model and item.next is not None and is_admissible(item)
         ]
         matches = [pair for pair in matches if pair[1].kind == "forward_backward"]
         return sorted(matches, key=lambda pair: self._turns.get(pair[0].key, 0))
 
     def charge(self, model: TrainedModel, tokens: float) -> None:
-        """Note that a piece of an operation was done, and what it has cost."""
+        """Charge a model's user for a piece, and end the model's turn."""
         self.turns.charge(model.user, tokens)
         self._turn += 1
         self._turns[model.key] = self._turn
 
     def applied(self, model: TrainedModel, operation: ModelOperation) -> None:
-        """Note that an operation has taken effect."""
+        """Record that an operation was applied."""
         del model.waiting[operation.seq]
         self._bytes[model.user] -= len(operation.body)
         model.applied = operation.seq
@@ -256,14 +263,14 @@ class Models:
 
     @property
     def has_ready(self) -> bool:
-        """Whether there is an operation whose turn has come."""
+        """Whether there is an operation that can be applied."""
         return any(model.next is not None for model in self._models.values())
 
     def num_before(self, model: TrainedModel) -> int:
-        """Return how many operations of others could be done before the next one of a model."""
+        """Return the number of other models with a ready operation."""
         return sum(item is not model and item.next is not None for item in self._models.values())
 
     def num_users_before(self, user: str) -> int:
-        """Return how many other users have something to be done."""
+        """Return the number of other users with a ready operation."""
         ready = {model.user for model in self._models.values() if model.next is not None}
         return len(ready - {user})

@@ -1,7 +1,7 @@
-"""The trainer's service: takes operations into the log and returns their results.
+"""The trainer's service: appends operations to the log and returns their results.
 
-An operation is accepted once it is in the log, and done after all before it (`worker.py`). After a
-crash the operations behind the newest state of a model are repeated, to the same bits.
+An operation is accepted once it is in the log, and applied after all before it (`worker.py`). After
+a crash the operations since the newest state of a model are repeated, to the same bits.
 """
 
 import asyncio
@@ -38,26 +38,27 @@ from ..training.numerics import settle_numerics
 from ..training.parallel import once_in_torch
 from .adapter_cache import AdapterStates
 from .apply import OperationApplier
+from .catalogue import Catalogue
+from .catalogue_service import CatalogueService
 from .fair_share import ShareFollower
 from .models import Models, TrainedModel
-from .operations import Adapters, OperationArchive
+from .operations import Adapters
 from .training.trainer import AdapterTrainer
-from .user_records import UserRecords
 from .worker import GAP_S, Worker
 
 # -- models, curves and the queue, as users see them -----------------------------------------------
 
 
 class Introspection:
-    """Answers what users ask about their sessions."""
+    """Answers users' requests for their models, curves and the queue."""
 
     def __init__(self, models: Models, base: str) -> None:
-        """Show `models`, all of one base model."""
+        """Show `models`, all on one base model."""
         self._models = models
         self._base = base
 
     async def open(self, service: Service, name: str) -> None:
-        """Listen to users."""
+        """Answer from now on."""
         await service.endpoint("sessions", rpc("*", name, "sessions"), AboutSessions, self._list)
         await service.endpoint("curves", rpc("*", name, "curves"), AboutModel, self._curves)
 
@@ -77,7 +78,7 @@ class Introspection:
         return ModelCurves(shown=shown, points=model.history.points())
 
     def _shown(self, model: TrainedModel) -> ModelShown | None:
-        """Return what is to be seen of a model, None for one that is not made yet."""
+        """Return the public information about a model, None before it is made."""
         if model.info is None:
             return None
         return ModelShown(
@@ -93,9 +94,9 @@ class Introspection:
 
     def _reason(self, model: TrainedModel) -> str:
         if model.has_gap:
-            return f"for operation {model.applied + 1}, which has not come"
+            return f"for operation {model.applied + 1}, which has not arrived"
         before = self._models.num_before(model)
-        return f"its turn; {before} other models have something to be done" if model.waiting else ""
+        return f"its turn; {before} other models have operations ready" if model.waiting else ""
 
     def _tenants(self) -> list[TenantShown]:
         models, waiting, size = Counter[str](), Counter[str](), Counter[str]()
@@ -122,6 +123,7 @@ def _waiting_bytes(model: TrainedModel) -> int:
 
 
 _MAKING_S = 20.0
+"""How long a request for information about a model waits until it is made."""
 
 
 class TrainerService:
@@ -133,41 +135,40 @@ class TrainerService:
         adapters: Adapters,
         applying: OperationApplier,
         states: AdapterStates,
-        records: UserRecords,
+        catalogue: Catalogue,
         *,
         gap_s: float = GAP_S,
     ) -> None:
-        """Prepare; `run` does the work."""
+        """Prepare; `run` serves."""
         self._context = context
         self._states = states
-        self._records = records
+        self._catalogue = catalogue
         self._log = OperationLog(context.broker, context.scope)
-        tinker = context.config.tinker
-        self.models = Models(quantum=tinker.micro_batch_tokens)
+        self.models = Models(quantum=context.config.tinker.micro_batch_tokens)
+        self._catalogue_service = CatalogueService(catalogue, self.models)
         self.shares = ShareFollower(context, self.models.turns.weights, self.models.tokens)
-        archive = OperationArchive(states.folder, max_bytes=tinker.history_mb << 20)
         self.worker = Worker(
-            context, adapters, applying, states, self.models, self._log, archive, gap_s=gap_s
+            context, adapters, applying, states, self.models, self._log, gap_s=gap_s
         )
 
     async def run(self) -> None:
-        """Go on where the last trainer ended, then serve until `stopping` is set."""
+        """Continue where the last trainer ended, and serve until `stopping` is set."""
         await self._recover()
         await self._open(self._context.service)
         self._context.set_state("working")
         following = asyncio.create_task(self.shares.follow(), name="shares")
         try:
-            await self.worker.work(self._records.calls.sweep)
+            await self.worker.work(self._catalogue_service.sweep)
             await self.worker.save_all()
         finally:
             following.cancel()
 
     async def _recover(self) -> None:
-        """Bring back the models, and what stands in the log behind their states."""
+        """Restore the models from their states, and the operations that follow in the log."""
         await self._log.claim()
-        # The log before the states: a trainer that is fenced off may still write one and trim.
+        # The log is read before the states: a fenced-off trainer may still write one and trim.
         logged, unreadable = await self._log.read_all()
-        await asyncio.to_thread(self._records.load)
+        await asyncio.to_thread(self._catalogue.load)
         await asyncio.to_thread(self._states.forget_suspended)
         states, damaged = await asyncio.to_thread(self._states.read_all)
         for state in states:
@@ -181,17 +182,17 @@ class TrainerService:
             if operation.seq <= model.saved:  # a crash came between state and trimming
                 await self._log.trim(user, model.name, operation.seq, operation.seq)
         for entry in unreadable:
-            await self._leave(entry)
+            await self._stop_unreadable(entry)
         for user, name, reason in damaged:
-            await self.worker.leave(self.models.add(user, name), 0, reason)
+            await self.worker.stop_model(self.models.add(user, name), 0, reason)
 
-    async def _leave(self, entry: Unreadable) -> None:
-        """Leave a model alone from what cannot be read on; pass over what is of no model."""
+    async def _stop_unreadable(self, entry: Unreadable) -> None:
+        """Stop the model of a log entry that cannot be read; report one without a model."""
         if entry.name is None:
             await self._context.event("operation_unreadable", entry.reason)
             return
         if (model := self.models.find(entry.user, entry.name.model)) is not None:
-            await self.worker.leave(model, entry.name.seq, entry.reason)
+            await self.worker.stop_model(model, entry.name.seq, entry.reason)
 
     async def _open(self, service: Service) -> None:
         job = self._context.scope.job
@@ -200,13 +201,12 @@ class TrainerService:
         await service.endpoint("result", rpc("*", name, "result"), AwaitResult, self._result)
         await service.endpoint("info", rpc("*", name, "info"), AboutModel, self._info)
         await Introspection(self.models, self._context.config.tinker.base).open(service, name)
-        await self._records.calls.open(service, name, self.models)
-        await self._records.snapshots.open(service, self._context.scope)
+        await self._catalogue_service.open(service, self._context.scope)
 
     async def _submit(self, operation: ModelOperation, context: RequestContext) -> OperationTaken:
-        """Take an operation into the log; one that is there already is as good."""
+        """Append an operation to the log, unless it is there already."""
         name = operation.name
-        taken = OperationTaken(request_id=str(name))
+        reply = OperationTaken(request_id=str(name))
         model = self.models.find(context.user, name.model)
         if (operation.seq == 0) != (model is None) and model is None:
             raise NotFoundError(
@@ -215,53 +215,53 @@ class TrainerService:
             )
         _check_kind(operation)
         if model is None:
-            self._records.sessions.check_owner(context.user, name.model.session)
+            self._catalogue.check_owner(context.user, name.model.session)
             await self._make_room(context.user)
         if model is not None and (operation.seq <= model.applied or operation.seq in model.waiting):
-            return taken.model_copy(update={"is_new": False})
+            return reply.model_copy(update={"is_new": False})
         if model is not None and model.broken is not None:
             raise self._broken(model, model.broken)
-        self._records.sessions.check_open(context.user, name.model.session)
+        self._catalogue.check_open(context.user, name.model.session)
         if operation.kind == "forward_backward":
             self.shares.check(context.user)
         self.models.check_room(context.user, operation)
         operation = operation.model_copy(update={"time": time.time()})
         is_new = await self._log.append(context.user, operation)
-        if not is_new:  # its first form counts, which a trainer before this one may have taken
+        if not is_new:  # its first form counts, which an earlier trainer may have appended
             operation = await self._first_form(context.user, name, model) or operation
         self.models.enqueue(context.user, operation)
         self.worker.wake()
-        return taken.model_copy(update={"is_new": is_new})
+        return reply.model_copy(update={"is_new": is_new})
 
     async def _first_form(
         self, user: str, name: OperationName, model: TrainedModel | None
     ) -> ModelOperation | None:
-        """Return an operation as it stands in the log; raises MessageError if that is none."""
+        """Return an operation as it is in the log; raises MessageError for an unreadable one."""
         try:
             return await self._log.find(user, name)
         except MessageError as error:
             if model is not None:
-                await self.worker.leave(model, name.seq, error.message)
+                await self.worker.stop_model(model, name.seq, error.message)
             raise
 
     async def _make_room(self, user: str) -> None:
-        """Forget models of sessions that are over where a user has as many as one may have."""
-        over = partial(self._records.sessions.is_over, user)
-        while self.models.num_of(user) >= self.models.most:
+        """Forget models of ended sessions while a user has the most models allowed."""
+        over = partial(self._catalogue.is_over, user)
+        while self.models.num_of(user) >= self.models.max_models:
             idle = [model for model in self.models if model.user == user and not model.waiting]
-            gone = [
+            ended = [
                 item for item in idle if item.running is None and over(item.name.session, item.used)
             ]
-            if not gone:
+            if not ended:
                 return
-            await self.worker.forget(min(gone, key=lambda one: one.used))
+            await self.worker.forget(min(ended, key=lambda model: model.used))
 
     async def _result(self, request: AwaitResult, context: RequestContext) -> OperationResult:
-        """Return a result as soon as there is one, or what the operation waits for."""
+        """Wait for a result; return it, or what the operation waits for."""
         name = OperationName(ModelName.parse(request.model), request.seq)
         model = self.models.find(context.user, name.model)
         if model is None or not model.has_received(request.seq):
-            model = await self._look_in_log(context.user, name, model) or model
+            model = await self._find_in_log(context.user, name, model) or model
         if model is None:
             raise NotFoundError(f"there is no request {name}", hint="its model was removed")
         try:
@@ -279,35 +279,35 @@ class TrainerService:
             )
         return reply
 
-    async def _look_in_log(
+    async def _find_in_log(
         self, user: str, name: OperationName, model: TrainedModel | None
     ) -> TrainedModel | None:
-        """Take what another trainer has put into the log after this one read it."""
-        if (reply := await self._first_form(user, name, model)) is None:
+        """Enqueue an operation that another trainer appended after this one read the log."""
+        if (operation := await self._first_form(user, name, model)) is None:
             return None
         self.worker.wake()
-        return self.models.enqueue(user, reply)
+        return self.models.enqueue(user, operation)
 
     def _broken(self, model: TrainedModel, reason: str) -> StateError:
         seq = model.applied + 1
         return StateError(
-            f"nothing more of {model.name} is done, since operation {seq} is not known: {reason}",
-            hint="go on in a new model, from a checkpoint: `create_training_client_from_state`",
+            f"{model.name} has ended, since its operation {seq} cannot be read: {reason}",
+            hint="continue in a new model, from a checkpoint: `create_training_client_from_state`",
         )
 
     def _reason(self, model: TrainedModel, seq: int) -> str:
         if seq <= model.applied:
             return f"operation {seq} is done, the state of its model is being written"
         if model.has_gap:
-            return f"waits for operation {model.applied + 1}, which has not come"
+            return f"waits for operation {model.applied + 1}, which has not arrived"
         if seq not in model.waiting:
-            return f"operation {seq} has not come"
+            return f"operation {seq} has not arrived"
         ahead = sum(item < seq for item in model.waiting)
         users = self.models.num_users_before(model.user)
-        written = "" if self.worker.cache.is_in_memory(model) else ", it is out of memory"
+        note = "" if self.worker.cache.is_in_memory(model) else "; the model is not in memory"
         return (
             f"{ahead} operations of this model come first, "
-            f"{users} other users take turns with its user{written}"
+            f"{users} other users take turns with its user{note}"
         )
 
     async def _info(self, request: AboutModel, context: RequestContext) -> ModelInfo:
@@ -317,11 +317,16 @@ class TrainerService:
             if model.broken is not None:
                 raise self._broken(model, model.broken)
         if model is None or model.info is None:
-            raise NotFoundError(f"there is no model {request.model}", hint="see create_model")
+            raise NotFoundError(
+                f"there is no model {request.model}", hint="create_model returns a model's id"
+            )
         return model.info.model_copy(update={"applied": model.applied})
 
     async def _until_made(self, model: TrainedModel) -> None:
-        """Wait for the operation that makes a model, which a new trainer does again; BusyError."""
+        """Wait for the operation that makes a model, which a new trainer may repeat.
+
+        Raises BusyError after a while.
+        """
         try:
             async with asyncio.timeout(_MAKING_S):
                 await self.worker.until_applied(model, 0)
@@ -332,7 +337,7 @@ class TrainerService:
 
 
 def _check_kind(operation: ModelOperation) -> None:
-    """Raise MessageError for what a client cannot ask for."""
+    """Raise MessageError for an operation that clients cannot submit."""
     if operation.kind == "missing":
         raise MessageError(f"operation {operation.seq} of a model cannot be missing")
     operation.check_place()
@@ -349,17 +354,17 @@ async def run_trainer(context: JobContext) -> None:
     base = await asyncio.to_thread(base_info, config)
     adapters = await once_in_torch(config.learner.threads, partial(open_trainer, config))
     name = base.base
-    folder_of_states = context.run_dir / TINKER_FOLDER
-    states = AdapterStates(folder_of_states)
-    records = UserRecords(folder_of_states, max_bytes=config.tinker.checkpoint_mb << 20)
-    applying = OperationApplier(adapters, states, records, base)
+    folder = context.run_dir / TINKER_FOLDER
+    states = AdapterStates(folder)
+    catalogue = Catalogue(folder, max_bytes=config.tinker.checkpoint_mb << 20)
+    applying = OperationApplier(adapters, catalogue, base)
     settle_memory()
     await context.event("trainer_ready", f"{name} can be trained", base=name)
-    await TrainerService(context, adapters, applying, states, records).run()
+    await TrainerService(context, adapters, applying, states, catalogue).run()
 
 
 def _about(model: ModelConfig) -> Any:
-    """Return the configuration of a model's text part."""
+    """Return the configuration of a model's language part."""
     read = cast(Any, AutoConfig).from_pretrained
     return read(model.path, trust_remote_code=model.trust_remote_code).get_text_config()
 

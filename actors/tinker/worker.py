@@ -1,7 +1,7 @@
 """Apply the operations of all models piece by piece, in the one thread that computes.
 
-A result is stored before it is returned. A model's state is written where much stands in its log,
-after an `optim_step` if one comes in time, and the log is trimmed there.
+A result is stored before it is returned. A model's state is written when its log has grown long,
+after an `optim_step` if one comes in time; then the log is trimmed.
 """
 
 import asyncio
@@ -22,93 +22,93 @@ from ..training.parallel import torch_thread
 from .adapter_cache import AdapterCache, AdapterStates
 from .apply import OperationApplier, as_failure
 from .models import Models, TrainedModel
-from .operations import Adapters, OperationArchive, Piece, RunningOperation
+from .operations import Adapters, Piece, RunningOperation
 
-# -- pieces: one, or a loss with those of other models ---------------------------------------------
+# -- one piece, or the micro-batches of several models in one pass ---------------------------------
 
 
 class Turn(NamedTuple):
-    """An operation that may be gone on with."""
+    """An operation whose next piece may be done."""
 
     model: TrainedModel
     operation: ModelOperation
     companies: Sequence[Company] | None
-    """Beside whom it was computed before, if it was."""
+    """Of an earlier computation, which is repeated to the bit; None: there was none."""
 
 
 class Pieces:
-    """Does the next pieces of operations."""
+    """Does pieces of operations."""
 
     def __init__(
         self, applying: OperationApplier, cache: AdapterCache, *, micro_tokens: int
     ) -> None:
-        """Compute about `micro_tokens` at once, if there are losses of several models."""
+        """Compute about `micro_tokens` in one pass over several models."""
         self._applying = applying
         self._cache = cache
         self._micro_tokens = micro_tokens
 
     def do(self, turn: Turn, others: Sequence[Turn]) -> list[tuple[Turn, Piece]]:
-        """Do the next piece of an operation; raises StorageError where there is no room.
+        """Do the next piece of an operation; return all pieces that were done.
 
-        If that is a micro-batch, those of `others` are computed with it that fit. Returns what came
-        of each that was done.
+        If it is a micro-batch, those of `others` that fit are computed with it. Raises StorageError
+        if there is not room for the model and none can be made.
         """
-        piece = self._begun(turn)
+        piece = self._begin(turn)
         if piece is not None:
             return [(turn, piece)]
-        waiting, done = self._company(turn, others)
-        losses = [_doing(item).loss for item in waiting]
+        waiting, done = self._collect_losses(turn, others)
+        losses = [_running(item).loss for item in waiting]
         tokens = [loss.next_tokens for loss in losses]
         try:
             computed = self._applying.advance(losses)
         except Exception as error:  # noqa: BLE001  it is the operation's result
-            return [*done, self._noted(turn, _doing(turn).failed(error))]
-        for one, loss, num in zip(waiting, losses, tokens, strict=True):
+            return [*done, (turn, self._update_size(turn, _running(turn).failed(error)))]
+        for item, loss, num in zip(waiting, losses, tokens, strict=True):
             if loss in computed:
-                _doing(one).computed()
-                done.append((one, num))
+                _running(item).computed()
+                done.append((item, num))
         return done
 
-    def _company(
+    def _collect_losses(
         self, turn: Turn, others: Sequence[Turn]
     ) -> tuple[list[Turn], list[tuple[Turn, Piece]]]:
-        """Return the turns whose losses wait to be computed, and what came of others' beginning."""
+        """Return turns whose micro-batches may share a pass, and pieces of others before theirs."""
         waiting: list[Turn] = [turn]
         done: list[tuple[Turn, Piece]] = []
-        room = self._micro_tokens - _doing(turn).loss.next_tokens
+        room = self._micro_tokens - _running(turn).loss.next_tokens
         for other in others:
             if room <= 0:
                 break
             if not self._cache.fits(other.model):
-                continue  # no model is written to disk to make room for company
-            piece = self._begun(other)
+                continue  # sharing a pass is not worth writing a model to disk
+            piece = self._begin(other)
             if piece is not None:
                 done.append((other, piece))
                 continue
             waiting.append(other)
-            room -= _doing(other).loss.next_tokens
+            room -= _running(other).loss.next_tokens
         return waiting, done
 
-    def _begun(self, turn: Turn) -> Piece | None:
-        """Begin an operation unless it is begun, and go on up to its next micro-batch: None."""
+    def _begin(self, turn: Turn) -> Piece | None:
+        """Begin an operation, or continue it; return a piece, or None before a micro-batch."""
         model = turn.model
         if model.running is None:
             try:
                 self._cache.admit(model)
             except ModelError as error:
                 return as_failure(error).model_copy(update={"category": "server"})
-            begun = self._applying.begin(model, turn.operation, turn.companies)
-            model.running = RunningOperation(begun)
+            pieces = self._applying.begin(model, turn.operation, turn.companies)
+            model.running = RunningOperation(pieces)
         piece = model.running.next()
-        return piece if piece is None else self._noted(turn, piece)[1]
+        return piece if piece is None else self._update_size(turn, piece)
 
-    def _noted(self, turn: Turn, piece: Piece) -> tuple[Turn, Piece]:
+    def _update_size(self, turn: Turn, piece: Piece) -> Piece:
         if isinstance(piece, OperationResult):
             self._cache.update_size(turn.model)
-        return turn, piece
+        return piece
 
 
-def _doing(turn: Turn) -> RunningOperation:
+def _running(turn: Turn) -> RunningOperation:
     assert turn.model.running is not None
     return turn.model.running
 
@@ -116,22 +116,23 @@ def _doing(turn: Turn) -> RunningOperation:
 T = TypeVar("T")
 _SAVES = frozenset({"save_weights", "save_weights_for_sampler", "save_weights_external"})
 SAVE_OPERATIONS, SAVE_BYTES = 64, 32 << 20
-"""A model's state is written when so much stands in the log behind the last one."""
+"""A model's state is written when its log has grown so long since the last one."""
 _IDLE_S = 5.0
 GAP_S = 600.0
 """How long operations wait for one that has not come."""
-_LOOK_S = 1.0
+_CHECK_S = 1.0
 _SWEEP_S = 30.0
 _NO_ROOM_S = 0.05
-"""How soon it is looked again whether a model may leave the memory for one that waits."""
+"""Pause before checking again for room in memory for a waiting model."""
 _FULL_S = 1.0
+"""Pause after a write to a full disk."""
 _MOST_BESIDE = 32
-"""Models looked at that may be computed beside another."""
+"""Models considered for sharing a pass with another."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class Worker:
-    """Does what is to be done, one piece after the other."""
+    """Applies the operations of all models, one piece after the other."""
 
     def __init__(
         self,
@@ -141,25 +142,23 @@ class Worker:
         states: AdapterStates,
         models: Models,
         log: OperationLog,
-        archive: OperationArchive,
         *,
         gap_s: float,
     ) -> None:
-        """Do the operations that wait in `models`; `archive` keeps what was done."""
+        """Apply the operations that wait in `models`."""
         self._context = context
         self._adapters = adapters
         self._states = states
         self._models = models
         self._log = log
-        self._archive = archive
         self._gap_s = gap_s
         tinker = context.config.tinker
         self.cache = AdapterCache(
             adapters,
             states,
             models,
-            most=tinker.adapters_in_memory,
-            most_bytes=tinker.adapters_mb << 20,
+            max_models=tinker.adapters_in_memory,
+            max_bytes=tinker.adapters_mb << 20,
         )
         self._idle_s = tinker.idle_s
         self._mixed = tinker.mixed_micro_batches
@@ -171,7 +170,7 @@ class Worker:
         self._has_room = True
 
     def wake(self) -> None:
-        """Say that an operation has come."""
+        """Wake the loop: an operation has arrived."""
         self._arrived.set()
 
     async def until_applied(self, model: TrainedModel, seq: int) -> None:
@@ -180,15 +179,12 @@ class Worker:
             await self._changed.wait_for(lambda: model.applied >= seq or model.broken is not None)
 
     async def work(self, sweep: Callable[[], Awaitable[object]]) -> None:
-        """Do one piece after the other, and look after those that wait, until `stopping` is set.
-
-        What has begun is done and noted first: a state written in its midst would not say so.
-        """
-        looked = swept = time.monotonic()
+        """Apply operations piece by piece until `stopping` is set; `sweep` runs now and then."""
+        checked = swept = time.monotonic()
         while not self._context.stopping.is_set():
-            if (now := time.monotonic()) - looked > _LOOK_S:
-                await self._look(now)
-                looked = now
+            if (now := time.monotonic()) - checked > _CHECK_S:
+                await self._check_models(now)
+                checked = now
             if now - swept > _SWEEP_S:
                 await sweep()
                 swept = now
@@ -198,7 +194,7 @@ class Worker:
                 continue
             self._arrived.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_NO_ROOM_S if self._models.has_ready else _LOOK_S):
+                async with asyncio.timeout(_NO_ROOM_S if self._models.has_ready else _CHECK_S):
                     await self._context.unless_stopping(self._arrived.wait(), None)
 
     async def save_all(self) -> None:
@@ -207,7 +203,7 @@ class Worker:
             await self._save(model)
 
     async def forget(self, model: TrainedModel) -> None:
-        """Forget a model of which nothing is to be done; its named checkpoints stay."""
+        """Forget a model without waiting operations; its named checkpoints stay."""
         self._models.remove(model)
         await self._log.forget(model.user, model.name)
         await self._in_thread(partial(self._drop, model))
@@ -217,7 +213,7 @@ class Worker:
         self._states.forget(model)
 
     async def _advance(self, model: TrainedModel, operation: ModelOperation) -> None:
-        """Do the next piece of an operation, and what of others can be computed with it."""
+        """Do the next piece of an operation, and micro-batches of others in the same pass."""
         if model.running is None:
             result = await self._saved_before(model, operation)
             if operation.kind in _SAVES:
@@ -225,28 +221,28 @@ class Worker:
             if result is not None:
                 await self._finish(model, operation, result)
                 return
-        turn = Turn(model, operation, await self._past(model, operation))
+        turn = Turn(model, operation, await self._past_companies(model, operation))
         others: list[Turn] = []
         if self._mixed and operation.kind == "forward_backward":
             beside = self._models.beside(model, self.cache.find_admissible())[:_MOST_BESIDE]
-            others = [Turn(*item, await self._past(*item)) for item in beside]
+            others = [Turn(*item, await self._past_companies(*item)) for item in beside]
         try:
             done = await self._in_thread(partial(self._pieces.do, turn, others))
-        except StorageError as error:  # no model can be written to disk: there is no room meanwhile
-            await self._tell_no_room(error)
+        except StorageError as error:  # no model can be written to disk, so memory stays full
+            await self._report_no_room(error)
             await asyncio.sleep(_FULL_S)
             return
-        for one, piece in done:
+        for item, piece in done:
             if isinstance(piece, OperationResult):
-                await self._finish(one.model, one.operation, piece)
+                await self._finish(item.model, item.operation, piece)
             else:
-                self._models.charge(one.model, piece)
+                self._models.charge(item.model, piece)
                 self._context.progressed()
 
-    async def _past(
+    async def _past_companies(
         self, model: TrainedModel, operation: ModelOperation
     ) -> Sequence[Company] | None:
-        """Return the companies of an operation whose result was sent."""
+        """Return the companies of an operation whose result a trainer before this one stored."""
         if model.running is not None or operation.seq > model.logged:
             return None
         result = await self._stored(model, operation.name)
@@ -255,44 +251,33 @@ class Worker:
     async def _finish(
         self, model: TrainedModel, operation: ModelOperation, result: OperationResult
     ) -> None:
-        """Store the result of an operation, and send it."""
+        """Store the result of an operation, then answer those who wait for it."""
         if not await self._log.put_result(model.user, operation.name, result):
             await self._compare(model, operation.name, result)
-        await self._keep(model, operation, result)
-        async with self._changed:  # who asks meanwhile is answered after it
+        async with self._changed:  # requests for the result are answered after this block
             self._models.applied(model, operation)
             model.running = None
             model.used = time.monotonic()
             self._context.progressed()
             if operation.kind == "load_weights" and result.state == "done":
-                await self._save(model)  # what it has loaded may be deleted after the reply
+                await self._save(model)  # the loaded checkpoint may be deleted after the reply
             self._changed.notify_all()
         if self._is_long(model):
             await self._save(model)
 
-    async def _keep(
-        self, model: TrainedModel, operation: ModelOperation, result: OperationResult
-    ) -> None:
-        """Keep an operation for replays; a failure does not stop the service."""
-        try:
-            await self._in_thread(partial(self._archive.add, model.user, operation, result))
-        except OSError as error:
-            text = f"operation {operation.name} was not kept: {error.strerror}"
-            await self._context.event("operation_not_kept", text)
-
     async def _saved_before(
         self, model: TrainedModel, operation: ModelOperation
     ) -> OperationResult | None:
-        """Return the result of a save that a trainer before this one has done.
+        """Return the result of a save that a trainer before this one stored.
 
-        What it saved may have been deleted since, so it is not done again.
+        The checkpoint may have been deleted since, so it is not saved again.
         """
         if operation.kind not in _SAVES or operation.seq > model.logged:
             return None
         return await self._stored(model, operation.name)
 
     async def _stored(self, model: TrainedModel, name: OperationName) -> OperationResult | None:
-        """Return the result that stands in the log; None, and an event, where it is none."""
+        """Return the result in the log; None if it is missing or, with an event, unreadable."""
         try:
             return await self._log.result(model.user, name)
         except MessageError as error:
@@ -303,21 +288,21 @@ class Worker:
     async def _compare(
         self, model: TrainedModel, name: OperationName, result: OperationResult
     ) -> None:
-        """Say so where an operation that was done again had another result."""
+        """Report a repeated operation whose result differs from the stored one."""
         before = await self._stored(model, name)
         if before is not None and (before.state, before.body) != (result.state, result.body):
             text = f"operation {name} of {model.user} had another result when it was done again"
             await self._context.event("replay_differs", text, operation=str(name))
 
-    async def _tell_no_room(self, error: StorageError) -> None:
-        """Tell the first time that no state can be written; it is tried again."""
+    async def _report_no_room(self, error: StorageError) -> None:
+        """Report once that states cannot be written; the writes are repeated."""
         if self._has_room:
             self._has_room = False
             await self._context.event("trainer_has_no_room", f"{error.message} ({error.hint})")
 
     def _is_long(self, model: TrainedModel) -> bool:
         behind, num_bytes = model.applied - model.saved, model.tail_bytes
-        if model.is_pending:  # without gradients a state is smaller: a step may come soon
+        if model.is_pending:  # wait longer: after the next step a state needs no gradients
             behind, num_bytes = behind // 2, num_bytes // 2
         return behind >= SAVE_OPERATIONS or num_bytes >= SAVE_BYTES
 
@@ -328,19 +313,19 @@ class Worker:
         if not self.cache.is_in_memory(model):
             return
         if self._models.find(model.user, model.name) is not model:
-            return  # it is being forgotten
+            return  # `forget` removed it
         await self._log.check_claim()
         try:
             await self._in_thread(partial(self._states.save, self._adapters, model))
         except StorageError as error:  # its operations stay in the log
-            await self._tell_no_room(error)
+            await self._report_no_room(error)
             return
         self._has_room = True
         since, model.saved, model.tail_bytes = model.saved + 1, model.applied, 0
         await self._log.trim(model.user, model.name, model.saved, since)
 
-    async def _look(self, now: float) -> None:
-        """Save idle models, write long idle ones to disk, end gaps whose operations never came."""
+    async def _check_models(self, now: float) -> None:
+        """Save idle models, evict long idle ones, and fail operations that never arrived."""
         await self._log.check_claim()
         for model in self._models:
             if model.has_gap:
@@ -354,9 +339,9 @@ class Worker:
         await self._in_thread(partial(self.cache.evict_idle, self._idle_s))
 
     async def _save_suspended(self, now: float) -> None:
-        """Save a model that had to leave the memory and is not used: its log would stay for ever.
+        """Save one suspended, unused model, so that its log can be trimmed.
 
-        One at a time, as it comes into memory for it.
+        One at a time, as it is loaded into memory for that.
         """
         for model in self._models:
             is_saved = model.info is None or model.applied == model.saved
@@ -367,11 +352,11 @@ class Worker:
                 await self._in_thread(partial(self.cache.admit, model))
                 await self._save(model)
             except (ModelError, StorageError) as error:
-                _log.warning("not_saved", model=model.key, reason=error.message)
+                _log.warning("model_not_saved", model=model.key, reason=error.message)
             return
 
     async def _end_gap(self, model: TrainedModel, now: float) -> None:
-        """Let those behind a number that never comes go on, once they have waited long enough."""
+        """Fail a missing operation once those after it have waited long enough."""
         seq = model.applied + 1
         gap, since = self._gaps.setdefault(model.key, (seq, now))
         if gap != seq:
@@ -383,19 +368,19 @@ class Worker:
             try:
                 match = await self._log.find(model.user, OperationName(model.name, seq))
             except MessageError as error:
-                await self.leave(model, seq, error.message)
+                await self.stop_model(model, seq, error.message)
                 return
             if match is None:
                 raise StateError(f"operation {seq} of {model.key} is in the log and cannot be read")
             self._models.enqueue(model.user, match)
             self._arrived.set()
 
-    async def leave(self, model: TrainedModel, seq: int, reason: str) -> None:
-        """Stop a model at an operation that cannot be read; report it once."""
+    async def stop_model(self, model: TrainedModel, seq: int, reason: str) -> None:
+        """Stop a model at an operation that cannot be read, and report it once."""
         async with self._changed:
             if seq <= model.applied or seq in model.unreadable:
                 return
-            text = f"nothing of {model.key} is done from operation {seq} on: {reason}"
+            text = f"{model.key} stops at operation {seq}, which cannot be read: {reason}"
             await self._context.event("operation_unreadable", text, model=model.key)
             model.unreadable[seq] = reason
             self._changed.notify_all()

@@ -145,11 +145,16 @@ class _ScoreTokens(torch.autograd.Function):
             log_softmax_UV = whole
             if whole is None:
                 log_softmax_UV = _log_softmax(part_UD, half, bias_V, ctx.layer)
+            by_entropy_UV: Tensor | None = None
+            if ctx.entropy_gradient:
+                by_entropy_UV = log_softmax_UV + entropy_U[first:end, None]
+                by_entropy_UV = by_entropy_UV.mul_(slope_U[first:end, None])
             slope_UV = _slope_of_logits(
-                log_softmax_UV,
-                (row_M[first_m:end_m] - first, token_M[first_m:end_m]),
+                log_softmax_UV.exp(),
+                row_M[first_m:end_m] - first,
+                token_M[first_m:end_m],
                 slope_M[first_m:end_m],
-                (slope_U[first:end], entropy_U[first:end]) if ctx.entropy_gradient else None,
+                by_entropy_UV,
             )
             slope_UV = slope_UV.div_(ctx.layer.temperature).to(states_UD.dtype)
             if grad_UD is not None:
@@ -166,6 +171,31 @@ class _ScoreTokens(torch.autograd.Function):
         if grad_V is not None:
             grad_V = grad_V.to(bias_V.dtype)
         return grad_UD, grad_VD, grad_V, None, None, None
+
+
+def target_logprobs(logits_UV: Tensor, row_M: Tensor, token_M: Tensor) -> Tensor:
+    """Return the log-prob of token m in row `row_M[m]` of logits: float32[M].
+
+    It takes no second tensor of the logits' size: the backward pass, which runs once, overwrites
+    them, so they must not be shared.
+    """
+    return cast(Tensor, _TargetLogprobs.apply(logits_UV.float(), row_M, token_M))
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    """See `target_logprobs`."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_UV: Tensor, row_M: Tensor, token_M: Tensor) -> Tensor:
+        norm_U = logits_UV.logsumexp(-1)
+        ctx.save_for_backward(logits_UV, norm_U, row_M, token_M)
+        return logits_UV[row_M, token_M] - norm_U[row_M]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        logits_UV, norm_U, row_M, token_M = ctx.saved_tensors
+        probs_UV = logits_UV.sub_(norm_U[:, None]).exp_()
+        return _slope_of_logits(probs_UV, row_M, token_M, grad_outputs[0]), None, None
 
 
 def _weight_gradient(weight_VD: Tensor, layer: OutputLayer) -> Tensor:
@@ -196,21 +226,31 @@ def _log_softmax(
 
 
 def _slope_of_logits(
-    log_softmax_UV: Tensor,
-    places: tuple[Tensor, Tensor],
+    probs_UV: Tensor,
+    row_M: Tensor,
+    token_M: Tensor,
     slope_M: Tensor,
-    of_entropy: tuple[Tensor, Tensor] | None,
+    by_entropy_UV: Tensor | None = None,
 ) -> Tensor:
-    """Return the gradient of logits: Σ g (1[token] − p), and −g p (log p + H) of entropies."""
-    slopes_U = torch.zeros_like(log_softmax_UV[:, 0]).index_add_(0, places[0], slope_M)
-    slope_UV = log_softmax_UV.exp()
-    if of_entropy is None:
-        slope_UV.mul_(-slopes_U[:, None])
+    """Return the gradient of logits in the place of their probabilities.
+
+    That is Σ g (1[token] − p) of log-probs, and −g p (log p + H) of entropies, of which
+    `by_entropy_UV` has g (log p + H).
+    """
+    sum_U = add_at(torch.zeros_like(probs_UV[:, 0]), row_M, slope_M)
+    if by_entropy_UV is None:
+        slope_UV = probs_UV.mul_(-sum_U[:, None])
     else:
-        slope_U, entropy_U = of_entropy
-        by_UV = (log_softmax_UV + entropy_U[:, None]).mul_(slope_U[:, None])
-        slope_UV = slope_UV.mul_(by_UV.add_(slopes_U[:, None])).neg_().nan_to_num_(nan=0.0)
-    return slope_UV.index_put_(places, slope_M, accumulate=True)
+        slope_UV = probs_UV.mul_(by_entropy_UV.add_(sum_U[:, None])).neg_().nan_to_num_(nan=0.0)
+    add_at(slope_UV.view(-1), row_M * slope_UV.shape[1] + token_M, slope_M)
+    return slope_UV
+
+
+def add_at(row: Tensor, index: Tensor, values: Tensor) -> Tensor:
+    """Add values to a row at indices, in place, in the same order each time."""
+    if row.device.type == "cpu":  # in sequence there, whatever the number of threads
+        return row.index_add_(0, index, values)
+    return row.index_put_((index,), values, accumulate=True)  # sorted there
 
 
 def _is_fast(states_UD: Tensor, weight_VD: Tensor) -> bool:

@@ -1,14 +1,21 @@
 """Packing: many sequences in few rows, without attention between them.
 
 Rows are filled first-fit-decreasing to a token budget; 98 % of the columns then hold tokens.
-Sequences that begin alike may share one copy of what they have in common (`share_prompts`): the
-episodes of a group their prompt, the rows of agents' episodes, which are paths of a tree, each
-piece of that tree (`micro_batch.py`). Prompts under one system prompt and responses that begin
-alike are paths of a tree, too, and are packed as such where that saves computation. Positions go on
-where the shared part ends, and each token sees its own path alone, so that the result is the same.
-Of a prompt and its responses, each response is a segment of its own that sees the prompt and
-itself. Equal responses, frequent where answers are short, share one segment; where experts are
-replayed, only what was computed with the same ones is equal, and there are no trees.
+Sequences that begin alike may share one copy of what they have in common (`share_prompts`).
+Positions continue where the shared part ends, and each token sees its own path alone, so that the
+result is the same. Two kinds of units go into a row as a whole:
+
+- A prompt and its responses, as the episodes of a group are. Each response is a segment of its own
+  that sees the prompt and itself. Equal responses, frequent where answers are short, share one
+  segment; where experts are replayed, only what was computed with the same ones is equal.
+- Paths of a tree, each piece of which takes its columns once: the calls of an agent's episode are a
+  tree, and its rows are paths that begin alike. Prompts under one system prompt and responses that
+  begin alike are paths of a tree, too, and are packed as such where that saves computation. Sorted
+  by their tokens, sequences that begin alike stand side by side, and each adds to the row what it
+  does not have in common with the one before it: the columns of a row are a tree in depth-first
+  order. What follows a token in the tree follows it without a gap in the row, so that one number
+  for each column says who sees it. A tree that is larger than a row is cut into several, each with
+  the path that it begins with. There are no trees where experts are replayed.
 
 The model never reads the last generated token of a sequence, nor what follows it: nothing that is
 trained depends on them, so they take no column. The prediction of a token may therefore stand in
@@ -21,8 +28,9 @@ Shape letters: S sequences, N generated tokens, B rows, T columns.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,25 +38,192 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..policy.vision import SeenImages, pack_images
-from .micro_batch import (
-    IntArray,
-    MicroBatch,
-    RowWriter,
-    See,
-    TokenLayout,
-    TokenSequence,
-    TreeUnit,
-    choose_row_tokens,
-    first_fit_decreasing,
-    group_rows,
-    lay_out,
-    make_tree_units,
-    ranges,
-)
+from ...schemas.wire.errors import ConfigError
+from ..policy.vision import RowImages, SeenImages, pack_images
+from .micro_batch import MicroBatch, TokenSequence
 
 _LEAST_SAVING = 0.05
 """Share of the computation that trees must save, as they have more segments, and shorter ones."""
+
+IntArray = NDArray[np.int64]
+
+See = Callable[[TokenSequence], SeenImages | None]
+"""Finds the images of a sequence in its tokens."""
+
+
+# -- places of generated tokens --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """Where the generated tokens of a batch stand (shapes: S sequences, N generated tokens)."""
+
+    counts_S: IntArray
+    """Generated tokens of each sequence."""
+    place_N: IntArray
+    """Place of each generated token in its sequence."""
+    target_N: IntArray
+    """Its id."""
+    first_S: IntArray
+    """Index of each sequence's first generated token among all of the batch."""
+    prompts: list[int]
+    """Length of each prompt; 0 without generated tokens."""
+    totals: list[int]
+    """Tokens of each sequence that need a column: those before its last generated one."""
+
+
+def lay_out(sequences: Sequence[TokenSequence]) -> TokenLayout:
+    """Find the generated tokens of sequences; ValueError for one that begins with one."""
+    lengths_S = np.array([len(sequence.mask) for sequence in sequences], dtype=np.int64)
+    starts_S = np.cumsum(lengths_S) - lengths_S
+    mask = np.concatenate([sequence.mask for sequence in sequences]) != 0
+    ids = np.concatenate([sequence.token_ids for sequence in sequences])
+    at_N = np.flatnonzero(mask)
+    seq_N = np.repeat(np.arange(len(sequences)), lengths_S)[at_N]
+    place_N = at_N - starts_S[seq_N]
+    counts_S = np.bincount(seq_N, minlength=len(sequences))
+    first_S = np.cumsum(counts_S) - counts_S
+    prompts_S, totals_S = np.zeros((2, len(sequences)), dtype=np.int64)
+    has_S = counts_S > 0
+    prompts_S[has_S] = place_N[first_S[has_S]]
+    totals_S[has_S] = place_N[(first_S + counts_S - 1)[has_S]]
+    unpredicted = np.flatnonzero(has_S & (prompts_S == 0))
+    if len(unpredicted):
+        raise ValueError(
+            f"sequence {unpredicted[0]} begins with a generated token: nothing predicts it"
+        )
+    target_N = ids[at_N].astype(np.int64)
+    return TokenLayout(counts_S, place_N, target_N, first_S, prompts_S.tolist(), totals_S.tolist())
+
+
+def ranges(starts: IntArray, counts: IntArray) -> IntArray:
+    """Concatenate the ranges [start, start + count)."""
+    skipped = np.repeat(starts - (np.cumsum(counts) - counts), counts)
+    return skipped + np.arange(len(skipped))
+
+
+# -- rows and bins ---------------------------------------------------------------------------------
+
+
+class RowWriter:
+    """Fills one row: segments of tokens, each with its positions and with who sees it."""
+
+    def __init__(self, num_columns: int) -> None:
+        self.ids, self.positions, self.segments = np.zeros((3, num_columns), dtype=np.int64)
+        self.seen_until = np.full(num_columns, num_columns, dtype=np.int64)
+        self.images = RowImages.empty(num_columns)
+        self.experts: NDArray[np.uint8] | None = None
+        """uint8[T, L, K]: experts that read each token, where they are replayed."""
+        self.num_used = 0
+        """Columns that hold a token."""
+        self._num_segments = 0
+
+    def append(
+        self,
+        ids: list[NDArray[Any]],
+        first_position: int,
+        lengths: IntArray,
+        seen_until: int | None = None,
+    ) -> IntArray:
+        """Append segments that begin at the same position; return their first columns.
+
+        They are seen up to the column `seen_until`, by default each by itself alone.
+        """
+        starts = self.num_used + np.cumsum(lengths) - lengths
+        columns = slice(self.num_used, self.num_used + int(lengths.sum()))
+        self.ids[columns] = np.concatenate(ids)
+        self.positions[columns] = ranges(np.full_like(lengths, first_position), lengths)
+        segments = self._num_segments + 1 + np.arange(len(lengths))
+        self.segments[columns] = np.repeat(segments, lengths)
+        ends = np.repeat(starts + lengths, lengths)
+        self.seen_until[columns] = ends if seen_until is None else seen_until
+        self.num_used = columns.stop
+        self._num_segments += len(lengths)
+        return starts
+
+    def replay(self, starts: IntArray, experts: Sequence[NDArray[np.uint8] | None]) -> None:
+        """Note the experts of the tokens of segments that begin at these columns."""
+        for start, of_segment in zip(starts.tolist(), experts, strict=True):
+            if of_segment is None:
+                continue
+            if self.experts is None:
+                self.experts = np.zeros((len(self.ids), *of_segment.shape[1:]), np.uint8)
+                self.experts[:] = np.arange(of_segment.shape[2])  # padding has some, too
+            self.experts[start : start + len(of_segment)] = of_segment
+
+    def show(self, first: int, seen: SeenImages | None) -> None:
+        """Note the images in what was written from the column `first` on."""
+        self.images.write(first, self.positions[first : self.num_used], seen)
+
+
+def first_fit_decreasing(lengths: Sequence[int] | IntArray, budget: int) -> list[list[int]]:
+    """Put items into as few bins of `budget` as first-fit-decreasing finds.
+
+    Gives the items of each bin. Equal lengths keep their order, so the result is deterministic.
+    """
+    items = np.asarray(lengths, dtype=np.int64)
+    if 0 < items.sum() <= budget:
+        return [np.argsort(-items, kind="stable").tolist()]
+    free = np.full(len(items), budget, dtype=np.int64)
+    bins: list[list[int]] = []
+    for item in np.argsort(-items, kind="stable").tolist():
+        if items[item] > budget:
+            raise ConfigError(
+                f"a sequence of {items[item]} tokens does not fit into a row of {budget}",
+                hint=f"set learner.max_row_tokens (and learner.microbatch_tokens) to at least "
+                f"{items[item]}, or lower rollout.max_response_tokens",
+            )
+        place = int(np.argmax(free[: len(bins) + 1] >= items[item]))
+        if place == len(bins):
+            bins.append([])
+        bins[place].append(item)
+        free[place] -= items[item]
+    return bins
+
+
+def group_rows(row_lengths: Sequence[int], microbatch_tokens: int) -> list[list[int]]:
+    """Group rows of similar length, so that rows × longest stays within `microbatch_tokens`."""
+    order = sorted(range(len(row_lengths)), key=lambda row: (-row_lengths[row], row))
+    groups: list[list[int]] = []
+    longest = 0
+    for row in order:
+        if groups and (len(groups[-1]) + 1) * longest <= microbatch_tokens:
+            groups[-1].append(row)
+            continue
+        longest = row_lengths[row]
+        if longest > microbatch_tokens:
+            raise ConfigError(
+                f"a row of {longest} tokens does not fit into a micro-batch of {microbatch_tokens}",
+                hint=f"set learner.microbatch_tokens to at least {longest}",
+            )
+        groups.append([row])
+    return groups
+
+
+def choose_row_tokens(
+    lengths: Sequence[int],
+    max_row_tokens: int,
+    hidden_size: int,
+    cut: Callable[[int], Sequence[int]] | None = None,
+) -> int:
+    """Choose the row length, at most `max_row_tokens`, that costs the least computation.
+
+    Long rows waste fewer columns, short rows waste less attention: a column costs about
+    1 + T / (6 · hidden_size), the second term being attention over a masked row of T columns.
+    `cut` tells the lengths of what is put into rows of so many tokens, where they depend on that;
+    `lengths` are the shortest then.
+    """
+    longest = max(lengths, default=1)
+    candidates = [min(longest * factor, max_row_tokens) for factor in (1, 2, 3, 4, 6, 8, 12, 16)]
+
+    def cost(tokens: int) -> float:
+        num_rows = len(first_fit_decreasing(lengths if cut is None else cut(tokens), tokens))
+        return num_rows * tokens * (1 + tokens / (6 * hidden_size))
+
+    return min(sorted(set(candidates)), key=cost) if longest <= max_row_tokens else max_row_tokens
+
+
+# -- a prompt and its responses --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -157,6 +332,159 @@ def _split_to_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     large = [[index] for index, length in enumerate(lengths) if length > budget]
     bins = first_fit_decreasing([lengths[index] for index in small], budget)
     return large + [sorted(small[index] for index in bin_) for bin_ in bins]
+
+
+# -- trees -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TreeUnit:
+    """What goes into a row as a whole: paths of one tree, in depth-first order."""
+
+    members: list[int]
+    """Its sequences."""
+    shared: list[int]
+    """Columns that each has in common with the one before it; the first one: 0."""
+    length: int
+    """Columns that it takes."""
+    seen: SeenImages | None
+    """The images, in the part that all of its sequences have in common."""
+
+    def write(
+        self, writer: RowWriter, sequences: Sequence[TokenSequence], layout: TokenLayout
+    ) -> tuple[IntArray, IntArray]:
+        """Write it into a row; return its generated tokens and the columns that predict them."""
+        first = writer.num_used
+        path = np.empty(0, dtype=np.int64)
+        """Columns of the tokens of the sequence at hand."""
+        index: list[IntArray] = []
+        columns: list[IntArray] = []
+        for seq, shared in zip(self.members, self.shared, strict=True):
+            writer.seen_until[path[shared:]] = writer.num_used
+            own = sequences[seq].token_ids[shared : layout.totals[seq]]
+            start = writer.num_used
+            if len(own):
+                writer.append([own], shared, np.array([len(own)], dtype=np.int64))
+            path = np.concatenate([path[:shared], np.arange(start, writer.num_used)])
+            generated = ranges(layout.first_S[seq : seq + 1], layout.counts_S[seq : seq + 1])
+            index.append(generated)
+            columns.append(path[layout.place_N[generated] - 1])
+        writer.seen_until[path] = writer.num_used
+        writer.show(first, self.seen)
+        return np.concatenate(index), np.concatenate(columns)
+
+
+@dataclass(frozen=True)
+class DepthFirst:
+    """Sequences in depth-first order of the trees that they are paths of."""
+
+    order: list[int]
+    shared: list[int]
+    """Columns that each has in common with the one before it; 0: it begins another tree."""
+    totals: list[int]
+    """Columns of each."""
+    seen: list[SeenImages | None]
+    """The images of each; what is in common holds them all, or nothing is."""
+
+    @classmethod
+    def of(
+        cls, sequences: Sequence[TokenSequence], totals: Sequence[int], see: See
+    ) -> "DepthFirst":
+        """Order sequences of which the first `totals` tokens matter; those of 0 are left out."""
+        chosen = [index for index, total in enumerate(totals) if total]
+        images = _Beginnings(see)
+        images_of = {index: images.of(sequences[index]) for index in chosen}
+        paths = {index: sequences[index].token_ids[: totals[index]] for index in chosen}
+        order = sorted(chosen, key=lambda index: (images_of[index][0], _sort_key(paths[index])))
+        shared = [
+            _num_shared(paths[before], paths[index])
+            if images_of[before][0] == images_of[index][0]
+            else 0
+            for before, index in pairwise(order)
+        ]
+        return cls(
+            order,
+            [0, *shared][: len(order)],
+            [totals[index] for index in order],
+            [images_of[index][1] for index in order],
+        )
+
+    def cut(self, budget: int) -> list[TreeUnit]:
+        """Cut the trees into units of at most `budget` columns; a longer sequence stands alone."""
+        units: list[TreeUnit] = []
+        at = 0
+        while at < len(self.order):
+            end, length = at + 1, self.totals[at]
+            while end < len(self.order) and self.shared[end]:
+                longer = length + self.totals[end] - self.shared[end]
+                if longer > budget:
+                    break
+                end, length = end + 1, longer
+            shared = [0, *self.shared[at + 1 : end]]
+            units.append(TreeUnit(self.order[at:end], shared, length, self.seen[at]))
+            at = end
+        return units
+
+    def lengths(self, budget: int) -> list[int]:
+        """Return the lengths of the units that `cut` gives."""
+        return [unit.length for unit in self.cut(budget)]
+
+
+def make_tree_units(
+    sequences: Sequence[TokenSequence],
+    layout: TokenLayout,
+    max_row_tokens: int,
+    hidden_size: int | None,
+    see: See,
+) -> tuple[list[TreeUnit], int]:
+    """Cut the trees of a batch into units; return them and the length of the rows for them.
+
+    With `hidden_size` that is the length, at most `max_row_tokens`, of the least computation.
+    """
+    trees = DepthFirst.of(sequences, layout.totals, see)
+    row_tokens = max_row_tokens
+    if hidden_size is not None:
+        row_tokens = choose_row_tokens(trees.totals, max_row_tokens, hidden_size, trees.lengths)
+    return trees.cut(row_tokens), row_tokens
+
+
+def count_distinct(paths: Sequence[NDArray[np.integer[Any]]]) -> int:
+    """Count the tokens of paths, those that several begin with in common once."""
+    order = sorted(range(len(paths)), key=lambda index: _sort_key(paths[index]))
+    shared = sum(_num_shared(paths[before], paths[other]) for before, other in pairwise(order))
+    return sum(map(len, paths)) - shared
+
+
+class _Beginnings:
+    """Tells sequences with images apart: those that begin alike, up to their last image."""
+
+    def __init__(self, see: See) -> None:
+        self._see = see
+        self._known: dict[tuple[object, ...], int] = {}
+
+    def of(self, sequence: TokenSequence) -> tuple[int, SeenImages | None]:
+        """Return the number of a sequence's beginning, 0 without images, and its images."""
+        seen = self._see(sequence) if sequence.images else None
+        if seen is None:
+            return 0, None
+        end = int(seen.places_Q[-1]) + 1
+        begins = (sequence.images, _sort_key(sequence.token_ids[:end]))
+        return self._known.setdefault(begins, len(self._known) + 1), seen
+
+
+def _sort_key(token_ids: NDArray[np.generic]) -> bytes:
+    """Return bytes in the order of the ids, the first one first."""
+    return token_ids.astype(">u4").tobytes()
+
+
+def _num_shared(left: NDArray[np.generic], other: NDArray[np.generic]) -> int:
+    """Count the tokens that two paths begin with in common."""
+    length = min(len(left), len(other))
+    differs = left[:length] != other[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+# -- micro-batches ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def _source(folder: Path | None, policy: str) -> Path | None:
     return source
 
 
-def vocab_size(model: PreTrainedModel) -> int:
+def vocab_size(model: nn.Module) -> int:
     """Return the number of tokens that a model knows."""
     return int(cast(Any, model.config).get_text_config().vocab_size)
 

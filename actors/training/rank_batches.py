@@ -4,13 +4,19 @@ All ranks go through the same number of micro-batches, and in each through the s
 they gather weights together: a rank with fewer gets empty ones, and one without images where
 another has some looks at an image that stands nowhere.
 
+Sequences are divided over ranks by longest processing time first, on cost cL + L². The linear
+layers of a decoder cost 24 D² for each of L columns, attention 4 D L (D: hidden size): in units of
+4 D that is cL + L² with c = 6 D. Sequences that begin alike share columns where they lie on the
+same rank, so whole families are kept together where that leaves the slowest rank less to do than
+spreading them.
+
 Shape letters: S sequences.
 """
 
 import gc
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import structlog
@@ -24,9 +30,9 @@ from ...schemas.plan.model_shape import shape_of
 from ...schemas.wire.errors import ModelError, OutOfMemoryError
 from ..policy.vision import ImageReader, SeenImages, probe_image, unseen
 from .batch import TrainingBatch, select
-from .micro_batch import MicroBatch, TokenSequence, columns_of, share_sequences
+from .micro_batch import MicroBatch, TokenSequence, columns_of
 from .model import Scorer
-from .packing import pack
+from .packing import DepthFirst, pack
 from .parallel import Parallel
 from .varlen import flatten, with_runs
 
@@ -114,73 +120,99 @@ class RankPacker:
         return self._image_reader.read_images(self._model, sequence.token_ids, sequence.images)
 
 
-# -- sums over a step ------------------------------------------------------------------------------
-
-OF_THE_UPDATES = ("pg_loss", "kl_loss", "teacher_loss")
-"""What only an update has."""
+# -- division over ranks ---------------------------------------------------------------------------
 
 
-@dataclass
-class StepSums:
-    """What adds up over the micro-batches and updates of a step."""
+def cost(num_columns: int, hidden_size: int) -> int:
+    """Return what a piece of a row costs, in units of 4 · hidden_size operations per layer."""
+    return 6 * hidden_size * num_columns + num_columns**2
 
-    totals: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """Metric name to the sum over the tokens."""
-    tokens: int = 0
-    """Generated tokens that were seen."""
-    norms: list[float] = field(default_factory=list[float])
-    """Gradient norm of each update; not finite: the update was left out."""
-    old: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
-    """Places of all generated tokens, and their log-probs before the update."""
 
-    def include(self, totals: dict[str, Tensor]) -> None:
-        """Add sums of further tokens."""
-        for name, value in totals.items():
-            before = self.totals.get(name)
-            self.totals[name] = value if before is None else before + value
+def longest_first(costs: Sequence[int], ranks: int) -> list[list[int]]:
+    """Give each item, the most costly first, to the rank with the least so far.
 
-    def copy(self) -> "StepSums":
-        """Return the same sums, to go back to: tensors are replaced, not changed."""
-        return StepSums(dict(self.totals), self.tokens, [*self.norms], [*self.old])
+    Returns the items of each rank, ascending. The largest load is at most 4/3 − 1/(3 · ranks) of
+    the least possible (Graham 1969). Deterministic: equal items keep their order, and of equal
+    ranks the first takes the item.
+    """
+    loads, items = [0] * ranks, [list[int]() for _ in range(ranks)]
+    for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
+        rank = loads.index(min(loads))
+        loads[rank] += costs[item]
+        items[rank].append(item)
+    return [sorted(numbers) for numbers in items]
 
-    def become(self, other: "StepSums") -> None:
-        """Go back to earlier sums."""
-        self.totals, self.tokens = dict(other.totals), other.tokens
-        self.norms, self.old = [*other.norms], [*other.old]
 
-    def add(self, values: dict[str, Tensor], index_N: Tensor, old_N: Tensor) -> None:
-        """Add the sums of a micro-batch whose N tokens stand at `index_N` of the batch."""
-        self.include(values)
-        self.tokens += len(index_N)
-        self.old.append((index_N, old_N))
+def share_out(
+    prompts: Sequence[int],
+    lengths: Sequence[int],
+    families: Sequence[int],
+    *,
+    ranks: int,
+    hidden_size: int,
+) -> list[list[int]]:
+    """Return the sequences of each rank, ascending.
 
-    def of_all(self, parallel: Parallel) -> "StepSums":
-        """Put together what all ranks have; norms are those of all shares already."""
-        if parallel.size == 1:
-            return self
-        totals = {name: value.cpu() for name, value in self.totals.items()}
-        old = [(index_N.cpu(), old_N.cpu()) for index_N, old_N in self.old]
-        together = StepSums(norms=self.norms)
-        for other in parallel.gather(replace(self, totals=totals, old=old)):
-            together.include(other.totals)
-            together.tokens += other.tokens
-            together.old += other.old
-        return together
+    `prompts` and `lengths` are columns of each sequence, prompt included in the length; those of
+    one family share their prompt's. Every sequence is on one rank; deterministic.
+    """
+    members: dict[int, list[int]] = defaultdict(list)
+    for sequence, family in enumerate(families):
+        members[family].append(sequence)
 
-    def numbers(self) -> dict[str, float]:
-        """Name the sums as metrics; what no token measured is left out.
+    def load(sequences: Sequence[int]) -> int:
+        columns: dict[int, int] = {}
+        for sequence in sequences:
+            before = columns.get(families[sequence], prompts[sequence])
+            columns[families[sequence]] = before + lengths[sequence] - prompts[sequence]
+        return sum(cost(number, hidden_size) for number in columns.values())
 
-        Losses are of the updates, all else is a mean over all generated tokens of the batch.
-        """
-        finite = [norm for norm in self.norms if math.isfinite(norm)]
-        averages = {"actor/skipped_updates": float(len(self.norms) - len(finite))}
-        if finite:
-            averages["actor/grad_norm"] = sum(finite) / len(finite)
-        for name, total in self.totals.items():
-            count = len(self.norms) if name in OF_THE_UPDATES else self.tokens
-            if count:
-                averages[f"actor/{name}"] = float(total) / count
-        return averages
+    whole = list(members.values())
+    together = [
+        sorted(sequence for family in rank for sequence in whole[family])
+        for rank in longest_first([load(family) for family in whole], ranks)
+    ]
+    apart = longest_first([cost(length, hidden_size) for length in lengths], ranks)
+    return min(together, apart, key=lambda shares: max(map(load, shares)))
+
+
+def share_sequences(
+    sequences: Sequence[TokenSequence], *, ranks: int, hidden_size: int, share_prompts: bool
+) -> list[list[int]]:
+    """Return the sequences of each rank, ascending; see `share_out`."""
+    lengths = [len(sequence.mask) for sequence in sequences]
+    if share_prompts and any(sequence.branches for sequence in sequences):
+        shared, trees = _in_trees(sequences, lengths)
+        return share_out(shared, lengths, trees, ranks=ranks, hidden_size=hidden_size)
+    prompts = [int(sequence.mask.argmax()) for sequence in sequences]
+    known: dict[bytes, int] = {}
+    families = [
+        known.setdefault(sequence.token_ids[:length].tobytes(), at) if share_prompts else at
+        for at, (sequence, length) in enumerate(zip(sequences, prompts, strict=True))
+    ]
+    return share_out(prompts, lengths, families, ranks=ranks, hidden_size=hidden_size)
+
+
+def _in_trees(
+    sequences: Sequence[TokenSequence], lengths: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return the columns that each shares with those of its family, and its family.
+
+    A family begins where a sequence has less than half in common with the one before it: under one
+    system prompt all tasks are one tree, and different episodes share little else.
+    """
+    walk = DepthFirst.of(sequences, lengths, lambda _: None)
+    shared, families = [0] * len(sequences), [0] * len(sequences)
+    begins: list[int] = []
+    for seq, common in zip(walk.order, walk.shared, strict=True):
+        if 2 * common < lengths[seq]:
+            begins.append(seq)
+        shared[seq], families[seq] = common, len(begins) - 1
+    # Whichever is met first is counted whole: it takes the place of the one that the family begins
+    # with.
+    for family, first in enumerate(begins):
+        shared[first] = shared[families.index(family)]
+    return shared, families
 
 
 # -- a step that does not fit the GPU is computed again in smaller micro-batches, once -------------

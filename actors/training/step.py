@@ -13,7 +13,7 @@ Shape letters: N generated tokens, S sequences.
 import math
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -50,11 +50,78 @@ from .objective import EntropyBonus, Objective, StepInputs
 from .off_policy import batch_mismatch
 from .optimizer import load_optimizer, make_optimizer, rate_of
 from .parallel import Inside, Parallel, whole, whole_tensors
-from .rank_batches import OF_THE_UPDATES, MemoryGuard, RankPacker, StepSums
+from .rank_batches import MemoryGuard, RankPacker
 from .reference import Reference
 from .state import Numerics
 
 _log = structlog.get_logger()
+
+
+_OF_THE_UPDATES = ("pg_loss", "kl_loss", "teacher_loss")
+"""What only an update has."""
+
+
+@dataclass
+class StepSums:
+    """What adds up over the micro-batches and updates of a step."""
+
+    totals: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Metric name to the sum over the tokens."""
+    tokens: int = 0
+    """Generated tokens that were seen."""
+    norms: list[float] = field(default_factory=list[float])
+    """Gradient norm of each update; not finite: the update was left out."""
+    old: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
+    """Places of all generated tokens, and their log-probs before the update."""
+
+    def include(self, totals: dict[str, Tensor]) -> None:
+        """Add sums of further tokens."""
+        for name, value in totals.items():
+            before = self.totals.get(name)
+            self.totals[name] = value if before is None else before + value
+
+    def copy(self) -> "StepSums":
+        """Return the same sums, to go back to: tensors are replaced, not changed."""
+        return StepSums(dict(self.totals), self.tokens, [*self.norms], [*self.old])
+
+    def become(self, other: "StepSums") -> None:
+        """Go back to earlier sums."""
+        self.totals, self.tokens = dict(other.totals), other.tokens
+        self.norms, self.old = [*other.norms], [*other.old]
+
+    def add(self, values: dict[str, Tensor], index_N: Tensor, old_N: Tensor) -> None:
+        """Add the sums of a micro-batch whose N tokens stand at `index_N` of the batch."""
+        self.include(values)
+        self.tokens += len(index_N)
+        self.old.append((index_N, old_N))
+
+    def of_all(self, parallel: Parallel) -> "StepSums":
+        """Put together what all ranks have; norms are those of all shares already."""
+        if parallel.size == 1:
+            return self
+        totals = {name: value.cpu() for name, value in self.totals.items()}
+        old = [(index_N.cpu(), old_N.cpu()) for index_N, old_N in self.old]
+        together = StepSums(norms=self.norms)
+        for other in parallel.gather(replace(self, totals=totals, old=old)):
+            together.include(other.totals)
+            together.tokens += other.tokens
+            together.old += other.old
+        return together
+
+    def numbers(self) -> dict[str, float]:
+        """Name the sums as metrics; what no token measured is left out.
+
+        Losses are of the updates, all else is a mean over all generated tokens of the batch.
+        """
+        finite = [norm for norm in self.norms if math.isfinite(norm)]
+        averages = {"actor/skipped_updates": float(len(self.norms) - len(finite))}
+        if finite:
+            averages["actor/grad_norm"] = sum(finite) / len(finite)
+        for name, total in self.totals.items():
+            count = len(self.norms) if name in _OF_THE_UPDATES else self.tokens
+            if count:
+                averages[f"actor/{name}"] = float(total) / count
+        return averages
 
 
 @dataclass
@@ -395,7 +462,7 @@ class Trainer:
             if micro.is_empty or self._objective.is_too_old(inputs, micro):
                 continue
             result = self._objective.loss(inputs, micro, scores, denominators)
-            measured = {name: n for name, n in result.sums.items() if name not in OF_THE_UPDATES}
+            measured = {name: n for name, n in result.sums.items() if name not in _OF_THE_UPDATES}
             sums.add(measured, result.index_N, result.old_N)
 
     def _clear_gradients(self) -> None:

@@ -11,11 +11,10 @@ from ...broker.client.connection import Broker
 from ...envs.agents import agent_check
 from ...schemas.config.job import JobConfig
 from ...schemas.config.load_config import load_config
-from .output import literal, print_json, print_text
+from .checks import exit_code, print_checks
+from .output import literal, print_plain, print_text
 from .session import positive, with_private_broker
 
-FAILED = 1
-_MARKS = {"ok": "[green]ok[/]   ", "note": "[dim]note[/] ", "fail": "[red]fail[/] "}
 _SHOWN_OUTPUT = 2000
 
 
@@ -57,15 +56,18 @@ def check(
 
     report = with_private_broker(work)
     if json:
-        print_json(asdict(report))
-    else:
-        for line in report_lines(report):
-            print_text(line)
-    return 0 if report.ok else FAILED
+        fields = {name: value for name, value in asdict(report).items() if name != "checks"}
+        return print_checks(report.checks, as_json=True, **fields)
+    for line in report_lines(report):
+        print_text(line)
+    print_checks(report.checks, as_json=False)
+    if not report.ok and report.output:
+        print_plain(f"the end of its output:\n{report.output[-_SHOWN_OUTPUT:].rstrip()}")
+    return exit_code(report.checks)
 
 
 def report_lines(report: agent_check.AgentReport) -> Iterator[str]:
-    """Yield the lines of a report, with rich markup."""
+    """Yield the lines of what the program did, with rich markup."""
     for endpoint, number in report.endpoints.items():
         times = "once" if number == 1 else f"{number} times"
         yield f"asks   {literal(endpoint)}  {times}"
@@ -81,12 +83,6 @@ def report_lines(report: agent_check.AgentReport) -> Iterator[str]:
     if report.posted:
         posted = ", ".join(f"{name}={value!r}" for name, value in report.posted.items())
         yield f"posts  {literal(posted)}"
-    for finding in report.findings:
-        yield f"{_MARKS[finding.level]}  {literal(finding.text)}"
-        if finding.remedy:
-            yield f"       [dim]{literal(finding.remedy)}[/]"
-    if not report.ok and report.output:
-        yield f"the end of its output:\n{literal(report.output[-_SHOWN_OUTPUT:].rstrip())}"
 
 
 def _call_line(call: agent_check.CallReport) -> str:

@@ -14,8 +14,9 @@ from pathlib import Path
 from ...broker.client.server_info import read_server_info
 from ...broker.jetstream.streams import REPLICAS_VARIABLE
 from ...broker.nats_server import binary_path
+from ...schemas.checks import CheckResult
 from ...schemas.wire.errors import BrokerError, TinkermqError
-from .doctor import FAILED, Finding, show_findings
+from .checks import finding, print_checks
 from .session import COMMON, Common
 from .stack import LOOPBACK
 
@@ -38,8 +39,7 @@ def check(*, root: Path = Path("/"), common: Common = COMMON) -> int:
     findings = [_installed(units), *_verify_units(root, units), _accounts(root, units)]
     findings += [_environment(root), *_secrets(root), _nats_conf(root), _nats_access(root)]
     findings += [*_certificates(root), _storage(root), _clock(), _sandbox()]
-    show_findings(findings, as_json=common.json)
-    return 0 if all(finding.ok for finding in findings) else FAILED
+    return print_checks(findings, as_json=common.json)
 
 
 def _units(root: Path) -> list[Path]:
@@ -48,22 +48,22 @@ def _units(root: Path) -> list[Path]:
     return list({path.name: path for path in candidates if path.is_file()}.values())
 
 
-def _installed(units: list[Path]) -> Finding:
+def _installed(units: list[Path]) -> CheckResult:
     if not units:
-        return Finding(
+        return finding(
             "units",
             False,
             "no tinkermq unit is installed",
             "cp deploy/systemd/* /etc/systemd/system",
         )
-    return Finding("units", True, ", ".join(path.stem for path in units))
+    return finding("units", True, ", ".join(path.stem for path in units))
 
 
-def _verify_units(root: Path, units: list[Path]) -> list[Finding]:
+def _verify_units(root: Path, units: list[Path]) -> list[CheckResult]:
     """Check the units with `systemd-analyze verify`, also that their programs exist."""
     program = shutil.which("systemd-analyze")
     if program is None:
-        return [Finding("systemd", True, "units not verified: systemd-analyze is not installed")]
+        return [finding("systemd", True, "units not verified: systemd-analyze is not installed")]
     if not units:
         return []
     command = [program, "verify", "--man=no", "--recursive-errors=no"]
@@ -74,9 +74,9 @@ def _verify_units(root: Path, units: list[Path]) -> list[Finding]:
     lines = done.stderr.splitlines()
     problems = {unit: [line for line in lines if unit.stem in line] for unit in units}
     if done.returncode and not any(problems.values()):  # systemd before 250 lacks the options
-        return [Finding("systemd", True, f"units not verified: {' '.join(lines)}")]
+        return [finding("systemd", True, f"units not verified: {' '.join(lines)}")]
     return [
-        Finding(
+        finding(
             unit.stem,
             not problems[unit],
             "; ".join(problems[unit]) or "verified by systemd-analyze",
@@ -86,7 +86,7 @@ def _verify_units(root: Path, units: list[Path]) -> list[Finding]:
     ]
 
 
-def _accounts(root: Path, units: list[Path]) -> Finding:
+def _accounts(root: Path, units: list[Path]) -> CheckResult:
     """Check that the users that the units run as exist."""
     names = {"tinkermq-nats" if unit.stem == "tinkermq-nats" else "tinkermq" for unit in units}
     passwd = root / "etc/passwd"
@@ -94,22 +94,22 @@ def _accounts(root: Path, units: list[Path]) -> Finding:
     missing = sorted(names - {line.split(":")[0] for line in lines})
     if missing:
         hint = "cp deploy/etc/sysusers.conf /usr/lib/sysusers.d/tinkermq.conf && systemd-sysusers"
-        return Finding("accounts", False, f"no user {', '.join(missing)}", hint)
-    return Finding("accounts", True, ", ".join(sorted(names)) or "none needed")
+        return finding("accounts", False, f"no user {', '.join(missing)}", hint)
+    return finding("accounts", True, ", ".join(sorted(names)) or "none needed")
 
 
-def _environment(root: Path) -> Finding:
+def _environment(root: Path) -> CheckResult:
     """Check the variables that all services share."""
     path = root / "etc/tinkermq/tinkermq.env"
     if not path.is_file():
-        return Finding("environment", False, f"{path} is not there", "cp deploy/etc/tinkermq.env")
+        return finding("environment", False, f"{path} is not there", "cp deploy/etc/tinkermq.env")
     values = _variables(path)
     if not re.match(r"(nats|tls)://", values.get("TINKERMQ_NATS_URL", "")):
-        return Finding("environment", False, "TINKERMQ_NATS_URL is not set", f"edit {path}")
+        return finding("environment", False, "TINKERMQ_NATS_URL is not set", f"edit {path}")
     if values.get(REPLICAS_VARIABLE, "1") not in ("1", "3", "5"):
         detail = f"{REPLICAS_VARIABLE}={values[REPLICAS_VARIABLE]}"
-        return Finding("environment", False, detail, "use 1, or 3 on a cluster of three")
-    return Finding("environment", True, values["TINKERMQ_NATS_URL"])
+        return finding("environment", False, detail, "use 1, or 3 on a cluster of three")
+    return finding("environment", True, values["TINKERMQ_NATS_URL"])
 
 
 def _text(path: Path) -> str:
@@ -124,26 +124,26 @@ def _variables(path: Path) -> dict[str, str]:
     return {name.strip(): value.strip().strip("\"'") for name, value in pairs}
 
 
-def _secrets(root: Path) -> list[Finding]:
+def _secrets(root: Path) -> list[CheckResult]:
     """Check that files with secrets are not readable by others."""
     folder = root / "etc/tinkermq"
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _is_public(path)]
     exposed = [path for path in paths if path.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH)]
     if exposed:
         hint = f"chmod o= {' '.join(map(str, exposed))}"
-        return [Finding("secrets", False, f"everybody may read {exposed[0]}", hint)]
-    return [Finding("secrets", True, f"{len(paths)} files that others cannot read")]
+        return [finding("secrets", False, f"everybody may read {exposed[0]}", hint)]
+    return [finding("secrets", True, f"{len(paths)} files that others cannot read")]
 
 
 def _is_public(path: Path) -> bool:
     return path.suffix in (".crt", ".pem") and "key" not in path.stem
 
 
-def _nats_conf(root: Path) -> Finding:
+def _nats_conf(root: Path) -> CheckResult:
     """Check the configuration of this machine's nats-server with `nats-server -t`."""
     config = root / "etc/tinkermq/nats.conf"
     if not config.is_file():
-        return Finding("nats.conf", True, "none: the server runs on another machine")
+        return finding("nats.conf", True, "none: the server runs on another machine")
     try:
         done = subprocess.run(
             [str(binary_path()), "-t", "-c", str(config)],
@@ -154,23 +154,23 @@ def _nats_conf(root: Path) -> Finding:
             check=False,
         )
     except (TinkermqError, OSError, subprocess.TimeoutExpired) as error:
-        return Finding("nats.conf", False, str(error), f"check {config}")
+        return finding("nats.conf", False, str(error), f"check {config}")
     output = (done.stderr or done.stdout).strip().splitlines()
     detail = output[-1] if output else "nats-server printed nothing"
-    return Finding(
+    return finding(
         "nats.conf", done.returncode == 0, detail, f"correct {config}" if done.returncode else ""
     )
 
 
-def _nats_access(root: Path) -> Finding:
+def _nats_access(root: Path) -> CheckResult:
     """Check that a server that other machines reach requires keys and encrypts."""
     url = _variables(root / "etc/tinkermq/tinkermq.env").get("TINKERMQ_NATS_URL")
     if url is None:
-        return Finding("nats access", True, "not checked: TINKERMQ_NATS_URL is not set")
+        return finding("nats access", True, "not checked: TINKERMQ_NATS_URL is not set")
     try:
         info = asyncio.run(read_server_info(url))
     except BrokerError as error:
-        return Finding("nats access", True, f"not checked: {error.message}")
+        return finding("nats access", True, f"not checked: {error.message}")
     host = str(info.get("host"))
     lacks = [
         name
@@ -180,43 +180,43 @@ def _nats_access(root: Path) -> Finding:
     if lacks and host not in LOOPBACK:
         hint = 'include "accounts.conf" of `tinkermq init --home /etc/tinkermq`, and set tls { … }'
         detail = f"the server listens on {host} without {' and '.join(lacks)}"
-        return Finding("nats access", False, detail, f"{hint}; or listen on 127.0.0.1")
+        return finding("nats access", False, detail, f"{hint}; or listen on 127.0.0.1")
     secured = "" if lacks else ", with users and TLS"
-    return Finding("nats access", True, f"the server listens on {host}{secured}")
+    return finding("nats access", True, f"the server listens on {host}{secured}")
 
 
-def _certificates(root: Path) -> list[Finding]:
+def _certificates(root: Path) -> list[CheckResult]:
     """Check that the certificates are valid for at least two more weeks."""
     openssl = shutil.which("openssl")
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     for path in sorted((root / "etc/tinkermq/tls").glob("*.crt")):
         if openssl is None:
-            return [Finding("tls", False, "openssl is not installed", "apt-get install openssl")]
+            return [finding("tls", False, "openssl is not installed", "apt-get install openssl")]
         command = [openssl, "x509", "-in", str(path), "-noout", "-enddate"]
         done = subprocess.run(
             [*command, "-checkend", str(_EXPIRY_S)], capture_output=True, text=True, check=False
         )
         detail = (done.stdout or done.stderr).strip().splitlines() or ["unreadable"]
         hint = "" if done.returncode == 0 else "renew it"
-        findings.append(Finding(f"tls {path.stem}", done.returncode == 0, detail[0], hint))
+        findings.append(finding(f"tls {path.stem}", done.returncode == 0, detail[0], hint))
     return findings
 
 
-def _storage(root: Path) -> Finding:
+def _storage(root: Path) -> CheckResult:
     """Check that there is disk space for messages and runs."""
     folder = root / "var/lib"
     if not folder.is_dir():
-        return Finding("storage", False, f"{folder} is not there")
+        return finding("storage", False, f"{folder} is not there")
     free = shutil.disk_usage(folder).free
     hint = "" if free >= _MIN_FREE_BYTES else "free some space, or mount a larger disk"
-    return Finding("storage", not hint, f"{free / 2**30:.0f} GiB free in {folder}", hint)
+    return finding("storage", not hint, f"{free / 2**30:.0f} GiB free in {folder}", hint)
 
 
-def _clock() -> Finding:
+def _clock() -> CheckResult:
     """Check that the clock is synchronised: keys expire and events are ordered by it."""
     program = shutil.which("timedatectl")
     if program is None:
-        return Finding("clock", True, "not known: there is no timedatectl")
+        return finding("clock", True, "not known: there is no timedatectl")
     done = subprocess.run(
         [program, "show", "-p", "NTPSynchronized", "--value"],
         capture_output=True,
@@ -226,17 +226,17 @@ def _clock() -> Finding:
     )
     output = done.stdout.strip()
     if output not in ("yes", "no"):
-        return Finding("clock", True, "not known: systemd does not run here")
+        return finding("clock", True, "not known: systemd does not run here")
     hint = "" if output == "yes" else "timedatectl set-ntp true"
-    return Finding("clock", not hint, f"synchronised: {output}", hint)
+    return finding("clock", not hint, f"synchronised: {output}", hint)
 
 
-def _sandbox() -> Finding:
+def _sandbox() -> CheckResult:
     """Check that processes may make the namespaces that the sandbox of games needs."""
     if os.name != "posix" or shutil.which("unshare") is None:
-        return Finding("namespaces", False, "no unshare on this machine", "use Linux")
+        return finding("namespaces", False, "no unshare on this machine", "use Linux")
     if shutil.which("bwrap") is None:
-        return Finding("namespaces", False, "there is no bubblewrap", "apt-get install bubblewrap")
+        return finding("namespaces", False, "there is no bubblewrap", "apt-get install bubblewrap")
     done = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount", "true"],
         capture_output=True,
@@ -246,5 +246,5 @@ def _sandbox() -> Finding:
     )
     if done.returncode:
         hint = "sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces above 0"
-        return Finding("namespaces", False, done.stderr.strip(), hint)
-    return Finding("namespaces", True, "may be made, so the sandbox of games works")
+        return finding("namespaces", False, done.stderr.strip(), hint)
+    return finding("namespaces", True, "may be made, so the sandbox of games works")

@@ -5,7 +5,6 @@ import contextlib
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,7 +14,6 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 from ...broker.calls import SchedulerCalls
 from ...broker.client.connection import Broker, connect, flush
@@ -24,21 +22,27 @@ from ...broker.nats_server import binary_path
 from ...broker.presence import list_presences
 from ...envs.sandbox.interpreters import LocalCodeSandbox, SandboxSettings
 from ...envs.sandbox.served import SHORT_FOLDER, listen_at
+from ...schemas.checks import CheckResult
 from ...schemas.machines import MachineList, MachineStatus
 from ...schemas.metric import Presence
 from ...schemas.node import CLOCK_BOUND_S, NodeStatus, differences
-from ...schemas.wire.errors import ConfigError, NotFoundError, SandboxError, TinkermqError
+from ...schemas.wire.errors import (
+    ConfigError,
+    EngineError,
+    NotFoundError,
+    SandboxError,
+    TinkermqError,
+)
 from ..base import quiet_logs
 from ..home import Home, find_url
 from ..pool import Pool
+from .checks import exit_code, finding, print_check, print_checks, run_process
 from .output import (
     duration,
-    literal,
     print_json,
     print_note,
     print_plain,
     print_table,
-    print_text,
 )
 from .session import COMMON, Common, with_pool
 
@@ -157,22 +161,13 @@ def _summary(machines: MachineList) -> str:
     )
 
 
-FAILED = 1
 _SLOW_S = 0.05
 _CLOCK_S = 5.0
 _ASK_S = 2.0
 _BROKER_S = 3.0
 _MIN_FREE_BYTES = 2 * 2**30
 _MAX_RECORDS = 10
-
-
-class Finding(NamedTuple):
-    """The result of one check."""
-
-    name: str
-    ok: bool
-    detail: str
-    hint: str = ""
+_GPU_NAME_CHARS = len("flash-attention")
 
 
 def doctor(
@@ -193,8 +188,7 @@ def doctor(
     quiet_logs()
     findings = [_python(), _packages(), _server_binary(), _gpu(), _model_cache(), _sandbox()]
     findings += [_temporary(), _disk(), *_pool(common.nats_url)]
-    show_findings(findings, as_json=common.json)
-    return 0 if all(finding.ok for finding in findings) else FAILED
+    return print_checks(findings, as_json=common.json)
 
 
 def _check_gpus(*, as_json: bool) -> int:
@@ -204,29 +198,21 @@ def _check_gpus(*, as_json: bool) -> int:
             "torch is not installed, which the checks of GPUs need",
             hint="on a machine of the pool: pip install 'tinkermq[worker]'",
         )
-    command = [sys.executable, "-P", "-m", "tinkermq.actors.gpu_check"]
-    return subprocess.run(command + ["--json"] * as_json, check=False).returncode
+    module = "tinkermq.actors.gpu_check"
+    results: list[CheckResult] = []
+    for result in run_process("gpus", module, error=EngineError, deadline_s=None):
+        results.append(result)
+        if not as_json:
+            print_check(result, _GPU_NAME_CHARS)
+    return print_checks(results, as_json=True) if as_json else exit_code(results)
 
 
-def show_findings(findings: list[Finding], *, as_json: bool) -> None:
-    """Print findings, with a remedy below each failed one."""
-    if as_json:
-        print_json([finding._asdict() for finding in findings])
-        return
-    width = max(len(finding.name) for finding in findings)
-    for finding in findings:
-        mark = "[green]ok[/]  " if finding.ok else "[red]fail[/]"
-        print_text(f"{mark} {finding.name:<{width}} {literal(finding.detail)}")
-        if finding.hint:
-            print_text(f"     {'':<{width}} [dim]{literal(finding.hint)}[/]")
-
-
-def _python() -> Finding:
+def _python() -> CheckResult:
     detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    return Finding("python", sys.version_info >= (3, 11), f"{detail}, {os.cpu_count()} cores")
+    return finding("python", sys.version_info >= (3, 11), f"{detail}, {os.cpu_count()} cores")
 
 
-def _packages() -> Finding:
+def _packages() -> CheckResult:
     versions = [f"tinkermq {package_version('tinkermq')}"]
     for package in ("torch", "transformers"):
         try:
@@ -236,37 +222,37 @@ def _packages() -> Finding:
     hint = ""
     if find_spec("torch") is None:
         hint = "enough for a client; a machine of the pool needs: pip install 'tinkermq[worker]'"
-    return Finding("packages", True, ", ".join(versions), hint)
+    return finding("packages", True, ", ".join(versions), hint)
 
 
-def _server_binary() -> Finding:
+def _server_binary() -> CheckResult:
     try:
-        return Finding("nats-server", True, str(binary_path()))
+        return finding("nats-server", True, str(binary_path()))
     except TinkermqError as error:
-        return Finding("nats-server", False, error.message, error.hint)
+        return finding("nats-server", False, error.message, error.hint)
 
 
-def _gpu() -> Finding:
+def _gpu() -> CheckResult:
     tool = shutil.which("nvidia-smi")
-    return Finding("gpu", True, f"NVIDIA driver tools at {tool}" if tool else "none: CPU only")
+    return finding("gpu", True, f"NVIDIA driver tools at {tool}" if tool else "none: CPU only")
 
 
-def _model_cache() -> Finding:
+def _model_cache() -> CheckResult:
     home = os.environ.get("HF_HOME") or str(Path.home() / ".cache" / "huggingface")
     folder = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
     count = len(list(folder.glob("models--*"))) if folder.is_dir() else 0
-    return Finding("model cache", True, f"{count} models in {folder}")
+    return finding("model cache", True, f"{count} models in {folder}")
 
 
-def _sandbox() -> Finding:
+def _sandbox() -> CheckResult:
     """Run the sandbox's self-test; only games that run programs need it."""
     try:
-        return Finding("sandbox", True, LocalCodeSandbox(SandboxSettings(packages=[])).self_test())
+        return finding("sandbox", True, LocalCodeSandbox(SandboxSettings(packages=[])).self_test())
     except SandboxError as error:
-        return Finding("sandbox", shutil.which("bwrap") is None, error.message, error.hint)
+        return finding("sandbox", shutil.which("bwrap") is None, error.message, error.hint)
 
 
-def _temporary() -> Finding:
+def _temporary() -> CheckResult:
     """Check that a sandboxed game can have a socket in the temporary folder, as on a node."""
     chosen = os.environ.get("TMPDIR", "")
     try:
@@ -274,32 +260,32 @@ def _temporary() -> Finding:
         with tempfile.TemporaryDirectory(prefix="tinkermq-") as place:
             listen_at(Path(place, "socket")).close()
     except OSError as error:
-        return Finding("temporary folder", False, str(error), SHORT_FOLDER)
+        return finding("temporary folder", False, str(error), SHORT_FOLDER)
     if chosen and folder != os.path.abspath(chosen):  # noqa: PTH100 - as tempfile does
         detail = f"TMPDIR={chosen} cannot be written: {folder} is used in its place"
-        return Finding("temporary folder", False, detail, "make the folder, or unset TMPDIR")
-    return Finding("temporary folder", True, f"{folder} takes files and sockets")
+        return finding("temporary folder", False, detail, "make the folder, or unset TMPDIR")
+    return finding("temporary folder", True, f"{folder} takes files and sockets")
 
 
-def _disk() -> Finding:
+def _disk() -> CheckResult:
     folder = Home().folder
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     detail = f"{free / 2**30:.1f} GiB free at {folder}"
     hint = "" if free > _MIN_FREE_BYTES else "runs, logs and weights need some GiB"
-    return Finding("disk", free > _MIN_FREE_BYTES, detail, hint)
+    return finding("disk", free > _MIN_FREE_BYTES, detail, hint)
 
 
-def _pool(nats_url: str | None) -> list[Finding]:
+def _pool(nats_url: str | None) -> list[CheckResult]:
     """Check broker, JetStream, scheduler, nodes and clocks."""
     try:
         return asyncio.run(_look(find_url(nats_url)))
     except TinkermqError as error:
-        return [Finding("broker", False, error.message, error.hint)]
+        return [finding("broker", False, error.message, error.hint)]
 
 
-async def _look(url: str) -> list[Finding]:
+async def _look(url: str) -> list[CheckResult]:
     async with await connect(url, name="tinkermq-doctor", deadline_s=_BROKER_S) as broker:
         started = time.perf_counter()
         await flush(broker, waiting_for="the broker", deadline_s=_BROKER_S)
@@ -308,7 +294,7 @@ async def _look(url: str) -> list[Finding]:
         version = f"{server.major}.{server.minor}.{server.patch}"
         detail = f"nats-server {version} at {shown_url(broker.url)}, JetStream on, "
         detail += f"{trip_s * 1e3:.1f} ms away"
-        findings = [Finding("broker", trip_s < _SLOW_S, detail)]
+        findings = [finding("broker", trip_s < _SLOW_S, detail)]
         try:
             heard = [entry.value for entry in await list_presences(broker, "pool")]
         except NotFoundError:
@@ -316,10 +302,10 @@ async def _look(url: str) -> list[Finding]:
         for role, hint in (("scheduler", "tinkermq up"), ("node", "tinkermq up")):
             there = [one.actor for one in heard if one.role == role]
             detail = ", ".join(there) or f"no {role} is heard of"
-            findings.append(Finding(role, bool(there), detail, "" if there else hint))
+            findings.append(finding(role, bool(there), detail, "" if there else hint))
         skew = max((abs(time.time() - one.time) for one in heard), default=0.0)
         findings.append(
-            Finding(
+            finding(
                 "clock",
                 skew < _CLOCK_S,
                 f"heartbeats are at most {skew:.1f} s old",
@@ -332,16 +318,16 @@ async def _look(url: str) -> list[Finding]:
         return findings
 
 
-async def _machines(broker: Broker) -> list[Finding]:
+async def _machines(broker: Broker) -> list[CheckResult]:
     """Check that nodes have equal packages and clocks, and that their actors are alive."""
     try:
         nodes = await SchedulerCalls(broker).nodes()
     except TinkermqError as error:
-        return [Finding("machines", False, error.message, error.hint)]
+        return [finding("machines", False, error.message, error.hint)]
     return check_nodes(nodes)
 
 
-def check_nodes(nodes: "list[NodeStatus]") -> list[Finding]:
+def check_nodes(nodes: "list[NodeStatus]") -> list[CheckResult]:
     """Check that nodes are equal, their actors are alive, and the broker kept its store."""
     packages, clocks = package_differences(nodes), clock_differences(nodes)
     same = "ranks of one learner lie on machines that are alike: install the same versions on all"
@@ -363,17 +349,17 @@ def check_nodes(nodes: "list[NodeStatus]") -> list[Finding]:
     frozen = "stopped, hung, or cut off: their nodes start them again when that lasts"
     ntp = "set the clocks of the machines by NTP: times, days and bills go by them, leases do not"
     return [
-        Finding("machines", not packages, "; ".join(packages) or "alike", same if packages else ""),
-        Finding(
+        finding("machines", not packages, "; ".join(packages) or "alike", same if packages else ""),
+        finding(
             "clocks", not clocks, "; ".join(clocks) or "as the scheduler's", ntp if clocks else ""
         ),
-        Finding(
+        finding(
             "actors",
             not silent,
             f"no heartbeat of {'; '.join(silent)}" if silent else "all send heartbeats",
             frozen if silent else "",
         ),
-        Finding(
+        finding(
             "store",
             not lost,
             f"the broker came back empty, as {', '.join(lost)}" if lost else "nothing was lost",
@@ -382,7 +368,7 @@ def check_nodes(nodes: "list[NodeStatus]") -> list[Finding]:
     ]
 
 
-async def _trouble(broker: Broker, heard: Sequence[Presence]) -> Finding:
+async def _trouble(broker: Broker, heard: Sequence[Presence]) -> CheckResult:
     """Describe what blocks the pool and the user's runs: full disks, missing games."""
     with contextlib.suppress(NotFoundError):
         own = [entry.value for entry in await list_presences(broker, broker.user)]
@@ -397,22 +383,22 @@ async def _trouble(broker: Broker, heard: Sequence[Presence]) -> Finding:
             trouble = await SchedulerCalls(broker).trouble()
             waits |= {trouble: f"the scheduler waits for {trouble}"} if trouble else {}
     if not waits:
-        return Finding("going on", True, "no actor waits for an outsider")
+        return finding("going on", True, "no actor waits for an outsider")
     hint = (
         "provide what is missing; if the disk of nats-server was full, make room and restart it "
         "(`systemctl restart tinkermq-nats`; the one of `tinkermq up` is restarted by itself)"
     )
-    return Finding("going on", False, "; ".join(waits.values()), hint)
+    return finding("going on", False, "; ".join(waits.values()), hint)
 
 
-async def _records(broker: Broker) -> Finding:
+async def _records(broker: Broker) -> CheckResult:
     """Describe which records of the pool are ignored, and why."""
     try:
         damaged = await SchedulerCalls(broker).damaged()
     except TinkermqError as error:
-        return Finding("records", False, error.message, error.hint)
+        return finding("records", False, error.message, error.hint)
     if not damaged.total:
-        return Finding("records", True, "all that were looked at can be read")
+        return finding("records", True, "all that were looked at can be read")
     lines = [
         f"{record.key} of {record.bucket}: {record.why}"
         for record in damaged.records[:_MAX_RECORDS]
@@ -421,4 +407,4 @@ async def _records(broker: Broker) -> Finding:
     if more:
         lines.append(f"and {more} more")
     detail = f"{damaged.total} are ignored: " + "; ".join(lines)
-    return Finding("records", False, detail, "remove each: `nats kv del BUCKET KEY`")
+    return finding("records", False, detail, "remove each: `nats kv del BUCKET KEY`")

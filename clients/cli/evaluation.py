@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from glob import escape
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -384,38 +383,21 @@ def _print_difference(
 def replay(run: str, /, *, common: Common = COMMON) -> int:
     """Train a finished run again from its rollout log and compare the weights.
 
-    The run must have kept its log: `training.keep_rollouts=true`. A session of the Tinker API can
-    be replayed as well, on the machine with the run folder of its service.
+    The run must have kept its log: `training.keep_rollouts=true`.
 
     Parameters
     ----------
     run
-        Name or job id; or the id of a session, or of one of its models.
+        Name or job id.
     """
     url = find_url(common.nats_url)
-    record, session = with_pool(url, partial(_find_replayed, run))
-    module = "tinker.replay" if session else "learner.replay"
-    command = [sys.executable, "-P", "-m", f"tinkermq.actors.{module}"]
+    record = with_pool(url, partial(Pool.find, name=run))
+    command = [sys.executable, "-P", "-m", "tinkermq.actors.learner.replay"]
     command += ["--user", record.user, "--job", record.job]
-    if session:
-        command += ["--session", session, *(["--json"] if common.json else [])]
     process = subprocess.run(command, env={**os.environ, URL_VARIABLE: url}, check=False)
-    if common.json and not session and process.returncode in (IDENTICAL, DIFFERENT):
+    if common.json and process.returncode in (IDENTICAL, DIFFERENT):
         print_json({"run": record.name, "identical": process.returncode == IDENTICAL})
     return process.returncode
-
-
-async def _find_replayed(name: str, pool: Pool) -> tuple[JobRecord, str]:
-    """Return a run and "", or the service of a session and the session; raises NotFoundError."""
-    session = name.partition(":")[0]
-    try:
-        return await pool.find(name), ""
-    except NotFoundError:
-        for record in await pool.list_jobs(all=True):
-            folder = Path(record.run_dir) / "tinker"
-            if record.kind == "tinker" and any(folder.glob(f"*/{escape(session)}.train.*")):
-                return record, name
-        raise
 
 
 # `tinkermq env eval`: evaluate a model on a game.

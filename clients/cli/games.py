@@ -3,10 +3,7 @@
 import asyncio
 import contextlib
 import importlib.util
-import json
-import json as json_format
 import signal
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -18,7 +15,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from ...envs.check import CheckResult, PlayedEpisode, check_game, conversations, has_gold
+from ...envs.check import check_game
 from ...envs.conversations import returns
 from ...envs.data import HostData
 from ...envs.game import ChatMessage, StepResult, game_failure
@@ -26,17 +23,17 @@ from ...envs.math.prepare import prepare as prepare_set
 from ...envs.registry import companion, load_game
 from ...envs.registry import list_games as registered_games
 from ...envs.running.local import LocalEpisode, LocalGame
+from ...schemas.checks import CheckResult
 from ...schemas.config.job import EnvConfig, JobConfig
 from ...schemas.config.load_config import apply_override, load_config
-from ...schemas.node import GameCheckReply
-from ...schemas.wire.codec import pack
-from ...schemas.wire.errors import ConfigError, GameError, ModelError, error_from_reply
+from ...schemas.wire.errors import ConfigError, GameError
 from ...schemas.wire.foreign import blaming
 from ...schemas.wire.images import plain_text
 from ..home import find_url
 from ..pool import Pool
 from ..validation import resolve_paths
 from . import output
+from .checks import check_model, print_checks, run_process
 from .run_host import host_run, make_host
 from .session import positive, with_pool
 
@@ -109,26 +106,25 @@ _NO_MODEL = "none"
 """A job has one; playing its game needs none, so it is not looked for."""
 
 
-def checks_of_node(
+def _check_on_node(
     game: str,
     arguments: Sequence[str],
     train_data: Sequence[str],
     val_data: Sequence[str],
     nats_url: str | None,
-) -> tuple[str, list[CheckResult]]:
-    """Return the node that played the game, and its results.
+) -> list[CheckResult]:
+    """Return the results of a node that plays the game.
 
     Raises ConfigError, DataError, GameError, BusyError, BrokerError.
     """
     config = _job(game, arguments, train_data, val_data)
     url = find_url(nats_url)
 
-    async def work(pool: Pool) -> GameCheckReply:
+    async def work(pool: Pool) -> list[CheckResult]:
         output.print_note("a node plays the game: a minute at most")
         return await pool.check_game(resolve_paths(config, url, has_users=pool.has_users))
 
-    reply = with_pool(url, work)
-    return reply.node, [CheckResult(**check.model_dump()) for check in reply.checks]
+    return with_pool(url, work)
 
 
 def _job(
@@ -146,113 +142,32 @@ def _job(
     return {"model": {"path": _NO_MODEL}, "env": env}
 
 
-# The part of `env check` that needs a tokenizer, in a process of its own.
-
-_DEADLINE_S = 120.0
+# The part of `env check` that needs a tokenizer.
 
 
-def model_to_check(chosen: ChosenGame, model: str | None) -> tuple[str | None, str]:
-    """Return the model whose tokenizer is used, or None and the reason.
+def _model_to_check(chosen: ChosenGame, model: str | None) -> tuple[JobConfig | None, str]:
+    """Return the job whose tokenizer is used, or None and the reason.
 
     Raises ConfigError for a requested model that cannot be used here.
     """
     path = model or (chosen.job.model.path if chosen.job else None)
     if path is None:
         return None, ""
-    here = importlib.util.find_spec("transformers") is not None
-    if not here and model is not None:
+    has_transformers = importlib.util.find_spec("transformers") is not None
+    if not has_transformers and model is not None:
         raise ConfigError(
             "--model needs transformers, which is not installed here",
             hint="pip install 'tinkermq[worker]', or leave --model out",
         )
-    if not here:
+    if not has_transformers:
         return None, "transformers is not installed here"
     if model is None and not Path(path).expanduser().is_dir():
         return None, f"{path} is not a folder here (--model names one)"
-    return path, ""
-
-
-def check_with_model(chosen: ChosenGame, model: str) -> list[CheckResult]:
-    """Check the game's conversations with a model's tokenizer and chat template.
-
-    For a job, everything else that it reads of its model is checked as well. Raises ModelError for
-    a model that cannot be opened, GameError.
-    """
-    job = chosen.job or JobConfig.model_validate({"model": {"path": model}, "env": chosen.env})
-    config = job.model_dump(mode="json", exclude_unset=True)
-    config["model"]["path"] = model
-    return _run_check_chat(
-        config, _play_conversations(job, chosen.seed), job, is_whole=chosen.job is not None
-    )
-
-
-def can_check_model(config: JobConfig) -> bool:
-    """Whether this machine can check a job's model: the folder and transformers are here."""
-    is_here = Path(config.model.path).expanduser().is_dir()
-    return is_here and importlib.util.find_spec("transformers") is not None
-
-
-def check_job_here(config: JobConfig, *, plays: bool) -> list[CheckResult]:
-    """Check what a job reads of its model and data, with the run's own code.
-
-    With `plays`, the conversations of its game are checked as well. Raises
-    ModelError for a model that cannot be opened.
-    """
-    played = _play_conversations(config, config.seed) if plays else []
-    return _run_check_chat(
-        config.model_dump(mode="json", exclude_unset=True), played, config, is_whole=True
-    )
-
-
-def _play_conversations(job: JobConfig, seed: int) -> list[dict[str, Any]]:
-    return [_conversation_dict(conversation) for conversation in conversations(job.env, seed=seed)]
-
-
-def _run_check_chat(
-    config: dict[str, Any], played: list[dict[str, Any]], job: JobConfig, *, is_whole: bool
-) -> list[CheckResult]:
-    model = str(Path(config["model"]["path"]).expanduser())
-    config["model"]["path"] = model
-    request = {
-        "config": config,
-        "conversations": played,
-        "gold": bool(played) and has_gold(load_game(job.env.game)),
-        "job": is_whole,
-    }
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "tinkermq.actors.check_chat"],
-            input=pack(request),
-            capture_output=True,
-            timeout=_DEADLINE_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ModelError(
-            f"model {model} was not looked at within {_DEADLINE_S:g} s",
-            hint="see whether its folder lies on a disk that answers",
-        ) from error
-    if done.returncode:
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise ModelError(f"the tokenizer of {model} cannot be asked: {' '.join(last)}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    if "error" in answer:
-        error = answer["error"]
-        raise error_from_reply(error["code"], error["message"], error["hint"])
-    return [CheckResult(**result) for result in answer["checks"]]
-
-
-def _conversation_dict(transcript: PlayedEpisode) -> dict[str, Any]:
-    return {
-        "messages": transcript.messages,
-        "actions": transcript.actions,
-        "observations": [result.messages() for result in transcript.results],
-    }
+    job = chosen.job or JobConfig.model_validate({"model": {"path": path}, "env": chosen.env})
+    return job.model_copy(update={"model": job.model.model_copy(update={"path": path})}), ""
 
 
 # `tinkermq env list|check|serve`.
-
-FAILED = 1
 
 
 def list_games(*, json: bool = False) -> int:
@@ -314,36 +229,17 @@ def check(
     if on_node:
         if model is not None:
             raise ConfigError("--on-node plays without a model", hint="leave --model out")
-        data = (train_data or [], val_data or [])
-        node, results = checks_of_node(game, arguments, *data, nats_url)
-        return print_checks(results, json=json, node=node)
+        results = _check_on_node(game, arguments, train_data or [], val_data or [], nats_url)
+        return print_checks(results, as_json=json)
     with open_game(game, arguments, train_data or [], val_data or []) as chosen:
-        model_folder, why_not = model_to_check(chosen, model)
+        job, why_not = _model_to_check(chosen, model)
         results = check_game(chosen.env, seed=chosen.seed)
-        passed = all(result.ok for result in results)
-        if model_folder is not None and passed:
-            results += check_with_model(chosen, model_folder)
-    code = print_checks(results, json=json)
+        if job is not None and all(result.ok for result in results):
+            results += check_model(job, plays=True, whole=chosen.job is not None)
+    code = print_checks(results, as_json=json)
     if why_not and not json:
         output.print_note(f"chat template and lengths in tokens were not checked: {why_not}")
     return code
-
-
-def print_checks(results: Sequence[CheckResult], *, json: bool, node: str = "") -> int:
-    """Print what was checked, here or by a node; return the exit code."""
-    passed = all(result.ok for result in results)
-    if json:
-        by = {"node": node} if node else {}
-        output.print_json({"ok": passed, **by, "checks": [vars(result) for result in results]})
-        return 0 if passed else FAILED
-    if node:
-        output.print_note(f"played by node {node}")
-    for result in results:
-        mark = "[green]ok[/]  " if result.ok else "[red]fail[/]"
-        output.print_text(f"{mark} {result.name}  {output.literal(result.detail)}")
-        if result.hint and not result.ok:
-            output.print_text(f"       {output.literal(result.hint)}")
-    return 0 if passed else FAILED
 
 
 def serve(
@@ -635,14 +531,6 @@ def check_algorithm(
             "`algorithm check` needs torch, which is not installed here",
             hint="pip install 'tinkermq[worker]'",
         )
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "tinkermq.actors.learner.custom_check", kind, function],
-        capture_output=True,
-        timeout=_DEADLINE_S,
-        check=False,
-    )
-    if done.returncode:
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise ConfigError(f"{function} cannot be checked: {' '.join(last)}")
-    answers = json_format.loads(done.stdout.splitlines()[-1])
-    return print_checks([CheckResult(**answer) for answer in answers], json=json)
+    module = "tinkermq.actors.learner.custom_check"
+    results = run_process("function", module, kind, function, error=ConfigError)
+    return print_checks(list(results), as_json=json)

@@ -21,7 +21,8 @@ from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.wire.errors import ConfigError, NotFoundError
 from ..home import find_url
 from ..pool import Pool, secrets_for, with_tracker_settings
-from ..validation import check_files_exist, resolve_paths
+from ..validation import resolve_paths
+from .checks import refuse_unusable_inputs
 from .output import print_json, print_note, print_table
 from .session import COMMON, Common, with_pool
 from .train import INTERRUPTED
@@ -181,7 +182,7 @@ def sweep(
                list(space), as_json=common.json)  # fmt: skip
         return 0
     url = find_url(common.nats_url)
-    check_files_exist(configs[0].model_dump(), url, has_model=False)
+    refuse_unusable_inputs(configs[0], url, has_model=False)
 
     async def work(pool: Pool) -> list[dict[str, Any]]:
         records = await _run_all(pool, configs, at_once, quiet=common.json)

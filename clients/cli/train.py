@@ -18,7 +18,8 @@ from ...schemas.wire.errors import ConfigError
 from ..follow import RunProgress, follow_run
 from ..home import find_url
 from ..pool import Pool, secrets_for, with_tracker_settings
-from ..validation import check_files_exist, full_checkpoint_name, resolve_paths
+from ..validation import full_checkpoint_name, resolve_paths
+from .checks import refuse_unusable_inputs
 from .live import open_display, print_submitted
 from .output import print_json_line, print_note, print_plain, print_result, print_text
 from .session import COMMON, Common, with_pool
@@ -119,7 +120,7 @@ def _submit(
 
         return check(effective, common.nats_url, as_json=common.json, from_run=from_run)
     url = find_url(common.nats_url)
-    check_files_exist(effective.model_dump(), url, has_model=from_run is not None)
+    refuse_unusable_inputs(effective, url, has_model=from_run is not None)
     request_id = new_request_id()
 
     watched: list[str] = []

@@ -1,36 +1,26 @@
-"""Runs a job's program once against a scripted model, and reports which calls would be trained."""
+"""Run a job's program once against a scripted model, and report which calls would be trained."""
 
 import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, cast
 
 from ...broker.client.connection import Broker
+from ...schemas.checks import CheckResult, Outcome
 from ...schemas.config.job import JobConfig
 from ...schemas.model_apis.canonical import THINK, THOUGHT
 from ...schemas.tool_calls import CLOSE, OPEN
-from ...schemas.wire.errors import RewardError
+from ...schemas.wire.errors import GameError, RewardError
 from ..task_folders import TaskFolders, TaskRefused
+from ..tools import example_of
 from .call_selection import WHY_NOT, WhyNot, main_root, why_untrained
 from .local_run import LocalAnswer, LocalCall, LocalRun, num_common, open_program
 from .programs.task_environments import EnvironmentPlanner
 
 LIMIT_S = 120.0
 """How long a program may take, unless its job allows less."""
-Level: TypeAlias = Literal["ok", "note", "fail"]
-"""Well; worth knowing; nothing can be trained."""
-
-
-@dataclass(frozen=True)
-class AgentFinding:
-    """One line about the program."""
-
-    level: Level
-    text: str
-    remedy: str = ""
-    """What to do about it, where there is something to do."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +52,10 @@ class CallReport:
 
 @dataclass(frozen=True)
 class AgentReport:
-    """The result of a check."""
+    """What a run of the program showed."""
 
-    ok: bool
-    """Whether episodes of the program can be trained."""
-    findings: list[AgentFinding]
+    checks: list[CheckResult]
+    """Whether episodes of the program can be trained, and what keeps them from it."""
     calls: list[CallReport]
     endpoints: dict[str, int]
     """How often it sent which request: `POST /v1/responses`."""
@@ -84,6 +73,11 @@ class AgentReport:
     output: str
     """The end of what it printed."""
 
+    @property
+    def ok(self) -> bool:
+        """Whether episodes of the program can be trained."""
+        return all(check.ok for check in self.checks)
+
 
 async def check_program(
     broker: Broker,
@@ -93,7 +87,7 @@ async def check_program(
     seed: int = 0,
     limit_s: float = LIMIT_S,
 ) -> AgentReport:
-    """Run a job's program on one task, here, against a scripted model; return what was found.
+    """Run a job's program on one task, on this machine, against a scripted model.
 
     Of Harbor tasks it is, unless a row is given, the first from `seed` on that runs here. Raises
     what `open_program` and `LocalProgram.run` raise.
@@ -102,14 +96,11 @@ async def check_program(
     async def speak(call: LocalCall) -> str:
         return scripted_answer(call)
 
-    tasks = await asyncio.to_thread(look_at_tasks, job, seed)
-    row = row if tasks is None or row is not None else tasks.row
+    checks, first = await asyncio.to_thread(check_tasks, job, seed)
+    row = first if row is None else row
     async with open_program(broker, job, limit_s=limit_s) as program:
         report = report_run(await program.run(speak, row=row, seed=seed), job.agent.train)
-    if tasks is None:
-        return report
-    findings = [*tasks.findings, *report.findings]
-    return replace(report, findings=findings, ok=report.ok and tasks.row is not None)
+    return replace(report, checks=[*checks, *report.checks])
 
 
 # -- Harbor tasks ----------------------------------------------------------------------------------
@@ -117,23 +108,15 @@ async def check_program(
 _MAX_REFUSED = 20
 
 
-class TaskReport(NamedTuple):
-    """What there is to say of a job's tasks, before one of them is run."""
+def check_tasks(job: JobConfig, seed: int = 0) -> tuple[list[CheckResult], int | None]:
+    """Check where a job's Harbor tasks would run on this machine; blocks.
 
-    findings: list[AgentFinding]
-    row: int | None
-    """The first task from the seed on that can be run here."""
-
-
-def look_at_tasks(job: JobConfig, seed: int = 0) -> TaskReport | None:
-    """See where a job's Harbor tasks would run on this machine; None for other data; blocks.
-
-    Raises DataError for a folder that cannot be read.
+    Also returns the first task from the seed on that can be run here. Nothing is checked for other
+    data. Raises DataError for a folder that cannot be read.
     """
-    sources = [source for source in job.task_sources if source is not None]
-    if not sources:
-        return None
-    folders = [TaskFolders(source) for source in sources]
+    folders = [TaskFolders(source) for source in job.task_sources if source is not None]
+    if not folders:
+        return [], None
     planner = EnvironmentPlanner(job.agent)
     refused: list[TaskRefused] = []
     rows: list[int] = []
@@ -146,34 +129,40 @@ def look_at_tasks(job: JobConfig, seed: int = 0) -> TaskReport | None:
             refused.append(error)
         else:
             rows.append(number)
+    trained = [number for number in rows if number < num_train]
     where = f"images of {planner.engine.name}" if planner.engine else "the sandbox"
-    findings = [
-        AgentFinding(
-            "ok" if rows else "fail",
+    checks = [
+        _result(
+            "ok" if trained else "failed",
+            "tasks",
             f"{len(rows)} of {len(tasks)} Harbor tasks run here, in {where}"
             + (f" ({planner.lacking})" if planner.lacking else ""),
         ),
-        AgentFinding("ok", "their reward is that of tests/test.sh, in /logs/verifier"),
-        *(AgentFinding("note", error.message, error.hint) for error in refused[:_MAX_REFUSED]),
+        _result("ok", "tasks", "their reward is that of tests/test.sh, in /logs/verifier"),
+        *(_result("note", "tasks", error.message, error.hint) for error in refused[:_MAX_REFUSED]),
     ]
     if len(refused) > _MAX_REFUSED:
         text = f"{len(refused) - _MAX_REFUSED} more tasks cannot be run"
-        findings.append(AgentFinding("note", text))
-    most = job.agent.memory_mb
-    hungry = [one.name for one in tasks if (one.settings.environment.memory_mb or 0) > most]
-    if hungry:
-        text = f"{len(hungry)} tasks ask for more memory than agent.memory_mb={most}: {hungry[0]}"
-        findings.append(AgentFinding("note", text))
-    here = [number for number in rows if number < num_train]
+        checks.append(_result("note", "tasks", text))
+    limit_mb = job.agent.memory_mb
+    larger = [task.name for task in tasks if (task.settings.environment.memory_mb or 0) > limit_mb]
+    if larger:
+        text = f"{len(larger)} tasks ask for more memory than agent.memory_mb={limit_mb}: "
+        checks.append(_result("note", "tasks", text + larger[0]))
     start = seed % num_train
-    return TaskReport(findings, next((one for one in here if one >= start), (here or [None])[0]))
+    later = [number for number in trained if number >= start]
+    return checks, (later or trained or [None])[0]
+
+
+def _result(outcome: Outcome, name: str, detail: str, hint: str = "") -> CheckResult:
+    code = GameError.code if outcome == "failed" else ""
+    return CheckResult(name=name, outcome=outcome, detail=detail, hint=hint, code=code)
 
 
 # -- the script ------------------------------------------------------------------------------------
 
 _ENDS = ("final", "submit", "finish", "complete", "done")
 """Words in the names of tools by which programs learn that the answer is final."""
-_MAX_DEPTH = 8
 
 
 def scripted_answer(call: LocalCall) -> str:
@@ -185,12 +174,12 @@ def scripted_answer(call: LocalCall) -> str:
     """
     tools = {name: tool for tool in call.request.tools if (name := tool_name(tool))}
     called = {one.name for message in call.history for one in message.calls}
-    form = call.request.format
+    form = call.request.decoding.format
     if form is not None and form.functions and (form.json_schema is None or not called):
         allowed = sorted(form.functions, key=lambda name: (name in called, _is_end(name)))
         return _call(tools[allowed[0]])
     if form is not None:
-        return _spaced(example(form.json_schema, form.json_schema))
+        return _spaced(example_of(form.json_schema))
     uncalled = [name for name in tools if not _is_end(name)] if not called else []
     names = uncalled or [name for name in tools if _is_end(name)]
     if names:
@@ -215,41 +204,9 @@ def tool_name(tool: Mapping[str, Any]) -> str:
     return str(function_of(tool).get("name") or "")
 
 
-def example(schema: Any, root: Any, depth: int = _MAX_DEPTH) -> Any:
-    """Return a value that fits a JSON Schema in most cases; `root` resolves its references."""
-    if not isinstance(schema, Mapping) or not depth:
-        return "x"
-    fields = cast("Mapping[str, Any]", schema)
-    reference = fields.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        target: Any = root
-        for part in reference[2:].split("/"):
-            target = cast("Any", target).get(part) if isinstance(target, Mapping) else None
-        return example(target, root, depth - 1)
-    for name in ("const", "default"):
-        if fields.get(name) is not None:
-            return fields[name]
-    if fields.get("enum"):
-        return fields["enum"][0]
-    for name in ("anyOf", "oneOf", "allOf"):
-        if choices := [one for one in fields.get(name) or () if one != {"type": "null"}]:
-            return example(choices[0], root, depth - 1)
-    kind = fields.get("type")
-    if isinstance(kind, list):
-        kind = next((one for one in cast("list[Any]", kind) if one != "null"), "null")
-    properties: Mapping[str, Any] = fields.get("properties") or {}
-    if kind == "object" or properties:
-        names: Sequence[str] = fields.get("required") or list(properties)
-        return {name: example(properties.get(name), root, depth - 1) for name in names}
-    if kind == "array":
-        return [example(fields.get("items"), root, depth - 1)] * max(1, fields.get("minItems") or 1)
-    scalars = {"integer": fields.get("minimum", 2), "boolean": True, "null": None}
-    return {**scalars, "number": scalars["integer"]}.get(str(kind), "x")
-
-
 def _call(tool: Mapping[str, Any]) -> str:
     parameters = function_of(tool).get("parameters") or {"type": "object"}
-    return write_call(tool_name(tool), _spaced(example(parameters, parameters)))
+    return write_call(tool_name(tool), _spaced(example_of(parameters)))
 
 
 def _spaced(value: Any) -> str:
@@ -266,23 +223,21 @@ _APPEND = "append the assistant's message as the API returned it, and change not
 
 
 def report_run(run: LocalRun, train: str) -> AgentReport:
-    """Return what was found in a run, by the job's `agent.train`."""
+    """Report a run, by the job's `agent.train`."""
     calls, answers = run.model.calls, run.model.answers
     info = run.result.info if run.result is not None else {}
     reports = _report_calls(run, train)
     continued = {call.parent for call in calls}
     num_rows = sum(answer not in continued for answer in answers)
-    findings = [*_judge_end(run), *_judge_calls(reports, train, num_rows)]
     endpoints: Counter[str] = Counter()
     for (request, _), number in run.requests.items():
         endpoints[request] += number
     return AgentReport(
-        ok=all(finding.level != "fail" for finding in findings),
-        findings=findings,
+        checks=[*_check_end(run), *_check_calls(reports, train, num_rows)],
         calls=reports,
         endpoints=dict(endpoints),
-        without_effect=sorted({name for one in calls for name in one.request.without_effect}),
-        overruled=sorted({name for one in calls for name in one.request.sampled}),
+        without_effect=sorted({name for call in calls for name in call.request.without_effect}),
+        overruled=sorted({name for call in calls for name in call.request.decoding.sampling}),
         rows=num_rows,
         outcome=str(info.get("outcome", "")),
         reward=run.result.reward if run.result is not None else None,
@@ -305,7 +260,7 @@ def _report_calls(run: LocalRun, train: str) -> list[CallReport]:
             new=len(call.new_messages),
             tools=[tool_name(tool) for tool in call.request.tools],
             streamed=call.request.stream,
-            choices=call.request.num_choices,
+            choices=call.request.decoding.num_choices,
             refusal=call.refusal,
             trained=sum(not why_not[answer] for answer in call.answers),
             why=_explain(call.answers, why_not, train),
@@ -351,39 +306,34 @@ def _posted(run: LocalRun) -> dict[str, object]:
     return {name: value for name, value in posted.items() if value not in ("", {}, [])}
 
 
-def _judge_end(run: LocalRun) -> Iterator[AgentFinding]:
-    """Say how the program ended, and whether its reward could be read."""
+def _check_end(run: LocalRun) -> Iterator[CheckResult]:
+    """Check how the program ended, and whether its reward could be read."""
     if run.result is None:
         if run.error is not None:
-            yield AgentFinding("fail", run.error.message, _error_remedy(run))
+            yield _result("failed", "end", run.error.message, _error_remedy(run))
         return
     info = run.result.info
     outcome, exit_code = str(info.get("outcome", "")), info.get("exit_code")
     if outcome == "done":
-        yield AgentFinding("ok", f"ends by itself, exit code {exit_code}")
+        yield _result("ok", "end", f"ends by itself, exit code {exit_code}")
     elif outcome == "failed":
-        yield AgentFinding("note", "says itself that it has failed (status=failed)")
+        yield _result("note", "end", "reports that it has failed (status=failed)")
     elif outcome == "crash":
         limit = f": it went over agent.{info['limit']}_mb" if "limit" in info else ""
-        yield AgentFinding(
-            "fail",
-            f"exits with code {exit_code}{limit}",
-            "a program that has done what it can exits with 0, whatever the model said",
-        )
+        remedy = "a program that has done what it can exits with 0, whatever the model said"
+        yield _result("failed", "end", f"exits with code {exit_code}{limit}", remedy)
     else:
         why = "its time was over" if outcome == "timeout" else "it made no call for too long"
-        yield AgentFinding(
-            "fail",
-            f"does not end by itself: {why}",
-            "see what it waits for; limit its turns by one of its options",
-        )
+        remedy = "see what it waits for; limit its turns by one of its options"
+        yield _result("failed", "end", f"does not end by itself: {why}", remedy)
     if "no_reward" in info:
-        yield AgentFinding("fail", f"has no reward: {info['no_reward']}")
+        yield _result("failed", "reward", f"has no reward: {info['no_reward']}")
     else:
-        yield AgentFinding("ok", f"has the reward {run.result.reward:g}")
+        yield _result("ok", "reward", f"has the reward {run.result.reward:g}")
     if uncounted := info.get("uncounted_rewards"):
-        yield AgentFinding(
+        yield _result(
             "note",
+            "reward",
             f"posts rewards ({uncounted}), which do not count",
             "agent.reward or the task's tests give it; without them posted rewards count",
         )
@@ -398,26 +348,28 @@ def _error_remedy(run: LocalRun) -> str:
     return run.error.hint + refused
 
 
-def _judge_calls(calls: Sequence[CallReport], train: str, num_rows: int) -> Iterator[AgentFinding]:
-    """Say how many calls would be trained, and how they continue each other."""
+def _check_calls(calls: Sequence[CallReport], train: str, num_rows: int) -> Iterator[CheckResult]:
+    """Check how many calls would be trained, and how they continue each other."""
     answered = [call for call in calls if not call.refusal]
-    num_trained = sum(bool(one.trained) for one in answered)
+    num_trained = sum(bool(call.trained) for call in answered)
     text = f"{num_trained} of {len(answered)} answered calls would be trained (agent.train={train})"
     if answered and not num_trained:
-        yield AgentFinding("fail", text, "set agent.train to all, main, or another pattern")
+        remedy = "set agent.train to all, main, or another pattern"
+        yield _result("failed", "calls", text, remedy)
     elif answered:
-        yield AgentFinding("ok" if num_trained == len(answered) else "note", text)
+        yield _result("ok" if num_trained == len(answered) else "note", "calls", text)
     further = calls[1:]
-    num_continuing = sum(one.parent is not None for one in further)
+    num_continuing = sum(call.parent is not None for call in further)
     if further and num_continuing == len(further) and num_rows == 1:
-        yield AgentFinding("ok", "each call continues the one before it: one row")
+        yield _result("ok", "rows", "each call continues the one before it: one row")
     elif further:
-        yield AgentFinding(
+        yield _result(
             "note",
+            "rows",
             f"{num_rows} rows: {num_continuing} of {len(further)} further calls continue one "
             f"before them, {len(further) - num_continuing} begin a conversation of their own",
             _APPEND if num_continuing < len(further) else "",
         )
     for code, number in Counter(call.refusal for call in calls if call.refusal).items():
         remedy = "end the program when its calls are used up" if code == "episode_limit" else ""
-        yield AgentFinding("note", f"{number} calls were refused with {code}", remedy)
+        yield _result("note", "calls", f"{number} calls were refused with {code}", remedy)

@@ -10,8 +10,9 @@ from typing import TypeAlias
 from ...broker.client.connection import Broker
 from ...broker.client.parts import PartsService, Tell
 from ...broker.client.rpc import Service
-from ...schemas.agent import CallDelta, CallPart, CallRequest, CancelCall
+from ...schemas.agent import CallPart, CallRequest, CancelCall
 from ...schemas.config.job import JobConfig
+from ...schemas.generation import Delta
 from ...schemas.model_apis.canonical import (
     CanonicalMessage,
     call_name,
@@ -171,9 +172,9 @@ class LocalModel:
 
     async def _answer(self, request: CallRequest, tell: Tell[CallPart]) -> CallPart:
         history = self._history(request)
-        names = [_name(request, choice) for choice in range(request.num_choices)]
+        names = [_name(request, choice) for choice in range(request.decoding.num_choices)]
         if request.count_only:
-            return CallPart(num_prompt=_num_characters(history), names=names[:1])
+            return CallPart(prompt_tokens=_num_characters(history), names=names[:1])
         call = self._enter(request, history)
         try:
             if call.number >= self._max_calls:
@@ -184,8 +185,7 @@ class LocalModel:
             raise
         head = CallPart(
             names=names,
-            has_tools=bool(request.tools),
-            num_prompt=_num_characters(history),
+            prompt_tokens=_num_characters(history),
             num_reused=_num_characters(history) - _num_characters(call.new_messages),
             parent=None if call.parent is None else call.parent.number,
         )
@@ -233,18 +233,18 @@ def _num_characters(messages: Sequence[CanonicalMessage]) -> int:
     return sum(len(message.text) for message in messages)
 
 
-def _deltas(choice: int, text: str) -> Iterator[CallDelta]:
+def _deltas(choice: int, text: str) -> Iterator[Delta]:
     """Yield an answer piece by piece: a token for each character."""
     for start in range(0, len(text), _PIECE_CHARACTERS):
         piece = text[start : start + _PIECE_CHARACTERS]
-        yield CallDelta(
+        yield Delta(
             choice=choice,
             text=piece,
             token_ids=[ord(letter) for letter in piece],
             logprobs=[0.0] * len(piece),
             versions=[0] * len(piece),
         )
-    yield CallDelta(choice=choice, finish="stop")
+    yield Delta(choice=choice, finish="stop")
 
 
 # -- the program -----------------------------------------------------------------------------------

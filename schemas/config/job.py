@@ -434,15 +434,12 @@ class TinkerConfig(Section):
     """Adapters that one sampler holds and decodes in one batch; others wait until one is idle."""
     checkpoint_mb: int = Field(default=64 << 10, ge=1, le=1 << 30)
     """Megabytes of checkpoints per user; saving fails beyond."""
-    history_mb: int = Field(default=64 << 10, ge=0, le=1 << 30)
-    """Megabytes of operations kept in the run folder for `tinkermq replay`; those of the least
-    recently used models go first. 0: none."""
     micro_batch_tokens: int = Field(default=8192, ge=16)
     """Tokens of one model computed at once."""
     mixed_micro_batches: bool = False
     """Compute micro-batches of several models in one pass: faster for many small ones. The last
-    bits of a result then depend on the others, which are recorded, so repeated operations and
-    replays give the same bits."""
+    bits of a result then depend on the others, which are recorded, so operations that are
+    repeated after a crash give the same bits."""
 
     @field_validator("base")
     @classmethod

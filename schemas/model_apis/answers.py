@@ -1,11 +1,11 @@
-"""How an answer, its stream and its errors are worded: what the APIs have in common.
+"""What the APIs' answers, streams and errors have in common.
 
 An answer is written choice by choice from the pieces that a `ReplyReader` finds in the generated
-text. Each API has an `Answer` that keeps what was written, for the answer as one object, and yields
-the events of a stream on the way. A `ModelApi` joins it with the reader of the API's requests.
+text. The `Answer` of each API collects them into one object and yields the events of a stream. A
+`ModelApi` combines it with the reader of the API's requests.
 
-The makers' libraries try again after 408, 409, 429 and from 500 on, unless `x-should-retry` says
-otherwise.
+OpenAI's and Anthropic's client libraries retry after status 408, 409, 429 and 500 or above, unless
+the header `x-should-retry` says otherwise.
 """
 
 import json
@@ -20,7 +20,7 @@ from .request import ModelRequest, RequestError
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
 
 LEAST_LOGPROB = -9999.0
-"""In the place of -inf, which JSON does not have."""
+"""Stands for -inf, which JSON cannot express."""
 _PART = "\ufffd"
 _PASSING = (425, 429, 500, 502, 503, 504)
 _PAUSE_MS = 1000
@@ -35,7 +35,7 @@ _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What stands at the top of an answer."""
+    """The fields at the top of an answer."""
 
     id: str
     created: int
@@ -50,26 +50,26 @@ class Usage:
     prompt: int
     generated: int
     reused: int = 0
-    """Of the prompt: tokens of earlier calls that it continues."""
+    """Prompt tokens that belong to earlier calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token's text and log-prob, and the likeliest tokens in its place, best first."""
+    """A token's text and log-prob, and the likeliest tokens at its position, best first."""
 
     text: str
     logprob: float
     top: "tuple[TokenLogprob, ...]" = ()
     encoded: bytes | None = None
-    """Its bytes, which may be a part of a character; None: those of its text."""
+    """Its bytes, which may be part of a character; None: those of its text."""
 
     def worded(self) -> dict[str, Any]:
-        """Return it as Chat Completions has it."""
+        """Return it in the form of Chat Completions."""
         return {**self._fields(), "top_logprobs": [other._fields() for other in self.top]}
 
     def _fields(self) -> dict[str, Any]:
         encoded = self.encoded
-        if encoded is None and _PART not in self.text:  # else its bytes are unknown here
+        if encoded is None and _PART not in self.text:  # a part of a character has unknown bytes
             encoded = self.text.encode(errors="replace")
         return {
             "token": self.text,
@@ -80,18 +80,21 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """What a choice has gained in tokens, where that was asked for."""
+    """New tokens of a choice, as far as the request asks for them."""
 
     ids: Sequence[int] | None = None
     logprobs: Sequence[TokenLogprob] | None = None
 
     def __bool__(self) -> bool:
-        """Whether it has content."""
+        """Whether there are any."""
         return bool(self.ids or self.logprobs)
 
 
 class Answer(Protocol):
-    """An answer in the words of one API. Its events have to be iterated to be written."""
+    """An answer in the form of one API. Iterating over its events is what writes it."""
+
+    prompt_ids: Sequence[Sequence[int]]
+    """Tokens of each prompt, if requested and known."""
 
     def start(self, usage: Usage) -> Iterator[str]:
         """Yield the first events."""
@@ -100,19 +103,19 @@ class Answer(Protocol):
     def push(
         self, pieces: Sequence[Piece], choice: int = 0, tokens: NewTokens | None = None
     ) -> Iterator[str]:
-        """Add to a choice; yield that as events."""
+        """Add to a choice; yield the addition as events."""
         ...
 
     def finish(self, reason: FinishReason, choice: int = 0, stop: str = "") -> Iterator[str]:
-        """End a choice; `stop` is the stop text that has ended it, where that is known."""
+        """End a choice; `stop` is the stop text that ended it, if known."""
         ...
 
     def end(self, usage: Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
-        """Yield the last events, once all choices have ended; `extra` stands beside the usage."""
+        """Yield the last events, once all choices have ended, with `extra` fields."""
         ...
 
     def fail(self, error: Mapping[str, Any]) -> str:
-        """Return the event that ends a stream which cannot go on: an error as the API has it."""
+        """Return the event that ends a failed stream; `error` is in the form of the API."""
         ...
 
     def whole(self, usage: Usage) -> dict[str, Any]:
@@ -122,18 +125,18 @@ class Answer(Protocol):
 
 @dataclass(frozen=True)
 class ModelApi:
-    """One API: how its requests are read, and its answers and errors worded."""
+    """One API: reads requests, and writes answers and errors."""
 
     name: Literal["chat", "completions", "responses", "messages"]
     prefix: str
-    """Of an answer's id."""
+    """Prefix of an answer's id."""
     read: Callable[[Any], ModelRequest]
-    """Reads a body; RequestError names what cannot be served."""
+    """Reads a body; raises RequestError naming a field that cannot be served."""
     answer: Callable[[AnswerHead, ModelRequest], Answer]
     error: Callable[[TinkermqError, int], dict[str, Any]]
-    """Words an error with an HTTP status."""
+    """Returns an error with an HTTP status in the form of the API."""
     waiting: str = ": waiting\n\n"
-    """What is sent on a stream that has nothing to say."""
+    """Sign of life on a stream without news."""
 
     def id_of(self, name: str) -> str:
         """Return the id of an answer whose tool calls' ids begin with `name`."""
@@ -152,7 +155,7 @@ def text_of(error: TinkermqError) -> str:
 
 
 def openai_error(error: TinkermqError, status: int) -> dict[str, Any]:
-    """Return an error in the words of OpenAI's APIs."""
+    """Return an error in the form of OpenAI's APIs."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     param = error.param if isinstance(error, RequestError) else ""
     fields = {"message": text_of(error), "type": kind, "param": param or None, "code": error.code}

@@ -1,9 +1,9 @@
-"""Messages of a model call as they are alike in every API.
+"""Messages of a model call in one form for all APIs.
 
-A program sends its whole history with each call, and seldom as it got it: frameworks write a
-tool's arguments anew, drop the reasoning, move markers of caches, and send a list of texts where
-they sent a string before. A `CanonicalMessage` keeps what the model read and wrote; its `key` is
-equal for spellings of one message and differs with each difference in meaning.
+A program sends its whole history with each call, and seldom unchanged: frameworks rewrite a tool's
+arguments, drop the reasoning, move cache markers, and send a list of texts instead of a string. A
+`CanonicalMessage` holds what the model read and wrote. Its `key` is equal for all spellings of one
+message and differs with its meaning.
 """
 
 import json
@@ -21,7 +21,7 @@ from ..wire.codec import read_json
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
 Volatile: TypeAlias = tuple[str, re.Pattern[str]]
-"""A mark without which a text need not be searched, and what is searched for."""
+"""A text that each match contains, for a quick check, and the pattern."""
 VOLATILE: tuple[Volatile, ...] = (
     (
         "x-anthropic-billing-header:",
@@ -29,11 +29,11 @@ VOLATILE: tuple[Volatile, ...] = (
     ),
     ("<total_tokens>", re.compile(r"<total_tokens>[^<]*</total_tokens>\n?")),
 )
-"""What programs change from call to call though nothing changed: neither shown nor compared."""
+"""Text that programs change from call to call for no reason: neither shown nor compared."""
 
 
 MIN_QUOTE = 16
-"""Characters of an answer that, found in another message, show that it was read."""
+"""Length of an answer's text from which on its appearance in a message shows that it was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +51,17 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class CanonicalCall:
-    """A tool that the model calls."""
+    """A tool call of the model."""
 
     name: str
     arguments: str
-    """As the model wrote them: JSON, unless it wrote what is none."""
+    """As the model wrote them: JSON, or text that is not valid JSON."""
     id: str = field(default="", compare=False)
-    """How a result names the call. Programs may change it, results included."""
+    """Names the call in its result. Programs may change it in both."""
 
     @property
     def value(self) -> dict[str, Any] | str:
-        """The arguments as a template takes them: an object, or else the text itself."""
+        """The arguments for a template: an object, or the text if it is not JSON of one."""
         value = read_object(self.arguments)
         return self.arguments if value is None else value
 
@@ -77,16 +77,18 @@ class CanonicalCall:
 
 @dataclass(frozen=True, slots=True)
 class CanonicalMessage:
-    """One message; of the assistant with what it reasoned and called."""
+    """One message; an assistant's message also has its reasoning and tool calls."""
 
     role: Role
     content: tuple[str | Picture, ...] = ()
-    """Texts and images in order: no two texts stand beside each other, and none is empty."""
+    """Texts and images in order; texts are not empty, and no two are adjacent."""
     calls: tuple[CanonicalCall, ...] = ()
     reasoning: str | None = None
-    """Its reasoning; None if not sent, which is no difference."""
+    """Its reasoning; None: not sent, which equals any reasoning."""
     call_id: str = field(default="", compare=False)
     """Of a tool's result: the call that it answers."""
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
+    """Further fields for the chat template, such as `name`."""
     _key: bytes = field(default=b"", init=False, compare=False, repr=False)
 
     @property
@@ -96,35 +98,43 @@ class CanonicalMessage:
 
     @property
     def num_bytes(self) -> int:
-        """What it holds, about."""
+        """Approximate size of its content."""
         texts = [self.reasoning or "", *(call.arguments for call in self.calls)]
         parts = [len(p) if isinstance(p, str) else len(p.encoded) for p in self.content]
         return sum(parts) + sum(map(len, texts))
 
     @property
     def key(self) -> bytes:
-        """16 bytes: equal for all spellings of the message, whatever its reasoning and ids."""
-        if not self._key:  # a history is compared at each call
+        """16 bytes, equal for all spellings of the message; reasoning and ids do not count."""
+        if not self._key:  # cached: a history is compared at each call
             object.__setattr__(self, "_key", self._made_key())
         return self._key
 
     def _made_key(self) -> bytes:
-        if not self.calls and all(isinstance(part, str) for part in self.content):
+        is_text = not self.calls and all(isinstance(part, str) for part in self.content)
+        if is_text and not self._has_own_extra:
             text = self.text.encode(errors="surrogatepass")
             return blake2b(text, digest_size=16, person=self.role.encode()).digest()
         parts = [part if isinstance(part, str) else [part.digest] for part in self.content]
         calls = [[call.name, call.key] for call in self.calls]
-        whole = json.dumps([self.role, parts, calls], ensure_ascii=True)
+        extra = [dict(self.extra)] if self._has_own_extra else []
+        whole = json.dumps([self.role, parts, calls, *extra], sort_keys=True, default=repr)
         return blake2b(whole.encode(), digest_size=16).digest()
 
+    @property
+    def _has_own_extra(self) -> bool:
+        """Whether further fields belong to its meaning; programs add some to answers."""
+        return bool(self.extra) and self.role != "assistant"
+
     def agrees(self, other: "CanonicalMessage") -> bool:
-        """Whether it equals another; reasoning is compared if both have it."""
+        """Whether the messages are equal; reasoning is compared if both have it."""
         both_have = self.reasoning is not None and other.reasoning is not None
         return self.key == other.key and not (both_have and self.reasoning != other.reasoning)
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates take it."""
         message: dict[str, Any] = {"role": self.role, "content": self._content()}
+        message |= {name: value for name, value in self.extra.items() if name not in message}
         if self.calls:
             message["tool_calls"] = [
                 {
@@ -160,7 +170,7 @@ def pictures_of(messages: Iterable[CanonicalMessage]) -> Iterator[Picture]:
 
 
 def marks_of(reply: CanonicalMessage) -> list[str]:
-    """Return the texts by which a message is known to hold an answer: the ids of its calls, itself.
+    """Return texts that show that a message contains an answer: its call ids and its own text.
 
     Some programs (smolagents) write ids as text.
     """
@@ -169,20 +179,20 @@ def marks_of(reply: CanonicalMessage) -> list[str]:
     return [*ids, *([text] if len(text) >= MIN_QUOTE else [])]
 
 
-def quotes(given: Iterable[CanonicalMessage], reply: CanonicalMessage) -> bool:
-    """Whether messages hold an answer: its text, or the id of one of its calls."""
+def quotes(messages: Iterable[CanonicalMessage], reply: CanonicalMessage) -> bool:
+    """Whether messages contain an answer: its text, or the id of one of its calls."""
     ids = {call.id for call in reply.calls if call.id}
     marks = marks_of(reply)
     return any(
         message.call_id in ids
         or any(call.id in ids for call in message.calls)
         or any(mark in message.text for mark in marks)
-        for message in given
+        for message in messages
     )
 
 
 def joined(parts: Iterable[str | Picture]) -> tuple[str | Picture, ...]:
-    """Return the parts of a message with texts beside each other joined, and no empty ones."""
+    """Return the parts of a message with adjacent texts joined and empty texts left out."""
     content: list[str | Picture] = []
     for is_text, group in groupby(parts, lambda part: isinstance(part, str)):
         if not is_text:
@@ -195,7 +205,7 @@ def joined(parts: Iterable[str | Picture]) -> tuple[str | Picture, ...]:
 def canonical_history(
     messages: Sequence[CanonicalMessage], volatile: Sequence[Volatile] = VOLATILE
 ) -> list[CanonicalMessage]:
-    """Return a history without what changes by itself, results in the order of their calls."""
+    """Return a history without volatile text, with tool results in the order of their calls."""
     history: list[CanonicalMessage] = []
     results: list[CanonicalMessage] = []
     order: Mapping[str, int] = {}
@@ -233,32 +243,32 @@ THINK, THOUGHT = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class ReasoningPiece:
-    """More of what the model reasons."""
+    """More of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """More of what it says."""
+    """More of its text."""
 
     text: str
 
 
 Piece: TypeAlias = ReasoningPiece | TextPiece | CanonicalCall
-"""What an answer has gained; a call comes whole, once it is closed."""
+"""What an answer gained; a tool call comes whole, once it is closed."""
 
 
 class ReplyReader:
-    """Reads one answer, bit by bit."""
+    """Reads one answer incrementally."""
 
     def __init__(
         self, name: str, *, calls: bool, thinking: bool = False, keeps_reasoning: bool = False
     ) -> None:
-        """Read an answer whose calls have ids that begin with `name`.
+        """Read an answer; the ids of its tool calls begin with `name`.
 
-        Without `calls`, what looks like a call is text; with `keeps_reasoning`, reasoning is, too.
-        With `thinking`, the prompt has opened the reasoning already.
+        Without `calls`, text that looks like a call stays text; with `keeps_reasoning`, so does
+        reasoning. With `thinking`, the prompt has opened the reasoning already.
         """
         self._name = name
         self._reads_calls = calls
@@ -284,12 +294,12 @@ class ReplyReader:
         )
 
     def push(self, text: str) -> list[Piece]:
-        """Take more text; return what it certainly is."""
+        """Take more text; return the pieces that no later text can change."""
         self._unread += text
         return self._read(last=False)
 
     def finish(self) -> list[Piece]:
-        """Return what was held back, now that nothing follows."""
+        """Return the pieces that were held back, at the end of the answer."""
         pieces = self._read(last=True)
         if self._state == "text" and not self._calls and self._space:
             pieces.append(TextPiece(self._space))
@@ -313,7 +323,7 @@ class ReplyReader:
         return pieces
 
     def _begin(self, *, last: bool) -> None:
-        """Tell reasoning from text by the first letters."""
+        """Decide from the first characters whether the answer begins with reasoning."""
         first = self._unread.lstrip()
         if first.startswith(THINK):
             self._state, self._unread = "reasoning", first.removeprefix(THINK)
@@ -322,13 +332,13 @@ class ReplyReader:
             self._state, self._hides_space = "text", False
 
     def _read_text(self, text: str, pieces: list[Piece], *, last: bool) -> None:
-        """Read what is said and called."""
+        """Read text and tool calls."""
         if not self._reads_calls:
-            pieces += self._say(text) if text else []
+            pieces += self._text_piece(text) if text else []
             return
         for piece in self._splitter.push(text, last=last):
             if isinstance(piece, str):
-                pieces += self._say(piece)
+                pieces += self._text_piece(piece)
                 continue
             for read in piece:
                 call = CanonicalCall(*read, f"{self._name}{len(self._calls):03}")
@@ -337,24 +347,24 @@ class ReplyReader:
             self._space, self._hides_space = "", True
 
     def _until(self, mark: str, *, last: bool) -> tuple[str, bool]:
-        """Take what stands before a mark, and the mark; hold back what may begin one."""
-        before, found, after = self._unread.partition(mark)
-        if found:
+        """Read up to a mark, and whether it was there; hold back a possible beginning of it."""
+        before, closed, after = self._unread.partition(mark)
+        if closed:
             self._unread = after
             return before, True
         held = 0 if last else overlap(before, mark)
         self._unread = before[len(before) - held :]
         return before[: len(before) - held], False
 
-    def _say(self, text: str) -> list[Piece]:
-        said = self._spaced(text)
-        if not said:
+    def _text_piece(self, text: str) -> list[Piece]:
+        ready = self._spaced(text)
+        if not ready:
             return []
-        self._texts.append(said)
-        return [TextPiece(said)]
+        self._texts.append(ready)
+        return [TextPiece(ready)]
 
     def _spaced(self, text: str) -> str:
-        """Return the part of a text to send: trailing white space waits for what follows."""
+        """Return the text to send; trailing white space waits for the next text."""
         whole = self._space + text
         if self._hides_space:
             whole = whole.lstrip()
@@ -365,7 +375,7 @@ class ReplyReader:
 
 
 def call_name(request: str, choice: int = 0) -> str:
-    """Return what the ids of the calls in a served answer begin with, wherever they are read."""
+    """Return the prefix of the tool call ids of a served answer."""
     return f"call_{request[:20]}" if not choice else f"call_{request[:17]}{choice:03}"
 
 

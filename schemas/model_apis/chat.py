@@ -1,12 +1,12 @@
-"""OpenAI's Chat Completions, and the Completions of earlier years."""
+"""OpenAI's Chat Completions and legacy Completions."""
 
 import codecs
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, cast
 
-from ..chat_messages import Origin, UnreadableMessageError, read_conversation, read_tools
+from ..chat_messages import Origin, UnreadableMessageError, read_conversation
 from ..infer import PromptScore
 from . import answers
 from .canonical import (
@@ -32,9 +32,11 @@ from .request import (
     read_tool_choice,
 )
 
-T = TypeVar("T")
-
 DONE = "data: [DONE]\n\n"
+_OWN_FIELDS = frozenset(
+    {"role", "content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
+)
+"""Fields of a message that have a place of their own in a `CanonicalMessage`."""
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -48,9 +50,9 @@ _SAMPLING = (
 
 
 def read_chat(body: Any) -> ModelRequest:
-    """Read the body of `POST /v1/chat/completions`; RequestError names what cannot be served."""
+    """Read the body of `POST /v1/chat/completions`; raises RequestError naming the field."""
     fields = Fields(body)
-    messages, sent_messages = _read_messages(fields)
+    messages = _read_messages(fields)
     tools, left_out = read_openai_tools(fields, nested=True)
     single = "parallel_tool_calls" if fields.any("parallel_tool_calls") is False else ""
     choice = read_tool_choice(fields.any("tool_choice"), tools, single=single)
@@ -62,8 +64,6 @@ def read_chat(body: Any) -> ModelRequest:
     return ModelRequest(
         messages=messages,
         tools=() if choice.hides_tools else tools,
-        sent_messages=sent_messages,
-        sent_tools=() if choice.hides_tools else _sent_tools(fields, tools),
         format=output_format(schema, choice, tools),
         calls_one=choice.is_single,
         top_logprobs=num_top if tells_logprobs else None,
@@ -87,16 +87,14 @@ def read_chat(body: Any) -> ModelRequest:
 
 
 def read_completion(body: Any) -> ModelRequest:
-    """Read the body of `POST /v1/completions`; RequestError names what cannot be served."""
+    """Read the body of `POST /v1/completions`; raises RequestError naming the field."""
     fields = Fields(body)
     include_usage, options_left_out = _read_stream_options(fields)
     prompt_logprobs = fields.count("prompt_logprobs", least=0)
     max_tokens = fields.count("max_tokens", least=0)
     schema = read_format(fields.any("response_format"), "response_format")
     if max_tokens == 0 and prompt_logprobs is None:
-        raise RequestError(
-            "max_tokens is 0, which is for prompt_logprobs alone", param="max_tokens"
-        )
+        raise RequestError("max_tokens may be 0 only with prompt_logprobs", param="max_tokens")
     if fields.flag("stream") and prompt_logprobs is not None:
         raise RequestError(
             "prompt_logprobs are not streamed", param="prompt_logprobs", hint="leave stream out"
@@ -120,7 +118,7 @@ def read_completion(body: Any) -> ModelRequest:
 
 
 def _read_stream_options(fields: Fields) -> tuple[bool, tuple[str, ...]]:
-    """Return whether a stream ends with its token counts, and which options have no effect."""
+    """Return whether a stream ends with token counts, and the options without effect."""
     options = Fields(fields.any("stream_options") or {}, "stream_options")
     include_usage = options.flag("include_usage")
     left_out = options.unread()
@@ -129,40 +127,28 @@ def _read_stream_options(fields: Fields) -> tuple[bool, tuple[str, ...]]:
     return include_usage, left_out
 
 
-def _read_messages(
-    fields: Fields,
-) -> tuple[tuple[CanonicalMessage, ...], tuple[dict[str, Any], ...]]:
-    """Return the messages in canonical form, and as chat templates take them."""
+def _read_messages(fields: Fields) -> tuple[CanonicalMessage, ...]:
     messages = fields.items("messages")
     if not messages:
         raise RequestError("messages is empty", param="messages")
-    origin = Origin(is_request=True, keeps_text=True)
-    read = _readable(lambda: read_conversation(messages, origin))
-    canonical = [canonical_message(message, f"messages[{n}]") for n, message in enumerate(read)]
-    sent = [_with_values(*pair) for pair in zip(read, canonical, strict=True)]
-    return tuple(canonical), tuple(sent)
-
-
-def _with_values(message: dict[str, Any], canonical: CanonicalMessage) -> dict[str, Any]:
-    """Return a message whose calls have their arguments as objects, where they are such."""
-    if not canonical.calls:
-        return message
-    calls = [
-        {**call, "function": {**call["function"], "arguments": read.value}}
-        for call, read in zip(message["tool_calls"], canonical.calls, strict=True)
-    ]
-    return {**message, "tool_calls": calls}
-
-
-def _readable(read: Callable[[], T]) -> T:
     try:
-        return read()
+        return conversation(messages)
     except UnreadableMessageError as error:
         raise RequestError(error.message, param=error.place, hint=error.hint) from error
 
 
+def conversation(messages: Sequence[Any]) -> tuple[CanonicalMessage, ...]:
+    """Read chat messages, however they are written.
+
+    Raises UnreadableMessageError, and RequestError for an unknown role.
+    """
+    origin = Origin(is_request=True, keeps_text=True)
+    read = read_conversation(messages, origin)
+    return tuple(canonical_message(message, f"messages[{n}]") for n, message in enumerate(read))
+
+
 def canonical_message(message: Mapping[str, Any], place: str) -> CanonicalMessage:
-    """Return a message that `read_conversation` has read; RequestError for its role."""
+    """Return a message that `read_conversation` read; RequestError for an unknown role."""
     role = message["role"]
     if role not in ("system", "user", "assistant", "tool"):
         raise RequestError(f"{place}.role is {role!r}", param=f"{place}.role")
@@ -176,6 +162,7 @@ def canonical_message(message: Mapping[str, Any], place: str) -> CanonicalMessag
         tuple(_call(call) for call in message.get("tool_calls", ())),
         reasoning if isinstance(reasoning, str) else None,
         name if isinstance(name, str) else "",
+        {field: value for field, value in message.items() if field not in _OWN_FIELDS},
     )
 
 
@@ -189,30 +176,17 @@ def _call(call: Mapping[str, Any]) -> CanonicalCall:
     return CanonicalCall(call["function"]["name"], text, name if isinstance(name, str) else "")
 
 
-def _sent_tools(
-    fields: Fields, tools: Sequence[Mapping[str, Any]]
-) -> tuple[Mapping[str, Any], ...]:
-    """Return functions with all of their fields; those that take any text as functions."""
-    origin = Origin("tools", is_request=True)
-    sent = _readable(lambda: read_tools(fields.items("tools"), origin))
-    usable = [tool for tool in sent if tool.get("type", "function") in ("function", "custom")]
-    return tuple(
-        tool if custom.get("type") == "custom" else custom
-        for custom, tool in zip(usable, tools, strict=True)
-    )
-
-
 def _read_prompts(fields: Fields) -> tuple[str | list[int], ...]:
-    """Return one or several prompts: texts, or lists of token ids."""
-    given = fields.any("prompt")
-    prompts = cast("list[Any]", given) if isinstance(given, list) else [given]
-    if prompts and all(_is_token(one) for one in prompts):
+    """Return one or several prompts: texts or lists of token ids."""
+    value = fields.any("prompt")
+    prompts = cast("list[Any]", value) if isinstance(value, list) else [value]
+    if prompts and all(map(_is_token, prompts)):
         return (cast("list[int]", prompts),)
     for prompt in prompts:
         ids = cast("list[Any]", prompt) if isinstance(prompt, list) else []
-        if not isinstance(prompt, str) and not (ids and all(_is_token(one) for one in ids)):
+        if not isinstance(prompt, str) and not (ids and all(map(_is_token, ids))):
             raise RequestError(
-                f"prompt must hold texts or token ids, and holds {prompt!r:.60}", param="prompt"
+                f"prompt must be texts or token ids, and has {prompt!r:.60}", param="prompt"
             )
     if not prompts:
         raise RequestError("the parameter 'prompt' is empty", param="prompt")
@@ -224,7 +198,7 @@ def _is_token(value: Any) -> bool:
 
 
 class _Choice:
-    """One choice as it has come so far."""
+    """One choice, as far as it was written."""
 
     def __init__(
         self, number: int, custom_tools: Collection[str] = (), *, is_streamed: bool = False
@@ -239,10 +213,10 @@ class _Choice:
         self.logprobs: list[answers.TokenLogprob] | None = None
         self.finish: str | None = None
         self.stop: str | None = None
-        """The stop text that ended it, as in vLLM."""
+        """The stop text that ended it, which vLLM's server returns, too."""
 
     def add(self, piece: Piece) -> dict[str, Any]:
-        """Take more of it; return what is new, as a chunk has it."""
+        """Add a piece; return it as a chunk's delta."""
         if isinstance(piece, TextPiece):
             self.text += piece.text
             return {"content": piece.text}
@@ -254,7 +228,7 @@ class _Choice:
         return {"tool_calls": [call]}
 
     def add_tokens(self, tokens: answers.NewTokens) -> None:
-        """Take its newest tokens, unless they are told already."""
+        """Add new tokens, unless a stream has sent them."""
         if self._is_streamed:
             return
         if tokens.ids is not None:
@@ -287,7 +261,7 @@ class _Choice:
 
 
 def _called_function(call: CanonicalCall) -> dict[str, Any]:
-    """Return a call as one of a function, the only ones that chunks have."""
+    """Return a call as a function call, the only kind that chunks have."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
@@ -296,9 +270,9 @@ class ChatCompletionAnswer:
     """The choices of an answer of Chat Completions; see `Answer`."""
 
     def __init__(self, head: answers.AnswerHead, request: ModelRequest) -> None:
-        """Word the answer to a request."""
-        self.prompt_ids: Sequence[int] | None = None
-        """Tokens of the prompt, where they were asked for and are known."""
+        """Write the answer to a request."""
+        self.prompt_ids: Sequence[Sequence[int]] = ()
+        """Tokens of the prompt, if requested and known."""
         self._head = head
         self._include_usage = request.include_usage
         self._is_streamed = request.stream
@@ -308,7 +282,7 @@ class ChatCompletionAnswer:
         ]
 
     def start(self, usage: answers.Usage) -> Iterator[str]:
-        """Yield the first chunks: whose turn it is."""
+        """Yield the first chunks, with the role."""
         del usage
         top = self._prompt_fields()
         for choice in self._choices:
@@ -318,7 +292,7 @@ class ChatCompletionAnswer:
     def push(
         self, pieces: Sequence[Piece], choice: int = 0, tokens: answers.NewTokens | None = None
     ) -> Iterator[str]:
-        """Add to a choice; yield it as chunks, new tokens with the first text among them."""
+        """Add to a choice; yield chunks, of which the first with text has the new tokens."""
         of = self._choices[choice]
         if tokens is not None:
             of.add_tokens(tokens)
@@ -338,7 +312,7 @@ class ChatCompletionAnswer:
         yield self._chunk(of, {})
 
     def end(self, usage: answers.Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
-        """Yield what stands besides, the token counts if they were asked for, and the end."""
+        """Yield extra fields, the token counts if requested, and the end."""
         top: dict[str, Any] = {**self._top("chat.completion.chunk"), "choices": []}
         if extra:
             yield answers.event({**top, **extra})
@@ -347,7 +321,7 @@ class ChatCompletionAnswer:
         yield DONE
 
     def fail(self, error: Mapping[str, Any]) -> str:
-        """Return the event that ends a stream which cannot go on."""
+        """Return the event that ends a failed stream."""
         return answers.event(error)
 
     def whole(self, usage: answers.Usage) -> dict[str, Any]:
@@ -377,7 +351,7 @@ class ChatCompletionAnswer:
         tokens: answers.NewTokens | None = None,
         top: Mapping[str, Any] | None = None,
     ) -> str:
-        if not self._is_streamed:  # nobody reads it, and log-probs take their time
+        if not self._is_streamed:  # not read, and log-probs take time
             return ""
         tokens = tokens or answers.NewTokens()
         choice: dict[str, Any] = {
@@ -395,21 +369,21 @@ class ChatCompletionAnswer:
         return answers.event({**head, **(top or {}), "choices": [choice], **usage})
 
     def _prompt_fields(self) -> dict[str, Any]:
-        return {} if self.prompt_ids is None else {"prompt_token_ids": list(self.prompt_ids)}
+        return {"prompt_token_ids": list(self.prompt_ids[0])} if self.prompt_ids else {}
 
     def _top(self, kind: str) -> dict[str, Any]:
         return _top(self._head, kind)
 
 
 class CompletionAnswer:
-    """The choices of an answer of Completions, of several prompts if there are; see `Answer`."""
+    """The choices of an answer of Completions, of one or several prompts; see `Answer`."""
 
     def __init__(self, head: answers.AnswerHead, request: ModelRequest) -> None:
-        """Word the answer to a request."""
+        """Write the answer to a request."""
         self.prompt_ids: Sequence[Sequence[int]] = ()
-        """Tokens of each prompt, where they were asked for and are known."""
+        """Tokens of each prompt, if requested and known."""
         self.scores: list[PromptScore] = []
-        """Log-probs of the prompts' tokens, where they were asked for."""
+        """Log-probs of the prompts' tokens, if requested."""
         self._head = head
         self._include_usage = request.include_usage
         self._is_streamed = request.stream
@@ -419,14 +393,14 @@ class CompletionAnswer:
         self._choices = [_Text(number, is_streamed=request.stream) for number in range(num)]
 
     def start(self, usage: answers.Usage) -> Iterator[str]:
-        """Yield nothing: a text begins with its first piece."""
+        """Yield nothing: the first event has text."""
         del usage
         yield from ()
 
     def push(
         self, pieces: Sequence[Piece], choice: int = 0, tokens: answers.NewTokens | None = None
     ) -> Iterator[str]:
-        """Add to a choice; yield it as an event."""
+        """Add to a choice; yield the addition as an event."""
         of = self._choices[choice]
         text = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
         of.text += text
@@ -446,7 +420,7 @@ class CompletionAnswer:
         yield self._event({"index": of.number, "text": "", "logprobs": None, **end})
 
     def end(self, usage: answers.Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
-        """Yield what stands besides, the token counts if they were asked for, and the end."""
+        """Yield extra fields, the token counts if requested, and the end."""
         top: dict[str, Any] = {**_top(self._head, "text_completion"), "choices": []}
         if extra:
             yield answers.event({**top, **extra})
@@ -455,7 +429,7 @@ class CompletionAnswer:
         yield DONE
 
     def fail(self, error: Mapping[str, Any]) -> str:
-        """Return the event that ends a stream which cannot go on."""
+        """Return the event that ends a failed stream."""
         return answers.event(error)
 
     def whole(self, usage: answers.Usage) -> dict[str, Any]:
@@ -471,7 +445,7 @@ class CompletionAnswer:
         return {**_top(self._head, "text_completion"), "choices": choices, **usage_fields}
 
     def _choice(self, of: "_Text", text: str, tokens: answers.NewTokens) -> dict[str, Any]:
-        """Return a part of a choice; the first one has its prompt's tokens, where vLLM has them."""
+        """Return a part of a choice; the first part has the prompt's tokens, as in vLLM."""
         choice: dict[str, Any] = {"index": of.number, "text": text, "logprobs": None}
         if tokens.logprobs is not None:
             choice["logprobs"] = self._logprobs(of, tokens.logprobs)
@@ -496,7 +470,7 @@ class CompletionAnswer:
         }
 
     def _scores(self, prompt: int) -> dict[str, Any]:
-        """Return the log-probs of a prompt's tokens where vLLM has them, if they are known."""
+        """Return the log-probs of a prompt's tokens in the field that vLLM has, if known."""
         scores = [score for score in self.scores if score.prompt == prompt]
         rows = [row for score in scores for row in _score_rows(score, self.prompt_ids[prompt])]
         return {"prompt_logprobs": rows} if scores else {}
@@ -507,18 +481,18 @@ class CompletionAnswer:
 
 
 class _Offset:
-    """Where the next token stands in a text: a character begins where its first byte does."""
+    """Offset of the next token in a text; a character begins at its first byte."""
 
     def __init__(self) -> None:
         self._place = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def behind(self, token: answers.TokenLogprob) -> int:
-        """Return where a token stands; the next one stands behind it."""
+        """Return a token's offset, and move behind it."""
         encoded = token.text.encode(errors="replace") if token.encoded is None else token.encoded
         begun = self._decoder.getstate()[0]
         text = self._decoder.decode(encoded)
-        # a character that others have begun and this token does not go on with stands before it
+        # an unfinished character that this token does not continue takes a position of its own
         is_broken = bool(begun and text) and not (begun + encoded).startswith(text[0].encode())
         place = self._place + is_broken
         self._place += len(text)
@@ -546,14 +520,14 @@ def _worded_logprobs(logprobs: Sequence[answers.TokenLogprob] | None) -> dict[st
 
 
 def _score_rows(score: PromptScore, prompt: Sequence[int]) -> Iterator[dict[str, Any] | None]:
-    """Yield a row for each token: itself and the likeliest in its place, by their ids."""
+    """Yield a row for each token: the token and the likeliest at its position, by id."""
     ids = prompt[score.start : score.start + len(score.logprobs)]
     columns = (score.logprobs, score.top_ids, score.top_logprobs)
     for token, own, top, logprobs in zip(
         ids, *(column.tolist() for column in columns), strict=True
     ):
         if math.isnan(own):
-            yield None  # nothing stands before it
+            yield None  # the first token has no log-prob
             continue
         ranked = enumerate(zip(top, logprobs, strict=True), 1)
         likeliest = {str(other): _ranked(value, rank) for rank, (other, value) in ranked}
@@ -565,7 +539,7 @@ def _ranked(logprob: float, rank: int | None) -> dict[str, Any]:
 
 
 def worded_usage(usage: answers.Usage) -> dict[str, Any]:
-    """Return token counts as Chat Completions has them."""
+    """Return token counts in the form of Chat Completions."""
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.generated,

@@ -25,24 +25,24 @@ _SAMPLING = ("temperature", "top_p", "top_k")
 
 
 class ThreadRefused(RequestError):
-    """A request whose history shall be kept here, or was, so that it is not sent again."""
+    """A request that relies on a history stored by the server."""
 
     details: Mapping[str, Any] = {
         "error_code": "thread_unsupported_request",
         "unsupported": ["thread"],
     }
-    """By which Anthropic's library knows to send the whole history."""
+    """Makes Anthropic's library send the whole history."""
 
     def __init__(self) -> None:
         super().__init__(
-            "conversations are not kept here as threads",
+            "the server does not store conversations as threads",
             param="thread",
             hint="leave `thread` out, and send the whole conversation as messages",
         )
 
 
 def read_messages(body: Any) -> ModelRequest:
-    """Read the body of `POST /v1/messages`; RequestError names what cannot be served."""
+    """Read the body of `POST /v1/messages`; raises RequestError naming the field."""
     fields = Fields(body)
     if fields.any("thread") is not None:
         raise ThreadRefused
@@ -84,7 +84,7 @@ def read_messages(body: Any) -> ModelRequest:
 
 
 def _messages(message: Fields) -> Iterator[CanonicalMessage]:
-    """Yield what a message says: each result of a tool is a message of its own."""
+    """Yield a message's content as messages; each tool result becomes one of its own."""
     role = message.text("role")
     if role == "assistant":
         yield _assistant(message)
@@ -160,8 +160,10 @@ class MessagesAnswer:
     """An answer of Messages, which has one choice; see `Answer`."""
 
     def __init__(self, head: AnswerHead, request: ModelRequest) -> None:
-        """Word the answer to a request."""
+        """Write the answer to a request."""
         del request
+        self.prompt_ids: Sequence[Sequence[int]] = ()
+        """Tokens of the prompt; the API has no place for them."""
         self._head = head
         self._blocks: list[dict[str, Any]] = []
         self._is_open = False
@@ -175,7 +177,7 @@ class MessagesAnswer:
     def push(
         self, pieces: Sequence[Piece], choice: int = 0, tokens: NewTokens | None = None
     ) -> Iterator[str]:
-        """Add to the answer; yield it as events without token ids."""
+        """Add to the answer; yield the addition as events, without token ids."""
         del choice, tokens
         for piece in pieces:
             if isinstance(piece, CanonicalCall):
@@ -206,7 +208,7 @@ class MessagesAnswer:
         yield _event("message_stop")
 
     def fail(self, error: Mapping[str, Any]) -> str:
-        """Return the event that ends a stream which cannot go on."""
+        """Return the event that ends a failed stream."""
         return event(error, "error")
 
     def whole(self, usage: Usage) -> dict[str, Any]:
@@ -261,7 +263,7 @@ class MessagesAnswer:
 
 
 def _worded_usage(usage: Usage) -> dict[str, int]:
-    """Return the counts; what was reused is not among `input_tokens` there."""
+    """Return the counts; the API does not count cached tokens as `input_tokens`."""
     return {
         "input_tokens": usage.prompt - usage.reused,
         "cache_read_input_tokens": usage.reused,
@@ -284,7 +286,7 @@ _KINDS = {
 
 
 def messages_error(error: TinkermqError, status: int) -> dict[str, Any]:
-    """Return an error in the words of Messages."""
+    """Return an error in the form of Messages."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     details = {"details": dict(error.details)} if isinstance(error, ThreadRefused) else {}
     return {"type": "error", "error": {"type": kind, "message": text_of(error), **details}}

@@ -1,14 +1,13 @@
-"""What a request asks of a model, whichever API it comes in.
+"""A request to a model in one form for all APIs.
 
-A reader of an API (`chat.py`, `responses.py`, `messages.py`) goes through a body field by field and
-returns a `ModelRequest`. What it has not read is named in `without_effect`, unless it is a label or
-its value asks for nothing: makers' libraries and frameworks send many such fields with every
-request. A value that would change the answer is never one of them, and `null` asks for nothing
-wherever it stands.
+The reader of an API (`chat.py`, `responses.py`, `messages.py`) reads a body field by field and
+returns a `ModelRequest`. `without_effect` names the fields that it did not read, except labels and
+fields whose value is the default, which client libraries and frameworks send with every request. A
+value that would change the answer is always named; `null` never is.
 
-What a request demands of its answer's form (`response_format`, Responses' `text.format`, Messages'
-`output_config.format`, `tool_choice`) is read here, too. Schemas are checked at once, so that an
-error names the place.
+This module also reads the required form of the answer (`response_format`, Responses' `text.format`,
+Messages' `output_config.format`, `tool_choice`). It checks schemas at once, so that an error names
+the place.
 """
 
 import json
@@ -17,18 +16,29 @@ from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, cast
 
-from ..agent import CallMessage, CallRequest
-from ..output_format import ANY_OBJECT, OutputFormat, SchemaError, check_schema
+from pydantic import ValidationError
+
+from ..agent import MAX_CALL_CHOICES, CallRequest
+from ..generation import MAX_COUNT, MAX_SEED, MAX_TEMPERATURE, Decoding, ModelMessage
+from ..infer import ChatRequest, CompletionRequest
+from ..output_format import (
+    ANY_OBJECT,
+    MAX_PENALTY,
+    MAX_REPETITION,
+    OutputFormat,
+    SchemaError,
+    check_schema,
+)
 from ..wire.errors import DataError, TinkermqError
 from ..wire.images import encoded_image
-from .canonical import CanonicalCall, CanonicalMessage, Picture, canonical_history, joined
+from .canonical import CanonicalCall, CanonicalMessage, Picture, joined
 
 _TEXT, _FLAG, _LIST = (str, NoneType), (bool, NoneType), (list, NoneType)
-"""Made once: each call of the model is read field by field."""
+"""Created once, since each model call is read field by field."""
 
 
 class RequestError(TinkermqError):
-    """A request that cannot be answered as it stands; names the place."""
+    """An invalid or unsupported request; names the field."""
 
     code = "request"
     status = 400
@@ -36,117 +46,103 @@ class RequestError(TinkermqError):
     def __init__(self, message: str, *, param: str = "", hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.param = param
-        """Which field: `messages[3].content`."""
+        """The field, such as `messages[3].content`."""
 
 
 def text_of(error: TinkermqError) -> str:
-    """Return what an error says, remedy included."""
+    """Return the message and the hint of an error."""
     return f"{error.message}. {error.hint}" if error.hint else error.message
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """One request of any API; of an episode before it is attached to the calls before it."""
+    """One request of any API."""
 
     messages: tuple[CanonicalMessage, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
-    """As chat templates take them."""
+    """In the form of chat templates."""
     prompts: tuple[str | list[int], ...] = ()
-    """Of legacy completions, in place of messages: texts or token ids to continue."""
+    """Of legacy completions, instead of messages: texts or token ids to continue."""
     prompt_logprobs: int | None = None
-    """Tell the log-probs of the prompts' tokens, and so many of the likeliest; None: neither."""
+    """Return the log-probs of the prompts' tokens, and so many of the likeliest; None: neither."""
     add_special_tokens: bool = True
-    """Whether texts to continue get the tokens that the tokenizer puts around them."""
+    """Add the tokenizer's special tokens to texts of `prompts`."""
     num_choices: int = 1
-    """Of each prompt."""
+    """Answers per prompt."""
     max_tokens: int | None = None
     format: OutputFormat | None = None
-    """The form that an answer must have; None: any."""
+    """Required form of an answer; None: any."""
     calls_one: bool = False
-    """Whether an answer may call one tool at most."""
+    """An answer may have one tool call at most."""
     top_logprobs: int | None = None
-    """Tell each token's text and log-prob, and so many of the likeliest; None: neither."""
+    """Return each token's text and log-prob, and so many of the likeliest; None: neither."""
     stop: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False
-    """Whether a stream of Chat Completions ends with its token counts."""
+    """A stream of Chat Completions ends with its token counts."""
     return_token_ids: bool = False
-    """Whether an answer has token ids, where vLLM has them."""
+    """Return token ids, in the fields that vLLM has."""
     is_prefill: bool = False
-    """Whether the last message is the beginning of the answer."""
+    """The last message is the beginning of the answer."""
     previous: str = ""
     """Id of the response that the messages follow; empty: they are the whole history."""
     custom_tools: frozenset[str] = frozenset()
-    """Names of the tools that take any text, where the answer names them so."""
+    """Names of tools that take any text."""
     echo: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Fields of its request that an answer repeats, where its API does so."""
+    """Fields of the request that the answer repeats."""
     model: str = ""
-    """As the request names it."""
+    """Name of the model."""
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What it says of sampling, as it says it; in episodes the job decides."""
+    """Sampling options as sent."""
     without_effect: tuple[str, ...] = ()
-    """Fields that were sent, ask for something, and change nothing."""
-    sent_messages: tuple[Mapping[str, Any], ...] = ()
-    """The messages of Chat Completions with all of their fields, as chat templates take them."""
-    sent_tools: tuple[Mapping[str, Any], ...] = ()
-    """Its tools, likewise."""
-
-    def template_messages(self) -> list[dict[str, Any]]:
-        """Return the messages for a chat template."""
-        if self.sent_messages:
-            return [dict(message) for message in self.sent_messages]
-        return [message.for_template() for message in canonical_history(self.messages, ())]
-
-    def template_tools(self) -> list[dict[str, Any]]:
-        """Return the tools for a chat template."""
-        return [dict(tool) for tool in self.sent_tools or self.tools]
+    """Fields that were sent and have no effect, though their value asks for one."""
 
 
 class Fields:
-    """A JSON object that is read field by field; it records which fields were not read."""
+    """Reads a JSON object field by field, and records which fields were not read."""
 
     def __init__(self, value: Any, place: str = "") -> None:
         """Read an object; `place` names it in errors."""
         if not isinstance(value, dict):
-            raise RequestError(f"{place or 'the body'} is no object", param=place)
+            raise RequestError(f"{place or 'the body'} must be an object", param=place)
         self._value = cast("dict[str, Any]", value)
         self._place = place
         self._read: set[str] = set()
 
     def name(self, key: str) -> str:
-        """Return a field's name, counted from the body."""
+        """Return a field's full name, from the body on."""
         return f"{self._place}.{key}" if self._place else key
 
     def any(self, key: str) -> Any:
-        """Return a field as it is, None where it is missing."""
+        """Return a field's value; None if it is missing."""
         self._read.add(key)
         return self._value.get(key)
 
     def text(self, key: str, default: str = "") -> str:
-        """Return a text; null and missing are the default."""
+        """Return a text; the default if it is null or missing."""
         value = self.any(key)
         if not isinstance(value, _TEXT):
             raise self._wrong(key, "a text")
         return default if value is None else value
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        """Return a truth value; null and missing are the default."""
+        """Return a Boolean; the default if it is null or missing."""
         value = self.any(key)
         if not isinstance(value, _FLAG):
             raise self._wrong(key, "true or false")
         return default if value is None else value
 
     def count(self, key: str, least: int = 1) -> int | None:
-        """Return a whole number of at least `least`; None where it is missing."""
+        """Return an integer of at least `least`; None if it is null or missing."""
         value = self.any(key)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self._wrong(key, f"a whole number of at least {least}")
+            raise self._wrong(key, f"an integer ≥ {least}")
         return value
 
     def items(self, key: str) -> list[Any]:
-        """Return a list; null and missing are empty."""
+        """Return a list; empty if it is null or missing."""
         value = self.any(key)
         if not isinstance(value, _LIST):
             raise self._wrong(key, "a list")
@@ -169,16 +165,17 @@ class Fields:
         return tuple(text for text in values if text)
 
     def unread(self) -> tuple[str, ...]:
-        """Return the fields that were sent, ask for something, and were not read."""
+        """Return the fields that were not read and whose value asks for something."""
         return tuple(
             self.name(key)
             for key, value in self._value.items()
             if key not in self._read and not asks_nothing(self.name(key), value)
         )
 
-    def _wrong(self, key: str, wanted: str) -> RequestError:
+    def _wrong(self, key: str, allowed: str) -> RequestError:
         name = self.name(key)
-        return RequestError(f"{name} must be {wanted}, and is {self._value[key]!r:.60}", param=name)
+        message = f"{name} must be {allowed}, and is {self._value[key]!r:.60}"
+        return RequestError(message, param=name)
 
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
@@ -200,13 +197,13 @@ def read_part(part: Fields) -> str | Picture:
     if kind in ("image_url", "input_image"):
         return read_picture({"type": "image_url", "image_url": _url(part)}, part)
     raise RequestError(
-        f"{part.name('type')} is {kind!r}, and this model takes texts and images",
+        f"{part.name('type')} is {kind!r}, only texts and images are supported",
         param=part.name("type"),
     )
 
 
 def read_picture(image: Mapping[str, Any], part: Fields) -> Picture:
-    """Return the image of a part; RequestError for one that is not sent along."""
+    """Return the image of a part; RequestError for one that is not part of the request."""
     try:
         return Picture(encoded_image(image))
     except DataError as error:
@@ -219,7 +216,7 @@ def _url(part: Fields) -> Any:
 
 
 def function_tool(name: str, description: str, parameters: Any) -> dict[str, Any]:
-    """Return a tool as chat templates take it."""
+    """Return a tool in the form of chat templates."""
     function: dict[str, Any] = {"name": name, "description": description}
     return {"type": "function", "function": {**function, "parameters": parameters or NO_PARAMETERS}}
 
@@ -236,9 +233,9 @@ FREE_TEXT: Mapping[str, Any] = {
 def read_openai_tools(
     fields: Fields, *, nested: bool
 ) -> tuple[tuple[dict[str, Any], ...], list[str]]:
-    """Read OpenAI's tools: functions and those that take any text; also name what is left out.
+    """Read OpenAI's tools: functions and tools that take any text; also return others' names.
 
-    `nested`: what a tool is stands in a field that is called like its type.
+    `nested`: a tool's definition is in a field named after its type.
     """
     tools: list[dict[str, Any]] = []
     left_out: list[str] = []
@@ -265,7 +262,7 @@ def custom_input(call: CanonicalCall) -> str:
 
 
 def custom_names(fields: Fields, *, nested: bool) -> frozenset[str]:
-    """Return the names of OpenAI's tools that take any text; `nested` as in `read_openai_tools`."""
+    """Return the names of tools that take any text; `nested` as in `read_openai_tools`."""
     tools = [tool for tool in fields.objects("tools") if tool.text("type") == "custom"]
     if nested:
         tools = [Fields(tool.any("custom"), tool.name("custom")) for tool in tools]
@@ -273,7 +270,7 @@ def custom_names(fields: Fields, *, nested: bool) -> frozenset[str]:
 
 
 def read_sampling(fields: Fields, names: Sequence[str]) -> dict[str, Any]:
-    """Read how tokens are to be drawn: fields as they are, but for numbers that ask for nothing."""
+    """Return the sampling options as sent, without numbers that are the default."""
     values = {name: fields.any(name) for name in names}
     return {
         name: value
@@ -288,24 +285,24 @@ _NAMED = ("function", "custom", "tool")
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """What a `tool_choice` says."""
+    """The meaning of a `tool_choice`."""
 
     functions: tuple[str, ...] = ()
-    """Tools of which one at least is called; none: the model may call or not."""
+    """Tools of which at least one must be called; empty: calls are optional."""
     is_single: bool = False
-    """Only one is called."""
+    """Only one tool is called."""
     hides_tools: bool = False
     """The model is shown no tools."""
     without_effect: tuple[str, ...] = ()
-    """Fields that ask for what cannot be had."""
+    """Fields that ask for something unsupported."""
 
 
 def read_tool_choice(
     value: Any, tools: Sequence[Mapping[str, Any]], *, single: str = ""
 ) -> ToolChoice:
-    """Read the `tool_choice` of any API; RequestError for one that names no tool of `tools`.
+    """Read the `tool_choice` of any API; RequestError if it names a tool that is not in `tools`.
 
-    `single` names the field by which the request says that tools are called one at a time.
+    `single` is the name of the field that limits an answer to one call; empty: it was not sent.
     """
     is_single = bool(single)
     names = tuple(str(function_of(tool).get("name")) for tool in tools)
@@ -347,9 +344,9 @@ def _known(called: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
 
 
 def read_format(value: Any, place: str) -> dict[str, Any] | bool | None:
-    """Return the schema that a `response_format` (or its like, at `place`) demands; None: none.
+    """Return the schema that a `response_format` or its equivalent at `place` requires, or None.
 
-    Raises RequestError, which names the place, for one that is malformed or not supported.
+    Raises RequestError, naming the place, for a malformed or unsupported one.
     """
     if value is None:
         return None
@@ -379,10 +376,10 @@ def output_format(
     choice: ToolChoice,
     tools: Sequence[Mapping[str, Any]],
 ) -> OutputFormat | None:
-    """Return what an answer must be; None: anything.
+    """Return the required form of an answer; None: any.
 
-    Where a format is demanded and tools may be called, the answer is either. Raises RequestError
-    for parameters of tools that no call can be held to.
+    If a format is required and tools may be called, the answer is either. Raises RequestError for
+    tool parameters that cannot be enforced.
     """
     functions = choice.functions
     if schema is not None and not functions and not choice.hides_tools:
@@ -403,7 +400,7 @@ def output_format(
 
 
 def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a tool, as chat templates take it, says of its function."""
+    """Return the function of a tool that is in the form of chat templates."""
     inner = tool.get("function")
     return cast("dict[str, Any]", inner) if isinstance(inner, dict) else tool
 
@@ -429,7 +426,7 @@ LABELS = frozenset(
         "user_id",
     }
 )
-"""What is written down about a request or speeds it up, and changes no answer."""
+"""Fields that label or speed up a request and never change an answer."""
 
 _OFF: tuple[Any, ...] = (False, 0)
 _NEUTRAL: Mapping[str, Iterable[Any]] = {
@@ -446,10 +443,10 @@ _NEUTRAL: Mapping[str, Iterable[Any]] = {
     "store": _OFF,
     "top_logprobs": (0,),
     "verbosity": ("medium",),
-    "stateful": (True,),  # episodes always are
+    "stateful": (True,),  # episodes are always stateful
     # Responses
     "background": _OFF,
-    "include": (["reasoning.encrypted_content"],),  # reasoning comes whole, without a cipher
+    "include": (["reasoning.encrypted_content"],),  # reasoning is returned in full, not encrypted
     "text.verbosity": ("medium",),
     "reasoning": ({"summary": ("auto", "concise", "detailed"), "generate_summary": ("auto",)},),
     "truncation": ("disabled",),
@@ -458,7 +455,7 @@ _NEUTRAL: Mapping[str, Iterable[Any]] = {
     "thinking": ({"type": "disabled"},),
     "tool_choice.disable_parallel_tool_use": _OFF,
     "stream_options.include_obfuscation": _OFF,
-    # what vLLM's and other servers take besides
+    # further fields of vLLM's and other servers
     "add_generation_prompt": (True,),
     "add_special_tokens": _OFF,
     "continue_final_message": _OFF,
@@ -487,7 +484,7 @@ def is_label(name: str) -> bool:
 
 
 def asks_nothing(name: str, value: Any) -> bool:
-    """Whether a field's value is what happens without it; `name` with the object it stands in."""
+    """Whether a field's value is its default; `name` includes the object that it is in."""
     if value is None or value in _EMPTY:
         return True
     if name not in _NEUTRAL:
@@ -500,22 +497,40 @@ def _is(value: Any, neutral: Any) -> bool:
         return bool(value == neutral)
     fields = cast("dict[str, Any]", neutral)
     return all(
-        given is None or _is_one_of(given, fields.get(name, ()))
-        for name, given in cast("dict[str, Any]", value).items()
+        inner is None or _is_one_of(inner, fields.get(name, ()))
+        for name, inner in cast("dict[str, Any]", value).items()
     )
 
 
 def _is_one_of(value: Any, neutral: Any) -> bool:
-    """Whether a value within an object is one of those, or the one, that ask for nothing."""
+    """Whether a value within an object is its default, or one of several defaults."""
     return value in neutral if isinstance(neutral, tuple) else bool(value == neutral)
 
 
-# The request as it travels to a generator.
+# -- the request as it travels ---------------------------------------------------------------------
+
+_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, MAX_TEMPERATURE),
+    "top_p": (1e-6, 1.0),
+    "top_k": (0, MAX_COUNT - 1),
+    "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "repetition_penalty": (0.1, MAX_REPETITION),
+}
+"""Least and largest values with which an episode's tokens can be drawn."""
+_NAMES = {
+    ("", "num_choices"): "n",
+    ("completions", "prompts"): "prompt",
+    ("completions", "top_logprobs"): "logprobs",
+    ("messages", "stop"): "stop_sequences",
+    ("responses", "max_tokens"): "max_output_tokens",
+}
+"""Names that the APIs have for fields of a request that travels, where they differ."""
 
 
-def packed(message: CanonicalMessage) -> CallMessage:
-    """Return a message as it travels."""
-    return CallMessage(**_fields(message))
+def packed(message: CanonicalMessage) -> ModelMessage:
+    """Return a message in the form in which it travels."""
+    return ModelMessage(**_fields(message))
 
 
 def _fields(message: CanonicalMessage) -> dict[str, Any]:
@@ -525,14 +540,15 @@ def _fields(message: CanonicalMessage) -> dict[str, Any]:
         "calls": [(call.name, call.arguments, call.id) for call in message.calls],
         "reasoning": message.reasoning,
         "call_id": message.call_id,
+        "extra": dict(message.extra),
     }
 
 
-def unpacked(message: CallMessage) -> CanonicalMessage:
-    """Return a message that has travelled."""
+def unpacked(message: ModelMessage) -> CanonicalMessage:
+    """Return a message that was received."""
     content: tuple[str | Picture, ...]
     match message.content:
-        case [str(text)] if text:  # of most messages: a history comes with each call
+        case [str(text)] if text:  # the common case, since each call carries its history
             content = (text,)
         case parts:
             content = joined(part if isinstance(part, str) else Picture(part) for part in parts)
@@ -542,32 +558,102 @@ def unpacked(message: CallMessage) -> CanonicalMessage:
         calls=tuple(CanonicalCall(*call) for call in message.calls),
         reasoning=message.reasoning,
         call_id=message.call_id,
+        extra=message.extra,
     )
+
+
+def history_of(request: CallRequest | ChatRequest) -> list[CanonicalMessage]:
+    """Return the messages of a request."""
+    return [unpacked(message) for message in request.messages]
 
 
 def call_request(
-    asked: ModelRequest, request: str, *, previous: int | None = None, is_retry: bool = False
+    model_request: ModelRequest,
+    request: str,
+    *,
+    previous: int | None = None,
+    is_retry: bool = False,
 ) -> CallRequest:
-    """Return a request as it travels; ValidationError for what is out of bounds."""
+    """Return a program's call as it travels; ValidationError for a value out of bounds.
+
+    The job decides how tokens are drawn: options that cannot be used are left out or moved into
+    their bounds.
+    """
+    if (num := model_request.num_choices) > MAX_CALL_CHOICES:
+        raise RequestError(f"the parameter 'n' is {num}, over {MAX_CALL_CHOICES}", param="n")
+    sampling: dict[str, Any] = {
+        name: min(max(least, value), most)
+        for name, (least, most) in _BOUNDS.items()
+        if isinstance(value := model_request.sampling.get(name), int | float)
+    }
+    if "top_k" in sampling:
+        sampling["top_k"] = int(sampling["top_k"])
+    if isinstance(seed := model_request.sampling.get("seed"), int):
+        sampling["seed"] = seed % MAX_SEED
+    unknown = sorted(model_request.sampling.keys() - Decoding.model_fields)
     return CallRequest(
-        request=request,
-        messages=cast("list[CallMessage]", [_fields(message) for message in asked.messages]),
-        tools=[dict(tool) for tool in asked.tools],
-        num_choices=asked.num_choices,
-        max_tokens=asked.max_tokens,
-        format=asked.format,
-        top_logprobs=asked.top_logprobs,
-        stop=list(asked.stop),
-        stream=asked.stream,
-        is_prefill=asked.is_prefill,
+        **_shared_fields(model_request, request, sampling),
+        **_conversation_fields(model_request),
+        is_prefill=model_request.is_prefill,
         previous=previous,
-        sampled=dict(asked.sampling),
-        without_effect=list(asked.without_effect),
+        without_effect=[*model_request.without_effect, *unknown],
         is_retry=is_retry,
-        token_ids=asked.return_token_ids,
     )
 
 
-def history_of(request: CallRequest) -> Sequence[CanonicalMessage]:
-    """Return the messages of a request."""
-    return [unpacked(message) for message in request.messages]
+def served_request(model_request: ModelRequest, request: str) -> ChatRequest | CompletionRequest:
+    """Return what a server is model_request; ValidationError for a value that is out of bounds."""
+    shared = _shared_fields(model_request, request, _served_sampling(model_request.sampling))
+    if model_request.prompts:
+        return CompletionRequest(
+            **shared,
+            prompts=list(model_request.prompts),
+            prompt_logprobs=model_request.prompt_logprobs,
+            add_special_tokens=model_request.add_special_tokens,
+        )
+    return ChatRequest(**shared, **_conversation_fields(model_request))
+
+
+def _shared_fields(
+    model_request: ModelRequest, request: str, sampling: Mapping[str, Any]
+) -> dict[str, Any]:
+    decoding = Decoding(
+        max_tokens=model_request.max_tokens,
+        stop=list(model_request.stop),
+        num_choices=model_request.num_choices,
+        format=model_request.format,
+        top_logprobs=model_request.top_logprobs or 0,
+        **sampling,
+    )
+    return {
+        "request": request,
+        "decoding": decoding,
+        "stream": model_request.stream,
+        "logprobs": model_request.top_logprobs is not None,
+        "token_ids": model_request.return_token_ids,
+    }
+
+
+def _conversation_fields(model_request: ModelRequest) -> dict[str, Any]:
+    return {
+        "messages": [_fields(message) for message in model_request.messages],
+        "tools": [dict(tool) for tool in model_request.tools],
+    }
+
+
+def _served_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling options; any integer is a seed, and a `top_k` of -1 keeps all tokens."""
+    values = dict(sampling)
+    if isinstance(values.get("seed"), int):
+        values["seed"] %= MAX_SEED
+    if values.get("top_k") == -1:
+        values["top_k"] = 0
+    return values
+
+
+def bounds_error(error: ValidationError, api: str) -> RequestError:
+    """Return the error of a request that cannot travel, with the field's name in an API."""
+    problem = error.errors()[0]
+    place = str(problem["loc"][0]) if problem["loc"] else ""
+    param = _NAMES.get((api, place)) or _NAMES.get(("", place), place)
+    return RequestError(f"the parameter {param!r} cannot be used: {problem['msg']}", param=param)

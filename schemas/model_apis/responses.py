@@ -60,7 +60,7 @@ _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
 def read_response(body: Any) -> ModelRequest:
-    """Read the body of `POST /v1/responses`; RequestError names what cannot be served."""
+    """Read the body of `POST /v1/responses`; raises RequestError naming the field."""
     fields = Fields(body)
     messages: list[CanonicalMessage] = []
     if instructions := fields.text("instructions"):
@@ -105,13 +105,13 @@ def read_response(body: Any) -> ModelRequest:
 
 
 def _echo(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of its request that a response repeats, which have to be JSON again."""
+    """Return the request's fields that a response repeats; they must be valid JSON."""
     echoed = {name: body[name] for name in _ECHOED if body.get(name) is not None}
     for name, value in echoed.items():
         try:
             json.dumps(value, allow_nan=False)
         except ValueError as error:
-            raise RequestError(f"{name} holds a number that is not finite", param=name) from error
+            raise RequestError(f"{name} has a number that is not finite", param=name) from error
     for name in ("reasoning", "text"):  # objects whose other fields have their defaults
         if isinstance(echoed.get(name), dict):
             echoed[name] = {**_ECHOED[name], **echoed[name]}
@@ -121,7 +121,7 @@ def _echo(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add(messages: list[CanonicalMessage], item: Fields, left_out: list[str]) -> None:
-    """Add an item: what the assistant reasons, says and calls in a row is one message."""
+    """Add an item; the assistant's consecutive reasoning, text and calls are one message."""
     kind = item.text("type", "message")
     if kind in _OUTPUTS:
         output = read_content(item, "output")
@@ -163,18 +163,18 @@ def _part_of_turn(item: Fields, kind: str) -> CanonicalMessage | None:
     return CanonicalMessage("assistant", calls=(call,))
 
 
-def _together(some: CanonicalMessage, more: CanonicalMessage) -> CanonicalMessage:
-    thoughts = [text for text in (some.reasoning, more.reasoning) if text is not None]
+def _together(first: CanonicalMessage, second: CanonicalMessage) -> CanonicalMessage:
+    thoughts = [text for text in (first.reasoning, second.reasoning) if text is not None]
     return CanonicalMessage(
         "assistant",
-        joined([*some.content, *more.content]),
-        (*some.calls, *more.calls),
+        joined([*first.content, *second.content]),
+        (*first.calls, *second.calls),
         "".join(thoughts) if thoughts else None,
     )
 
 
 def input_items(messages: Sequence[CanonicalMessage], name: str) -> Iterator[dict[str, Any]]:
-    """Yield messages as the items of an input, those of the response called `name`."""
+    """Yield messages as input items; `name` is the id of their response."""
     numbers = count()
 
     def item(prefix: str, kind: str, **fields: Any) -> dict[str, Any]:
@@ -208,7 +208,9 @@ class ResponseAnswer:
     """An answer of Responses, which has one choice; see `Answer`."""
 
     def __init__(self, head: answers.AnswerHead, request: ModelRequest) -> None:
-        """Word the answer to a request."""
+        """Write the answer to a request."""
+        self.prompt_ids: Sequence[Sequence[int]] = ()
+        """Tokens of the prompt; the API has no place for them."""
         self._head = head
         self._echo = request.echo or _ECHOED
         self._custom = request.custom_tools
@@ -226,7 +228,7 @@ class ResponseAnswer:
     def push(
         self, pieces: Sequence[Piece], choice: int = 0, tokens: answers.NewTokens | None = None
     ) -> Iterator[str]:
-        """Add to the answer; yield it as events without token ids."""
+        """Add to the answer; yield the addition as events, without token ids."""
         del choice, tokens
         for piece in pieces:
             if isinstance(piece, CanonicalCall):
@@ -244,12 +246,12 @@ class ResponseAnswer:
         yield from self._close()
 
     def end(self, usage: answers.Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
-        """Yield the last event, which has the whole answer."""
+        """Yield the last event, which holds the whole answer."""
         whole = {**self.whole(usage), **(extra or {})}
         yield self._event(f"response.{self._status}", response=whole)
 
     def fail(self, error: Mapping[str, Any]) -> str:
-        """Return the event that ends a stream which cannot go on."""
+        """Return the event that ends a failed stream."""
         fields = error["error"]
         code = "rate_limit_exceeded" if fields["type"] == "rate_limit_error" else "server_error"
         failed = {"error": {"code": code, "message": fields["message"]}}
@@ -282,7 +284,7 @@ class ResponseAnswer:
         }
 
     def _add(self, piece: TextPiece | ReasoningPiece) -> Iterator[str]:
-        """Add to the open item, or begin one of the piece's kind."""
+        """Add to the open item, or open one of the piece's kind."""
         kind = "message" if isinstance(piece, TextPiece) else "reasoning"
         if self._open is None or self._open["type"] != kind:
             yield from self._close()

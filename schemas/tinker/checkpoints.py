@@ -1,9 +1,11 @@
 """Checkpoints, training runs and sessions of the Tinker API."""
 
-from typing import Annotated, ClassVar, Literal
+import json
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
+from ..wire.errors import MessageError
 from ..wire.message import Message, Request
 from .operation import ModelId
 
@@ -15,6 +17,27 @@ PART_BYTES = 4 << 20
 Metadata = dict[str, str]
 Path = Annotated[str, Field(max_length=400)]
 SessionId = Annotated[str, Field(min_length=1, max_length=80)]
+
+
+def metadata_of(value: Any) -> Metadata | None:
+    """Return a request's `user_metadata` with values as texts; raises MessageError."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise MessageError(
+            f"user_metadata must be a JSON object, not {str(value)[:80]!r}",
+            hint="leave it out, or correct it",
+        )
+    texts = {
+        str(key): item if isinstance(item, str) else json.dumps(item, default=str)
+        for key, item in cast("dict[Any, Any]", value).items()
+    }
+    size = len(json.dumps(texts).encode())
+    if size > MAX_METADATA_BYTES:
+        raise MessageError(
+            f"user_metadata has {size:,} bytes", hint=f"at most {MAX_METADATA_BYTES:,} are stored"
+        )
+    return texts
 
 
 class TinkerPage(Message):
@@ -116,7 +139,7 @@ class TrainingRun(Message):
     rank: int
     owner: str
     time: float
-    """Last request for it."""
+    """Time of its last request."""
     user_metadata: Metadata | None = None
     checkpoint: TinkerCheckpoint | None = None
     """Newest checkpoint to train from."""
@@ -140,7 +163,7 @@ class RunPage(Message):
 
 
 class TellSession(Message):
-    """Report a session to trainers: it begins, goes on, samples, or is over."""
+    """Report an event of a session to trainers: its begin, a heartbeat, a sampler, its end."""
 
     session: SessionId
     event: Literal["begin", "beat", "sampler", "finish"]
@@ -170,7 +193,7 @@ class TinkerSession(Message):
     seen: float = 0.0
     """Last contact."""
     reason: str = ""
-    """How it ended; empty: it has not."""
+    """How it ended; empty: it is open."""
     user_metadata: Metadata | None = None
     display_name: str | None = None
     sdk_version: str = ""

@@ -1,4 +1,4 @@
-"""What an operation of the Tinker API trains on, how, and what comes of it."""
+"""Data, adapter, optimiser settings and results of training operations of the Tinker API."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Datum:
-    """One sequence, and what its loss needs for each position."""
+    """One sequence, and its loss's inputs for each position."""
 
     tokens: NDArray[np.int32]
     """[T], the model's input."""
@@ -21,7 +21,7 @@ class Datum:
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """Which adapter a model trains."""
+    """The adapter of a model."""
 
     rank: int
     seed: int | None = None
@@ -32,7 +32,7 @@ class LoraSpec:
 
 @dataclass(frozen=True)
 class AdamParams:
-    """AdamW at one step, as `torch.optim.AdamW` has it."""
+    """Settings of `torch.optim.AdamW` for one step."""
 
     learning_rate: float
     beta1: float = 0.9
@@ -40,15 +40,14 @@ class AdamParams:
     eps: float = 1e-12
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
-    """Norm above which gradients are scaled down; 0 for none."""
+    """Norm to which larger gradients are scaled down; 0: they are not."""
 
 
 @dataclass(frozen=True)
 class LossResult:
-    """What a loss was, by datum and in sum."""
+    """The result of a loss."""
 
     logprobs: list[NDArray[np.float32]]
     """Of each datum, in the shape of its `target_tokens`."""
     metrics: dict[str, float]
-    """By names with one colon, whose suffix says how a client combines chunks: `loss:sum` is always
-    there."""
+    """By name, with a suffix that says how clients combine chunks; always with `loss:sum`."""

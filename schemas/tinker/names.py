@@ -1,7 +1,7 @@
 """Names of sessions, models, requests and checkpoints of the Tinker API.
 
-A model is `<session>:train:<number>`, its request `<model>:<sequence number>`. Both are computed,
-so polls need no table. A checkpoint is `tinker://<model>/<kind>/<name>`.
+A model is `<session>:train:<number>`, its request `<model>:<sequence number>`. Both are computed
+from a request, so polls need no table. A checkpoint is `tinker://<model>/<kind>/<name>`.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ MAX_SEQ = 10**9 - 1
 
 
 def session_name(text: str) -> str:
-    """Return a session's id; raises NotFoundError if it cannot be one."""
+    """Return a valid session id; raises NotFoundError for another text."""
     if re.fullmatch(_SESSION, text) is None:
         raise NotFoundError(
             f"there is no session {text[:80]!r}", hint="create_session returns a session's id"
@@ -58,6 +58,16 @@ class ModelName:
                 f"there is no model {text[:80]!r}", hint="create_model returns a model's id"
             )
         return cls(match[1], int(match[2]))
+
+    @classmethod
+    def of_folder(cls, folder: str) -> "ModelName":
+        """Read the name of a model's folder, `<session>.train.<number>`; raises NotFoundError."""
+        return cls.parse(folder.replace(".train.", ":train:"))
+
+    @property
+    def folder(self) -> str:
+        """The name of the folder with the model's files."""
+        return f"{self.session}.train.{self.number}"
 
     def __str__(self) -> str:
         return f"{self.session}:train:{self.number}"

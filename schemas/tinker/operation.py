@@ -1,4 +1,4 @@
-"""Operations of the Tinker API on models, their results, and what the dashboard shows of them."""
+"""Operations of the Tinker API on models, their results, and their view on the dashboard."""
 
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -20,7 +20,7 @@ OperationKind = Literal[
 ]
 _AT_0 = frozenset({"create_model", "load_weights", "missing"})
 MAX_BODY_BYTES = 7 << 20
-"""Size of one operation: with its names it fits into a request of the broker."""
+"""Size of one operation, which must fit into one message of the broker."""
 Seq = Annotated[int, Field(ge=0, le=MAX_SEQ)]
 ModelId = Annotated[str, Field(min_length=1, max_length=80)]
 
@@ -29,9 +29,9 @@ class Company(NamedTuple):
     """Rows of other models computed with a micro-batch, which decide its last bits."""
 
     before: int = 0
-    """Rows of others before its own; tokens, where the attention reads all rows as one."""
+    """Rows of others before its own; tokens, if the attention reads all rows as one."""
     behind: int = 0
-    """As much behind them."""
+    """Rows, or tokens, of others after its own."""
     columns: int = 0
     """Columns of each row."""
 
@@ -43,7 +43,7 @@ class ModelOperation(Message):
     """One operation of one model, as the client sent it."""
 
     kind: OperationKind
-    """`missing` replaces one that never came, so that later ones can fail."""
+    """`missing` replaces one that never arrived, so that later ones can be applied."""
     model: ModelId
     """`<session>:train:<number>`."""
     seq: Seq
@@ -54,8 +54,6 @@ class ModelOperation(Message):
     """Whether the body is compressed."""
     time: float = 0.0
     """When it was accepted."""
-    companies: list[Company] = Field(default_factory=list[Company])
-    """Of its micro-batches, in kept history; see `OperationResult`."""
 
     max_bytes: ClassVar[int] = MAX_BODY_BYTES + (4 << 10)
 
@@ -65,12 +63,12 @@ class ModelOperation(Message):
         return OperationName(ModelName.parse(self.model), self.seq)
 
     def check_place(self) -> None:
-        """Raise MessageError for an operation that cannot have its number."""
+        """Raise MessageError for a kind that cannot have its number."""
         fits = self.kind in _AT_0 if self.seq == 0 else self.kind != "create_model"
         if not fits:
             raise MessageError(
                 f"operation {self.seq} of a model cannot be {self.kind}",
-                hint="create_model and load_weights make a model, as its operation 0",
+                hint="operation 0 of a model is create_model or load_weights",
             )
 
 
@@ -97,7 +95,7 @@ class OperationResult(Message):
     """State and result of an operation."""
 
     state: Literal["pending", "done", "failed"] = "pending"
-    """Whether it has taken effect, or never will."""
+    """Whether it was applied, or failed and never will be."""
     body: bytes = b""
     """Result for the client."""
     is_proto: bool = False
@@ -105,9 +103,9 @@ class OperationResult(Message):
     error: str = ""
     """Why it failed."""
     category: Literal["user", "server", "unknown"] = "unknown"
-    """Whose fault the error is."""
+    """Who caused the error."""
     queue_reason: str = ""
-    """What a pending operation waits for."""
+    """Why a pending operation waits."""
     companies: list[Company] = Field(default_factory=list[Company])
     """Rows of other models computed with each micro-batch, which decide its last bits."""
 
@@ -144,7 +142,7 @@ class ModelInfo(Message):
     train_mlp: bool = True
     train_unembed: bool = True
     applied: int = 0
-    """Newest operation that has taken effect."""
+    """Newest applied operation."""
 
 
 class TrainerOffer(Message):
@@ -152,9 +150,9 @@ class TrainerOffer(Message):
 
     job: str
     base: str
-    """Name that programs use."""
+    """Name of the base model for programs."""
     max_context: int
-    """In tokens; 0: as the model allows."""
+    """In tokens; 0: the model's limit."""
     max_rank: int
     """Largest rank of an adapter."""
 
@@ -165,7 +163,7 @@ class TrainerOffers(Message):
     offers: list[TrainerOffer] = Field(default_factory=list[TrainerOffer])
 
 
-# -- what the dashboard shows of a service ---------------------------------------------------------
+# -- view of a service on the dashboard ---------------------------------------------------------
 
 
 class AboutSessions(Message):
@@ -186,7 +184,7 @@ class ModelShown(Message):
     """Waiting operations."""
     waiting_bytes: int
     reason: str = ""
-    """What they wait for."""
+    """Why they wait."""
     idle_s: float | None = None
     """Since its last operation; null: before the trainer started."""
     last: dict[str, float] = Field(default_factory=dict[str, float])

@@ -28,8 +28,8 @@ class SamplerName:
     session: str
     number: int
     source: str
-    """`tinker://…`, with `inflight:` before it if samples move on to what is saved later, or
-    `base:` and the name of a base model."""
+    """`tinker://…`, after `inflight:` if samples use later weights as well; or `base:` and the name
+    of a base model."""
 
     @classmethod
     def parse(cls, text: str) -> "SamplerName":
@@ -60,17 +60,17 @@ class SamplerName:
     def of_checkpoint(
         cls, session: str, number: int, path: CheckpointName, *, moves: bool = False
     ) -> "SamplerName":
-        """Return the name of a session on a checkpoint, or on later ones, too."""
+        """Return the name of a session on a checkpoint; with `moves`, on later weights, too."""
         return cls(session, number, f"{_MOVES if moves else ''}{path}")
 
     @property
     def moves(self) -> bool:
-        """Whether its samples use weights saved later."""
+        """Whether its samples change to weights saved later."""
         return self.source.startswith(_MOVES)
 
     @property
     def checkpoint(self) -> CheckpointName:
-        """The checkpoint, the oldest if it moves; raises NotFoundError."""
+        """The checkpoint, the first one if it moves; raises NotFoundError."""
         return CheckpointName.parse(self.source.removeprefix(_MOVES))
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ class SampleRequest(Message):
     """Request continuations of a prompt, or its log-probs."""
 
     source: str = Field(max_length=400)
-    """Of a sampling session: a path or base model."""
+    """Source of a sampling session: a path or base model."""
     request: str = Field(max_length=600)
     """Sampling session and number of the request; a repeated one is the same."""
     body: bytes = Field(max_length=MAX_SAMPLE_BYTES)
@@ -122,7 +122,7 @@ class AwaitSample(Message):
     request: str = Field(max_length=600)
     wait_s: float = Field(default=25.0, ge=0, le=60)
     cancel: bool = False
-    """The result is no longer wanted."""
+    """The result is not needed."""
 
     max_bytes: ClassVar[int] = 2 << 10
 
@@ -134,7 +134,7 @@ class FindSnapshot(Message):
     path: str = Field(default="", max_length=400)
     """Empty: only identify the trainer's folder."""
     moves: bool = False
-    """A later checkpoint is wanted if there is one."""
+    """Return the newest in-flight weights of the model."""
 
     max_bytes: ClassVar[int] = 2 << 10
 

@@ -1,7 +1,7 @@
 """The protobuf messages of the Tinker API, made from a table of their fields.
 
-Field numbers and types are those that the API's own clients send and read. The messages are made
-in a pool of their own: an SDK in the same process has its own of the same names.
+Field numbers and types are those of the API's clients. The messages are in a descriptor pool of
+their own: an SDK in the same process has other messages with the same names.
 """
 
 import math
@@ -109,7 +109,7 @@ _SCALARS: Final = {
 }
 
 
-def _made() -> dict[str, Any]:
+def _make_classes() -> dict[str, Any]:
     file = descriptor_pb2.FileDescriptorProto(
         name="tinkermq/tinker.proto", package=_PACKAGE, syntax="proto3"
     )
@@ -137,12 +137,12 @@ def _add(message: descriptor_pb2.DescriptorProto, field: _Field) -> None:
         made.type, made.type_name = _F.TYPE_MESSAGE, f".{_PACKAGE}.{message.name}.{entry.name}"
         return
     elif kind.startswith(_ONEOF):
-        _, group, kind = kind.split(" ")
-        names = [one.name for one in message.oneof_decl]
-        if group not in names:
-            message.oneof_decl.add(name=group)
-            names.append(group)
-        made.oneof_index = names.index(group)
+        _, oneof, kind = kind.split(" ")
+        names = [group.name for group in message.oneof_decl]
+        if oneof not in names:
+            message.oneof_decl.add(name=oneof)
+            names.append(oneof)
+        made.oneof_index = names.index(oneof)
     elif kind.startswith(_OPTIONAL):
         kind = kind.removeprefix(_OPTIONAL)
         made.proto3_optional = True
@@ -154,32 +154,32 @@ def _add(message: descriptor_pb2.DescriptorProto, field: _Field) -> None:
         made.type, made.type_name = _F.TYPE_MESSAGE, f".{_PACKAGE}.{kind}"
 
 
-_CLASSES: Final = _made()
+_CLASSES: Final = _make_classes()
 ForwardBackwardRequest: Final = _CLASSES["ForwardBackwardRequest"]
 RequestName: Final = _CLASSES["RequestName"]
-"""A `ForwardBackwardRequest` of which the rest is not read: it is many times as large in memory."""
+"""A `ForwardBackwardRequest` without its data, which takes much more memory than its bytes."""
 ForwardBackwardOutput: Final = _CLASSES["ForwardBackwardOutput"]
 SampleResponse: Final = _CLASSES["SampleResponse"]
 
 
-# Arrays as the Tinker API's protobuf messages hold them: little-endian bytes and a type.
+# Arrays in the Tinker API's protobuf messages: little-endian bytes and a type.
 
 FLOAT32: Final = 1
 _INT64, _INT32, _BFLOAT16 = 2, 3, 4
 _TYPES: Final[dict[int, Any]] = {FLOAT32: "<f4", _INT64: "<i8", _INT32: "<i4"}
 _MAX_DIMENSIONS: Final = 8
 MAX_ELEMENTS: Final = 1 << 24
-"""Of all arrays of a request: sparse ones name any size in a few bytes."""
+"""Of all arrays of a request: a sparse one may have any size in a few bytes."""
 
 
 def read_tensor(tensor: Any, *, what: str, most: int = MAX_ELEMENTS) -> NDArray[Any]:
-    """Return a `Tensor` message as an array: integers as int64, all else as float32.
+    """Return a `Tensor` message as an array: integers as int64, others as float32.
 
-    Raises DataError for bytes that do not fit the shape, for more than `most` elements, and for a
-    type that there is not.
+    Raises DataError for bytes that do not fit the shape, for more than `most` elements, and for an
+    unknown type.
     """
     if len(tensor.shape) > _MAX_DIMENSIONS:
-        raise DataError(f"{what} has {len(tensor.shape):,} dimensions", hint="one or two are read")
+        raise DataError(f"{what} has {len(tensor.shape):,} dimensions", hint="send one or two")
     shape = tuple(int(size) for size in tensor.shape)
     if any(size < 0 for size in shape) or math.prod(shape) > most:
         raise DataError(
@@ -189,10 +189,10 @@ def read_tensor(tensor: Any, *, what: str, most: int = MAX_ELEMENTS) -> NDArray[
     which = tensor.WhichOneof("encoding")
     if which == "dense":
         flat = _values(tensor.dense, tensor.dtype, what)
-        wanted = shape or (len(flat),)
-        if math.prod(wanted) != len(flat):
-            raise DataError(f"{what} has {len(flat)} values for the shape {wanted}")
-        return flat.reshape(wanted)
+        shape = shape or (len(flat),)
+        if math.prod(shape) != len(flat):
+            raise DataError(f"{what} has {len(flat)} values for the shape {shape}")
+        return flat.reshape(shape)
     if which == "sparse_csr":
         return _from_csr(tensor.sparse_csr, tensor.dtype, shape, what)
     raise DataError(f"{what} has no values", hint="send it dense or as sparse CSR")
@@ -210,7 +210,7 @@ def _values(raw: bytes, dtype: int, what: str) -> NDArray[Any]:
 
 def _from_bytes(raw: bytes, dtype: str, what: str) -> NDArray[Any]:
     if len(raw) % np.dtype(dtype).itemsize:
-        raise DataError(f"{what} has {len(raw)} bytes, which are no values of type {dtype}")
+        raise DataError(f"{what} has {len(raw)} bytes, which are not values of type {dtype}")
     return np.frombuffer(raw, dtype)
 
 
@@ -219,7 +219,7 @@ def _from_csr(csr: Any, dtype: int, shape: Sequence[int], what: str) -> NDArray[
     rows = _from_bytes(csr.crow_indices, "<i8", what)
     columns = _from_bytes(csr.col_indices, "<i8", what)
     if len(shape) != 2 or len(rows) != shape[0] + 1 or len(columns) != len(values):
-        raise DataError(f"{what} is no sparse array of the shape {tuple(shape)}")
+        raise DataError(f"{what} is not a sparse array of the shape {tuple(shape)}")
     counts = np.diff(rows)
     whole = len(rows) > 0 and rows[0] == 0 and rows[-1] == len(values) and bool((counts >= 0).all())
     if not whole or bool(((columns < 0) | (columns >= shape[1])).any()):
@@ -230,7 +230,7 @@ def _from_csr(csr: Any, dtype: int, shape: Sequence[int], what: str) -> NDArray[
 
 
 def write_batch(target: Any, arrays: Sequence[NDArray[np.float32]]) -> None:
-    """Put arrays, alike but for their first size, into a `BatchedTensor` message."""
+    """Write arrays that differ only in their first size into a `BatchedTensor` message."""
     packed = [np.ascontiguousarray(array, dtype="<f4") for array in arrays]
     offsets = np.zeros(len(packed) + 1, dtype="<i8")
     np.cumsum([array.nbytes for array in packed], out=offsets[1:])
@@ -243,8 +243,7 @@ def write_batch(target: Any, arrays: Sequence[NDArray[np.float32]]) -> None:
 
 # The JSON bodies of the Tinker API's operations.
 #
-# Keys that are not named here are ignored where they are null, and refused otherwise: what would
-# have no effect is not taken silently.
+# Unknown keys are ignored if they are null, and refused otherwise, since they would have no effect.
 
 MAX_TTL_S = 10 * 365 * 86400
 MAX_RECIPIENTS = 16
@@ -253,13 +252,13 @@ B = TypeVar("B", bound="TinkerBody")
 
 
 class TinkerBody(BaseModel):
-    """A body: what it asks for, or ConfigError for what is not offered."""
+    """A body; one with keys that are not offered raises ConfigError."""
 
     model_config = ConfigDict(extra="allow", frozen=True, hide_input_in_errors=False)
     defaults: ClassVar[dict[str, Any]] = {}
-    """Further keys that are taken with one value only, as they then change nothing."""
+    """Further keys that are accepted with one value, with which they have no effect."""
     remedies: ClassVar[dict[str, str]] = {}
-    """What to do instead of sending another, where that is more than to leave it out."""
+    """Hints for other values of these keys; by default to leave the key out."""
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
@@ -269,16 +268,16 @@ class TinkerBody(BaseModel):
             body = cls.model_validate(value)
         except ValidationError as error:
             raise MessageError(summarize(error)) from error
-        for name, one in (body.model_extra or {}).items():
-            unset = one is None or name in _NO_EFFECT
-            if not unset and (name not in cls.defaults or cls.defaults[name] != one):
+        for name, value in (body.model_extra or {}).items():
+            is_ignored = value is None or name in _NO_EFFECT
+            if not is_ignored and (name not in cls.defaults or cls.defaults[name] != value):
                 hint = cls.remedies.get(name, f"leave {name} out of the request")
-                raise ConfigError(f"{name}={one!r} is not offered here", hint=hint)
+                raise ConfigError(f"{name}={value!r} is not offered here", hint=hint)
         return body
 
 
 class LoraBody(BaseModel):
-    """Which adapter is wanted."""
+    """The adapter of a model."""
 
     rank: int = Field(ge=1, le=4096)
     seed: int | None = None
@@ -287,12 +286,12 @@ class LoraBody(BaseModel):
     train_attn: bool = True
 
     def spec(self) -> LoraSpec:
-        """Return it as the trainer takes it."""
+        """Return the specification."""
         return LoraSpec(**self.model_dump())
 
 
 class OptimizerBody(BaseModel):
-    """Which optimiser is wanted."""
+    """The optimiser of a model."""
 
     type: Literal["adamw"] = "adamw"
 
@@ -309,7 +308,7 @@ class CreateModelBody(TinkerBody):
 
 
 class LoadWeightsBody(TinkerBody):
-    """`load_weights`: into a new model, number 0 of its operations, or into one that is there."""
+    """`load_weights`: into a new model, as its operation 0, or into an existing one."""
 
     path: str
     optimizer: bool = False
@@ -322,7 +321,7 @@ class LoadWeightsBody(TinkerBody):
     optimizer_config: OptimizerBody | None = None
 
     def source(self) -> CheckpointName:
-        """Return what is loaded; raises NotFoundError."""
+        """Return the checkpoint to load; raises NotFoundError."""
         return CheckpointName.parse(self.path)
 
 
@@ -346,7 +345,7 @@ class OptimStepBody(TinkerBody):
     adam_params: AdamBody
 
     def params(self) -> AdamParams:
-        """Return them as the trainer takes them."""
+        """Return the settings."""
         return AdamParams(**self.adam_params.model_dump())
 
 
@@ -364,7 +363,7 @@ class SaveWeightsBody(TinkerBody):
     age_encryption_recipients: list[str] | None = Field(default=None, max_length=MAX_RECIPIENTS)
 
     def check_kind(self, *, passing: bool) -> None:
-        """Raise ConfigError where samples are to move on to what has a name, or is no sampler's."""
+        """Raise ConfigError for named in-flight weights."""
         if self.kind == "inflight" and not passing:
             raise ConfigError(
                 "kind='inflight' is not offered for weights with a name",
@@ -372,7 +371,7 @@ class SaveWeightsBody(TinkerBody):
             )
 
     def name(self) -> str:
-        """Return the checkpoint's name; raises ConfigError for one that cannot be."""
+        """Return the checkpoint's name; raises ConfigError for an invalid one."""
         if self.path is None or not CheckpointName.is_name(self.path):
             raise ConfigError(
                 f"a checkpoint cannot be named {self.path!r}",
@@ -381,13 +380,12 @@ class SaveWeightsBody(TinkerBody):
         return self.path
 
 
-# `forward_backward` as it travels: a protobuf request, and its result.
+# `forward_backward`: a protobuf request, and its result.
 
 MAX_PLAIN_BYTES = 64 << 20
-"""Of a body once it is no longer compressed: room for as many targets as a call may have."""
+"""Of an uncompressed body: enough for the most targets of a call."""
 MAX_PARTS = 100_000
-"""Of a request: datums, and their chunks and inputs. An empty one has two bytes in a body, and
-many in memory."""
+"""Of a request: datums, chunks and inputs. Empty ones take little of a body and much memory."""
 _RECORD = "ArrayRecord"
 _IGNORED_INPUTS = frozenset({"mask"})
 
@@ -405,7 +403,7 @@ class ForwardBackward:
 
 
 def plain_body(body: bytes, *, is_zstd: bool) -> bytes:
-    """Return a body without its compression; raises MessageError for what cannot be unpacked."""
+    """Return an uncompressed body; raises MessageError if it cannot be uncompressed."""
     if not is_zstd:
         return body
     try:
@@ -415,35 +413,27 @@ def plain_body(body: bytes, *, is_zstd: bool) -> bytes:
         raise MessageError(f"the body is not zstd: {error}", hint="send it again") from error
     if len(plain) > MAX_PLAIN_BYTES:
         raise MessageError(
-            f"the body unpacks to more than {MAX_PLAIN_BYTES:,} bytes", hint="send fewer datums"
+            f"the uncompressed body has more than {MAX_PLAIN_BYTES:,} bytes",
+            hint="send fewer datums",
         )
     return plain
 
 
 def parse_request(body: bytes, form: Any = ForwardBackwardRequest) -> Any:
-    """Return the protobuf message of a body; raises MessageError for what is none."""
+    """Return the protobuf message in a body; raises MessageError for another body."""
     try:
         return form.FromString(body)
     except DecodeError as error:
         raise MessageError(
-            f"the body of {len(body):,} bytes is no ForwardBackwardRequest",
+            f"the body of {len(body):,} bytes is not a ForwardBackwardRequest",
             hint="send protobuf, as SDKs from 0.25 do",
         ) from error
 
 
-def read_request(body: bytes) -> ForwardBackward:
-    """Return what a body asks for.
-
-    Raises MessageError for what is no such request, DataError naming the datum and the input that
-    cannot be read.
-    """
-    return request_of(parse_request(body))
-
-
 def request_of(message: Any) -> ForwardBackward:
-    """Return what a message asks for; raises DataError naming the datum and the input."""
+    """Return the request in a message; raises DataError that names the datum and the input."""
     _check_parts(message)
-    newer = {name: _value(one) for name, one in message.loss_fn_config_v2.items()}
+    newer = {name: _value(item) for name, item in message.loss_fn_config_v2.items()}
     return ForwardBackward(
         model=message.model_id,
         seq=message.seq_id,
@@ -455,10 +445,10 @@ def request_of(message: Any) -> ForwardBackward:
 
 
 def write_result(result: LossResult) -> bytes:
-    """Return a result as clients read it: a record for each run of datums of one width."""
+    """Return a result for clients: one record for each run of datums of the same width."""
     message = ForwardBackwardOutput(loss_fn_output_type=_RECORD)
-    for _, some in groupby(result.logprobs, key=lambda one: one.shape[1:]):
-        alike = list(some)
+    for _, run in groupby(result.logprobs, key=lambda logprobs: logprobs.shape[1:]):
+        alike = list(run)
         record = message.loss_fn_outputs.add(type_tag=_RECORD, num_datums=len(alike))
         write_batch(record.fields["logprobs"], alike)
     for name, value in result.metrics.items():
@@ -466,15 +456,15 @@ def write_result(result: LossResult) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def _value(one: Any) -> float | str:
-    return one.text if one.WhichOneof("value") == "text" else one.number
+def _value(setting: Any) -> float | str:
+    return setting.text if setting.WhichOneof("value") == "text" else setting.number
 
 
 def _check_parts(message: Any) -> None:
-    """Raise DataError for more parts than a request can need."""
+    """Raise DataError for too many parts."""
     num = len(message.data) + len(message.loss_fn_config) + len(message.loss_fn_config_v2)
     if num <= MAX_PARTS:
-        num += sum(len(one.model_input) + len(one.loss_fn_inputs) for one in message.data)
+        num += sum(len(datum.model_input) + len(datum.loss_fn_inputs) for datum in message.data)
     if num > MAX_PARTS:
         raise DataError(
             f"the request has {num:,} datums, chunks and inputs",
@@ -495,9 +485,9 @@ def _datum(message: Any, number: int, most: int) -> Datum:
     what = f"datum {number}"
     tokens = [_tokens(chunk, what) for chunk in message.model_input]
     inputs: dict[str, NDArray[Any]] = {}
-    for name, one in message.loss_fn_inputs.items():
+    for name, tensor in message.loss_fn_inputs.items():
         if name not in _IGNORED_INPUTS:
-            inputs[name] = read_tensor(one, what=f"{what}: {name[:80]}", most=most)
+            inputs[name] = read_tensor(tensor, what=f"{what}: {name[:80]}", most=most)
             most -= inputs[name].size
     joined = np.concatenate(tokens) if tokens else np.zeros(0, np.int32)
     return Datum(tokens=joined, inputs=inputs)
@@ -507,9 +497,9 @@ def _tokens(chunk: Any, what: str) -> NDArray[np.int32]:
     which = chunk.WhichOneof("chunk")
     if which != "encoded_text":
         raise DataError(
-            f"{what} holds a chunk of type {which or 'none'}", hint="this service trains on text"
+            f"{what} has a chunk of type {which or 'none'}", hint="this service trains on text"
         )
     raw = chunk.encoded_text.tokens
     if len(raw) % 4:
-        raise DataError(f"{what} has {len(raw)} bytes of tokens, which are no int32")
+        raise DataError(f"{what} has {len(raw)} bytes of tokens, which are not int32")
     return np.frombuffer(raw, "<i4")

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tinkermq.actors.check_chat import Exchange, check_chat
-from tinkermq.actors.check_job import check_job
+from tinkermq.actors.model_checks import chat_checks, model_checks
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.model_folder import load_causal_lm, load_policy, load_tokenizer
 from tinkermq.actors.policy.tiny_models import (
@@ -20,7 +19,9 @@ from tinkermq.actors.policy.tiny_models import (
     save_tiny_model,
     save_tiny_vision_model,
 )
+from tinkermq.envs.check import Exchange
 from tinkermq.envs.write_data import write_rows
+from tinkermq.schemas.checks import run_checks
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.sections import LoraConfig, RolloutConfig
 
@@ -50,8 +51,8 @@ def faults(path: Path, **sections: Any) -> dict[str, str]:
     job = {"model": {"path": str(path)}, "env": {"game": "bandit"}, **sections}
     if "sft" in sections:
         del job["env"]
-    found = list(check_job(JobConfig.model_validate(job)))
-    return {one["name"]: f"{one['detail']}: {one['hint']}" for one in found if not one["ok"]}
+    results = run_checks(model_checks(JobConfig.model_validate(job)))
+    return {one.name: f"{one.detail}: {one.hint}" for one in results if not one.ok}
 
 
 def edit(file: Path, **values: Any) -> None:
@@ -88,7 +89,7 @@ def test_a_model_that_sees_has_no_faults(tmp_path: Path) -> None:
 def test_a_reward_model_is_refused_by_name(model: Path) -> None:
     edit(model / "config.json", architectures=["Qwen2ForSequenceClassification"])
     said = faults(model)[WEIGHTS]
-    assert "holds a classifier or reward model (Qwen2ForSequenceClassification)" in said
+    assert "is a classifier or reward model (Qwen2ForSequenceClassification)" in said
     assert "env.reward" in said
 
 
@@ -230,7 +231,7 @@ FORGETS = CHAT_TEMPLATE.replace(
 )
 SAID = {"role": "user", "content": "408"}
 # One token for the role and one for the end of the turn: 6 for `12*34`, 2 + 5 for an observation.
-PLAY = Exchange([{"role": "user", "content": "12*34"}], ["=12*34", "408"], [[SAID], [SAID]])
+PLAY = Exchange([{"role": "user", "content": "12*34"}], [], ["=12*34", "408"], [[SAID], [SAID]])
 
 
 def ask(
@@ -240,9 +241,10 @@ def ask(
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
     rollout = RolloutConfig(**{"max_turns": 2, **limits})
-    results = check_chat(ChatTokenizer(tokenizer), rollout, [play], gold=gold)
-    assert [one["name"] for one in results] == [APPENDS, PROMPTS, *([ANSWERS] if gold else [])]
-    return {one["name"]: f"{one['detail']}: {one['hint']}" for one in results if not one["ok"]}
+    checks = chat_checks(ChatTokenizer(tokenizer), rollout, [play], gold=gold)
+    results = list(run_checks(checks))
+    assert [one.name for one in results] == [APPENDS, PROMPTS, *([ANSWERS] if gold else [])]
+    return {one.name: f"{one.detail}: {one.hint}" for one in results if not one.ok}
 
 
 def test_a_game_that_fits_has_no_faults() -> None:
@@ -282,3 +284,21 @@ def test_a_games_system_prompt_that_the_template_leaves_out_is_told() -> None:
 def test_a_template_that_rewrites_the_history_is_told_where_it_matters() -> None:
     assert "rewrites the history" in ask(FORGETS)[APPENDS]
     assert APPENDS not in ask(FORGETS, max_turns=1, gold=False)
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}},
+}
+
+
+def test_a_first_prompt_is_counted_with_the_schemas_of_its_tools() -> None:
+    shows_tools = "{{ tools | tojson if tools else '' }}" + CHAT_TEMPLATE
+    with_tool = replace(PLAY, tools=[TOOL])
+    assert ask(shows_tools, play=PLAY, max_prompt_tokens=40) == {}
+    assert "a first prompt has" in ask(shows_tools, play=with_tool, max_prompt_tokens=40)[PROMPTS]
+
+
+def test_a_template_without_a_place_for_tools_is_refused_for_a_game_that_has_some() -> None:
+    with_tool = replace(PLAY, tools=[TOOL])
+    assert "has no place for tools" in ask(play=with_tool)[PROMPTS]

@@ -8,11 +8,11 @@ import pytest
 from tinkermq.actors.gpu_check import (
     CHECKS,
     DEVICE,
-    Check,
-    GpuCheckResult,
+    GpuCheck,
     run_check,
     run_checks,
 )
+from tinkermq.schemas.checks import CheckResult
 
 from tests.clients.command import tinkermq
 from tests.support.processes import alive
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.full
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def bad(name: str, deadline_s: float = 60) -> Check:
-    return Check(name, f"tests.support.bad_checks:{name}", deadline_s, f"mend {name}")
+def bad(name: str, deadline_s: float = 60) -> GpuCheck:
+    return GpuCheck(name, f"tests.support.bad_checks:{name}", deadline_s, f"mend {name}")
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_goes_wrong_in_one_check_costs_that_line_alone() -> None:
     checks = [*map(bad, ("skip", "fail", "crash")), bad("hang", 5), bad("pass_check")]
     results = {one.name: one for one in run_checks(checks)}
-    assert {name: (one.state, one.detail, one.hint) for name, one in results.items()} == {
+    assert {name: (one.outcome, one.detail, one.hint) for name, one in results.items()} == {
         "skip": ("skipped", "there is no card", "bring one"),
         "fail": (
             "failed",
@@ -54,7 +54,7 @@ def test_what_goes_wrong_in_one_check_costs_that_line_alone() -> None:
 def test_without_a_device_the_other_checks_are_skipped() -> None:
     device = DEVICE._replace(place=bad("fail").place)
     results = list(run_checks([device, bad("pass_check")]))
-    assert [one.state for one in results] == ["failed", "skipped"]
+    assert [one.outcome for one in results] == ["failed", "skipped"]
 
 
 def test_the_engine_generates_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_the_engine_generates_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     engine = next(check for check in CHECKS if check.name == "engine")
     result = run_check(engine)
-    assert result.state == "ok", result
+    assert result.outcome == "ok", result
     assert "answered 16 requests" in result.detail
 
 
@@ -70,9 +70,10 @@ def test_without_a_gpu_the_command_says_so_and_what_to_do() -> None:
     done = tinkermq("doctor", "--gpu", "--json", env=NO_GPU)
     assert done.code == 1
     reply = json.loads(done.out)
-    device, *others = (GpuCheckResult.model_validate(one) for one in reply["checks"])
-    assert device.state == "failed"
+    versions, device, *others = (CheckResult.model_validate(one) for one in reply["checks"])
+    assert device.outcome == "failed"
     assert device.hint
     assert [one.name for one in others] == ["nccl", "flash-attention", "engine"]
-    assert {one.state for one in others} == {"skipped"}
-    assert {"python", "driver", "torch", "vllm", "flash-attn"} <= reply["versions"].keys()
+    assert {one.outcome for one in others} == {"skipped"}
+    named = {item.split()[0] for item in versions.detail.split(", ")}
+    assert {"python", "driver", "torch", "vllm", "flash-attn"} <= named

@@ -96,7 +96,7 @@ def test_a_check_is_told_in_lines(cli: Cli, made: Path) -> None:
     assert done.code == 0, done.err
     assert "asks   POST /v1/chat/completions  2 times" in lines
     assert any(line.startswith("call   1   continues 0") for line in lines)
-    assert "ok     ends by itself, exit code 0" in lines
+    assert "ok   end     ends by itself, exit code 0" in lines
     assert "ok     each call continues the one before it: one row" in lines
     assert "ok     has the reward 0" in lines
 
@@ -125,13 +125,13 @@ def test_a_game_is_no_agent(cli: Cli, tmp_path: Path) -> None:
 
 def test_a_dry_run_runs_the_program_once(cli: Cli, made: Path) -> None:
     done = cli("train", "agent.yaml", "--dry-run", "--json")
-    told = {check["check"]: check for check in json.loads(done.out)["checks"]}
+    told = {check["name"]: check for check in json.loads(done.out)["checks"]}
     assert done.code == 0, done.err
-    assert "run once against a scripted model, 2 calls, 1 rows, done" in told["agent"]["detail"]
+    assert "run once against a scripted model, 2 calls, 1 rows, done" in told["program"]["detail"]
     (made / "program" / "agent.py").write_text("raise SystemExit(1)")
     failed = cli("train", "agent.yaml", "--dry-run")
     assert failed.code == 2
-    assert "agent.command: the program exited with code 1 without one answered" in failed.err
+    assert "the program exited with code 1 without one answered" in failed.err
     hosted = cli("train", "agent.yaml", "env.hosts=0", "--dry-run")
     assert hosted.code == 0
     assert "its programs are run by clients: not checked" in hosted.out

@@ -23,7 +23,6 @@ from tinkermq.broker.presence import PresenceBeat
 from tinkermq.broker.rollouts import BatchLog, RolloutLog
 from tinkermq.clients.cli.deploy import listening_host, read_nats_conf
 from tinkermq.clients.cli.doctor import (
-    Finding,
     _rows,
     _summary,
     check_nodes,
@@ -32,6 +31,7 @@ from tinkermq.clients.cli.doctor import (
 )
 from tinkermq.clients.cli.inspection import send_spans
 from tinkermq.clients.cli.runs import _describe_failure, _describe_reason
+from tinkermq.schemas.checks import CheckResult
 from tinkermq.schemas.job import ActorPlacement, JobRecord
 from tinkermq.schemas.machines import MachineList, MachineStatus
 from tinkermq.schemas.metric import EvalRecord, LogLines, Metric, Presence
@@ -540,7 +540,7 @@ def _node(
     )
 
 
-def _found(*nodes: NodeStatus) -> dict[str, Finding]:
+def _found(*nodes: NodeStatus) -> dict[str, CheckResult]:
     return {one.name: one for one in check_nodes(list(nodes))}
 
 

@@ -77,7 +77,7 @@ def test_up_holds_its_children_up_and_down_leaves_nothing(home: Home, cli: Cli) 
     assert find_url() == state.url
     assert json.loads(cli("ps", "--json").out) == []
     asyncio.run(_belie_a_key(state.url))
-    findings = {one["name"]: one for one in json.loads(cli("doctor", "--json").out)}
+    findings = {one["name"]: one for one in json.loads(cli("doctor", "--json").out)["checks"]}
     assert findings["broker"]["ok"]
     assert findings["scheduler"]["ok"]
     assert findings["node"]["ok"]

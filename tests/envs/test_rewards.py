@@ -16,7 +16,8 @@ from tinkermq.envs.reward_sources import read_judgement, read_score, refused_fie
 from tinkermq.envs.rewards import load_function
 from tinkermq.envs.write_data import verl_row, write_rows
 from tinkermq.schemas.config.sections import RewardConfig, check_judge_prompt
-from tinkermq.schemas.infer import ChatRequest, Delta, InferPart
+from tinkermq.schemas.generation import Delta
+from tinkermq.schemas.infer import ChatRequest, InferPart
 from tinkermq.schemas.wire.errors import BusyError, ConfigError, RewardError
 from tinkermq.schemas.wire.subjects import JobScope
 
@@ -280,7 +281,7 @@ async def test_a_judge_of_the_pool_is_asked_through_the_broker_and_again_while_i
         heard.append(request)
         if len(heard) == 1:
             raise BusyError("all slots are taken", hint="ask later")
-        text = "Score: 4" if request.messages[0]["content"] == "go of 8" else "I cannot say"
+        text = "Score: 4" if request.messages[0].content == ["go of 8"] else "I cannot say"
         return InferPart(deltas=[Delta(choice=0, text=text)])
 
     reward = {"source": "judge", "judge": "grader", "judge_prompt": "$answer of $scale"}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from tinkermq.actors.node.node import check_files_now
+from tinkermq.actors.node.checks import check_files_now
 from tinkermq.actors.scheduler.jobs.states import actors_for, wanted_actor
 from tinkermq.actors.storage.access import leads
 from tinkermq.clients.validation import check_files_exist, resolve_paths
@@ -247,7 +247,8 @@ def test_a_folder_of_tasks_is_looked_at_like_other_files(
     assert wanted_actor(record, host, config).programs == [str(folder)]
     assert folder in {lead.path for lead in leads(config)}
     question = LookQuestion(files=[f"harbor:{folder}", f"harbor:{tmp_path}", "harbor:/nowhere"])
-    assert check_files_now(question).missing == [f"harbor:{tmp_path}", "harbor:/nowhere"]
+    [result] = check_files_now(question).results
+    assert result.detail == f"there is no file harbor:{tmp_path}, harbor:/nowhere"
 
 
 # -- Dockerfiles that the sandbox can follow -------------------------------------------------------

@@ -87,7 +87,7 @@ async def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_bef
 
     await job.resume()
     told = await job.until_event("checkpoint_damaged")
-    assert "learner/optimizer.pt is not as it was written" in told.message
+    assert "learner/optimizer.pt differs from what was written" in told.message
     again = await job.until_event("training_recovered")
     assert (again.data["step"], int(again.message.split()[1])) == (before, newest - before)
     await job.until("COMPLETED")

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.gpu_check import CHECKS, Check, run_check, sum_over_ranks
+from tinkermq.actors.gpu_check import CHECKS, GpuCheck, run_check, sum_over_ranks
 from tinkermq.actors.policy.devices import own_device
 from tinkermq.actors.training.micro_batch import TokenSequence
 from tinkermq.schemas.node import NodeList
@@ -21,16 +21,16 @@ Record = Callable[[str, object], None]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-def test_a_quick_check_holds(check: Check, on_gpu: bool, record_property: Record) -> None:
+def test_a_quick_check_holds(check: GpuCheck, on_gpu: bool, record_property: Record) -> None:
     result = run_check(check)
     record_property(check.name, result.detail)
-    if result.state == "skipped":
+    if result.outcome == "skipped":
         pytest.skip(result.detail)
     if check.name == "device" and not on_gpu:
-        assert result.state == "failed"
+        assert result.outcome == "failed"
         assert "no GPU" in result.detail or "built for the CPU" in result.detail
         return
-    assert result.state == "ok", result
+    assert result.outcome == "ok", result
 
 
 @pytest.mark.parametrize(("option", "hides_gpus"), [("--slots", True), ("--cpu-slots", False)])

@@ -25,7 +25,7 @@ from tinkermq.schemas.chat_messages import (
 from tinkermq.schemas.infer import ChatRequest
 from tinkermq.schemas.model_apis.chat import CHAT as CHAT_API
 from tinkermq.schemas.model_apis.chat import read_chat
-from tinkermq.schemas.model_apis.request import RequestError
+from tinkermq.schemas.model_apis.request import RequestError, history_of
 from tinkermq.schemas.wire.errors import DataError
 
 ASKED = {"role": "user", "content": "write it"}
@@ -87,7 +87,7 @@ def of_body(folder: Path, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
     body = json.dumps({"model": "m", "messages": chat}).encode()
     _, query = read_query(body, CHAT_API)
     assert isinstance(query, ChatRequest)
-    return query.messages
+    return [message.for_template() for message in history_of(query)]
 
 
 def of_program(folder: Path, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -198,7 +198,7 @@ def test_arguments_that_are_no_object_are_refused_with_file_row_and_column(
         ChatData([path]).row(1) if column == "messages" else Dataset([path]).record(1)
     place = f"{column}[1].tool_calls[0].function.arguments of row 1 of {path} is {arguments!r}"
     assert place in caught.value.message
-    assert "no JSON object" in caught.value.message
+    assert "not a JSON object" in caught.value.message
     assert caught.value.hint
 
 
@@ -292,10 +292,10 @@ def test_what_nests_too_deep_is_refused() -> None:
     deep: Any = []
     for _ in range(3000):
         deep = [deep]
-    with pytest.raises(DataError, match="nests too deep"):
+    with pytest.raises(DataError, match="is nested too deeply"):
         read_conversation([spelled(name="f", arguments={"a": deep})], Origin(where="row 0"))
     tool = {"type": "function", "function": {"name": "f", "parameters": {"enum": deep}}}
-    with pytest.raises(DataError, match="tools is '…', and nests too deep"):
+    with pytest.raises(DataError, match="tools is '…', and is nested too deeply"):
         read_tools([tool], Origin("tools", is_request=True))
 
 

@@ -217,7 +217,7 @@ def test_each_event_and_answer_of_responses_has_the_shape_of_openais_own_types(t
 @pytest.mark.parametrize(
     ("name", "body", "param", "message"),
     [
-        ("chat", [], "", "the body is no object"),
+        ("chat", [], "", "the body must be an object"),
         ("chat", {"messages": []}, "messages", "messages is empty"),
         ("chat", {"messages": [{"role": "bard"}]}, "messages[0].role", "'bard'"),
         ("chat", {"messages": "go"}, "messages", "must be a list, and is 'go'"),
@@ -225,13 +225,13 @@ def test_each_event_and_answer_of_responses_has_the_shape_of_openais_own_types(t
             "chat",
             {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             "messages[0].content[0].type",
-            "takes texts and images",
+            "texts and images",
         ),
         (
             "chat",
             {"messages": [{"role": "user", "content": "x"}], "n": 0},
             "n",
-            "at least 1, and is 0",
+            "must be an integer",
         ),
         ("responses", {"input": []}, "input", "input is empty"),
         ("responses", {"input": [{"role": "bard", "content": ""}]}, "input[0].role", "'bard'"),
@@ -241,7 +241,7 @@ def test_each_event_and_answer_of_responses_has_the_shape_of_openais_own_types(t
             "messages",
             {"messages": [{"role": "user"}], "thread": {"type": "create"}},
             "thread",
-            "not kept here",
+            "does not store conversations",
         ),
         (
             "messages",

@@ -119,9 +119,9 @@ def test_a_group_has_trajectories_or_an_error() -> None:
     blame = Blame(boundary="task", code="x", message="y")
     task = Task(task=0, seed=0, group_size=1)
     assert Group(task=task, error=blame, source="t").trajectories == []
-    with pytest.raises(ValueError, match="or an error and none"):
+    with pytest.raises(ValueError, match="either trajectories or an error"):
         Group(task=task, source="t")
-    with pytest.raises(ValueError, match="or an error and none"):
+    with pytest.raises(ValueError, match="either trajectories or an error"):
         Group(task=task, error=blame, trajectories=[trajectory()], source="t")
 
 
@@ -217,8 +217,8 @@ def _change(**changes: Any) -> bytes:
         ({"shared": [-1, 0]}, "a number of tokens"),
         ({"shared": "all"}, "a number of tokens"),
         ({"shared": [1 << 24, 0]}, "more than 8,388,608 tokens"),
-        ({"mask": 3}, "vectors of its tokens"),
-        ({"messages": {}}, "messages are a list"),
+        ({"mask": 3}, "must have one dimension"),
+        ({"messages": {}}, "messages must be a list"),
     ],
 )
 def test_rows_that_cannot_be_whole_are_refused(changes: dict[str, Any], told: str) -> None:
@@ -229,10 +229,10 @@ def test_rows_that_cannot_be_whole_are_refused(changes: dict[str, Any], told: st
 def test_a_first_row_has_nobody_to_share_with() -> None:
     fields = unpack(make_group(rendered_anew(2)).to_bytes())
     fields["trajectories"] = fields["trajectories"][1:]
-    with pytest.raises(MessageError, match="none before it"):
+    with pytest.raises(MessageError, match="no row stands before it"):
         Group.from_bytes(pack(fields))
     fields["trajectories"] = [7, *fields["trajectories"]]
-    with pytest.raises(MessageError, match="none before it"):
+    with pytest.raises(MessageError, match="no row stands before it"):
         Group.from_bytes(pack(fields))
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from tinkermq.actors.gpu_check import CheckSkipped
+from tinkermq.schemas.checks import CheckSkipped
 
 
 def pass_check() -> str:

@@ -12,11 +12,11 @@ from tinkermq.broker.client.parts import PartsService, Tell
 from tinkermq.broker.client.rpc import Service
 from tinkermq.schemas.agent import (
     CallDelivered,
-    CallDelta,
     CallPart,
     CallRequest,
     CancelCall,
 )
+from tinkermq.schemas.generation import Delta
 from tinkermq.schemas.wire.errors import EngineError, TinkermqError
 from tinkermq.schemas.wire.subjects import JobScope
 
@@ -57,9 +57,9 @@ class Script:
 
 def _token_texts(request: CallRequest, text: str) -> dict[str, Any]:
     """Return a token's text, and those of likelier ones, where they are asked for."""
-    num = request.top_logprobs
-    if num is None:
+    if not request.logprobs:
         return {}
+    num = request.decoding.top_logprobs
     tops = {
         "top_tokens": [[f"t{n}" for n in range(num)]],
         "top_logprobs": [[-0.1 * n for n in range(num)]],
@@ -123,12 +123,12 @@ class ScriptedGenerator:
             return head
         tokens = [
             _tokens(script.say(request, choice), script.token_chars)
-            for choice in range(request.num_choices)
+            for choice in range(request.decoding.num_choices)
         ]
         begun = request.begun.deltas if request.begun is not None else []
         told = {delta.choice: len(delta.token_ids) for delta in begun}
         deltas = [
-            CallDelta(
+            Delta(
                 choice=choice,
                 text=text,
                 token_ids=[1000 * choice + place],
@@ -141,7 +141,7 @@ class ScriptedGenerator:
             for text in said[place : place + 1]
             if place >= told.get(choice, 0)
         ]
-        ends = [CallDelta(choice=choice, finish="stop") for choice in range(len(tokens))]
+        ends = [Delta(choice=choice, finish="stop") for choice in range(len(tokens))]
         if not request.stream:
             await self._pause(0)
             return self._last(head, [*deltas, *ends])
@@ -154,19 +154,18 @@ class ScriptedGenerator:
 
     def _head(self, request: CallRequest) -> CallPart:
         name = request.request.split("-")[0][:12]
-        names = [f"call_{name}{choice:02}_" for choice in range(request.num_choices)]
+        names = [f"call_{name}{choice:02}_" for choice in range(request.decoding.num_choices)]
         return CallPart(
             delivery=self._delivery,
             names=request.begun.names if request.begun is not None else names,
-            has_tools=bool(request.tools),
-            is_thinking=self.script.thinking,
-            num_prompt=11,
-            prompt_ids=list(range(11)) if request.token_ids else [],
+            opened="<think>" if self.script.thinking else "",
+            prompt_tokens=11,
+            prompt_token_ids=[list(range(11))] if request.token_ids else [],
             num_reused=4,
             parent=request.previous,
         )
 
-    def _last(self, part: CallPart, deltas: list[CallDelta], num: int = 0) -> CallPart:
+    def _last(self, part: CallPart, deltas: list[Delta], num: int = 0) -> CallPart:
         numbers = [next(self.script.numbers) for _ in range(num or len(part.names))]
         return part.model_copy(update={"deltas": deltas, "calls": numbers})
 

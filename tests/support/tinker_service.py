@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders
 from tinkermq.actors.tinker.adapter_cache import AdapterStates
 from tinkermq.actors.tinker.apply import OperationApplier
+from tinkermq.actors.tinker.catalogue import Catalogue
 from tinkermq.actors.tinker.service import TrainerService
-from tinkermq.actors.tinker.user_records import UserRecords
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.operations import OperationLog
@@ -58,6 +59,11 @@ class Trainer:
         self._folder = self._folder.with_name("others")
         self.states = AdapterStates(self._folder)
 
+    @property
+    def folders(self) -> CheckpointFolders:
+        """The named checkpoints of the trainer."""
+        return CheckpointFolders(self._folder)
+
     @contextlib.asynccontextmanager
     async def running(
         self,
@@ -82,9 +88,11 @@ class Trainer:
             mixed = config.tinker.mixed_micro_batches
             adapters = await asyncio.to_thread(open_trainer, self._base, max_rank=16, mixed=mixed)
             about = ModelInfo(model="-", base=BASE, folder=str(self._base), arch="qwen3", rank=1)
-            kept = UserRecords(self._folder, max_bytes=max_bytes)
-            applying = OperationApplier(adapters, self.states, kept, about)
-            service = TrainerService(context, adapters, applying, self.states, kept, gap_s=gap_s)
+            catalogue = Catalogue(self._folder, max_bytes=max_bytes)
+            applying = OperationApplier(adapters, catalogue, about)
+            service = TrainerService(
+                context, adapters, applying, self.states, catalogue, gap_s=gap_s
+            )
             task = self.task = asyncio.create_task(service.run())
             try:
                 yield service
@@ -152,7 +160,7 @@ class Trainer:
         body = {"model_id": MODEL, "seq_id": seq, "path": name}
         await self.send("save_weights", seq, body)
         assert (await self.result(seq)).state == "done"
-        folder = self.states.place_of("ada", CheckpointName(END, "weights", name))
+        folder = self.folders.find("ada", CheckpointName(END, "weights", name)).folder
         return (folder / "adapter_model.safetensors").read_bytes()
 
 

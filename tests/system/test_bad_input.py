@@ -13,7 +13,7 @@ from tinkermq.clients import AsyncTrajectoryPublisher
 from tinkermq.clients.base import JobAddress
 from tinkermq.schemas.control import ControlReply, ControlRequest
 from tinkermq.schemas.wire.codec import pack
-from tinkermq.schemas.wire.errors import MessageError, ModelError
+from tinkermq.schemas.wire.errors import DataError, GameError, MessageError, ModelError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.faults.injected import append_untrainable, episode
@@ -100,7 +100,6 @@ async def mistakes(
     configs = {
         "template": small_job(forgetful, rollout={"max_turns": 2}),
         "system": small_job(no_system, env={"game": "tests.support.games:EchoGame"}),
-        "missing": small_job(model, env=data("missing.parquet"), generator=alone),
         "column": small_job(model, env=data("no_answer.jsonl"), generator=alone),
         "nothing": small_job(model, env=data("nothing.jsonl"), generator=alone),
         "import": small_job(model, env={"game": "tests.support.games:NoSuchGame"}, generator=alone),
@@ -138,7 +137,6 @@ async def mistakes(
     [
         ("template", ["chat template"]),
         ("system", ["no_system takes no system message", "the template leaves it out"]),
-        ("missing", ["missing.parquet"]),
         ("column", ["no_answer.jsonl", "answer"]),
         ("nothing", ["nothing.jsonl"]),
         ("import", ["module tests.support.games has no game 'NoSuchGame'", "SlowBandit"]),
@@ -163,11 +161,33 @@ async def test_a_mistake_fails_the_job_with_its_reason(
 async def test_a_folder_without_a_model_is_refused_by_a_node_and_makes_no_job(
     shared_stack: Stack, tmp_path: Path
 ) -> None:
-    told = "empty is no model folder: config.json is missing"
+    told = "empty is not a model folder: config.json is missing"
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match=told) as refused:
         await shared_stack.submit(small_job(tmp_path / "empty"))
     assert "save_pretrained" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("error", "env", "told"),
+    [
+        (
+            DataError,
+            {"train_data": ["/no/rows.jsonl"]},
+            "node node: there is no file /no/rows.jsonl",
+        ),
+        (GameError, {"game": "beside_the_yaml:Game"}, "there is no module 'beside_the_yaml'"),
+    ],
+)
+async def test_what_no_node_has_is_refused_and_leaves_the_name_free(
+    shared_stack: Stack, model: Path, error: type[Exception], env: dict[str, Any], told: str
+) -> None:
+    name = f"refused-{error.__name__.lower()}"
+    with pytest.raises(error, match=told):
+        await shared_stack.submit({**small_job(model, env={"num_val": 0, **env}), "name": name})
+    sound = small_job(model, env={"hosts": 0}, generator={"count": 0})
+    job = await shared_stack.submit({**sound, "name": name})
+    await job.stop(now=True)
 
 
 async def test_a_model_whose_weights_are_cut_is_refused_by_a_node_and_makes_no_job(

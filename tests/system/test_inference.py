@@ -34,7 +34,8 @@ from tinkermq.envs.games.guess import GuessGame
 from tinkermq.envs.host import EnvironmentHost
 from tinkermq.envs.host_client import Environments, Start
 from tinkermq.schemas.config.load_config import parse_config
-from tinkermq.schemas.infer import ChatRequest, Decoding, InferPart
+from tinkermq.schemas.generation import Decoding, ModelMessage
+from tinkermq.schemas.infer import ChatRequest, InferPart
 from tinkermq.schemas.wire.errors import (
     ConfigError,
     JobFailedError,
@@ -65,7 +66,9 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 async def ask(stack: Stack, scope: JobScope, name: str, **fields: Any) -> list[InferPart]:
     """Chat with a job; return all parts of the answer."""
-    request = ChatRequest(request=name, messages=HELLO, **fields)
+    request = ChatRequest(
+        request=name, messages=[ModelMessage(role="user", content=["hello"])], **fields
+    )
     parts = ask_parts(
         stack.broker, scope.infer("chat"), request, InferPart, waiting_for="the server"
     )
@@ -85,7 +88,6 @@ async def test_a_model_folder_is_served_by_several_servers(
         decoding = Decoding(max_tokens=12, seed=5)
         (whole,) = await ask(stack, scope, "whole", decoding=decoding)
         assert whole.model == job["name"]
-        assert whole.completion_tokens == len(whole.deltas[0].token_ids)
         streamed = await ask(stack, scope, "bits", decoding=decoding, stream=True)
         tokens = [one for part in streamed for delta in part.deltas for one in delta.token_ids]
         assert tokens == whole.deltas[0].token_ids

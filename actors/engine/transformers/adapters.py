@@ -1,14 +1,11 @@
-"""Adapters (LoRA) that rows of one forward pass choose for themselves, beside one base model.
+"""Adapters of rows in one forward pass, and new weights prepared beside the running ones.
 
-The adapters in use are laid side by side: one product with all their A, one with all their B, and
-in between each row keeps the numbers of its own adapter alone; what the others would add to it is
-an exact 0. Rows that all have the same adapter, or none, compute nothing else. The linear layers
-stay what they are: what is added to their output is a hook, set when the first adapter comes.
+The adapters in use are concatenated: one product with all their A, one with all their B, and in
+between each row keeps the numbers of its own adapter; the others contribute an exact 0.
 
-New weights are prepared beside the running ones. Two sets exist from the first update on: the one
-that decodes and the one that is filled next, or that lies in the machine's shared memory. So a swap
-exchanges pointers and costs microseconds whatever the model's size, and an update that is refused
-has touched nothing.
+From the first update of weights on there are two sets: the one that decodes and the one that is
+filled next, or that is in the machine's shared memory. So a swap exchanges pointers and takes
+microseconds whatever the model's size, and a refused update has changed nothing.
 
 Shape letters: B rows of a forward pass, N tokens of each, X of all, R ranks of all adapters in use
 together.
@@ -21,7 +18,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,49 +27,47 @@ from torch import Tensor, nn
 from ....broker.weights.shared_memory import is_in_memory
 from ....schemas.config.sections import LoraConfig
 from ....schemas.wire.errors import ModelError
-from ...policy.lora import PREFIX, has_adapter, layer_of
+from ...policy.adapted_layers import AdaptedLayers, LowRank, OneAdapter
+from ...policy.lora import PREFIX, layer_of
 from ...weights.tensors import TensorSource, as_tensor, bytes_of, dtype_of
 from ..weight_updates import WeightNames
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-_SPARE = 2
-"""Adapters laid side by side are laid anew when they have so many times the ranks in use."""
+_MAX_UNUSED = 2
+"""Concatenated adapters are made anew when they have so many times the ranks in use."""
 _serials = itertools.count(1)
-
-LowRankTensors = dict[str, tuple[Tensor, Tensor]]
-"""Of each layer A [rank, in] and the transposed B [rank, out], which the scale has multiplied."""
 
 
 @dataclass(slots=True, eq=False)
 class EngineAdapter:
-    """An adapter that rows may have; newer weights may take its place while they run."""
+    """An adapter that rows may have; newer weights may replace its weights while they run."""
 
     name: str
     version: int
-    by_layer: LowRankTensors
+    by_layer: dict[str, LowRank]
     serial: int = field(default_factory=lambda: next(_serials))
-    """Unlike that of any other weights."""
+    """Unique to these weights."""
     alone: "_Stack | None" = None
-    """What lies in the layers where it is the only one."""
+    """The adapter for passes in which other rows have none."""
 
     @property
     def rank(self) -> int:
-        """The largest of its layers."""
-        return max((len(a) for a, _ in self.by_layer.values()), default=0)
+        """The largest rank of its layers."""
+        return max((len(pair.a) for pair in self.by_layer.values()), default=0)
 
-    def become(self, version: int, by_layer: LowRankTensors) -> None:
+    def replace_weights(self, version: int, by_layer: dict[str, LowRank]) -> None:
         """Take other weights."""
         self.version, self.by_layer, self.serial = version, by_layer, next(_serials)
         self.alone = None
 
 
 RowsOfAdapters = Sequence[EngineAdapter | None]
-"""What the rows of a forward pass have; None: the base alone."""
+"""The adapters of the rows of a forward pass; None: the base model alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Adapters laid side by side in one layer."""
+    """Concatenated adapters in one layer."""
 
     a: Tensor
     """float[R, in]."""
@@ -83,150 +78,126 @@ class _Layer:
 
 
 class _Stack:
-    """Adapters laid side by side."""
+    """Concatenated adapters."""
 
     def __init__(self, adapters: Sequence[EngineAdapter]) -> None:
-        self.serials = [adapter.serial for adapter in adapters]
-        self.place = {serial: number for number, serial in enumerate(self.serials)}
+        self.place = {adapter.serial: number for number, adapter in enumerate(adapters)}
         self.rank = sum(adapter.rank for adapter in adapters)
         self._adapters = [adapter.by_layer for adapter in adapters]
         self._layers: dict[str, _Layer | None] = {}
 
     def layer(self, name: str) -> _Layer | None:
-        """Return what stands in one layer, None for nothing."""
+        """Return the adapters in one layer; None if none has a part in it."""
         if name not in self._layers:
-            self._layers[name] = self._laid(name)
+            self._layers[name] = self._concatenate(name)
         return self._layers[name]
 
-    def _laid(self, name: str) -> _Layer | None:
-        parts = [
-            (at, adapter[name]) for at, adapter in enumerate(self._adapters) if name in adapter
-        ]
+    def _concatenate(self, name: str) -> _Layer | None:
+        parts = [(at, some[name]) for at, some in enumerate(self._adapters) if name in some]
         if not parts:
             return None
+        owner = [torch.full((len(pair.a),), at, device=pair.a.device) for at, pair in parts]
         if len(parts) == 1:
-            at, (a, b) = parts[0]
-            return _Layer(a, b, torch.full((len(a),), at, device=a.device))
-        a = torch.cat([a for _, (a, _) in parts])
-        b = torch.cat([b for _, (_, b) in parts])
-        owner = [torch.full((len(a),), at) for at, (a, _) in parts]
-        return _Layer(a, b, torch.cat(owner).to(a.device))
+            pair = parts[0][1]
+            return _Layer(pair.a, pair.b.t(), owner[0])
+        a = torch.cat([pair.a for _, pair in parts])
+        b = torch.cat([pair.b.t() for _, pair in parts])
+        return _Layer(a, b, torch.cat(owner))
+
+
+@dataclass(frozen=True, slots=True)
+class _AdapterOfEachRow:
+    stack: _Stack
+    place_B: Tensor
+    """int64: each row's place in the stack; -1: no adapter."""
+
+    def add(self, layer: str, inputs: Tensor, whole: Tensor) -> Tensor | None:
+        """See Addition."""
+        in_layer = self.stack.layer(layer)
+        if in_layer is None:
+            return None
+        low_XR = nn.functional.linear(inputs, in_layer.a).flatten(0, -2)
+        other_BR = self.place_B[:, None] != in_layer.owner_R
+        # Layers whose input a model flattens have the rows' tokens in this order, too.
+        num_tokens = len(low_XR) // len(other_BR)
+        low_XR.masked_fill_(other_BR.repeat_interleave(num_tokens, 0), 0)
+        return whole.flatten(0, -2).addmm_(low_XR, in_layer.b).view(whole.shape)
 
 
 class RowAdapters:
-    """The linear layers of one model, and which adapter each row of a forward pass has."""
+    """The adapters of one model's rows."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Set no hook yet."""
-        self._model = model
-        self._layers: dict[str, nn.Linear] = {}
-        self._stack: _Stack | None = None
+        """Set no hooks yet."""
+        self._layers = AdaptedLayers(model)
         self._cached: _Stack | None = None
-        self._place_B: Tensor | None = None
-        """int64: the adapter of each row; None where all have that of the stack."""
 
-    def prepare(self, tensors: Mapping[str, TensorSource], config: LoraConfig) -> LowRankTensors:
-        """Return an adapter's tensors, by PEFT's names, as this model takes them; in any thread.
+    def prepare(
+        self, tensors: Mapping[str, TensorSource], config: LoraConfig
+    ) -> dict[str, LowRank]:
+        """Return an adapter's tensors by layer, scaled as `config` says; in any thread.
 
-        Each layer's are multiplied as `config` says.
-
-        Raises ModelError for layers that there are not, other shapes, and what is no number.
+        `tensors` have PEFT's names. Raises ModelError for layers that the model does not have,
+        other shapes, and values that are not finite.
         """
-        layers = self._layers or self._adapted_layers()
-        pairs: LowRankTensors = {}
+        pairs: dict[str, LowRank] = {}
         for name in sorted({layer_of(name) for name in tensors}):
             try:
                 a, b = (as_tensor(tensors[f"{PREFIX}{name}{part}"]) for part in (_A, _B))
             except KeyError as error:
                 raise _unfit(f"it has no {error.args[0]}") from None
-            layer = layers.get(name)
+            layer = self._layers.linear.get(name)
             if layer is None:
                 raise _unfit(f"the model has no linear layer {name}")
             shapes = (a.shape[1], b.shape[0], a.shape[0])
             if shapes != (layer.in_features, layer.out_features, b.shape[1]):
                 raise _unfit(f"its {name} is {list(a.shape)} and {list(b.shape)}")
             if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
-                raise _unfit(f"its {name} holds what is no number")
+                raise _unfit(f"its {name} has values that are not finite")
             like: dict[str, Any] = {"dtype": layer.weight.dtype, "device": layer.weight.device}
             scaled = (b.float() * config.scale_of(name)).t().contiguous()
-            pairs[name] = (a.to(**like, copy=True), scaled.to(**like))
+            pairs[name] = LowRank(a.to(**like, copy=True), scaled.to(**like).t())
         return pairs
 
     def open(self) -> None:
         """Set the hooks; in the thread that computes."""
-        if not self._layers:
-            self._layers = self._adapted_layers()
-            for name, layer in self._layers.items():
-                layer.register_forward_hook(self._hook(name))
+        self._layers.open()
 
     @contextlib.contextmanager
     def using(self, rows: RowsOfAdapters) -> Iterator[None]:
-        """Let the rows of a forward pass have these adapters."""
-        chosen = {adapter.serial: adapter for adapter in rows if adapter is not None}
-        if not chosen:
+        """Let the rows of the forward passes in this block have these adapters."""
+        used = list({adapter.serial: adapter for adapter in rows if adapter is not None}.values())
+        if not used:
             yield
-            return
-        self._stack = self._stack_of(list(chosen.values()))
-        if len(self._stack.serials) > 1 or any(adapter is None for adapter in rows):
-            place = self._stack.place
-            places = [-1 if adapter is None else place[adapter.serial] for adapter in rows]
-            device = next(iter(self._layers.values())).weight.device
-            self._place_B = torch.tensor(places, device=device)
-        try:
-            yield
-        finally:
-            self._stack, self._place_B = None, None
+        elif len(used) == 1 and None not in rows:
+            with self._layers.using(OneAdapter(used[0].by_layer)):
+                yield
+        else:
+            stack = self._stack_of(used)
+            places = [-1 if adapter is None else stack.place[adapter.serial] for adapter in rows]
+            device = next(iter(self._layers.linear.values())).weight.device
+            place_B = torch.tensor(places, device=device)
+            with self._layers.using(_AdapterOfEachRow(stack, place_B)):
+                yield
 
-    def _stack_of(self, chosen: list[EngineAdapter]) -> _Stack:
-        """Return adapters side by side; those of the last pass if they hold the chosen ones."""
-        if len(chosen) == 1:
-            chosen[0].alone = chosen[0].alone or _Stack(chosen)
-            return chosen[0].alone
-        cached, rank = self._cached, sum(adapter.rank for adapter in chosen)
+    def _stack_of(self, used: list[EngineAdapter]) -> _Stack:
+        """Return concatenated adapters; those of the last pass if they contain the used ones."""
+        if len(used) == 1:
+            used[0].alone = used[0].alone or _Stack(used)
+            return used[0].alone
+        cached, rank = self._cached, sum(adapter.rank for adapter in used)
         if (
             cached is None
-            or cached.rank > _SPARE * rank
-            or any(adapter.serial not in cached.place for adapter in chosen)
+            or cached.rank > _MAX_UNUSED * rank
+            or any(adapter.serial not in cached.place for adapter in used)
         ):
-            self._cached = cached = _Stack(chosen)
+            self._cached = cached = _Stack(used)
         return cached
 
     def forget(self, adapter: EngineAdapter) -> None:
-        """Free what was laid side by side with an adapter."""
+        """Free concatenated adapters that contain this one."""
         if self._cached is not None and adapter.serial in self._cached.place:
             self._cached = None
-
-    def _hook(self, name: str) -> Any:
-        def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-            layer = None if self._stack is None else self._stack.layer(name)
-            return None if layer is None else self._added(layer, inputs[0], output)
-
-        return add
-
-    def _added(self, layer: _Layer, x: Tensor, output: Tensor) -> Tensor:
-        low_XR = nn.functional.linear(x, layer.a).flatten(0, -2)
-        if self._place_B is not None:
-            other_BR = self._place_B[:, None] != layer.owner_R
-            # Row by row, in layers before which a model lays all tokens behind each other, too.
-            num_tokens = len(low_XR) // len(other_BR)
-            low_XR.masked_fill_(other_BR.repeat_interleave(num_tokens, 0), 0)
-        return torch.addmm(output.flatten(0, -2), low_XR, layer.b).view(output.shape)
-
-    def _adapted_layers(self) -> dict[str, nn.Linear]:
-        if has_adapter(self._model):
-            raise ModelError(
-                "the engine's model has an adapter of its own",
-                hint="start the engine with the base model",
-            )
-        decoder: nn.Module = cast(Any, self._model).get_decoder()
-        head: nn.Module | None = cast(Any, self._model).get_output_embeddings()
-        inside = {id(module) for module in decoder.modules()} | {id(head)}
-        modules: Iterable[tuple[str, nn.Module]] = cast(Any, self._model).named_modules()
-        return {
-            name: module
-            for name, module in modules
-            if isinstance(module, nn.Linear) and id(module) in inside
-        }
 
 
 def _unfit(why: str) -> ModelError:

@@ -2,11 +2,11 @@
 
 Shape letters: B rows, N tokens per row of a prefill, T keys, V vocabulary.
 
-The model is the ordinary transformers class. It is given the cache, explicit positions and an
-additive 4-D mask. This way of running it is compared with a plain forward pass, so a model whose
-attention needs more than that (windows, soft caps, sinks, position biases) is refused and never
-computed wrongly. Both are computed in float32: 16 bits may round the logits of a sound model by
-tenths of their size, since the first tokens' activations are a thousand times the others'.
+The model is the ordinary transformers class, called with the cache, explicit positions and an
+additive 4-D mask. The results are compared with a plain forward pass at the start, so that a model
+whose attention needs more (windows, soft caps, sinks, position biases) is refused. The comparison
+is in float32: with 16 bits even a supported model's logits differ by tenths of their size, since
+the first tokens' activations are a thousand times the others'.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,25 +35,25 @@ from .kv_cache import ATTENTION, PREFIX_CACHE_BYTES, CacheShape, SlotCache, cach
 _PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}
 """Tokens of one prefill pass, padding included, which bounds its memory; one row may have more.
 
-A CPU's matrix products are as fast with few hundred rows as with thousands. Passes of fewer prompts
-have less padding, as their lengths differ less, and the first of them end sooner.
+A CPU's matrix products are as fast with a few hundred rows as with thousands. Passes of fewer
+prompts have less padding, and the first of them end sooner.
 """
 _PROBE = (1, 2, 3, 5, 1, 2)
 _TOLERANCE = 1e-3
-"""Of logits in float32, over the largest."""
+"""Largest difference of logits in float32, relative to the largest logit."""
 
 
 @dataclass(frozen=True, slots=True)
 class FedTokens:
-    """Tokens that a slot is to be fed: those from position `start` on."""
+    """Tokens to feed to a slot: those from position `start` on."""
 
     slot: int
     start: int
     tokens: IntVector
     images: vision.SeenImages | None = None
-    """Images in the slot's tokens; those of a span that begins at 0 are fed with it."""
+    """Images in the slot's tokens, fed with a span that begins at 0."""
     adapter: EngineAdapter | None = None
-    """What the slot computes with beside the model."""
+    """The slot's adapter."""
 
     @property
     def positions_3N(self) -> NDArray[np.int64]:
@@ -75,15 +75,15 @@ def load_decoder(
     lora: LoraConfig | None = None,
     base: PreTrainedModel | None = None,
 ) -> "SlotDecoder":
-    """Load a model and prove that the slot cache computes it; ModelError for one it cannot.
+    """Load a model and verify that the slot cache computes it; raises ModelError.
 
-    With `base` only an adapter is loaded, beside the weights of a model that is in memory.
+    With `base` only an adapter is loaded, for the weights of a model in memory.
     """
     config = load_model_config(path, trust_remote_code=trust_remote_code)
     _check_layers(path, config)
     text_config: Any = config.get_text_config()  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
     refuse_long_sequences(path, max_tokens, count_positions(text_config.to_dict()))
-    # Loaded with the reference attention, which `_check` compares with: it knows every variant.
+    # Loaded with the reference attention, with which `_check` compares: it supports every variant.
     model = load_policy(
         path,
         lora or LoraConfig(),
@@ -111,7 +111,7 @@ class SlotDecoder:
     ) -> None:
         self.model = model
         self.reader = reader
-        """What reads images, if the model sees some."""
+        """Reads images, if the model does."""
         use_onednn(model, DECODED_WEIGHTS)
         self.adapters = RowAdapters(model)
         self._recorder: RouterRecorder | None = None
@@ -130,19 +130,19 @@ class SlotDecoder:
         self.cache = SlotCache(shape, max_slots, max_tokens, _free_cells(model, shape))
 
     def record_experts(self) -> None:
-        """Note which experts read each token; ModelError for a model where that cannot be."""
+        """Record the experts of each token; raises ModelError if the model's cannot be recorded."""
         self._recorder = RouterRecorder(self.model)
 
     @property
     def expert_shape(self) -> tuple[int, int]:
-        """Layers with experts and how many of one read a token, as recorded; (0, 0): nothing is."""
+        """Recorded layers with experts, and experts per token; (0, 0): nothing is recorded."""
         shape = None if self._recorder is None else self._recorder.shape
         return (0, 0) if shape is None else (shape.layers, shape.chosen)
 
     def chosen(self, num_rows: int) -> ExpertRecord:
-        """Return which experts read the tokens of the latest pass, [B, N, L, K], padding included.
+        """Return the experts of the tokens of the latest pass, [B, N, L, K], padding included.
 
-        It may be asked for once, of an engine that records.
+        Once per pass, and only if experts are recorded.
         """
         assert self._recorder is not None
         chosen = self._recorder.take_choices()
@@ -166,8 +166,8 @@ class SlotDecoder:
     ) -> torch.Tensor:
         """Feed one token to each of the first B slots, or of `slots_B`; return the logits [B, V].
 
-        `shift_B` is added to the places of the tokens to have their rotary positions. `adapters`
-        are those of the slots; empty: they have none.
+        `shift_B` is the offset of the rotary positions. `adapters` are those of the slots; empty:
+        they have none.
         """
         length = int(positions_B.max()) + 1
         num_slots = len(tokens_B) if slots_B is None else int(slots_B.max()) + 1
@@ -215,7 +215,7 @@ class SlotDecoder:
     def _with_images(
         self, ids_BN: torch.Tensor, spans: Sequence[FedTokens]
     ) -> dict[str, torch.Tensor]:
-        """Return what the model reads: embeddings with the images that these spans begin with."""
+        """Return the model's input: embeddings with the images at the start of these spans."""
         width = ids_BN.shape[1]
         fed = [
             (span.images, span.images.places_Q + (row + 1) * width - len(span.tokens))
@@ -232,7 +232,7 @@ class SlotDecoder:
     def _prefill_mask(
         self, positions_BN: torch.Tensor, valid_BN: torch.Tensor | None, length: int | None
     ) -> torch.Tensor | None:
-        """Causal over the slots' first `length` keys, or over the pass's own without padding."""
+        """Return a causal mask over the slots' first `length` keys, or over the pass's own."""
         if length is not None:
             keys_T = torch.arange(length, device=self.device)
             return self._additive((keys_T <= positions_BN[..., None])[:, None])
@@ -240,7 +240,7 @@ class SlotDecoder:
             return None
         columns_N = torch.arange(positions_BN.shape[1], device=self.device)
         causal_NN = columns_N <= columns_N[:, None]
-        itself_NN = columns_N == columns_N[:, None]  # padding sees itself, or it would be NaN
+        itself_NN = columns_N == columns_N[:, None]  # padding sees itself, to avoid NaN
         return self._additive(((causal_NN & valid_BN[:, None]) | itself_NN)[:, None])
 
     def _additive(self, visible: torch.Tensor) -> torch.Tensor:
@@ -297,7 +297,7 @@ class SlotDecoder:
 
 @contextmanager
 def _in_float32(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model of 16 bits compute in float32, each module with a copy while it runs."""
+    """Compute a model of 16 bits in float32, with a temporary copy of each module's weights."""
     originals: dict[torch.nn.Module, dict[str, torch.nn.Parameter]] = {}
 
     def widen(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -340,7 +340,7 @@ def _float32(value: Any) -> Any:
 def _free_cells(model: PreTrainedModel, shape: CacheShape) -> int | None:
     """Return the tokens for whose keys and values a GPU has memory; None on a CPU.
 
-    The weights of the next version lie beside those of now.
+    The weights of the next version need memory, too.
     """
     if shape.device.type != "cuda":
         return None
@@ -365,7 +365,7 @@ def _check_layers(path: str, config: Any) -> None:
 
 @dataclass(frozen=True)
 class _Probe:
-    """Tokens that the model computes in both ways."""
+    """The sequence that is computed in both ways."""
 
     tokens: IntVector
     first: int
@@ -374,7 +374,7 @@ class _Probe:
 
 
 def _probes(model: PreTrainedModel, reader: vision.ImageReader | None) -> list[_Probe]:
-    """Return a text, and for a model that sees a text with an image."""
+    """Return a text, and for a vision model one with an image."""
     text = _Probe(np.array(_PROBE, np.int32), 3)
     if reader is None:
         return [text]
@@ -406,7 +406,7 @@ def _cache_shape(path: str, cache: DynamicCache) -> CacheShape:
 
 
 def _batches(spans: Sequence[FedTokens], max_tokens: int) -> Iterator[list[int]]:
-    """Group spans, resumed ones apart, so that padding at most doubles the work of a pass."""
+    """Group spans so that padding at most doubles the work; resumed spans are separate."""
     order = sorted(range(len(spans)), key=lambda i: (spans[i].start > 0, len(spans[i].tokens)))
     batch: list[int] = []
     for index in order:

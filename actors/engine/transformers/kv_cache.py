@@ -1,21 +1,20 @@
 """The KV cache of the running rows: one slot per row, a tensor per layer, grown in blocks.
 
-Slots are equally long. Where memory is bounded (`max_cells`, on a GPU), the number of slots times
-their length is: rows are admitted by the length that they may reach, and slots that no row uses
-give way to longer ones. Layers grow one after the other, so that old and new of one layer coexist,
-not of all.
+Slots are equally long. If memory is bounded (`max_cells`, on a GPU), so is the number of slots
+times their length: rows are admitted by the length that they may reach, and unused slots are
+replaced by longer ones. Layers grow one after the other, so that the old and new memory of only one
+layer coexist.
 
-`begin_*` says where the next forward pass writes and what its queries see; the model then calls
-`update` once per layer. A slot's first tokens are valid up to a length that the caller keeps; what
-lies behind is garbage that no mask shows.
+`begin_*` sets where the next forward pass writes and which keys its queries see; the model then
+calls `update` once per layer. A slot's first tokens are valid up to a length that the caller
+tracks; masks hide the rest.
 
 Attention over the slots is registered with transformers under the name ATTENTION. Query heads that
 share a key-value head become queries of that head, so that keys and values are never repeated in
 memory. A mask is additive, [B, 1, N, T]; without one, N > 1 is causal and N = 1 sees every key.
 
-Between two turns the caches of conversations are kept while there is room; the oldest is given up
-first. So are those of the prompts computed last: others begin alike, those of a group and those
-under one system prompt.
+Between two turns the caches of conversations are kept while there is room, the newest ones. So are
+those of recent prompts, since others begin like them: those of a group and of one system prompt.
 
 Shape letters: L2 layers times two (keys and values), S slots, K key-value heads, H query heads, G =
 H / K, T capacity in tokens, D head size, B rows of this forward pass, N tokens per row of it.
@@ -35,7 +34,7 @@ from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import ModelError
 
 PREFIX_CACHE_BYTES = 1 << 30
-"""For the caches of conversations between two turns."""
+"""Memory for the caches of conversations between two turns."""
 _SLOT_BLOCK = 16
 _TOKEN_BLOCK = 64
 
@@ -61,10 +60,10 @@ class _Pass:
     """One forward pass: flat write positions, source tokens, and which slots are read."""
 
     write_index: torch.Tensor | None
-    """None: nothing is kept."""
+    """None: nothing is stored."""
     source_index: torch.Tensor | None
     read_rows: torch.Tensor | int | None
-    """None: the pass's own keys; a number: the first so many slots; else these slots."""
+    """None: the pass's own keys; a number: the first slots; else these slots."""
     read_length: int
 
 
@@ -74,7 +73,7 @@ class SlotCache(Cache):
     def __init__(
         self, shape: CacheShape, max_slots: int, max_tokens: int, max_cells: int | None = None
     ) -> None:
-        """`max_cells` bounds the tokens of all slots together; None: memory is not bounded."""
+        """`max_cells` bounds the tokens of all slots; None: memory is not bounded."""
         super().__init__(layers=[])
         self.shape = shape
         self.max_slots = max_slots
@@ -90,23 +89,23 @@ class SlotCache(Cache):
         return sum(states_SKTD.nbytes for states_SKTD in self._store)
 
     def admits(self, num_rows: int, longest: int) -> bool:
-        """Whether there is memory for so many rows that may become so long; for one there is."""
+        """Whether rows of this length fit into memory; one always does."""
         return self.max_cells is None or num_rows <= 1 or num_rows * longest <= self.max_cells
 
     def note_rows(self, num_rows: int, longest: int) -> None:
-        """Keep the first so many slots up to a length, whatever grows: rows use them."""
+        """Keep the first slots up to a length when others grow: rows use them."""
         self._num_rows, self._longest = num_rows, longest
 
     def reserve(self, num_slots: int, num_tokens: int) -> None:
-        """Grow to at least so many slots and tokens; what rows have stored stays."""
+        """Grow to at least this many slots and tokens; stored keys and values are kept."""
         slots, _, tokens, _ = self._store[0].shape
         if num_slots <= slots and num_tokens <= tokens:
             return
         if num_slots > slots:
             slots = min(self.max_slots, max(_round_up(num_slots, _SLOT_BLOCK), 2 * slots))
         if num_tokens > tokens:
-            wanted = max(num_tokens, tokens + tokens // 2)
-            tokens = min(self.max_tokens, _round_up(wanted, _TOKEN_BLOCK))
+            longer = max(num_tokens, tokens + tokens // 2)
+            tokens = min(self.max_tokens, _round_up(longer, _TOKEN_BLOCK))
         if self.max_cells is not None:
             used = max(num_slots, self._num_rows)
             tokens = min(tokens, max(num_tokens, self._longest, self.max_cells // used))
@@ -114,8 +113,8 @@ class SlotCache(Cache):
         for layer in range(len(self._store)):
             old = self._store[layer]
             grown = self._allocate_layer(slots, tokens)
-            kept = min(slots, old.shape[0]), min(tokens, old.shape[2])
-            grown[: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]
+            num_old, length = min(slots, old.shape[0]), min(tokens, old.shape[2])
+            grown[:num_old, :, :length] = old[:num_old, :, :length]
             self._store[layer] = grown
 
     def free(self) -> None:
@@ -125,9 +124,9 @@ class SlotCache(Cache):
     def begin_decode(
         self, positions_B: torch.Tensor, length: int, slots_B: torch.Tensor | None = None
     ) -> None:
-        """The next pass feeds one token to each of B slots; queries see `length` keys.
+        """Prepare a pass that feeds one token to each of B slots; queries see `length` keys.
 
-        They are the first B, or `slots_B`, whose keys and values are copied to be read.
+        They are the first B, or `slots_B`, whose keys and values are copied.
         """
         num = positions_B.shape[0]
         rows_B = torch.arange(num, device=positions_B.device) if slots_B is None else slots_B
@@ -141,9 +140,9 @@ class SlotCache(Cache):
         valid_BN: torch.Tensor | None,
         read_length: int | None,
     ) -> None:
-        """The next pass feeds N tokens to each of these slots; padding is not written.
+        """Prepare a pass that feeds N tokens to each of these slots; padding is not written.
 
-        `read_length` None: queries see the pass's own keys; else the slots' first so many.
+        Queries see the slots' first `read_length` keys; None: the pass's own keys.
         """
         slots_BN = rows_B[:, None].expand_as(positions_BN)
         if valid_BN is None:
@@ -155,7 +154,7 @@ class SlotCache(Cache):
         self._pass = _Pass(write, source, read, read_length or 0)
 
     def begin_scoring(self) -> None:
-        """The next pass sees its own keys alone, and nothing of it is kept."""
+        """Prepare a pass that sees only its own keys, which are not stored."""
         self._pass = _Pass(None, None, None, 0)
 
     def update(
@@ -166,7 +165,7 @@ class SlotCache(Cache):
         *args: object,
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write this layer's new keys and values; return what the queries see."""
+        """Write this layer's new keys and values; return those that the queries see."""
         assert self._pass is not None, "begin_decode or begin_prefill comes first"
         return (
             self._exchange(2 * layer_idx, key_states, self._pass),
@@ -174,11 +173,11 @@ class SlotCache(Cache):
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions are always given to the model, so no length is ever inferred from here."""
+        """Return 0: the model gets explicit positions, so it needs no length."""
         return 0
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
-        """Copy the first tokens of some slots to others; no slot is both."""
+        """Copy the first tokens of some slots to other slots."""
         for states_SKTD in self._store:
             states_SKTD[target, :, :length] = states_SKTD[source, :, :length]
 
@@ -193,12 +192,12 @@ class SlotCache(Cache):
             states_SKTD[targets, :, positions] = states_SKTD[sources, :, positions]
 
     def spread(self, slot: int, last: int, length: int) -> None:
-        """Copy a slot's first tokens to the slots behind it, up to and including `last`."""
+        """Copy a slot's first tokens to the slots after it, up to and including `last`."""
         for states_SKTD in self._store:
             states_SKTD[slot + 1 : last + 1, :, :length] = states_SKTD[slot : slot + 1, :, :length]
 
     def scrub(self, slots: list[int]) -> None:
-        """Zero slots that hold NaN: masked or not, it would spoil whoever gets them next."""
+        """Zero slots with NaN, which would spoil the next rows there even if masked."""
         for states_SKTD in self._store:
             states_SKTD[slots] = 0
 
@@ -207,7 +206,7 @@ class SlotCache(Cache):
         return torch.stack([states_SKTD[slot, :, :length] for states_SKTD in self._store])
 
     def put(self, slot: int, states: torch.Tensor) -> None:
-        """Fill a slot's first tokens with what `read` returned."""
+        """Write the result of `read` to a slot's first tokens."""
         for states_SKTD, own_KTD in zip(self._store, states, strict=True):
             states_SKTD[slot, :, : states.shape[2]] = own_KTD
 
@@ -229,7 +228,7 @@ class SlotCache(Cache):
         return store_SKTD[now.read_rows, :, : now.read_length]
 
     def _flat(self, slots_X: torch.Tensor, positions_X: torch.Tensor) -> torch.Tensor:
-        """Return the row of each (token, head) in the store seen as a list of head vectors."""
+        """Return the row of each (token, head) in the store, viewed as a list of head vectors."""
         _, kv_heads, capacity, _ = self._store[0].shape
         heads_K = torch.arange(kv_heads, device=slots_X.device)
         head_rows_XK = (slots_X[:, None] * kv_heads + heads_K) * capacity
@@ -246,13 +245,13 @@ class SlotCache(Cache):
 
 
 _LEFT_SHARE = 0.85
-"""Of the memory that is free, for the cache: the rest is for passes and fragments."""
+"""Share of the free memory for the cache; the rest is for passes and fragmentation."""
 
 
 def cache_cells(free_bytes: int, reserved_bytes: int, token_bytes: int) -> int:
-    """Return the tokens that the slots may hold together in the memory that is free.
+    """Return the number of tokens of all slots that fit into the free memory.
 
-    `reserved_bytes` are for the weights of the next version and for earlier turns.
+    `reserved_bytes` are for the weights of the next version and for cached conversations.
     """
     return max(1, int(_LEFT_SHARE * (free_bytes - reserved_bytes)) // token_bytes)
 
@@ -265,7 +264,7 @@ def _round_up(number: int, block: int) -> int:
 
 ATTENTION = "tinkermq_slots"
 _LEFT_OUT = {"softcap": "capped scores", "s_aux": "sinks"}
-"""What transformers' models hand to an attention beside what is computed here."""
+"""Arguments of transformers' models to an attention that are not used here."""
 
 
 def slot_attention(
@@ -279,8 +278,8 @@ def slot_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend; return [B, N, H, D] and no attention weights.
 
-    Raises ModelError for a model whose scores are more than scaled products: short probes, of
-    small scores, may not show it.
+    Raises ModelError for a model whose scores are more than scaled products, which the probes at
+    the start may not show.
     """
     for name, what in _LEFT_OUT.items():
         if options.get(name) is not None:
@@ -322,7 +321,7 @@ def _attend_one(
             query_BKGD, key_BKTD, value_BKTD, attn_mask=mask, scale=scale
         )
         return out_BKGD.reshape(query_BH1D.shape)
-    # In float32 on a CPU two plain products beat the fused kernel, which is made for long queries.
+    # In float32 on a CPU two plain products are faster than the fused kernel for short queries.
     query_XGD = query_BKGD.reshape(-1, shape[2], head_size)
     key_XDT = key_BKTD.flatten(0, 1).transpose(1, 2)
     if mask_B11T is None:
@@ -336,33 +335,33 @@ def _attend_one(
 AttentionInterface.register(ATTENTION, slot_attention)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
 
 
-# -- what was computed before ----------------------------------------------------------------------
+# -- caches of conversations and prompts -----------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """The tokens of a conversation or prompt that was computed, and their keys and values."""
+    """The tokens of a conversation or prompt, with their keys and values."""
 
     tokens: IntVector
     states: torch.Tensor
     images: bytes | None = None
-    """Digest of the images, if the conversation has some."""
+    """Digest of the images, if there are any."""
     serial: int = 0
-    """Of the adapter's weights; 0: it has none."""
+    """Serial of the adapter's weights; 0: none."""
 
 
 LEAST_SHARED = 16
-"""Tokens that prompts must have in common for one to begin with the other's cache."""
+"""Length of a common prefix from which prompts share a cache."""
 _MAX_PROMPTS = 16
 
 
 class PromptCache:
-    """The caches of the prompts that were computed last, at most `max_tokens` tokens in all."""
+    """The caches of recent prompts, at most `max_tokens` tokens in all."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._prompts: list[CachedPrefix] = []
-        """The one that was of use last is the last."""
+        """The most recently used prompt is the last."""
 
     @property
     def num_bytes(self) -> int:
@@ -370,32 +369,33 @@ class PromptCache:
         return sum(prompt.states.nbytes for prompt in self._prompts)
 
     def admits(self, prompt: IntVector) -> bool:
-        """Whether a prompt is kept: it is long enough to be shared, and fits."""
+        """Whether a prompt is long enough to be shared, and fits."""
         return LEAST_SHARED < len(prompt) <= self._max_tokens
 
     def keep(self, prompt: CachedPrefix) -> None:
-        """Keep a prompt that it admits; those of no use for the longest time give way."""
+        """Keep an admitted prompt; the least recently used ones are dropped."""
         self._prompts.append(prompt)
         while (
             len(self._prompts) > _MAX_PROMPTS
-            or sum(len(one.tokens) for one in self._prompts) > self._max_tokens
+            or sum(len(cached.tokens) for cached in self._prompts) > self._max_tokens
         ):
             del self._prompts[0]
 
     def find(self, prompt: IntVector, serial: int) -> CachedPrefix | None:
-        """Return the most that a prompt has in common with one of them, None below `LEAST_SHARED`.
+        """Return the longest cached prefix of a prompt, None if shorter than `LEAST_SHARED`.
 
-        At least one token of the prompt is left to compute.
+        At least one token of the prompt is not cached.
         """
-        of_use = [one for one in self._prompts if one.serial == serial]
-        if not of_use:
+        candidates = [cached for cached in self._prompts if cached.serial == serial]
+        if not candidates:
             return None
         shared, best = max(
-            ((num_shared(prompt[:-1], one.tokens), one) for one in of_use), key=lambda pair: pair[0]
+            ((num_shared(prompt[:-1], cached.tokens), cached) for cached in candidates),
+            key=lambda pair: pair[0],
         )
         if shared < LEAST_SHARED:
             return None
-        self._prompts = [one for one in self._prompts if one is not best] + [best]
+        self._prompts = [cached for cached in self._prompts if cached is not best] + [best]
         return CachedPrefix(best.tokens[:shared], best.states[:, :, :shared], None, serial)
 
     def clear(self) -> None:
@@ -404,7 +404,7 @@ class PromptCache:
 
 
 def num_shared(left: IntVector, right: IntVector) -> int:
-    """Count the tokens that two prompts begin with in common."""
+    """Return the length of the common prefix of two prompts."""
     length = min(len(left), len(right))
     differs = left[:length] != right[:length]
     return int(differs.argmax()) if differs.any() else length
@@ -413,7 +413,7 @@ def num_shared(left: IntVector, right: IntVector) -> int:
 class PrefixCache:
     """The caches of conversations, at most `max_tokens` tokens in all.
 
-    A conversation that does not fit, or was given up for room, is only computed again.
+    A conversation that is not cached is computed again.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -427,7 +427,7 @@ class PrefixCache:
         return len(self._prefixes)
 
     def keep(self, conversation: str, prefix: CachedPrefix) -> None:
-        """Keep a cache; the oldest ones give way."""
+        """Keep a cache; the oldest ones are dropped."""
         self.drop(conversation)
         if len(prefix.tokens) > self._max_tokens:
             return
@@ -440,9 +440,9 @@ class PrefixCache:
     def resume(
         self, conversation: str, prompt: IntVector, images: bytes | None = None, serial: int = 0
     ) -> CachedPrefix | None:
-        """Take a conversation's cache out; return it if `prompt` continues it.
+        """Remove a conversation's cache; return it if `prompt` continues it.
 
-        At least one token of the prompt is left to compute.
+        At least one token of the prompt is not cached.
         """
         prefix = self.drop(conversation)
         if prefix is None or (prefix.images, prefix.serial) != (images, serial):

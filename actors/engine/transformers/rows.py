@@ -1,13 +1,12 @@
-"""The running requests, one row each, as arrays: a decode step touches no Python object per token.
+"""The running requests, one row each, as arrays: a decode step needs no Python per token.
 
 Shape letters: R rows (those that run come first), T tokens of the longest allowed sequence,
 B some rows.
 
-Rows stay compact: a row that ends is filled by the last one, so a forward pass works on the first
-`num` slots, or on some of them.
+Rows stay compact: the last row replaces one that ends, so a forward pass uses the first `num`
+slots, or some of them.
 
-Rows of one prompt that have drawn the same tokens since are twins: what the model computes for one
-of them holds for all.
+Rows of one prompt that have drawn the same tokens since are twins: they have the same results.
 """
 
 import time
@@ -37,15 +36,15 @@ class RowRequest:
     seed: int
     conversation: str | None
     streams: bool = False
-    """Each token is told as soon as it is drawn."""
+    """Whether each token is reported as soon as it is drawn."""
     images: SeenImages | None = None
     """The images at their places in the prompt."""
     adapter: EngineAdapter | None = None
-    """What it is computed with beside the model."""
+    """Its adapter."""
     began: int = 0
-    """Serial of the adapter's weights that its cache begins with."""
+    """Serial of the adapter's weights at the start of its cache."""
     constraint: RowConstraint | None = None
-    """What limits its tokens, as far as they have come; made when it gets its row."""
+    """The grammar's state after its tokens; made when it gets its row."""
 
     @property
     def serial(self) -> int:
@@ -54,7 +53,7 @@ class RowRequest:
 
     @property
     def shift(self) -> int:
-        """What a token behind the images adds to its place to have its rotary position."""
+        """Offset of rotary positions after images."""
         return 0 if self.images is None else self.images.shift
 
 
@@ -64,10 +63,10 @@ class RowTable:
     def __init__(
         self, max_rows: int, max_tokens: int, expert_shape: tuple[int, int] = (0, 0)
     ) -> None:
-        """`expert_shape` is that of a record of experts for each token; (0, 0): there is none."""
+        """`expert_shape` is that of the recorded experts of a token; (0, 0): none are."""
         self.num = 0
         self.requests: list[RowRequest] = []
-        # `empty` takes address space, not memory, until a row is used.
+        # `empty` takes address space, but no memory until a row is used.
         self.tokens_RT = np.empty((max_rows, max_tokens), np.int32)
         self._logprobs_RT = np.empty((max_rows, max_tokens), np.float32)
         self._versions_RT = np.empty((max_rows, max_tokens), np.int32)
@@ -81,9 +80,9 @@ class RowTable:
         self.shift_R = np.zeros(max_rows, np.int64)
         self.cache_version_R = np.zeros(max_rows, np.int64)
         self._twin_R = np.zeros(max_rows, np.int64)
-        """Equal for twins, which have the same tokens and cache."""
+        """Equal for twins."""
         self._num_twins = 0
-        """Numbers that were given to twins."""
+        """Source of these numbers."""
         self._prompt_R = np.zeros(max_rows, np.int64)
         self._drawn_R = np.zeros(max_rows, np.int64)
         self._limit_R = np.zeros(max_rows, np.int64)
@@ -116,12 +115,12 @@ class RowTable:
         return np.arange(first, self.num)
 
     def add_twins(self, row: int, count: int) -> None:
-        """Note that so many rows from this one on have one prompt and one cache."""
+        """Record that these consecutive rows have one prompt and one cache."""
         self._twin_R[row : row + count] = self._num_twins
         self._num_twins += 1
 
     def distinct(self) -> tuple[IndexVector, IndexVector]:
-        """Return a row of each set of twins, ascending, and for each row the place of its set."""
+        """Return one row of each set of twins, ascending, and for each row the index of its set."""
         _, first, place_R = np.unique(
             self._twin_R[: self.num], return_index=True, return_inverse=True
         )
@@ -134,7 +133,7 @@ class RowTable:
         return int(self._limit_R[: self.num].max(initial=0))
 
     def parameters(self, rows_B: IndexVector) -> RowParameters:
-        """Return how the next token of these rows is sampled."""
+        """Return the sampling parameters of these rows' next tokens."""
         return RowParameters(
             self._temperature_R[rows_B],
             self._top_p_R[rows_B],
@@ -163,7 +162,7 @@ class RowTable:
         self._num_twins += len(twins_B2)
 
     def _note_top(self, rows_B: IndexVector, position_B: IndexVector, drawn: Draw) -> None:
-        """Write the likeliest tokens; there is room for them once somebody asks."""
+        """Write the likeliest tokens; room is allocated for the first request that needs it."""
         assert drawn.top_ids_BK is not None
         assert drawn.top_logprobs_BK is not None
         num = drawn.top_ids_BK.shape[1]
@@ -176,16 +175,16 @@ class RowTable:
         self._top_RTK["logprob"][rows_B, position_B, :num] = drawn.top_logprobs_BK
 
     def note_prompt_experts(self, rows: slice, start: int, experts_NLK: ExpertRecord) -> None:
-        """Write the experts of the prompt that rows share, of which `start` tokens were cached."""
+        """Write the experts of a prompt that rows share, whose first `start` tokens were cached."""
         self._computed_from_R[rows] = start
         self._experts_RTLK[rows, start : start + len(experts_NLK)] = experts_NLK
 
     def note_experts(self, rows_B: IndexVector, experts_BLK: ExpertRecord) -> None:
-        """Write the experts of the last token of these rows, which has just been computed."""
+        """Write the experts of the last computed token of these rows."""
         self._experts_RTLK[rows_B, self.length_R[rows_B] - 1] = experts_BLK
 
     def ended(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
-        """Say of each row whether it met a stop token, its limit, or a log-prob that is not finite.
+        """Return for each row whether it has a stop token, its limit, or an infinite log-prob.
 
         Every row has at least one generated token.
         """
@@ -196,7 +195,7 @@ class RowTable:
         return stop, full, ~np.isfinite(self._logprobs_RT[rows, last])
 
     def result(self, row: int, reason: FinishReason) -> Generation:
-        """Return a copy of what a row has generated."""
+        """Return a copy of a row's generated tokens."""
         span = slice(int(self._prompt_R[row]), int(self.length_R[row]))
         sampling = self.requests[row].sampling
         top = self._top_RTK[row, span, : sampling.num_top]
@@ -216,11 +215,11 @@ class RowTable:
         computed = slice(int(self._computed_from_R[row]), int(self.length_R[row]) - 1)
         return self._experts_RTLK[row, computed].copy()
 
-    def remove(self, gone: NDArray[np.bool_]) -> tuple[IndexVector, IndexVector]:
+    def remove(self, is_ended: NDArray[np.bool_]) -> tuple[IndexVector, IndexVector]:
         """Remove rows and close the gaps; return which rows moved, and where to."""
-        num_left = int(self.num - gone.sum())
-        target = np.flatnonzero(gone[:num_left])
-        source = num_left + np.flatnonzero(~gone[num_left:])
+        num_left = int(self.num - is_ended.sum())
+        target = np.flatnonzero(is_ended[:num_left])
+        source = num_left + np.flatnonzero(~is_ended[num_left:])
         longest = int(self.length_R[source].max(initial=0))
         for wide in (
             self.tokens_RT,

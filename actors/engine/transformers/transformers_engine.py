@@ -1,8 +1,8 @@
-"""The engine that runs a transformers model: the event loop's side of it.
+"""The engine for transformers models: its part on the event loop.
 
 Torch never runs on the event loop. Requests made within one turn of the loop reach the engine's
-thread in one hand-over, so a group's shared prompt is computed once; results come back in one call
-per decode step.
+thread together, so a group's shared prompt is computed once; results return in one call per decode
+step.
 """
 
 import asyncio
@@ -21,11 +21,12 @@ from transformers import PreTrainedModel
 from ....schemas.config.sections import LoraConfig
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import EngineError, TinkermqError
+from ...policy.adapted_layers import LowRank
 from ...policy.lora import check_base, policy_tensors, read_lora
 from ...policy.vision import SeenImages, digest_of
 from ...weights.tensors import TensorSource
 from .. import engine
-from .adapters import DoubleBuffer, EngineAdapter, LowRankTensors
+from .adapters import DoubleBuffer, EngineAdapter
 from .decoder import SlotDecoder, load_decoder
 from .kv_cache import PREFIX_CACHE_BYTES
 from .rows import RowRequest
@@ -49,14 +50,14 @@ class TransformersEngine:
     ) -> None:
         """Start the engine's thread; `start` loads the model as well.
 
-        `max_waiting` bounds the requests that run and wait, `prefix_cache_bytes` what is kept of
+        `max_waiting` bounds the running and waiting requests, `prefix_cache_bytes` the caches of
         conversations between two turns. Call it on the event loop that will use the engine.
         """
         self._loop = asyncio.get_running_loop()
         self._decoder = decoder
         self._max_pending = max_waiting + decoder.cache.max_slots
         self._pending: dict[str, asyncio.Future[Any]] = {}
-        """Each is done with a Generation or with PromptScores, as it was asked for."""
+        """Results of requests: Generation or PromptScores."""
         self._adapters: dict[str, EngineAdapter] = {}
         self._listeners: dict[str, engine.OnToken] = {}
         self._swaps: set[asyncio.Future[None]] = set()
@@ -94,11 +95,11 @@ class TransformersEngine:
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
         record_experts: bool = False,
     ) -> "TransformersEngine":
-        """Load the model in `path` and start; ModelError for one that cannot run here.
+        """Load the model in `path` and start; raises ModelError for one that cannot run here.
 
-        With a rank in `lora` the model has an adapter, and `load_weights` changes that alone. With
-        `base` the model's other weights are those of one that is in memory. `record_experts` tells
-        which experts read each token, of a mixture of them.
+        With a rank in `lora` the model has an adapter, and `load_weights` changes only that. With
+        `base` the model shares the other weights with one in memory. `record_experts` records the
+        experts of each token of a mixture.
         """
         decoder = await asyncio.to_thread(
             load_decoder,
@@ -119,12 +120,12 @@ class TransformersEngine:
 
     @property
     def version(self) -> int:
-        """Policy version that decodes now."""
+        """Current policy version."""
         return self._worker.version
 
     @property
     def failure(self) -> EngineError | None:
-        """Why no request will be answered any more, or None."""
+        """Why the engine ended, or None."""
         return self._ended
 
     async def generate(
@@ -142,7 +143,7 @@ class TransformersEngine:
         prompt = np.ascontiguousarray(prompt_ids, dtype=np.int32)
         self._check(prompt, sampling, request_id)
         seen = await self._read_images(prompt, images) if images else None
-        if seen is not None:  # others have asked meanwhile
+        if seen is not None:  # other requests may have arrived meanwhile
             self._check(prompt, sampling, request_id)
         seed = next(self._seeds) if sampling.seed is None else sampling.seed
         request = RowRequest(
@@ -184,7 +185,7 @@ class TransformersEngine:
     async def _submit(
         self, request_id: str, future: "asyncio.Future[R]", command: Callable[[], None]
     ) -> R:
-        """Hand a request over and return what becomes of it."""
+        """Submit a request and return its result."""
         self._pending[request_id] = future
         self._command(command)
         try:
@@ -197,7 +198,7 @@ class TransformersEngine:
     # Adapters ---------------------------------------------------------------------------------
 
     async def add_adapter(self, name: str, folder: Path, version: int = 0) -> None:
-        """Let requests have the adapter of a folder; see `engine.AdapterEngine.add_adapter`."""
+        """Load an adapter for requests; see `engine.AdapterEngine.add_adapter`."""
         self._check_alive()
         by_layer = await asyncio.to_thread(self._read, folder)
         self._check_alive()
@@ -214,7 +215,7 @@ class TransformersEngine:
         if (adapter := self._adapters.pop(name, None)) is not None:
             self._command(partial(self._worker.forget, adapter))
 
-    def _read(self, folder: Path) -> LowRankTensors:
+    def _read(self, folder: Path) -> dict[str, LowRank]:
         config, tensors = read_lora(folder)
         check_base(self._decoder.model, folder)
         return self._decoder.adapters.prepare(tensors, config)
@@ -225,7 +226,7 @@ class TransformersEngine:
         return self._adapters[name] if name else None
 
     async def _read_images(self, prompt: IntVector, images: Sequence[bytes]) -> SeenImages:
-        """Read images; all who ask for the same ones at a time go on together."""
+        """Read images; concurrent requests for the same ones share the work."""
         reader = engine.require_reader(self._decoder.reader)
         remembered = reader.remembered(prompt, images)
         if remembered is not None:
@@ -245,7 +246,7 @@ class TransformersEngine:
             self._swaps.add(swapped)
             done = partial(self._post, self._swapped, swapped)
             self._command(partial(self._worker.swap, version, fresh, kv, done))
-            # Not left before the swap is done: until then the prepared set is not ours to refill.
+            # Shielded until the swap is done: the prepared set must not be refilled before.
             await asyncio.shield(swapped)
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
@@ -258,13 +259,13 @@ class TransformersEngine:
         return self._worker.has_weights
 
     async def wake(self) -> None:
-        """Take the memory back and go on; see `engine.Engine.wake`."""
+        """Allocate the memory again and continue; see `engine.Engine.wake`."""
         if not self.has_weights:
             raise engine.no_weights()
         await self._in_worker(self._worker.wake)
 
     async def _in_worker(self, command: Callable[[Callable[[], None]], None]) -> None:
-        """Have a command run in the engine's thread, and wait until it is done."""
+        """Run a command in the engine's thread, and wait for it."""
         async with self._loading:
             self._check_alive()
             done: asyncio.Future[None] = self._loop.create_future()
@@ -273,15 +274,15 @@ class TransformersEngine:
             await asyncio.shield(done)
 
     def cancel(self, request_id: str) -> None:
-        """End a request; its `generate` returns what it has, with `cancelled`."""
+        """End a request; its `generate` returns the tokens so far, with `cancelled`."""
         self._command(partial(self._worker.cancel, request_id))
 
     def release(self, conversation: str) -> None:
-        """Forget the kept cache of a conversation."""
+        """Drop the cache of a conversation."""
         self._command(partial(self._worker.release, conversation))
 
     def stats(self) -> engine.EngineStats:
-        """Say what the engine is doing."""
+        """Return the engine's counters."""
         return self._worker.stats()
 
     async def close(self) -> None:
@@ -298,7 +299,7 @@ class TransformersEngine:
     # Between the event loop and the thread ----------------------------------------------------
 
     def _command(self, command: Callable[[], None]) -> None:
-        """Hand over a command with the others of this turn of the event loop, in their order."""
+        """Submit a command with the others of this turn of the event loop, in order."""
         if not self._commands:
             self._loop.call_soon(self._hand_over)
         self._commands.append(command)
@@ -313,7 +314,7 @@ class TransformersEngine:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
             if not self._loop.is_closed():
-                raise  # a closed loop has nobody left who waits
+                raise  # nobody waits on a closed loop
             self._worker.close()
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
@@ -336,7 +337,7 @@ class TransformersEngine:
             future.set_result(None)
 
     def _fail_all(self, error: EngineError) -> None:
-        """Nothing is answered any more: tell everybody who waits, and who comes later."""
+        """Fail all waiting and later requests."""
         if self._ended is None:
             self._ended = error
         futures = [*self._pending.values(), *self._swaps]
@@ -346,7 +347,7 @@ class TransformersEngine:
             if not future.done():
                 future.set_exception(engine.again(self._ended))
 
-    # What can be refused at once --------------------------------------------------------------
+    # Checks before a request is submitted -----------------------------------------------------
 
     def _check(self, prompt: IntVector, sampling: engine.Sampling, request_id: str) -> None:
         self._check_alive()

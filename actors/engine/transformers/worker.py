@@ -1,15 +1,14 @@
 """The engine's thread: continuous batching, one tick after another.
 
-A tick gives free rows to waiting requests (prefill), feeds one token to every running row (decode),
-and hands the results of rows that ended to the event loop in one call. Commands (submit, cancel,
-swap, release, close) arrive as callables and run between two ticks. What fails here fails every
-request that is pending, visibly.
+A tick assigns free rows to waiting requests (prefill), feeds one token to every running row
+(decode), and returns the results of ended rows to the event loop in one call. Commands (submit,
+cancel, swap, release, close) are callables that run between two ticks. An error here fails all
+pending requests.
 
-Log-probs of prompts take one pass over their tokens, of which nothing is kept. Prompts that are
-shorter than others of their pass are padded behind their end, where nothing looks at: a token sees
-those before it.
+Log-probs of prompts take one pass over their tokens, which is not cached. Shorter prompts of a pass
+are padded at the end, where no token sees the padding.
 
-Shape letters: B prompts of a pass, N tokens, D hidden size, C columns whose logits are held at
+Shape letters: B prompts of a pass, N tokens, D hidden size, C columns whose logits are in memory at
 once, V vocabulary, K likeliest tokens.
 """
 
@@ -26,13 +25,13 @@ from numpy.typing import NDArray
 
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import EngineError, TinkermqError
+from ...policy.adapted_layers import LowRank
 from ...policy.vision import SeenImages
 from .. import engine
 from ..sampling import Constraining, Draw, draw
 from .adapters import (
     DoubleBuffer,
     EngineAdapter,
-    LowRankTensors,
     OffloadedWeights,
     RowsOfAdapters,
 )
@@ -43,9 +42,9 @@ from .rows import IndexVector, RowRequest, RowTable
 # -- log-probs of prompts --------------------------------------------------------------------------
 
 _PROMPTS_PART = 4
-"""Of the memory for caches of what was computed before, one in so many bytes is for prompts."""
+"""One part in this many of the caches' memory is for prompts."""
 _MOST_DISTINCT = 0.75
-"""Twins are decoded once where there are so few distinct rows: less is not worth their copies."""
+"""Twins are decoded once if distinct rows are at most this share; else copying costs more."""
 _PASS_TOKENS = 4096
 _LOGITS_BYTES = 64 * 2**20
 _PROBE = (1, 2, 3, 5, 1, 2)
@@ -54,7 +53,7 @@ _TOLERANCE = 1e-5
 
 @dataclass(slots=True, eq=False)
 class ScoreRequest:
-    """A prompt that is to be scored."""
+    """A prompt to score."""
 
     request_id: str
     prompt: IntVector
@@ -71,7 +70,7 @@ class PromptScorer:
         self._head_is_all: bool | None = None
 
     def next_pass(self, waiting: Sequence[ScoreRequest]) -> list[ScoreRequest]:
-        """Return those of the waiting ones that share the next pass: the first, and its like."""
+        """Return the waiting prompts of the next pass: the first, and similar ones."""
         first = waiting[0]
         longest, batch = len(first.prompt), [first]
         for request in waiting[1:]:
@@ -147,9 +146,9 @@ class _PromptGroup:
 
     requests: list[RowRequest]
     cached: CachedPrefix | None
-    """What of it needs not be computed."""
+    """The cached part of the prompt."""
     is_shareable: bool
-    """Whether other prompts may begin with its cache, and it with theirs."""
+    """Whether it shares caches with other prompts."""
     row: int = 0
     """Row of the first one; those of the others follow."""
 
@@ -160,16 +159,16 @@ class _PromptGroup:
 
     @property
     def serial(self) -> int:
-        """Serial of the adapter's weights; 0: they have none."""
+        """Serial of the adapter's weights; 0: none."""
         return self.requests[0].serial
 
 
 Outcome = tuple[str, engine.Generation | engine.PromptScores | TinkermqError | engine.Drawn]
-"""A request's id and what became of it, or its next token."""
+"""A request's id and its result, or its next token."""
 
 
 class EngineWorker:
-    """Everything that happens in the engine's thread; `run` is its body."""
+    """The engine's thread; `run` is its body."""
 
     def __init__(
         self,
@@ -208,11 +207,11 @@ class EngineWorker:
         self._meter = engine.Meter()
 
     def do(self, command: Callable[[], None]) -> None:
-        """Have a command run in the engine's thread, between two ticks."""
+        """Run a command in the engine's thread, between two ticks."""
         self._inbox.put(command)
 
     def run(self) -> None:
-        """Serve until closed; then say why no request will be answered any more."""
+        """Serve until closed; then report why the engine ended."""
         reason = EngineError("the engine was closed", hint="start it again")
         try:
             while not self._closing:
@@ -243,22 +242,22 @@ class EngineWorker:
         self,
         adapter: EngineAdapter,
         version: int,
-        by_layer: LowRankTensors,
+        by_layer: dict[str, LowRank],
         done: Callable[[], None],
     ) -> None:
-        """Let rows have an adapter; those that have it go on with its newer weights."""
+        """Set an adapter's weights, also for running rows."""
         self._decoder.adapters.open()
         self._decoder.adapters.forget(adapter)
-        adapter.become(version, by_layer)
+        adapter.replace_weights(version, by_layer)
         done()
 
     def forget(self, adapter: EngineAdapter) -> None:
-        """Free what was laid out for an adapter."""
+        """Free the concatenated copies of an adapter."""
         self._decoder.adapters.forget(adapter)
 
     @torch.inference_mode()
     def cancel(self, request_id: str) -> None:
-        """End a request that waits or runs."""
+        """End a waiting or running request."""
         self._scored = [scored for scored in self._scored if scored.request_id != request_id]
         for request in self._waiting:
             if request.request_id == request_id:
@@ -280,7 +279,7 @@ class EngineWorker:
     def swap(
         self, version: int, fresh: list[torch.Tensor], kv: engine.KvOnSwap, done: Callable[[], None]
     ) -> None:
-        """Take prepared weights; then call `done` (in this thread)."""
+        """Swap to prepared weights; then call `done` (in this thread)."""
         started = time.perf_counter()
         self._weights.swap(fresh)
         self.has_weights = True
@@ -306,7 +305,7 @@ class EngineWorker:
         done()
 
     def wake(self, done: Callable[[], None]) -> None:
-        """Take the memory back, compute the cache of running rows, and go on; then call `done`."""
+        """Allocate memory, compute the cache of running rows, and continue; then call `done`."""
         if self._asleep is not None:
             self._asleep.restore()
             self._asleep = None
@@ -337,8 +336,8 @@ class EngineWorker:
     @torch.inference_mode()
     def _tick(self) -> None:
         started = time.perf_counter()
-        while taken := self._take_waiting():
-            self._admit(taken)
+        while requests := self._take_waiting():
+            self._admit(requests)
         if self._rows.num:
             self._decode()
         if self._scored:
@@ -347,46 +346,46 @@ class EngineWorker:
         self._meter.mark()
 
     def _score(self) -> None:
-        """Score some of the prompts that wait, as many as one pass takes."""
+        """Score the waiting prompts of one pass."""
         batch = self._scorer.next_pass(self._scored)
-        taken = {request.request_id for request in batch}
-        self._scored = [request for request in self._scored if request.request_id not in taken]
+        ids = {request.request_id for request in batch}
+        self._scored = [request for request in self._scored if request.request_id not in ids]
         for request, scores in zip(batch, self._scorer.score(batch), strict=True):
             self._meter.prefilled += len(request.prompt)
             self._outcomes.append((request.request_id, scores))
 
     def _count(self, request: RowRequest, by: int) -> None:
-        """Count a request that comes or goes among those with something of their own."""
+        """Count requests with streams, adapters, grammars or likeliest tokens."""
         self._num_streams += by * request.streams
         self._num_adapted += by * (request.adapter is not None)
         self._num_constrained += by * request.sampling.is_constrained
         self._num_topped += by * (request.sampling.num_top > 0)
 
     def _adapters(self, rows: IndexVector) -> RowsOfAdapters:
-        """Return the adapters of some running rows; nothing if no row has one."""
+        """Return the adapters of some running rows; empty if no row has one."""
         if not self._num_adapted:
             return ()
         return [self._rows.requests[int(row)].adapter for row in rows]
 
     def _take_waiting(self) -> list[RowRequest]:
-        """Take the requests that waited longest, as many as there are rows and memory for."""
+        """Return the requests that waited longest, as many as rows and memory allow."""
         cache, longest = self._decoder.cache, self._rows.longest
-        taken: list[RowRequest] = []
-        while self._waiting and self._rows.num + len(taken) < cache.max_slots:
+        requests: list[RowRequest] = []
+        while self._waiting and self._rows.num + len(requests) < cache.max_slots:
             first = self._waiting[0]
             longest = max(longest, len(first.prompt) + first.sampling.max_new_tokens)
-            if not cache.admits(self._rows.num + len(taken) + 1, longest):
+            if not cache.admits(self._rows.num + len(requests) + 1, longest):
                 break
-            taken.append(self._waiting.popleft())
-        return taken
+            requests.append(self._waiting.popleft())
+        return requests
 
-    def _admit(self, taken: Sequence[RowRequest]) -> None:
-        """Give requests rows, and draw their first tokens."""
-        groups = self._group(taken)
+    def _admit(self, requests: Sequence[RowRequest]) -> None:
+        """Assign rows to requests, and draw their first tokens."""
+        groups = self._group(requests)
         self._rows.add([request for group in groups for request in group.requests], self.version)
         self._decoder.cache.note_rows(self._rows.num, self._rows.longest)
         self._decoder.cache.reserve(self._rows.num, 1)
-        row = self._rows.num - len(taken)
+        row = self._rows.num - len(requests)
         for group in groups:
             group.row = row
             self._rows.add_twins(row, len(group.requests))
@@ -402,7 +401,7 @@ class EngineWorker:
     def _next_groups(
         self, groups: Sequence["_PromptGroup"]
     ) -> tuple[list["_PromptGroup"], list["_PromptGroup"]]:
-        """Return the groups that are computed now, and those that begin as one of them does."""
+        """Return the groups to compute now, and those that share a prefix with one of them."""
         now: list[_PromptGroup] = []
         later: list[_PromptGroup] = []
         for group in groups:
@@ -415,7 +414,7 @@ class EngineWorker:
         return now, later
 
     def _begins_as(self, group: "_PromptGroup", other: "_PromptGroup") -> bool:
-        """Whether a group may begin with the cache of another one, once that is computed."""
+        """Whether a group can use the cache of another one after that is computed."""
         return (
             other.is_shareable
             and other.serial == group.serial
@@ -424,7 +423,7 @@ class EngineWorker:
         )
 
     def _begin(self, group: "_PromptGroup") -> FedTokens:
-        """Put what is cached of a group's prompt into its first row; return what is left."""
+        """Copy the cached part of a group's prompt to its first row; return the rest."""
         start = 0
         if group.cached is not None:
             start = len(group.cached.tokens)
@@ -434,7 +433,7 @@ class EngineWorker:
         return FedTokens(group.row, start, group.prompt[start:], *_beside(group.requests[0]))
 
     def _keep_prompt(self, group: "_PromptGroup") -> None:
-        """Keep the cache of a prompt that was computed, for others that begin alike."""
+        """Keep the cache of a computed prompt, for others with the same prefix."""
         known = 0 if group.cached is None else len(group.cached.tokens)
         if (
             not group.is_shareable
@@ -447,7 +446,7 @@ class EngineWorker:
         self._prompt_cache.keep(CachedPrefix(group.prompt, states, None, group.serial))
 
     def _group(self, requests: Sequence[RowRequest]) -> list["_PromptGroup"]:
-        """Put requests of one prompt together; one whose conversation is cached is by itself."""
+        """Group requests by prompt; one whose conversation is cached is a group of its own."""
         groups: list[_PromptGroup] = []
         shared: dict[tuple[bytes, bytes | None, int], list[RowRequest]] = {}
         for request in requests:
@@ -469,7 +468,7 @@ class EngineWorker:
         return groups
 
     def _prefill(self, spans: Sequence[FedTokens], sizes: Sequence[int]) -> None:
-        """Compute each prompt once, copy it to the rows behind that share it, draw for all."""
+        """Compute each prompt once, copy it to the rows that share it, and draw for all."""
         for batch, logits_BV in self._decoder.prefill(spans):
             sizes_B = np.array([sizes[index] for index in batch])
             rows = [np.arange(spans[i].slot, spans[i].slot + sizes[i]) for i in batch]
@@ -484,10 +483,10 @@ class EngineWorker:
                 picks = np.repeat(np.arange(len(batch)), sizes_B)
                 logits_BV = logits_BV[torch.as_tensor(picks, device=logits_BV.device)]
             self._draw(np.concatenate(rows), logits_BV)
-            self._flush()  # streamed tokens do not wait for the passes behind this one
+            self._flush()  # streamed tokens do not wait for the next passes
 
     def _note_prompts(self, spans: Sequence[FedTokens], sizes: Sequence[int]) -> None:
-        """Note the experts of prompts that were just computed, for all rows that share each."""
+        """Record the experts of computed prompts, for all rows that share them."""
         chosen_BNLK = self._decoder.chosen(len(spans))
         for span, size, chosen_NLK in zip(spans, sizes, chosen_BNLK, strict=True):
             own = chosen_NLK[len(chosen_NLK) - len(span.tokens) :]
@@ -495,7 +494,7 @@ class EngineWorker:
             self._rows.note_prompt_experts(rows, span.start, own)
 
     def _decode(self) -> None:
-        """Compute the last token of every row, once for all twins, and draw the next ones."""
+        """Compute the last token of every row, once for twins, and draw the next ones."""
         rows: IndexVector = np.arange(self._rows.num)
         distinct, place = self._distinct()
         position = self._rows.length_R[distinct] - 1
@@ -518,9 +517,9 @@ class EngineWorker:
         self._retire()
 
     def _distinct(self) -> tuple[IndexVector, IndexVector | None]:
-        """Return the rows to compute, and for each row the place of its twin among them.
+        """Return the rows to compute, and for each row the index of its twin among them.
 
-        None: every row is computed, as on a GPU, where a pass takes as long with fewer.
+        None: every row is computed, as on a GPU, where fewer rows take as long.
         """
         if self._decoder.device.type == "cpu":
             distinct, place = self._rows.distinct()
@@ -547,7 +546,7 @@ class EngineWorker:
             self._stream(rows, drawn)
 
     def _versions(self, rows: IndexVector) -> int | list[int]:
-        """Return the version of the weights that these rows are computed with."""
+        """Return the versions of the weights of these rows."""
         if not self._num_adapted:
             return self.version
         return [self._version_of(self._rows.requests[int(row)]) for row in rows]
@@ -556,7 +555,7 @@ class EngineWorker:
         return self.version if request.adapter is None else request.adapter.version
 
     def _stream(self, rows: IndexVector, drawn: Draw) -> None:
-        """Hand out the new tokens of those requests that want each at once."""
+        """Report the new tokens of streaming requests."""
         for place in range(len(rows)):
             request = self._rows.requests[int(rows[place])]
             if request.streams:
@@ -570,13 +569,13 @@ class EngineWorker:
                 self._outcomes.append((request.request_id, token))
 
     def _retire(self) -> None:
-        """Take out the rows that ended."""
+        """Remove the rows that ended."""
         stop, full, broken = self._rows.ended()
         left = self._left_grammar()
-        gone = stop | full | broken | left
-        if not gone.any():
+        is_ended = stop | full | broken | left
+        if not is_ended.any():
             return
-        for row in np.flatnonzero(gone).tolist():
+        for row in np.flatnonzero(is_ended).tolist():
             request = self._rows.requests[row]
             self._count(request, -1)
             if broken[row]:
@@ -593,10 +592,10 @@ class EngineWorker:
             self._keep_prefix(row, request)
         if broken.any():
             self._decoder.cache.scrub(np.flatnonzero(broken).tolist())
-        self._remove(gone)
+        self._remove(is_ended)
 
     def _left_grammar(self) -> NDArray[np.bool_]:
-        """Say of each row whether its grammar has failed."""
+        """Return for each row whether its grammar failed."""
         if not self._num_constrained:
             return np.zeros(self._rows.num, np.bool_)
         errors = [
@@ -606,24 +605,24 @@ class EngineWorker:
         return np.array([bool(error) for error in errors], np.bool_)
 
     def _keep_prefix(self, row: int, request: RowRequest) -> None:
-        """Keep the row's cache for the next turn, if it stems from one version alone."""
+        """Keep the row's cache for the next turn, if one version computed it."""
         if request.conversation is None or self._rows.cache_version_R[row] != self.version:
             return
         if request.began != request.serial:
             return
-        cached = int(self._rows.length_R[row]) - 1  # the last token was drawn, but never fed
+        cached = int(self._rows.length_R[row]) - 1  # the last token was drawn, but not fed
         tokens = self._rows.tokens_RT[row, :cached].copy()
         states = self._decoder.cache.read(row, cached)
         prefix = CachedPrefix(tokens, states, _digest(request), request.serial)
         self._prefix_cache.keep(request.conversation, prefix)
 
     def _forget_prefixes(self) -> None:
-        """Forget the caches of conversations and prompts, which older weights have computed."""
+        """Drop the caches of conversations and prompts, which older weights computed."""
         self._prefix_cache.clear()
         self._prompt_cache.clear()
 
-    def _remove(self, gone: NDArray[np.bool_]) -> None:
-        source, target = self._rows.remove(gone)
+    def _remove(self, is_ended: NDArray[np.bool_]) -> None:
+        source, target = self._rows.remove(is_ended)
         self._decoder.cache.note_rows(self._rows.num, self._rows.longest)
         if len(source) and self._asleep is None:
             self._decoder.cache.copy(
@@ -634,7 +633,7 @@ class EngineWorker:
 
     @torch.inference_mode()
     def _recompute(self) -> None:
-        """Compute the cache of all running rows anew, with the weights of now."""
+        """Compute the cache of all running rows again, with the current weights."""
         cached = (self._rows.length_R[: self._rows.num] - 1).tolist()
         spans = [
             FedTokens(
@@ -654,7 +653,7 @@ class EngineWorker:
         return self._asleep is None and bool(requests)
 
     def _run_commands(self) -> None:
-        """Run the commands that are there; without work, wait for one."""
+        """Run the waiting commands; without work, wait for one."""
         if not self._has_work and not self._outcomes:
             self._inbox.get()()
         while not self._inbox.empty():

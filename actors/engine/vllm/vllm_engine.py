@@ -234,7 +234,7 @@ class VllmEngine:
             trusted = self._trust_remote_code
             self._layers = RowAdapters(hollow_model(self._path, trust_remote_code=trusted))
         pairs = self._layers.prepare(tensors, config)
-        rank = max((len(a) for a, _ in pairs.values()), default=0)
+        rank = max((len(pair.a) for pair in pairs.values()), default=0)
         if rank > self._max_rank:
             raise ModelError(
                 f"the adapter has rank {rank}, there is room for {self._max_rank}",

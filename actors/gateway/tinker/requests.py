@@ -1,7 +1,6 @@
-"""Read the Tinker API's requests, and form its results."""
+"""Read requests of the Tinker API, and write its results."""
 
 import asyncio
-import json
 import re
 from collections.abc import Callable
 from typing import Any, cast
@@ -10,7 +9,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ....schemas.tinker.checkpoints import MAX_METADATA_BYTES
 from ....schemas.tinker.names import ModelName, OperationName
 from ....schemas.tinker.operation import MAX_BODY_BYTES, OperationResult
 from ....schemas.tinker.wire import RequestName, parse_request, plain_body
@@ -23,7 +21,7 @@ from ..web import OF_TINKER_SDK, gateway_of, take_connection
 
 PROTOBUF = "application/x-protobuf"
 LARGE = 64 << 10
-"""Bytes of a body that is read in a thread."""
+"""Bytes from which a body is read in a thread."""
 _NOT_READY = 408
 _DETAIL_OF_POLL = {"queue_state": "paused_capacity"}
 
@@ -56,7 +54,7 @@ def check_size(raw: bytes) -> None:
 
 
 async def json_body(request: Request) -> tuple[bytes, dict[str, Any]]:
-    """Return a body, and the JSON object that it is; raises MessageError."""
+    """Return a body, and the JSON object in it; raises MessageError."""
     raw = await raw_body(request)
     value = await in_thread(len(raw) > LARGE, lambda: read_json(raw))
     if not isinstance(value, dict):
@@ -65,12 +63,12 @@ async def json_body(request: Request) -> tuple[bytes, dict[str, Any]]:
 
 
 async def in_thread(is_large: bool, work: Callable[[], Any]) -> Any:
-    """Do something with a body, in a thread if that is large."""
+    """Process a body, in a thread if it is large."""
     return await asyncio.to_thread(work) if is_large else work()
 
 
 def name_of_protobuf(raw: bytes, is_zstd: bool) -> OperationName:
-    """Return which operation a protobuf body is."""
+    """Return the name of the operation in a protobuf body."""
     message = parse_request(plain_body(raw, is_zstd=is_zstd), RequestName)
     return OperationName(
         ModelName.parse(message.model_id), number_in_body(message.seq_id, "seq_id")
@@ -78,51 +76,35 @@ def name_of_protobuf(raw: bytes, is_zstd: bool) -> OperationName:
 
 
 def name_of_json(body: dict[str, Any]) -> OperationName:
-    """Return which operation a JSON body is; raises MessageError, NotFoundError."""
+    """Return the name of the operation in a JSON body; raises MessageError, NotFoundError."""
     model = ModelName.parse(text_in(body, "model_id"))
     return OperationName(model, number_in_body(body.get("seq_id"), "seq_id"))
 
 
 def new_model(body: dict[str, Any]) -> ModelName:
-    """Return the model that a body makes; raises MessageError, NotFoundError."""
-    session, number = (
-        text_in(body, "session_id"),
-        number_in_body(body.get("model_seq_id"), "model_seq_id", 0),
-    )
+    """Return the model that a body creates; raises MessageError, NotFoundError."""
+    session = text_in(body, "session_id")
+    number = number_in_body(body.get("model_seq_id"), "model_seq_id", 0)
     return ModelName.parse(f"{session}:train:{number}")
 
 
 def text_in(body: dict[str, Any], key: str) -> str:
-    """Return a text of a body; raises MessageError where there is none."""
+    """Return a text in a body; raises MessageError without one."""
     value = body.get(key)
     if not isinstance(value, str):
-        raise MessageError(f"{key}={value!r} is no text", hint=f"{key} must be there")
+        raise MessageError(f"{key}={value!r} is not a text", hint=f"send {key}")
     return value
 
 
-def metadata_in(body: dict[str, Any]) -> dict[str, str] | None:
-    """Return what a user says of what is made, as texts; raises MessageError."""
-    given = body.get("user_metadata")
-    if given is None:
-        return None
-    if not isinstance(given, dict):
-        raise MessageError(f"user_metadata={str(given)[:80]!r} is no JSON object")
-    pairs = cast("dict[str, Any]", given).items()
-    texts = {key: one if isinstance(one, str) else json.dumps(one) for key, one in pairs}
-    if len(json.dumps(texts)) > MAX_METADATA_BYTES:
-        raise MessageError("user_metadata is too large", hint=f"{MAX_METADATA_BYTES:,} bytes")
-    return texts
-
-
 def number_in_body(value: Any, key: str, least: int = 1, below: int = 10**9) -> int:
-    """Return a number of a body; raises MessageError for what is none."""
+    """Return an integer in a body; raises MessageError for another value."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < below:
-        raise MessageError(f"{key}={value!r} is no number from {least} on")
+        raise MessageError(f"{key}={value!r} must be an integer ≥ {least}")
     return value
 
 
 def answered(name: str, result: OperationResult) -> Response:
-    """Return a result as clients read it."""
+    """Return a result in the API's format."""
     if result.state == "pending":
         return not_ready(name, result.queue_reason)
     if result.state == "failed":
@@ -131,7 +113,7 @@ def answered(name: str, result: OperationResult) -> Response:
 
 
 def not_ready(name: str, reason: str) -> Response:
-    """Say that a result is not there yet, and why: the client asks again at once."""
+    """Return the response to a poll without a result yet: the client polls again at once."""
     fields = {**_DETAIL_OF_POLL, "queue_state_reason": reason}
     return JSONResponse({"type": "try_again", "request_id": name, **fields}, _NOT_READY)
 
@@ -146,7 +128,7 @@ _VERSION = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})(\..*)?")
 
 
 def note_to(version: str) -> dict[str, str]:
-    """Return what a session's client shows its user: nothing, for a version that was tested."""
+    """Return a note that clients show their user; empty for a tested SDK version."""
     match = _VERSION.fullmatch(version)
     tested = f"{_shown(OLDEST)} to {_shown(NEWEST)}"
     if match is None:
@@ -154,7 +136,7 @@ def note_to(version: str) -> dict[str, str]:
     number = int(match[1]), int(match[2])
     if number < OLDEST:
         return {
-            "error_message": f"tinker {version} sends requests that this service does not take: "
+            "error_message": f"tinker {version} sends requests that this service does not accept: "
             f"install tinker>={_shown(OLDEST)}"
         }
     if number > NEWEST:
@@ -166,10 +148,7 @@ def note_to(version: str) -> dict[str, str]:
 
 
 def supports_external_weights(user_agent: str) -> bool:
-    """Whether an SDK reads lists in which checkpoints for other programs stand.
-
-    Earlier ones cannot read a list that has one. Other clients get all.
-    """
+    """Whether an SDK can read lists that contain external checkpoints; other clients can."""
     match = _AGENT.search(user_agent)
     return match is None or (int(match[1]), int(match[2])) >= _EXTERNAL
 

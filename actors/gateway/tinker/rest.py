@@ -1,7 +1,7 @@
 """The Tinker API's endpoints for runs, sessions, checkpoints and their files.
 
-Download URLs need no key: each holds a ticket that the checkpoint's trainer has signed. The gateway
-fetches the file from the trainer with credentials of its own.
+A download URL needs no key: it contains a ticket that the checkpoint's trainer signed. The gateway
+fetches the file from the trainer with its own credentials.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ from ....schemas.tinker.checkpoints import (
     TellSession,
     TinkerCheckpoint,
     TrainingRun,
+    metadata_of,
 )
 from ....schemas.tinker.names import CheckpointName, ModelName, session_name
 from ....schemas.tinker.operation import ModelCurves, SessionsShown, TrainerOffer
@@ -35,7 +36,6 @@ from ..sessions import Visitor
 from ..web import Json, gateway_of, number_in, visitor_of
 from .requests import (
     json_body,
-    metadata_in,
     note_to,
     supports_external_weights,
     text_in,
@@ -52,14 +52,14 @@ _CHECKPOINT = _RUN + "/checkpoints/{kind}/{name}"
 
 
 class RestApi:
-    """The endpoints."""
+    """The endpoints of runs, sessions and checkpoints."""
 
     def __init__(self, records: TrainerRecords) -> None:
-        """Answer with what trainers keep."""
+        """Answer with the records of all trainers."""
         self._records = records
 
     def routes(self) -> list[tuple[str, str, Handler]]:
-        """Return method, path and endpoint of each."""
+        """Return the method, path and handler of each endpoint."""
         return [
             ("POST", "create_session", self.create_session),
             ("POST", "session_heartbeat", self.heartbeat),
@@ -77,43 +77,43 @@ class RestApi:
         ]
 
     async def create_session(self, request: Request) -> Response:
-        """Begin a session: a name for what a client makes."""
+        """Begin a session, which groups what a client makes."""
         visitor = await visitor_of_key(request)
         _, body = await json_body(request)
         session, version = f"s{secrets.token_hex(8)}", str(body.get("sdk_version") or "")[:80]
         event = TellSession(
             session=session,
             event="begin",
-            user_metadata=metadata_in(body),
+            user_metadata=metadata_of(body.get("user_metadata")),
             display_name=_name_in(body),
             sdk_version=version,
         )
-        await self._records.report_event(visitor, event)
+        await self._records.report_event(visitor.broker, event)
         notes = note_to(version)
         if body.get("project_id") is not None:
             notes["info_message"] = "this service has no projects: project_id is ignored"
         return JSONResponse({"type": "create_session", "session_id": session, **notes})
 
     async def heartbeat(self, request: Request) -> Response:
-        """Say that a session goes on; 410 for one that is over."""
+        """Record that a session is alive; 410 for an ended one."""
         visitor = await visitor_of_key(request)
         _, body = await json_body(request)
         event = TellSession(session=session_name(text_in(body, "session_id")), event="beat")
         try:
-            state = await self._records.report_event(visitor, event)
-        except errors.NobodyAnswersError:  # the trainer starts again: the session goes on
+            state = await self._records.report_event(visitor.broker, event)
+        except errors.NobodyAnswersError:  # the trainer restarts; the session continues
             state = "live"
         if state == "over":
             return JSONResponse({"detail": f"session {event.session} is over"}, _GONE)
         return JSONResponse({"type": "session_heartbeat"})
 
     async def finish(self, request: Request) -> Response:
-        """Note that a session is over; its first reason stays."""
+        """End a session; its first reason stays."""
         visitor = await visitor_of_key(request)
         _, body = await json_body(request)
         reason: Any = body.get("reason") or {}
         if not isinstance(reason, dict):
-            raise errors.MessageError(f"reason={str(reason)[:80]!r} is no JSON object")
+            raise errors.MessageError(f"reason={str(reason)[:80]!r} must be a JSON object")
         message = str(cast("dict[str, Any]", reason).get("type") or "")
         detail = str(body.get("detail") or "")
         event = TellSession(
@@ -121,20 +121,20 @@ class RestApi:
             event="finish",
             reason=": ".join(item for item in (message, detail) if item)[:1000],
         )
-        await self._records.report_event(visitor, event)
+        await self._records.report_event(visitor.broker, event)
         return JSONResponse({})
 
     async def list_sessions(self, request: Request) -> Response:
-        """List the ids of sessions."""
+        """Return the ids of sessions."""
         visitor = await visitor_of_key(request)
-        reply = await self._records.sessions(visitor, *_page(request, 20))
+        reply = await self._records.sessions(visitor.broker, *_page(request, 20))
         return JSONResponse({"sessions": [item.session for item in reply]})
 
     async def get_session(self, request: Request) -> Response:
-        """Tell what was made in a session."""
+        """Return the runs and samplers of a session."""
         visitor = await visitor_of_key(request)
         session = session_name(request.path_params["session"])
-        reply = await self._records.session(visitor, session)
+        reply = await self._records.session(visitor.broker, session)
         return JSONResponse(
             {
                 "training_run_ids": reply.models,
@@ -145,32 +145,32 @@ class RestApi:
         )
 
     async def list_runs(self, request: Request) -> Response:
-        """List training runs, the one used last first."""
+        """Return training runs, the last used first."""
         visitor = await visitor_of_key(request)
         _check_project(request)
         offset, limit = _page(request, 20)
-        runs, total = await self._records.runs(visitor, offset, limit)
+        runs, total = await self._records.runs(visitor.broker, offset, limit)
         shown = [_run(run) for run in runs]
         return JSONResponse({"training_runs": shown, "cursor": _cursor(offset, limit, total)})
 
     async def get_run(self, request: Request) -> Response:
-        """Tell of one training run."""
+        """Return one training run."""
         visitor = await visitor_of_key(request)
-        return JSONResponse(_run(await self._records.run(visitor, _model(request))))
+        return JSONResponse(_run(await self._records.run(visitor.broker, _model(request))))
 
     async def list_of_run(self, request: Request) -> Response:
-        """List the checkpoints of a training run, newest first."""
+        """Return the checkpoints of a training run, newest first."""
         visitor = await visitor_of_key(request)
-        reply = await self._records.checkpoints_of(visitor, _model(request))
+        reply = await self._records.checkpoints_of(visitor.broker, _model(request))
         checkpoints = _checkpoints(request, reply)
         return JSONResponse({"checkpoints": checkpoints, "cursor": None})
 
     async def list_of_user(self, request: Request) -> Response:
-        """List all checkpoints of a user, newest first."""
+        """Return all checkpoints of a user, newest first."""
         visitor = await visitor_of_key(request)
         offset, limit = _page(request, 100)
-        found, total = await self._records.checkpoints(visitor, offset, limit)
-        checkpoints = _checkpoints(request, found)
+        listed, total = await self._records.checkpoints(visitor.broker, offset, limit)
+        checkpoints = _checkpoints(request, listed)
         return JSONResponse({"checkpoints": checkpoints, "cursor": _cursor(offset, limit, total)})
 
     async def delete(self, request: Request) -> Response:
@@ -178,43 +178,43 @@ class RestApi:
         return await self._change(request, "delete")
 
     async def publish(self, request: Request) -> Response:
-        """Let everybody in the pool read a checkpoint."""
+        """Make a checkpoint readable for all users of the pool."""
         return await self._change(request, "publish")
 
     async def unpublish(self, request: Request) -> Response:
-        """Unpublish a checkpoint."""
+        """Make a checkpoint readable for its owner only."""
         return await self._change(request, "unpublish")
 
     async def expire(self, request: Request) -> Response:
-        """Set when a checkpoint is removed, in seconds from now; null: never."""
+        """Set when a checkpoint expires, in seconds from now; null: never."""
         visitor = await visitor_of_key(request)
         _, body = await json_body(request)
         ttl = body.get("ttl_seconds")
-        good = isinstance(ttl, int) and not isinstance(ttl, bool) and 1 <= ttl <= 10**10
-        if ttl is not None and not good:
+        is_valid = isinstance(ttl, int) and not isinstance(ttl, bool) and 1 <= ttl <= 10**10
+        if ttl is not None and not is_valid:
             raise errors.MessageError(
-                f"ttl_seconds={ttl!r} is no number of seconds", hint="null: it never expires"
+                f"ttl_seconds={ttl!r} must be an integer ≥ 1", hint="null: it never expires"
             )
         path = str(checkpoint_in(request))
         changed = ChangeCheckpoint(path=path, action="expire", ttl_s=ttl)
-        return JSONResponse(_checkpoint(await self._records.change(visitor, changed)))
+        return JSONResponse(_checkpoint(await self._records.change(visitor.broker, changed)))
 
     async def _change(
         self, request: Request, action: Literal["delete", "publish", "unpublish"]
     ) -> Response:
         visitor = await visitor_of_key(request)
         message = ChangeCheckpoint(path=str(checkpoint_in(request)), action=action)
-        return JSONResponse(_checkpoint(await self._records.change(visitor, message)))
+        return JSONResponse(_checkpoint(await self._records.change(visitor.broker, message)))
 
 
 def checkpoint_in(request: Request) -> CheckpointName:
-    """Return the checkpoint in a path; raises NotFoundError for what cannot be one."""
+    """Return the checkpoint in a path; raises NotFoundError for an invalid name."""
     named = request.path_params
     return CheckpointName.parse(f"tinker://{named['run']}/{named['kind']}/{named['name']}")
 
 
 def iso(seconds: float) -> str:
-    """Return a time as clients read it."""
+    """Return a time in ISO 8601."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -223,7 +223,7 @@ def _model(request: Request) -> ModelName:
 
 
 def _page(request: Request, limit: int) -> tuple[int, int]:
-    """Return offset and limit of a list; raises MessageError for what is no number."""
+    """Return offset and limit of a list; raises MessageError for another value."""
     offset, most = number_in(request, "offset", 0) or 0, number_in(request, "limit", limit) or 0
     return min(offset, _FARTHEST), min(most, _FARTHEST)
 
@@ -258,23 +258,25 @@ def _run(run: TrainingRun) -> dict[str, Any]:
     }
 
 
-def _checkpoints(request: Request, found: list[TinkerCheckpoint]) -> list[dict[str, Any]]:
-    """Return checkpoints as JSON, without those that an older SDK cannot read."""
-    whole = supports_external_weights(request.headers.get("user-agent", ""))
-    return [_checkpoint(item) for item in found if whole or "/external_weights/" not in item.path]
+def _checkpoints(request: Request, listed: list[TinkerCheckpoint]) -> list[dict[str, Any]]:
+    """Return checkpoints as JSON, without kinds that an older SDK cannot read."""
+    reads_all = supports_external_weights(request.headers.get("user-agent", ""))
+    return [
+        _checkpoint(item) for item in listed if reads_all or "/external_weights/" not in item.path
+    ]
 
 
-def _checkpoint(one: TinkerCheckpoint) -> dict[str, Any]:
-    name = CheckpointName.parse(one.path)
+def _checkpoint(checkpoint: TinkerCheckpoint) -> dict[str, Any]:
+    name = CheckpointName.parse(checkpoint.path)
     return {
         "checkpoint_id": f"{name.kind}/{name.name}",
         "checkpoint_type": _TYPES[name.kind],
-        "time": iso(one.time),
-        "tinker_path": one.path,
-        "size_bytes": one.size_bytes,
-        "public": one.is_public,
-        "user_metadata": one.user_metadata,
-        "expires_at": iso(one.expires) if one.expires else None,
+        "time": iso(checkpoint.time),
+        "tinker_path": checkpoint.path,
+        "size_bytes": checkpoint.size_bytes,
+        "public": checkpoint.is_public,
+        "user_metadata": checkpoint.user_metadata,
+        "expires_at": iso(checkpoint.expires) if checkpoint.expires else None,
     }
 
 
@@ -283,20 +285,20 @@ def _checkpoint(one: TinkerCheckpoint) -> dict[str, Any]:
 FILES = "/tinker/api/v1/files"
 _ARCHIVE = "checkpoint.tar"
 _COMPLETE = "checkpoint_complete"
-"""A file that shows the SDK that an archive is complete."""
+"""A file by which the SDK recognises a complete archive."""
 _FILE = "training_runs/{run}/checkpoints/{kind}/{name}"
 
 
 class Downloads:
-    """The endpoints."""
+    """The endpoints of checkpoints' files."""
 
     def __init__(self, trainers: Trainers, records: TrainerRecords) -> None:
-        """Ask trainers for parts of files."""
+        """Fetch parts of files from trainers."""
         self._trainers = trainers
         self._records = records
 
     def routes(self) -> list[tuple[str, str, Handler]]:
-        """Return method, path and endpoint of each."""
+        """Return the method, path and handler of each endpoint."""
         return [
             ("GET", f"{_FILE}/external_weights_urls", self.urls),
             ("GET", f"{_FILE}/archive", self.archive),
@@ -304,19 +306,19 @@ class Downloads:
         ]
 
     async def urls(self, request: Request) -> Response:
-        """Tell a URL for each file of a checkpoint."""
+        """Return a URL for each file of a checkpoint."""
         job, export = await self._exported(request)
         place = _place(request, job, export)
         urls = {file.name: f"{place}/{file.name}" for file in export.files}
         return JSONResponse({"urls": urls, "expires": iso(export.expires)})
 
     async def archive(self, request: Request) -> Response:
-        """Lead to the archive of a checkpoint, as SDKs before the URLs of files ask for it."""
+        """Redirect to the archive of a checkpoint, which older SDKs request."""
         job, export = await self._exported(request)
         if {file.name for file in export.files} != set(ADAPTER_FILES):
             raise errors.NotFoundError(
-                "an encrypted checkpoint is not given as an archive",
-                hint="take the URLs of its files",
+                "an encrypted checkpoint has no archive",
+                hint="use the URLs of its files",
             )
         return RedirectResponse(
             f"{_place(request, job, export)}/{_ARCHIVE}",
@@ -325,7 +327,7 @@ class Downloads:
         )
 
     async def file(self, request: Request) -> Response:
-        """Answer with a file, or with all of a checkpoint as an archive."""
+        """Return a file, or the archive of a checkpoint."""
         broker, named = await self._own(request), request.path_params
         job, ticket, name = named["job"], named["ticket"], named["file"]
 
@@ -333,7 +335,7 @@ class Downloads:
             try:
                 message = FetchFile(ticket=ticket, file=file, offset=offset)
             except ValidationError:
-                raise errors.NotFoundError("this is no URL of a checkpoint's file") from None
+                raise errors.NotFoundError("this is not a URL of a checkpoint's file") from None
             return await self._trainers.ask(broker, job, "fetch", message, FilePart)
 
         if name != _ARCHIVE:
@@ -347,10 +349,10 @@ class Downloads:
     async def _exported(self, request: Request) -> tuple[str, CheckpointExport]:
         visitor = await visitor_of_key(request)
         await self._own(request)
-        return await self._records.export(visitor, checkpoint_in(request))
+        return await self._records.export(visitor.broker, checkpoint_in(request))
 
     async def _own(self, request: Request) -> Broker:
-        """Return the gateway's own connection; raises StateError where it has none."""
+        """Return the gateway's own connection; raises StateError without one."""
         gateway = gateway_of(request)
         if not gateway.sessions.with_keys:
             return (await gateway.sessions.visitor(session=None, key=None)).broker
@@ -417,12 +419,12 @@ def _http_date(seconds: float) -> str:
     return time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(seconds))
 
 
-# -- sessions as pages and the REST interface show them --------------------------------------------
+# -- sessions for pages and the REST interface -----------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ServiceView:
-    """One base model of the pool, as one user sees it."""
+    """One base model of the pool, with a user's models."""
 
     offer: TrainerOffer
     sessions: SessionsShown | None
@@ -430,18 +432,17 @@ class ServiceView:
 
 
 async def services_of(request: Request, visitor: Visitor) -> list[ServiceView]:
-    """Return the base models of the pool, with a visitor's models on each."""
+    """Return the base models of the pool with a visitor's models."""
     trainers = gateway_of(request).trainers
 
-    async def one(offer: TrainerOffer) -> ServiceView:
+    async def view(offer: TrainerOffer) -> ServiceView:
         try:
-            seen = await trainers.sessions(visitor.broker, offer.job)
+            return ServiceView(offer, await trainers.sessions(visitor.broker, offer.job))
         except (errors.NobodyAnswersError, errors.DeadlineError):
-            seen = None
-        return ServiceView(offer, seen)
+            return ServiceView(offer, None)
 
     offers = await trainers.offers(visitor.broker)
-    return list(await asyncio.gather(*(one(offer) for offer in offers)))
+    return list(await asyncio.gather(*(view(offer) for offer in offers)))
 
 
 async def curves_of(request: Request, visitor: Visitor) -> ModelCurves:
@@ -456,7 +457,7 @@ async def curves_of(request: Request, visitor: Visitor) -> ModelCurves:
 
 
 async def get_sessions(request: Request) -> Response:
-    """Answer with the base models and the visitor's models."""
+    """Return the base models and the visitor's models."""
     reply = await services_of(request, await visitor_of(request))
     shown: list[dict[str, Any]] = [
         {
@@ -470,6 +471,6 @@ async def get_sessions(request: Request) -> Response:
 
 
 async def get_metrics(request: Request) -> Response:
-    """Answer with the curves of a model."""
+    """Return the curves of a model."""
     reply = await curves_of(request, await visitor_of(request))
     return Json({"complete": True, **reply.points})

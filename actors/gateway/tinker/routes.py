@@ -1,7 +1,7 @@
 """The endpoints of the Tinker API, under `/tinker/api/v1`.
 
-The gateway stores nothing: the operation of a request id is computed, and a request that is sent
-twice finds the result of the first. So any gateway answers any request.
+The gateway stores nothing: the operation is computed from the request id, and a repeated request
+gets the result of the first. So any gateway can answer any request.
 """
 
 import asyncio
@@ -25,27 +25,27 @@ from . import requests
 from .rest import Downloads, RestApi
 from .trainers import TrainerRecords, Trainers
 
-# -- what the service offers -----------------------------------------------------------------------
+# -- information about the service -----------------------------------------------------------------
 
 Handler = Callable[[Request], Awaitable[Response]]
 _CHUNK_BYTES = 2_000_000
 _CONFIG_S = 300
 SAMPLES_AT_ONCE = 192
-"""Samples that one sampling client has under way, each on a connection that waits for it.
+"""Open samples of one sampling client, each on a connection of its own.
 
-Below what one user may have running (`MAX_RUNNING`), so that training and heartbeats go on.
+Fewer than a user's running requests (`MAX_RUNNING`), so that training and heartbeats continue.
 """
 
 
 class AboutApi:
-    """The endpoints."""
+    """The endpoints about the service."""
 
     def __init__(self, trainers: Trainers) -> None:
-        """Tell of `trainers`."""
+        """Describe `trainers`."""
         self._trainers = trainers
 
     def routes(self) -> list[tuple[str, str, Handler]]:
-        """Return method, path and endpoint of each."""
+        """Return the method, path and handler of each endpoint."""
         return [
             ("POST", "client/config", self.config),
             ("POST", "client/dynamic_config", self.dynamic_config),
@@ -55,7 +55,7 @@ class AboutApi:
         ]
 
     async def config(self, request: Request) -> Response:
-        """Tell a client how large and how many its requests may be, and that they be compressed."""
+        """Return limits of a client's requests, which should be compressed."""
         del request
         return JSONResponse(
             {
@@ -66,22 +66,22 @@ class AboutApi:
         )
 
     async def dynamic_config(self, request: Request) -> Response:
-        """Tell a client what may change while it runs."""
+        """Return settings that may change while a client runs."""
         del request
         return JSONResponse({"refresh_interval_sec": _CONFIG_S, "sample_cancel_enabled": True})
 
     async def telemetry(self, request: Request) -> Response:
-        """Accept a client's telemetry, and drop it."""
+        """Accept and drop a client's telemetry."""
         del request
         return JSONResponse({"status": "accepted"})
 
     async def health(self, request: Request) -> Response:
-        """Answer that the service is there."""
+        """Return that the service is running."""
         del request
         return JSONResponse({"status": "ok"})
 
     async def capabilities(self, request: Request) -> Response:
-        """List the base models."""
+        """Return the base models."""
         visitor = await requests.visitor_of_key(request)
         offers = await self._trainers.offers(visitor.broker)
         return JSONResponse(
@@ -101,10 +101,10 @@ class AboutApi:
 
 PREFIX = "/tinker/api/v1"
 _NOTHING = b""
-"""Body of an operation that is refused: it fails, and those behind its number need not wait."""
+"""Body of a refused operation: it fails, so that operations after its number do not wait."""
 _GONE = 410
 _PAUSE_S = 1.0
-"""Wait before the reply that a trainer is away, after which clients ask again at once."""
+"""Pause before the reply that a trainer is away, since clients poll again at once."""
 
 
 def routes(trainers: Trainers) -> list[Route]:
@@ -132,12 +132,12 @@ def routes(trainers: Trainers) -> list[Route]:
         posts[kind] = partial(api.operation, kind)
     return [
         *(
-            Route(f"{PREFIX}/{path}", _guarded(one), methods=["POST"])
-            for path, one in posts.items()
+            Route(f"{PREFIX}/{path}", _guarded(handler), methods=["POST"])
+            for path, handler in posts.items()
         ),
         *(
-            Route(f"{PREFIX}/{path}", _guarded(one), methods=[method])
-            for method, path, one in (
+            Route(f"{PREFIX}/{path}", _guarded(handler), methods=[method])
+            for method, path, handler in (
                 ("GET", "samplers/{sampler}", api.sampler),
                 *AboutApi(trainers).routes(),
                 *RestApi(records).routes(),
@@ -156,12 +156,12 @@ class TinkerApi:
     """The endpoints about models, their operations and samples."""
 
     def __init__(self, trainers: Trainers, records: TrainerRecords) -> None:
-        """Hand requests to trainers."""
+        """Send requests to trainers and samplers."""
         self._trainers = trainers
         self._records = records
 
     async def create_model(self, request: Request) -> Response:
-        """Make a model on a base."""
+        """Make a model on a base model."""
         visitor = await requests.visitor_of_key(request)
         raw, body = await requests.json_body(request)
         model = requests.new_model(body)
@@ -188,7 +188,7 @@ class TinkerApi:
         return await self._submit(visitor, job, "load_weights", name, raw)
 
     async def get_info(self, request: Request) -> Response:
-        """Tell what a model is."""
+        """Return information about a model."""
         visitor = await requests.visitor_of_key(request)
         _, body = await requests.json_body(request)
         model = ModelName.parse(requests.text_in(body, "model_id"))
@@ -211,7 +211,7 @@ class TinkerApi:
         )
 
     async def weights_info(self, request: Request) -> Response:
-        """Tell what a checkpoint holds."""
+        """Return information about a checkpoint."""
         visitor = await requests.visitor_of_key(request)
         _, body = await requests.json_body(request)
         name = await self._trainers.source(visitor.broker, requests.text_in(body, "tinker_path"))
@@ -229,11 +229,11 @@ class TinkerApi:
         )
 
     async def forward_backward(self, request: Request) -> Response:
-        """Take a loss to compute; its result reports wrong data."""
+        """Submit a loss; errors in its data are in its result."""
         visitor = await requests.visitor_of_key(request)
         if not request.headers.get("content-type", "").startswith(requests.PROTOBUF):
             raise errors.MessageError(
-                "forward_backward is taken as protobuf", hint="upgrade the SDK: tinker>=0.25"
+                "forward_backward must be protobuf", hint="upgrade the SDK: tinker>=0.25"
             )
         raw = await request.body()
         encoding = request.headers.get("content-encoding", "")
@@ -255,47 +255,47 @@ class TinkerApi:
         )
 
     async def operation(self, kind: OperationKind, request: Request) -> Response:
-        """Take another operation on a model."""
+        """Submit another operation on a model."""
         visitor = await requests.visitor_of_key(request)
         raw, body = await requests.json_body(request)
         return await self._operate(visitor, kind, requests.name_of_json(body), raw)
 
     async def retrieve_future(self, request: Request) -> Response:
-        """Answer with a result as soon as it is there, or 408 after a while."""
+        """Wait for a result and return it, or 408 after a while."""
         visitor = await requests.visitor_of_key(request)
         _, body = await requests.json_body(request)
         text = requests.text_in(body, "request_id")
         if (sample := sampling.SampleName.parse(text)) is not None:
             return await self._sampled(visitor, sample)
         name = OperationName.parse(text)
-        wanted = AwaitResult(model=str(name.model), seq=name.seq)
+        awaited = AwaitResult(model=str(name.model), seq=name.seq)
         try:
             job = await self._trainers.job_of_model(visitor.broker, name.model)
-            result = await self._trainers.result(visitor.broker, job, wanted)
+            result = await self._trainers.result(visitor.broker, job, awaited)
         except (errors.BrokerError, errors.DeadlineError, errors.NobodyAnswersError) as error:
-            await asyncio.sleep(_PAUSE_S)  # it is restarted; what it took is in its log
+            await asyncio.sleep(_PAUSE_S)  # it restarts; accepted operations are in its log
             return requests.not_ready(str(name), error.message)
         return requests.answered(str(name), result)
 
     async def cancel_future(self, request: Request) -> Response:
-        """End a cancelled sample."""
+        """Cancel a sample."""
         visitor = await requests.visitor_of_key(request)
         _, body = await requests.json_body(request)
         name = sampling.SampleName.parse(text := requests.text_in(body, "request_id"))
         if name is None:
             raise errors.MessageError(
-                f"request {text[:80]!r} cannot be cancelled", hint="only samples can be"
+                f"request {text[:80]!r} cannot be cancelled", hint="cancel samples only"
             )
         job = await self._trainers.job_of_sampler(visitor.broker, name.sampler)
-        wanted = sampling.AwaitSample(request=f"{name.sampler}:{name.seq}", wait_s=0, cancel=True)
-        with suppress(
-            errors.NotFoundError, errors.DeadlineError
-        ):  # it has ended, with its sampler maybe
-            await self._trainers.sampled(visitor.broker, job, name.actor, wanted)
+        cancelled = sampling.AwaitSample(
+            request=f"{name.sampler}:{name.seq}", wait_s=0, cancel=True
+        )
+        with suppress(errors.NotFoundError, errors.DeadlineError):  # it, or its sampler, has ended
+            await self._trainers.sampled(visitor.broker, job, name.actor, cancelled)
         return JSONResponse({})
 
     async def create_sampling_session(self, request: Request) -> Response:
-        """Begin to sample from a checkpoint, or from a base model."""
+        """Begin a sampling session on a checkpoint or a base model."""
         visitor = await requests.visitor_of_key(request)
         _, body = await requests.json_body(request)
         number = requests.number_in_body(
@@ -312,22 +312,21 @@ class TinkerApi:
             )
             await self._trainers.job_of_sampler(visitor.broker, name)
         opened = TellSession(session=session_name(session), event="sampler", sampler=str(name))
-        await self._records.report_event(visitor, opened)
+        await self._records.report_event(visitor.broker, opened)
         fields = {"type": "create_sampling_session", "sampling_session_id": str(name)}
         return JSONResponse(fields)
 
     async def sampler(self, request: Request) -> Response:
-        """Tell from what a session samples."""
+        """Return the checkpoint or base model of a sampling session."""
         visitor = await requests.visitor_of_key(request)
         name = sampling.SamplerName.parse(request.path_params["sampler"])
         if (base := name.base) is None:
-            held = await self._trainers.checkpoint(visitor.broker, name.checkpoint)
-            base = held.base
+            base = (await self._trainers.checkpoint(visitor.broker, name.checkpoint)).base
         path = None if name.base is not None else str(name.checkpoint)
         return JSONResponse({"sampler_id": str(name), "base_model": base, "model_path": path})
 
     async def sample(self, request: Request) -> Response:
-        """Hand a prompt to a sampler; its continuations are asked for by `retrieve_future`."""
+        """Submit a prompt to a sampler; `retrieve_future` returns its continuations."""
         visitor = await requests.visitor_of_key(request)
         raw, body = await requests.json_body(request)
         if len(raw) > sampling.MAX_SAMPLE_BYTES:
@@ -335,18 +334,18 @@ class TinkerApi:
         sampler = sampling.SamplerName.parse(requests.text_in(body, "sampling_session_id"))
         seq = requests.number_in_body(body.get("seq_id"), "seq_id", 0, 10**19)
         job = await self._trainers.job_of_sampler(visitor.broker, sampler)
-        wanted = sampling.SampleRequest(source=sampler.source, request=f"{sampler}:{seq}", body=raw)
-        taken = await self._trainers.sample(visitor.broker, job, wanted)
-        name = sampling.SampleName(sampler, seq, taken.actor)
-        ids = [f"{sampler}:{seq}:{number}" for number in range(taken.num_samples)]
+        sample = sampling.SampleRequest(source=sampler.source, request=f"{sampler}:{seq}", body=raw)
+        accepted = await self._trainers.sample(visitor.broker, job, sample)
+        name = sampling.SampleName(sampler, seq, accepted.actor)
+        ids = [f"{sampler}:{seq}:{number}" for number in range(accepted.num_samples)]
         return JSONResponse({"request_id": str(name), "sample_sequence_ids": ids})
 
     async def _sampled(self, visitor: Visitor, name: sampling.SampleName) -> Response:
-        """Answer with continuations; where their sampler has died the client samples again."""
+        """Return continuations, or 410 if their sampler died, when the client samples again."""
         job = await self._trainers.job_of_sampler(visitor.broker, name.sampler)
-        wanted = sampling.AwaitSample(request=f"{name.sampler}:{name.seq}")
+        awaited = sampling.AwaitSample(request=f"{name.sampler}:{name.seq}")
         try:
-            result = await self._trainers.sampled(visitor.broker, job, name.actor, wanted)
+            result = await self._trainers.sampled(visitor.broker, job, name.actor, awaited)
         except (errors.NotFoundError, errors.DeadlineError) as error:
             return JSONResponse({"detail": error.message}, _GONE)
         return requests.answered(str(name), result)
@@ -376,13 +375,13 @@ class TinkerApi:
         operation = ModelOperation(
             kind=kind, model=str(name.model), seq=name.seq, body=raw, is_zstd=is_zstd
         )
-        taken = await self._trainers.submit(visitor.broker, job, operation)
+        accepted = await self._trainers.submit(visitor.broker, job, operation)
         self._trainers.remember(visitor.user, name.model, job)
-        return JSONResponse({"request_id": taken.request_id, "model_id": str(name.model)})
+        return JSONResponse({"request_id": accepted.request_id, "model_id": str(name.model)})
 
 
 def _guarded(endpoint: Handler) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """Return an endpoint whose errors come in the API's words."""
+    """Return a handler that answers errors in the API's format."""
 
     async def answer(request: Request) -> Response:
         try:

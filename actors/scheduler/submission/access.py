@@ -192,7 +192,7 @@ def refuse_runs_of_others(
                 raise foreign(f"{several[inode].key}={several[inode].value!r}: a file in it")
 
 
-def check_game(config: Mapping[str, Any]) -> None:
+def refuse_unregistered_game(config: Mapping[str, Any]) -> None:
     """Raise GameError if the pool is to host a game of an unregistered name."""
     env = cast("Mapping[str, Any]", config.get("env") or {})
     is_hosted = env.get("hosts") != 0 and not runs_programs(config)

@@ -6,47 +6,36 @@ submission continues where it was when it is sent again.
 
 import asyncio
 import contextlib
-import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from ....broker.client.connection import Broker
-from ....broker.client.rpc import call
 from ....broker.jobs import JobStore, is_final
 from ....schemas.config import sections
 from ....schemas.config.agent import runs_programs
-from ....schemas.config.algorithm import is_checkpoint
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import check_keys, parse_config
 from ....schemas.job import ActorPlacement, ConfigureRequest, JobRecord, SubmitRequest
-from ....schemas.local.disk import DiskThreads
-from ....schemas.node import ModelAnswer, ModelQuestion, NodeStatus
-from ....schemas.plan.plan import Plan, plan_for_pool
-from ....schemas.plan.settings import refuse_long_contexts
 from ....schemas.tinker.names import is_path
 from ....schemas.wire.codec import merged
 from ....schemas.wire.errors import (
     ConfigError,
     MessageError,
-    ModelError,
     StateError,
-    StorageError,
     TinkermqError,
 )
-from ....schemas.wire.message import Message, new_id
-from ....schemas.wire.subjects import DEFAULT_USER, JobScope, node, token
+from ....schemas.wire.message import new_id
+from ....schemas.wire.subjects import DEFAULT_USER, JobScope, token
 from ...storage.access import (
     in_default_folder,
     named_by,
     operator_stores,
     output_roots,
     refuse_other_stores,
-    shown_from,
     with_allowed_folders,
-    without_tilde,
 )
 from ...storage.checkpoints import free_copies
 from ...storage.stores import Stores
@@ -56,112 +45,16 @@ from ..jobs.view import JobsView, size_of
 from ..reconciler import Reconciler
 from . import origins
 from .access import (
-    check_game,
     refuse_code_of_others,
     refuse_endpoints,
     refuse_network,
     refuse_own_algorithms,
     refuse_runs_of_others,
     refuse_second_service,
+    refuse_unregistered_game,
     refuse_unshown,
 )
-
-# -- models: nodes are asked whether they can load them --------------------------------------------
-
-R = TypeVar("R", bound=Message)
-T = TypeVar("T")
-P = ParamSpec("P")
-
-ANSWER_S = 12.0
-_LOOK_S = 30.0
-"""For what the scheduler finds out itself about files: a disk may hang."""
-_LOOKS = 8
-"""At once, for one user."""
-MOST_ASKED = 8
-"""Nodes that are asked; of a larger pool the others count for ones that can."""
-
-
-class ModelReport(NamedTuple):
-    """What one node says of one model."""
-
-    node: str
-    answer: ModelAnswer
-
-
-class Reader(NamedTuple):
-    """Who may know which files the pool's machines have."""
-
-    user: str
-    roots: Sequence[Path]
-    """Folders below which the user's jobs may write; none: the user may read all."""
-
-    def may_know(self, model: str) -> bool:
-        """Whether the answer may say what is at a path."""
-        try:
-            place = Path(os.path.realpath(without_tilde(model)))
-        except ValueError:  # no path: it holds a null byte
-            return True
-        return not self.roots or shown_from(place, self.user, self.roots) is not None
-
-
-async def refuse_missing_models(
-    broker: Broker, nodes: Sequence[NodeStatus], models: Mapping[str, bool]
-) -> None:
-    """Raise ModelError for a model that no node can have, in the words of the first one asked.
-
-    `models` says of each whether the asking user may know what is there. Nodes that do not know
-    count for ones that can: the job finds out. So does a pool without nodes, or with more than are
-    asked.
-    """
-    for model, may_know in models.items():
-        reply = await ask_for_model(broker, nodes, model, may_know=may_know)
-        if reply and len(reply) == len(nodes) and all(item.answer.missing for item in reply):
-            first = reply[0]
-            raise ModelError(f"node {first.node}: {first.answer.missing}", hint=first.answer.hint)
-
-
-async def ask_for_model(
-    broker: Broker, nodes: Sequence[NodeStatus], model: str, *, may_know: bool
-) -> list[ModelReport]:
-    """Return what the nodes say of a model, those that were asked.
-
-    Of a path that the user may not know they say the same whatever is there, unless a model.
-    """
-    names = [item.node for item in nodes[:MOST_ASKED]]
-    question, unknown = ModelQuestion(model=model, alike=not may_know), ModelAnswer(known=False)
-    asking = (
-        ask_node(broker, name, "model", question, unknown, timeout_s=ANSWER_S) for name in names
-    )
-    answers = await asyncio.gather(*asking)
-    return [ModelReport(name, answer) for name, answer in zip(names, answers, strict=True)]
-
-
-def models_of(config: JobConfig) -> Iterable[str]:
-    """Return the models that a job starts from, but those of a store and of other runs."""
-    named = sections.model_paths(config)
-    named.pop("model.tokenizer", None)  # it needs no weights
-    return dict.fromkeys(
-        item for item in named.values() if not (sections.is_url(item) or is_checkpoint(item))
-    )
-
-
-async def ask_node(
-    broker: Broker, name: str, verb: str, question: Message, unknown: R, *, timeout_s: float
-) -> R:
-    """Return what a node answers, or `unknown` where it is leaving, or older than the question."""
-    try:
-        return await call(
-            broker,
-            node(name, verb),
-            question,
-            type(unknown),
-            timeout_s=timeout_s,
-            waiting_for=f"node {name}",
-            idempotent=True,
-        )
-    except TinkermqError:
-        return unknown
-
+from .checks import JobChecks
 
 # -- names: `<env>-<model>-<two words>` for a run, `serve-<run>-<step>` for a server ---------------
 
@@ -226,6 +119,12 @@ class _Plan(NamedTuple):
     """Of checkpoints that it reads beside its own, by their names."""
     teachers: dict[str, str]
 
+    def apply_to(self, record: JobRecord, **fields: Any) -> JobRecord:
+        """Return the record with what is planned, and further fields."""
+        planned = {"kind": self.kind, "actors": self.actors}
+        planned |= {"output_roots": [str(root) for root in self.roots], **fields}
+        return record.model_copy(update=planned)
+
 
 class Submission:
     """Makes jobs; a name is taken from the moment it is given."""
@@ -241,12 +140,12 @@ class Submission:
         """Make jobs that `reconciler` takes up, with their secrets in `secrets`."""
         self._secrets = secrets
         self._broker = broker
+        self.checks = JobChecks(broker, view, reconciler)
+        """What a job is checked for before it is queued."""
         self.origins = origins.Origins(broker, view)
         """What jobs begin with."""
         self._jobs = jobs
         self._view = view
-        self._reconciler = reconciler
-        self._disks = DiskThreads(_LOOKS, _LOOK_S)
         self._names: set[tuple[str, str]] = set()
         self._making: dict[tuple[str, str], asyncio.Future[JobRecord]] = {}
 
@@ -260,7 +159,7 @@ class Submission:
             parse_config(request.config)
         else:
             check_keys(request.config)
-        check_game(request.config)
+        refuse_unregistered_game(request.config)
         key = (user, request.request_id)
         making = self._making.get(key)
         if making is None:
@@ -287,10 +186,9 @@ class Submission:
         parse_config(request.config)
         record = await self._blank(user, "tried", request)
         plan = await self._planned(record)
-        folder = await self._look(user, origins.run_dir_of, plan.config, self._folder_of(user))
-        roots = [str(root) for root in plan.roots]
-        fields = {"actors": plan.actors, "run_dir": str(folder), "output_roots": roots}
-        return record.model_copy(update=fields), plan.config
+        read_files = self.checks.read_files
+        folder = await read_files(user, origins.run_dir_of, plan.config, self._folder_of(user))
+        return plan.apply_to(record, run_dir=str(folder)), plan.config
 
     async def _make(self, user: str, request: SubmitRequest) -> JobRecord:
         async with self.lock(user):
@@ -364,7 +262,7 @@ class Submission:
                     f"job {record.name} is {record.state}", hint="submit it as a new job"
                 )
             check_keys(config)
-            check_game(config)
+            refuse_unregistered_game(config)
             name = record.name
             if request.config.get("name") is not None:
                 name = await self._free_name(user, record.job, config, record.kind)
@@ -380,25 +278,20 @@ class Submission:
         A checkpoint of which only the weights count becomes the model of the configuration; a job
         that trains on conversations is one of kind `sft`.
         """
-        config, roots, kind, actors, folders, teachers = await self._planned(record)
-        self.refuse_placing(record.user, actors)
-        reader = self.reader(record.user, roots)
-        plan = await self.plan_on_gpus(kind, config, reader)
-        if plan is not None and plan.refusal is not None:
-            raise plan.refusal
-        await self.refuse_long_contexts(config, reader)
-        if not record.fork_dir:
-            known = await self.known_models(models_of(config), reader)
-            await refuse_missing_models(self._broker, self._reconciler.nodes(), known)
-        wanted = {"actors": actors, "stored_bytes": states.reserved_bytes(config)}
-        self.check_growth(before, record.model_copy(update=wanted))
-        run_dir = await self._look(
+        plan = await self._planned(record)
+        config, teachers = plan.config, plan.teachers
+        record = plan.apply_to(record, stored_bytes=states.reserved_bytes(config))
+        async for result in self.checks.run(record, config):
+            if not result.ok:
+                raise result.error()
+        self.check_growth(before, record)
+        run_dir = await self.checks.read_files(
             record.user, origins.make_run_dir, config, self._folder_of(record.user)
         )
         judge = await self._judge(record.user, config.env.reward)
         fork_dir, adapters = await self._kept(record, run_dir)
         try:
-            config = await self._with_models(record, config, folders, run_dir)
+            config = await self._with_models(record, config, plan.folders, run_dir)
         except TinkermqError:
             await self._free_copies(record)
             raise
@@ -407,11 +300,8 @@ class Submission:
         fields = {
             "config": config.model_dump(mode="json", exclude_unset=True),
             "configured": True,
-            "kind": kind,
             "reason": "waits for a node",
-            **wanted,
             "run_dir": str(run_dir),
-            "output_roots": [str(root) for root in roots],
             "fork_dir": fork_dir,
             "adapters": adapters,
             "judge": judge,
@@ -469,15 +359,15 @@ class Submission:
             record.teachers,
         )
         if changes:
-            check_game(config.model_dump(mode="json", exclude_unset=True))
+            refuse_unregistered_game(config.model_dump(mode="json", exclude_unset=True))
             before = self._view.config(record)
             config, roots = await self._allowed(config, record)
-            await self.refuse_long_contexts(config, self.reader(record.user, roots))
+            await self.checks.refuse_long_contexts(config, self.checks.reader(record.user, roots))
             folders, teachers = await self.origins.teachers(record, config)
             config = await self._with_models(record, config, folders, Path(record.run_dir))
             wanted = states.actors_for(config, record.kind)
             actors = actors if wanted == states.actors_for(before, record.kind) else wanted
-        self.refuse_placing(record.user, actors)
+        self.checks.refuse_placing(record.user, actors)
         fields: dict[str, Any] = {
             "attempt": record.attempt + 1,
             "stop": "no",
@@ -494,56 +384,6 @@ class Submission:
         self.check_growth(record, record.model_copy(update={**fields, "has_streams": True}))
         return fields
 
-    def refuse_placing(self, user: str, actors: Sequence[ActorPlacement]) -> None:
-        """Raise PlacementError or QuotaError for actors that have no place here."""
-        self._reconciler.refuse_impossible(actors)
-        quota = self._view.quota(user)
-        states.check_room(
-            user, quota, {}, max_slots=states.slots_of(actors), max_actors=len(actors)
-        )
-
-    async def plan_on_gpus(self, kind: str, config: JobConfig, reader: Reader) -> Plan | None:
-        """Return what a training job takes on the pool's GPUs.
-
-        None where it may run on a CPU or on machines that are still to come, and for models that
-        the scheduler does not know, or the reader may not.
-        """
-        nodes = self._reconciler.nodes()
-        trains = kind in ("train", "sft")
-        if not trains or self._reconciler.may_grow or any(not node.gpus for node in nodes):
-            return None
-        if not await self.may_know_all(models_of(config), reader):
-            return None
-        gpus = [(gpu.model, gpu.memory_bytes) for node in nodes for gpu in node.gpus]
-        return await self._look(reader.user, plan_for_pool, config, gpus)
-
-    async def refuse_long_contexts(self, config: JobConfig, reader: Reader) -> None:
-        """Raise ModelError for sequences longer than a model of the job has positions for.
-
-        Models that the scheduler does not know, or the reader may not, are left to the generators.
-        """
-        if await self.may_know_all(models_of(config), reader):
-            await self._look(reader.user, refuse_long_contexts, config)
-
-    async def known_models(self, models: Iterable[str], reader: Reader) -> dict[str, bool]:
-        """Return of each model whether the reader may know what is there. Raises StorageError."""
-        return {model: await self._look(reader.user, reader.may_know, model) for model in models}
-
-    async def may_know_all(self, models: Iterable[str], reader: Reader) -> bool:
-        """Whether the reader may know what is at all of these paths. Raises StorageError."""
-        return all((await self.known_models(models, reader)).values())
-
-    async def _look(self, user: str, read: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
-        """Find something out about files, in a thread; StorageError when their disk hangs."""
-        try:
-            return await self._disks.look(user, read, *given, **named)
-        except TimeoutError as error:
-            raise StorageError(
-                f"the files that the job names, or its folder, were not found out about within "
-                f"{_LOOK_S:g} s",
-                hint="see whether their disks answer on the scheduler's machine (`ls`, `df`)",
-            ) from error
-
     async def _allowed(self, config: JobConfig, record: JobRecord) -> tuple[JobConfig, list[Path]]:
         """Return what the owner of a job may ask for, and where its processes may write.
 
@@ -553,17 +393,17 @@ class Submission:
         config = in_default_folder(config, roots)
         if self._view.is_admin(record.user):
             return config, []
-        config = await self._look(record.user, with_allowed_folders, config, roots)
+        config = await self.checks.read_files(record.user, with_allowed_folders, config, roots)
         if self._has_users:
             refuse_code_of_others(config)
             refuse_own_algorithms(config, record.user)
             refuse_network(config, record.user)
-            await self._look(record.user, refuse_unshown, config, record.user, roots)
+            await self.checks.read_files(record.user, refuse_unshown, config, record.user, roots)
             refuse_endpoints(config, record.user)
             refuse_other_stores(config, record.user, operator_stores())
             others = self._view.run_folders_of_others(record.user)
             more = named_by(origins.own_settings(record))
-            await self._look(record.user, refuse_runs_of_others, config, others, more)
+            await self.checks.read_files(record.user, refuse_runs_of_others, config, others, more)
         return config, roots
 
     def check_growth(self, before: JobRecord | None, after: JobRecord) -> None:
@@ -582,10 +422,6 @@ class Submission:
             max_record_bytes=more,
             max_stored_bytes=after.stored_bytes - states.stored_bytes(before),
         )
-
-    def reader(self, user: str, roots: Sequence[Path]) -> Reader:
-        """Return the requesting user, with the folders below which the user's jobs may write."""
-        return Reader(user, roots if self._has_users else [])
 
     @property
     def _has_users(self) -> bool:

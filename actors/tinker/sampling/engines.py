@@ -1,8 +1,8 @@
 """The engine of a sampler: one base model with a bounded number of adapters, shared by users.
 
-A request for another adapter replaces the one that was idle for longest, or waits while requests
-run with all of them. An adapter whose samples move on takes newer weights in its place, while they
-run. The engine's slots are given to users by tokens and weights.
+A request for another adapter replaces the one that was idle for longest, or waits while all of them
+are in use. An in-flight adapter is replaced by newer weights while its samples run. Users share the
+engine's slots by tokens and weights.
 """
 
 import asyncio
@@ -43,7 +43,6 @@ from ...policy.model_folder import load_model_config, load_tokenizer
 from ...rollout.players import load_base, settled_for_gpu, start_engine
 from ...storage.tinker_checkpoints import CheckpointFolders
 from ..fair_share import FairShare
-from ..user_records import find_snapshot, mark_of
 
 M = TypeVar("M", bound=Message)
 
@@ -59,51 +58,50 @@ class Snapshot:
     """One adapter, as it was saved."""
 
     name: str
-    """The engine's name of it; those that move on keep theirs."""
+    """Its name in the engine; in-flight adapters keep it."""
     version: int
     """The operation that saved it."""
     user: str
-    """Who samples with it."""
+    """The user who samples with it."""
     source: SamplerName
     path: str
-    """The checkpoint."""
+    """Path of the checkpoint."""
     folder: Path | None = None
-    """Where its files lie; None: elsewhere."""
+    """Folder of its files; None: they are on the trainer's machine."""
     files: dict[str, int] = field(default_factory=dict[str, int])
-    """Names and bytes of the files that are elsewhere."""
+    """Names and sizes of files on the trainer's machine."""
 
 
 class Snapshots:
-    """Finds adapters for users, and has their files where an engine can read them."""
+    """Finds users' adapters, and fetches their files from another machine if need be."""
 
     def __init__(self, broker: Broker, scope: JobScope, folder: Path) -> None:
-        """`folder` is the trainer's, if this machine has it."""
+        """`folder` is the trainer's, if it is on this machine."""
         self._broker = broker
         self._scope = scope
-        self._folder = folder
         self._folders = CheckpointFolders(folder)
         self._is_here: bool | None = None
         self._fetched: Path | None = None
 
     @property
     def is_here(self) -> bool:
-        """Whether the trainer's disk is known to be this machine's."""
+        """Whether the trainer's folder is known to be on this machine."""
         return bool(self._is_here)
 
     async def find(self, user: str, source: SamplerName) -> Snapshot:
-        """Return what a user's samples are drawn with now.
+        """Return the adapter that a user's samples use now.
 
-        Raises NotFoundError, also for what belongs to others; NobodyAnswersError while the trainer
-        of the first one is not there.
+        Raises NotFoundError, also for another user's adapter; NobodyAnswersError while the trainer
+        is away, if it must be asked.
         """
         if self._is_here is None:
-            reply = await self._ask("find", FindSnapshot(), FoundSnapshot)
-            self._is_here = bool(reply.mark) and reply.mark == mark_of(self._folder)
+            reply = await self._request("find", FindSnapshot(), FoundSnapshot)
+            self._is_here = bool(reply.mark) and reply.mark == self._folders.mark
         name = source.checkpoint
         if self._is_here:
-            return await asyncio.to_thread(self._found, user, source, name)
+            return await asyncio.to_thread(self._find_here, user, source, name)
         request = FindSnapshot(user=user, path=str(name), moves=source.moves)
-        reply = await self._ask("find", request, FoundSnapshot)
+        reply = await self._request("find", request, FoundSnapshot)
         engine_name = _engine_name(reply.owner, source, reply.path, reply.seq)
         return Snapshot(engine_name, reply.seq, user, source, reply.path, None, reply.files)
 
@@ -112,7 +110,7 @@ class Snapshots:
         if snapshot.folder is not None:
             return snapshot.folder
         if self._fetched is None:
-            self._fetched = await asyncio.to_thread(_own_folder)
+            self._fetched = await asyncio.to_thread(_make_folder)
         folder = self._place(snapshot)
         await asyncio.to_thread(folder.mkdir, exist_ok=True)
         for file, size in snapshot.files.items():
@@ -120,17 +118,17 @@ class Snapshots:
         return folder
 
     def free(self, snapshot: Snapshot) -> None:
-        """Remove what was fetched of an adapter."""
+        """Remove the fetched files of an adapter."""
         if snapshot.folder is None and self._fetched is not None:
             shutil.rmtree(self._place(snapshot), ignore_errors=True)
 
     def close(self) -> None:
-        """Remove all that was fetched."""
+        """Remove all fetched files."""
         if self._fetched is not None:
             shutil.rmtree(self._fetched, ignore_errors=True)
 
-    def _found(self, user: str, source: SamplerName, name: CheckpointName) -> Snapshot:
-        stored = find_snapshot(self._folders, user, name, moves=source.moves)
+    def _find_here(self, user: str, source: SamplerName, name: CheckpointName) -> Snapshot:
+        stored = self._folders.find_snapshot(user, name, moves=source.moves)
         engine_name = _engine_name(stored.user, source, str(stored.name), stored.seq)
         return Snapshot(
             engine_name, stored.seq, user, source, str(stored.name), folder=stored.folder
@@ -151,14 +149,14 @@ class Snapshots:
                 file=file,
                 offset=offset,
             )
-            part = await self._ask("fetch", request, SnapshotPart)
+            part = await self._request("fetch", request, SnapshotPart)
             if not part.data:
-                raise ModelError(f"{file} of {snapshot.path} is cut off", hint="sample again")
+                raise ModelError(f"{file} of {snapshot.path} is incomplete", hint="sample again")
             parts.append(part.data)
             offset += len(part.data)
         await asyncio.to_thread(target.write_bytes, b"".join(parts))
 
-    async def _ask(self, verb: str, request: Message, reply: type[M]) -> M:
+    async def _request(self, verb: str, request: Message, reply: type[M]) -> M:
         return await call(
             self._broker,
             self._scope.snapshot(verb),
@@ -170,8 +168,8 @@ class Snapshots:
         )
 
 
-def _own_folder() -> Path:
-    """Return a folder of this process, and remove those of processes that were killed."""
+def _make_folder() -> Path:
+    """Make a folder of this process, and remove those of killed processes."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
         if not Path("/proc", pid).is_dir():
@@ -187,7 +185,7 @@ def _engine_name(owner: str, source: SamplerName, path: str, seq: int) -> str:
 
 @dataclass
 class _Place:
-    """An adapter in the engine, or on its way there."""
+    """An adapter that is or will be in the engine."""
 
     snapshot: Snapshot
     ready: "asyncio.Task[None]"
@@ -206,16 +204,16 @@ class SampledAdapters:
     def __init__(
         self,
         engine: AdapterEngine,
-        most: int,
+        max_adapters: int,
         fetch: Callable[[Snapshot], Awaitable[Path]],
         free: Callable[[Snapshot], None],
     ) -> None:
-        """Hold at most so many beside the base model of `engine`.
+        """Hold at most `max_adapters` beside the base model of `engine`.
 
-        `fetch` gives the folder of one, which is there until it is given to `free`.
+        `fetch` returns an adapter's folder, which exists until the adapter is passed to `free`.
         """
         self._engine = engine
-        self._most = most
+        self._max_adapters = max_adapters
         self._fetch = fetch
         self._free = free
         self._places: dict[str, _Place] = {}
@@ -226,8 +224,8 @@ class SampledAdapters:
         """Adapters in the engine."""
         return len(self._places)
 
-    def moving(self) -> list[Snapshot]:
-        """Return those that samples are drawn with now and that may move on."""
+    def in_flight(self) -> list[Snapshot]:
+        """Return the in-flight adapters in use."""
         return [
             place.snapshot
             for place in self._places.values()
@@ -236,21 +234,21 @@ class SampledAdapters:
 
     @contextlib.asynccontextmanager
     async def using(self, snapshot: Snapshot | None) -> AsyncIterator[str]:
-        """Give the engine's name of an adapter while the block runs; None and "": the base.
+        """Hold an adapter in the engine and yield its name there; None, "": the base model.
 
-        Raises ModelError for what is no adapter, or one that does not fit the base.
+        Raises ModelError for an adapter that cannot be read or does not fit the base.
         """
         if snapshot is None:
             yield ""
             return
-        place = await self._take(snapshot)
+        place = await self._acquire(snapshot)
         try:
             await asyncio.shield(place.ready)
             yield snapshot.name
         finally:
-            await self._leave(place)
+            await self._release(place)
 
-    async def _take(self, snapshot: Snapshot) -> _Place:
+    async def _acquire(self, snapshot: Snapshot) -> _Place:
         name = snapshot.name
         async with self._changed:
             while (place := self._places.get(name)) is None and not self._has_room():
@@ -259,8 +257,9 @@ class SampledAdapters:
                 place = _Place(snapshot, asyncio.create_task(self._load(snapshot), name=name))
                 self._places[name] = place
             elif snapshot.version > place.snapshot.version:
-                moved = self._move(place.ready, place.snapshot, snapshot)
-                place.snapshot, place.ready = snapshot, asyncio.create_task(moved, name=name)
+                replacing = self._replace(place.ready, place.snapshot, snapshot)
+                task = asyncio.create_task(replacing, name=name)
+                place.snapshot, place.ready = snapshot, task
             place.users += 1
             return place
 
@@ -268,15 +267,15 @@ class SampledAdapters:
         folder = await self._fetch(snapshot)
         await self._engine.add_adapter(snapshot.name, folder, snapshot.version)
 
-    async def _move(self, before: "asyncio.Task[None]", old: Snapshot, new: Snapshot) -> None:
-        """Let requests that have the old weights, and later ones, have the new ones."""
+    async def _replace(self, before: "asyncio.Task[None]", old: Snapshot, new: Snapshot) -> None:
+        """Replace an adapter's weights, also for running requests."""
         await asyncio.wait({before})
         await self._load(new)
         self._free(old)
 
     def _has_room(self) -> bool:
-        """Whether there is a place, maybe that of an adapter that is idle."""
-        if len(self._places) < self._most:
+        """Whether there is a place; an idle adapter is dropped for it."""
+        if len(self._places) < self._max_adapters:
             return True
         idle = [place for place in self._places.values() if not place.users]
         if not idle:
@@ -290,11 +289,11 @@ class SampledAdapters:
         self._engine.drop_adapter(place.snapshot.name)
         self._free(place.snapshot)
 
-    async def _leave(self, place: _Place) -> None:
+    async def _release(self, place: _Place) -> None:
         place.users -= 1
         place.used = time.monotonic()
         if place.has_failed and self._places.get(place.snapshot.name) is place:
-            self._drop(place)  # the next one tries again
+            self._drop(place)  # the next request loads it again
         async with self._changed:
             self._changed.notify_all()
 
@@ -306,18 +305,18 @@ _NO_CONTEXT = 4096
 
 @dataclass(frozen=True)
 class SampledBase:
-    """A base model in an engine, and what is to be known of it."""
+    """A base model in an engine."""
 
     engine: AdapterEngine
     tokenizer: PreTrainedTokenizerBase
     vocab: int
     max_context: int
     num_requests: int
-    """That compute at a time."""
+    """Requests that it computes at a time."""
 
 
 async def open_engine(config: JobConfig) -> SampledBase:
-    """Load the base model into the engine that is configured; raises ModelError, ConfigError."""
+    """Load the base model into the configured engine; raises ModelError, ConfigError."""
     model = config.model
     about = await asyncio.to_thread(_about, config)
     longest = count_positions(about.to_dict()) or _NO_CONTEXT
@@ -326,7 +325,7 @@ async def open_engine(config: JobConfig) -> SampledBase:
     config = config.model_copy(update={"generator": settled})
     config = await asyncio.to_thread(settled_for_gpu, config, serves=True)
     base = None
-    if settled.engine == "vllm":  # it makes room for adapters when it starts
+    if settled.engine == "vllm":  # it allocates room for adapters at its start
         room = LoraConfig(rank=config.tinker.max_rank)
         base = await load_base(config, [room] * config.tinker.sampled_at_once)
     engine = cast("AdapterEngine", await start_engine(config, base=base))
@@ -338,7 +337,7 @@ async def open_engine(config: JobConfig) -> SampledBase:
 
 
 def _about(config: JobConfig) -> Any:
-    """Return the configuration of the model's text part."""
+    """Return the configuration of the model's language part."""
     read = load_model_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
     return cast(Any, read).get_text_config()
 
@@ -351,7 +350,7 @@ QUANTUM = 2048
 
 @dataclass
 class _WaitingRequest:
-    """Somebody who waits for a place."""
+    """A request that waits for a place."""
 
     place: "asyncio.Future[None]"
     tokens: int
@@ -362,22 +361,22 @@ class Place:
     """A place in the engine."""
 
     tokens: int
-    """What it is charged with: at first all that may be computed, at last what was."""
+    """Charged tokens: the most that may be computed, replaced by the computed ones at the end."""
 
 
 class FairSlots:
-    """Places in an engine: one user's hundreds of requests hold up another's only for one place."""
+    """Places in an engine, by turns: no user waits for all requests of another."""
 
-    def __init__(self, most: int, quantum: int = QUANTUM) -> None:
-        """Let `most` be inside at a time."""
+    def __init__(self, num_places: int, quantum: int = QUANTUM) -> None:
+        """Offer `num_places`."""
         self.turns = FairShare(quantum)
         """The users' turns."""
-        self._free = most
+        self._free = num_places
         self._waiting: dict[str, deque[_WaitingRequest]] = {}
 
     @asynccontextmanager
     async def place(self, user: str, tokens: int) -> AsyncIterator[Place]:
-        """Hold a place in which at most so many tokens are computed for a user."""
+        """Hold a place to compute at most `tokens` for a user."""
         place = Place(tokens)
         await self._enter(user, tokens)
         try:
@@ -389,20 +388,20 @@ class FairSlots:
     async def _enter(self, user: str, tokens: int) -> None:
         waiting = _WaitingRequest(asyncio.get_running_loop().create_future(), tokens)
         self._waiting.setdefault(user, deque()).append(waiting)
-        self._let_in()
+        self._assign_places()
         try:
             await waiting.place
         except asyncio.CancelledError:
-            if not waiting.place.cancelled():  # it was let in at that very moment
+            if not waiting.place.cancelled():  # it got its place at that moment
                 self.turns.charge(user, -tokens)
                 self._leave()
             raise
 
     def _leave(self) -> None:
         self._free += 1
-        self._let_in()
+        self._assign_places()
 
-    def _let_in(self) -> None:
+    def _assign_places(self) -> None:
         while self._free:
             user = self.turns.choose(self._users_waiting())
             if user is None:
@@ -413,7 +412,7 @@ class FairSlots:
             waiting.place.set_result(None)
 
     def _users_waiting(self) -> list[str]:
-        """Return who waits, once those are gone who no longer do."""
+        """Return the users who wait, without cancelled requests."""
         for user, queue in list(self._waiting.items()):
             while queue and queue[0].place.done():
                 queue.popleft()
@@ -422,27 +421,27 @@ class FairSlots:
         return list(self._waiting)
 
 
-# -- the engine as users share it: slots, and tokens counted ---------------------------------------
+# -- the engine, shared by users -------------------------------------------------------------------
 
 
 class MeteredEngine:
-    """An engine whose places users get by turns, by tokens and weights."""
+    """An engine with places by turns, which counts each user's tokens."""
 
     def __init__(self, engine: AdapterEngine, max_requests: int) -> None:
-        """Let `max_requests` compute at a time."""
+        """Compute `max_requests` at a time."""
         self._engine = engine
         self._places = FairSlots(max_requests)
         self.weights = self._places.turns.weights
-        """Of users, in relation to each other."""
+        """Of users, relative to each other."""
         self.tokens: dict[str, int] = {}
-        """Computed for each user, prompts included."""
+        """Computed tokens by user, prompts included."""
 
     def count(self, user: str, tokens: int) -> None:
-        """Count tokens that were computed for a user."""
+        """Count computed tokens of a user."""
         self.tokens[user] = self.tokens.get(user, 0) + tokens
 
     def cancel(self, request_id: str) -> None:
-        """End a request: it has what was drawn so far."""
+        """End a request; its result has the tokens drawn so far."""
         self._engine.cancel(request_id)
 
     async def generate(
@@ -456,10 +455,9 @@ class MeteredEngine:
         on_token: OnToken | None = None,
         images: Sequence[bytes] = (),
     ) -> Generation:
-        """Generate for a user as `AdapterEngine.generate` does, and count what was drawn.
+        """Generate for a user as `AdapterEngine.generate` does, and count the drawn tokens.
 
-        A task that is cancelled while it waits cancels the request, and what was drawn by then
-        counts as well.
+        Cancelling the task cancels the request; tokens drawn until then are counted.
         """
         num_prompt = len(prompt_ids)
         async with self._places.place(user, num_prompt + sampling.max_new_tokens) as place:
@@ -477,7 +475,7 @@ class MeteredEngine:
                 made = await asyncio.shield(generating)
             except asyncio.CancelledError:
                 self._engine.cancel(request_id)
-                with contextlib.suppress(TinkermqError):  # within a step it has what there is
+                with contextlib.suppress(TinkermqError):  # it returns within a step
                     self.count(user, len((await generating).token_ids))
                 raise
             place.tokens = num_prompt + len(made.token_ids)
@@ -487,7 +485,7 @@ class MeteredEngine:
     async def score(
         self, user: str, prompt_ids: IntVector, *, request_id: str, top_k: int, adapter: str
     ) -> PromptScores:
-        """Score a prompt for a user as `AdapterEngine.score` does; counts nothing."""
+        """Score a prompt for a user as `AdapterEngine.score` does, without counting tokens."""
         async with self._places.place(user, len(prompt_ids)):
             return await self._engine.score(
                 prompt_ids, request_id=request_id, top_k=top_k, adapter=adapter
@@ -495,7 +493,7 @@ class MeteredEngine:
 
 
 class EngineOfUser:
-    """What one request of a user is answered with: an adapter in the engine."""
+    """An engine and adapter for one request of a user."""
 
     def __init__(self, engine: MeteredEngine, user: str, adapter: str) -> None:
         self._engine = engine
@@ -512,7 +510,7 @@ class EngineOfUser:
         on_token: OnToken | None = None,
         images: Sequence[bytes] = (),
     ) -> Generation:
-        """Generate; the same prompt is counted once, however many answers it has."""
+        """Generate; a prompt is counted once, however many answers it has."""
         made = self._engine.generate(
             self._user,
             prompt_ids,
@@ -530,7 +528,7 @@ class EngineOfUser:
     async def score(
         self, prompt_ids: Sequence[int] | IntVector, *, request_id: str, top_k: int = 0
     ) -> PromptScores:
-        """Score a prompt, whose tokens are counted."""
+        """Score a prompt, and count its tokens."""
         scores = await self._engine.score(
             self._user,
             np.asarray(prompt_ids, np.int32),
@@ -548,5 +546,5 @@ class EngineOfUser:
         self._engine.cancel(self._name(request_id))
 
     def _name(self, request_id: str) -> str:
-        """Return how a request is called in the engine: its user has chosen its name."""
+        """Return a request's name in the engine: two users may choose the same id."""
         return f"{self._user}/{request_id}"

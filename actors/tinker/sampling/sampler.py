@@ -1,8 +1,7 @@
 """A sampler: continues prompts with any adapter of the service's users, and scores them.
 
 A request is accepted at once and its result is polled; a repeated request number is the same
-request. Results lost with a sampler are sampled again by another: the client repeats the request
-under a new number.
+request. After a sampler's death the client repeats its requests under new numbers.
 """
 
 import asyncio
@@ -44,10 +43,10 @@ from . import engines
 
 MAX_SAMPLES = 1024
 MAX_STOPS, MAX_STOP_TOKENS = 256, 4096
-"""Texts, or tokens, that end the continuations of one request."""
+"""Stop texts, or stop tokens, of one request."""
 _STOP, _LENGTH = 0, 1
 _NOTHING = -99999.0
-"""Log-prob of a place that holds nothing."""
+"""Log-prob of an empty place, as the SDK defines it."""
 
 
 class ChunkBody(BaseModel):
@@ -63,11 +62,11 @@ class PromptBody(BaseModel):
     chunks: list[ChunkBody]
 
     def token_ids(self, vocab: int) -> NDArray[np.int32]:
-        """Return its tokens; raises DataError for other parts, and tokens that there are not."""
+        """Return its tokens; raises DataError for other parts and invalid tokens."""
         for chunk in self.chunks:
             if chunk.type != "encoded_text":
                 raise errors.DataError(
-                    f"the prompt holds a chunk of type {chunk.type}", hint="send encoded_text"
+                    f"the prompt has a chunk of type {chunk.type}", hint="send encoded_text"
                 )
         tokens = [token for chunk in self.chunks for token in chunk.tokens]
         if not tokens:
@@ -82,7 +81,7 @@ class PromptBody(BaseModel):
 
 
 class SamplingParamsBody(BaseModel):
-    """How to draw."""
+    """How tokens are drawn."""
 
     model_config = ConfigDict(extra="forbid")
     max_tokens: int | None = Field(default=None, ge=1)
@@ -131,9 +130,9 @@ class Sampled:
 def write_samples(
     sequences: list[Sampled], scores: PromptScores | None = None, *, with_logprobs: bool = False
 ) -> bytes:
-    """Return continuations as clients read them, and what is known of the prompt.
+    """Return continuations, and scores of the prompt, in the SDK's format.
 
-    `with_logprobs`: also return its tokens' log-probs, beside the likeliest.
+    `with_logprobs`: include the log-probs of the prompt's tokens, not only the likeliest.
     """
     message = wire.SampleResponse()
     for sequence in sequences:
@@ -153,11 +152,11 @@ def write_samples(
     return message.SerializeToString()
 
 
-# Chats and completions whose model is a path. Texts are made and read as by the server of an
-# inference job; the subject names the user, and so what may be sampled from.
+# Chats and completions whose model is a checkpoint path. Texts are rendered and parsed as in the
+# server of an inference job; the subject names the user, whose checkpoints may be used.
 
 MAX_ANSWERS = 4096
-"""Answers of one user that are generated or wait."""
+"""Running and waiting answers of one user."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -173,9 +172,9 @@ class PathAnswers:
         *,
         max_context: int,
     ) -> None:
-        """Answer with what `find` returns for a user and a path, None: with the base model.
+        """Answer with the adapter that `find` returns for a user and a path; None: the base model.
 
-        It raises what refuses a user.
+        `find` raises an error for a path that the user may not use.
         """
         self._model = model
         self._engine = engine
@@ -187,7 +186,7 @@ class PathAnswers:
         self._num_open: Counter[str] = Counter()
 
     async def open(self, broker: Broker, parts: PartsService, service: str) -> None:
-        """Answer from now on, beside other samplers of the service."""
+        """Answer from now on; the service's other samplers share the requests."""
         for verb, request in (("chat", ChatRequest), ("complete", CompletionRequest)):
             subject = rpc("*", service, verb)
             await parts.user_endpoint(verb, subject, request, InferPart, self._answer)
@@ -227,7 +226,7 @@ class PathAnswers:
         snapshot: engines.Snapshot | None,
         request: ChatRequest | CompletionRequest,
     ) -> str:
-        """Return the engine's name of an adapter, which it has while `using` is open."""
+        """Return an adapter's name in the engine, which holds it while `using` is open."""
         try:
             async with asyncio.timeout(request.deadline_s):
                 return await using.enter_async_context(self._adapters.using(snapshot))
@@ -235,12 +234,12 @@ class PathAnswers:
             if isinstance(error, errors.DeadlineError):
                 raise
             raise errors.DeadlineError(
-                f"{request.adapter} had no place in its sampler for {request.deadline_s:g} s",
+                f"{request.adapter} got no place in its sampler within {request.deadline_s:g} s",
                 hint="ask again, allow more time, or raise tinker.sampled_at_once",
             ) from None
 
     async def _tokenizer(self) -> ChatTokenizer:
-        """Return the base model's; it may have no template, which chats then raise."""
+        """Return the base model's tokenizer; without a chat template, chats raise an error."""
         async with self._opening:
             if self._chat is None:
                 self._chat = await asyncio.to_thread(open_chat, self._model, must_chat=False)
@@ -252,7 +251,7 @@ class PathAnswers:
         more = prompts * request.decoding.num_choices
         if self._num_open[user] + more > MAX_ANSWERS:
             raise errors.BusyError(
-                f"user {user!r} has {self._num_open[user]:,} answers under way, {more:,} more are "
+                f"user {user!r} has {self._num_open[user]:,} open answers, {more:,} more are "
                 f"over the limit of {MAX_ANSWERS:,}",
                 hint="wait for some of them",
             )
@@ -266,23 +265,23 @@ class PathAnswers:
 
 
 MAX_OPEN = 4096
-"""Requests of one user that are sampled or wait to be asked for."""
-KEPT_S = 120.0
-"""How long a result waits to be asked for."""
+"""Requests of one user that run or whose results wait to be fetched."""
+RESULT_S = 120.0
+"""How long a result waits to be fetched."""
 _SWEEP_S = 5.0
 _MOVE_S = 0.05
 _MOVE_ELSEWHERE_S = 0.5
-"""How often is looked for newer weights: in files that are here, and at a trainer elsewhere."""
+"""How often newer in-flight weights are checked: on this disk, and at a trainer elsewhere."""
 
 
 @dataclass
 class _Open:
-    """A request that was taken."""
+    """An accepted request."""
 
     work: "asyncio.Task[OperationResult]"
     num_samples: int
     requested_at: float = field(default_factory=time.monotonic)
-    """When it was last asked for."""
+    """When its result was last requested."""
 
 
 async def run_sampler(context: JobContext) -> None:
@@ -329,7 +328,7 @@ class Sampler:
 
     @property
     def tokens(self) -> Mapping[str, int]:
-        """Computed for each user so far."""
+        """Computed tokens by user."""
         return self._metered.tokens
 
     async def run(self) -> None:
@@ -339,21 +338,22 @@ class Sampler:
         await service.endpoint(
             "sampled", subject, AwaitSample, self._result, queue=self._context.name
         )
-        await service.endpoint("sample", rpc("*", name, "sample"), SampleRequest, self._take)
+        await service.endpoint("sample", rpc("*", name, "sample"), SampleRequest, self._accept)
         await self._answers.open(self._context.broker, self._parts, name)
         self._context.set_state("working")
         following = asyncio.create_task(self._shares.follow(), name="shares")
         try:
-            await self._look_after()
+            await self._maintain()
         finally:
             following.cancel()
 
-    async def _look_after(self) -> None:
+    async def _maintain(self) -> None:
+        """Update in-flight adapters and drop old results until `stopping` is set."""
         swept = time.monotonic()
         while not self._context.stopping.is_set():
             pause_s = _MOVE_S if self._snapshots.is_here else _MOVE_ELSEWHERE_S
             await self._context.unless_stopping(asyncio.sleep(pause_s), None)
-            await self._move_on()
+            await self._update_in_flight()
             if time.monotonic() - swept < _SWEEP_S:
                 continue
             swept = time.monotonic()
@@ -362,36 +362,38 @@ class Sampler:
             if (failure := self._engine.failure) is not None:
                 raise failure
 
-    async def _move_on(self) -> None:
-        """Let samples that move on have the newest weights of their models."""
-        for running in self._adapters.moving():
+    async def _update_in_flight(self) -> None:
+        """Replace in-flight adapters by the newest weights of their models."""
+        for running in self._adapters.in_flight():
             try:
                 newest = await self._snapshots.find(running.user, running.source)
                 if newest.version > running.version:
                     async with self._adapters.using(newest):
                         pass
-            except errors.TinkermqError as error:  # they go on with what they have
-                _log.warning("samples_stay", adapter=running.name, error=error.message)
+            except errors.TinkermqError as error:  # samples continue with their weights
+                _log.warning("adapter_not_updated", adapter=running.name, error=error.message)
 
-    async def _take(self, request: SampleRequest, context: RequestContext) -> SampleTaken:
-        """Take a request; one of its id that is here already is as good."""
+    async def _accept(self, request: SampleRequest, context: RequestContext) -> SampleTaken:
+        """Accept a request, unless it was accepted before."""
         mine = self._open.setdefault(context.user, OrderedDict())
         if (match := mine.get(request.request)) is None:
             if len(mine) >= MAX_OPEN:
                 raise errors.BusyError(
-                    f"user {context.user!r} has {MAX_OPEN:,} samples under way",
+                    f"user {context.user!r} has {MAX_OPEN:,} open samples",
                     hint="wait for some of them",
                 )
             body = SampleBody.parse(request.body)
             snapshot = await self._admitted(context.user, request.source)
-            if (match := mine.get(request.request)) is None:  # not sent again meanwhile
-                work = asyncio.create_task(self._done(context.user, body, snapshot), name="sample")
+            if (match := mine.get(request.request)) is None:  # it may have been repeated meanwhile
+                work = asyncio.create_task(
+                    self._sample(context.user, body, snapshot), name="sample"
+                )
                 match = mine[request.request] = _Open(work, body.num_samples)
                 self._open[context.user] = mine
         return SampleTaken(actor=self._context.name, num_samples=match.num_samples)
 
     async def _result(self, request: AwaitSample, context: RequestContext) -> OperationResult:
-        """Return a result as soon as there is one."""
+        """Wait for a result."""
         match = self._open.get(context.user, {}).get(request.request)
         if match is None:
             raise errors.NotFoundError(
@@ -411,22 +413,22 @@ class Sampler:
         return match.work.result()
 
     def _sweep(self) -> None:
-        """Drop results that were sent, or are no longer requested."""
-        before = time.monotonic() - KEPT_S
+        """Drop results that were not requested for a while."""
+        before = time.monotonic() - RESULT_S
         for user, mine in list(self._open.items()):
-            for request, one in list(mine.items()):
-                if one.work.done() and one.requested_at < before:
+            for request, entry in list(mine.items()):
+                if entry.work.done() and entry.requested_at < before:
                     del mine[request]
             if not mine:
                 del self._open[user]
 
     async def _admitted(self, user: str, source: str) -> engines.Snapshot | None:
-        """Return what a user's samples are drawn with, None for the base.
+        """Return the adapter for a user's samples, None for the base model.
 
         Raises NotFoundError, and ExhaustedError for a user without tokens left.
         """
         self._shares.check(user)
-        self._metered.count(user, 0)  # so that the quota is asked for, too
+        self._metered.count(user, 0)  # reports this user, to get the quota
         name = SamplerName("-", 0, source)
         if name.base is None:
             return await self._snapshots.find(user, name)
@@ -434,28 +436,28 @@ class Sampler:
             raise errors.NotFoundError(f"there is no base model {name.base!r} here")
         return None
 
-    async def _done(
+    async def _sample(
         self, user: str, body: SampleBody, snapshot: engines.Snapshot | None
     ) -> OperationResult:
         try:
-            written = await self._sampled(user, body, snapshot)
+            written = await self._draw_all(user, body, snapshot)
             self._context.progressed()
             return OperationResult(state="done", body=written, is_proto=True)
         except errors.TinkermqError as error:
             return as_failure(error)
-        except Exception as error:  # noqa: BLE001  one request: the others go on
+        except Exception as error:  # noqa: BLE001  other requests continue
             _log.exception("sample_failed")
             message = f"the sampler failed: {type(error).__name__}; its log has the details"
             return OperationResult(state="failed", error=message, category="server")
 
-    async def _sampled(
+    async def _draw_all(
         self, user: str, body: SampleBody, snapshot: engines.Snapshot | None
     ) -> bytes:
         prompt = body.prompt.token_ids(self._vocab)
         async with self._adapters.using(snapshot) as adapter:
-            scored = asyncio.ensure_future(self._scored(user, prompt, body, adapter))
+            scored = asyncio.ensure_future(self._score(user, prompt, body, adapter))
             drawn = [
-                asyncio.ensure_future(self._one(user, prompt, body, number, adapter))
+                asyncio.ensure_future(self._draw(user, prompt, body, number, adapter))
                 for number in range(body.num_samples)
             ]
             try:
@@ -463,14 +465,14 @@ class Sampler:
                 scores = await scored
                 self._metered.count(user, len(prompt))
             finally:
-                for number, one in enumerate(drawn):
-                    if not one.done():
+                for number, task in enumerate(drawn):
+                    if not task.done():
                         self._engine.cancel(_name_of(body, number))
                 for item in (scored, *drawn):
                     item.cancel()
         return write_samples(made, scores, with_logprobs=bool(body.prompt_logprobs))
 
-    async def _scored(
+    async def _score(
         self, user: str, prompt: NDArray[np.int32], body: SampleBody, adapter: str
     ) -> PromptScores | None:
         if not (body.prompt_logprobs or body.topk_prompt_logprobs):
@@ -481,7 +483,7 @@ class Sampler:
             user, prompt, request_id=name, top_k=top_k, adapter=adapter
         )
 
-    async def _one(
+    async def _draw(
         self, user: str, prompt: NDArray[np.int32], body: SampleBody, number: int, adapter: str
     ) -> Sampled:
         params = body.sampling_params
@@ -511,14 +513,14 @@ class Sampler:
             on_token=look if texts else None,
             adapter=adapter,
         )
-        if stream.stopped:  # the engine draws on until it hears of it
+        if stream.stopped:  # the engine may have drawn more before it was cancelled
             num = stream.num_tokens
             return Sampled(made.token_ids[:num], made.logprobs[:num], "stop")
         ended = "length" if made.finish_reason == "length" else "stop"
         return Sampled(made.token_ids, made.logprobs, ended)
 
     def _stops(self, stop: str | list[str] | list[int] | None) -> tuple[tuple[int, ...], list[str]]:
-        """Return the tokens and the texts that end a continuation; by default the model's end."""
+        """Return the stop tokens and stop texts; by default the model's end token."""
         if stop is None:
             end = self._tokenizer.eos_token_id
             return (() if end is None else (int(end),)), []
@@ -529,5 +531,5 @@ class Sampler:
 
 
 def _name_of(body: SampleBody, number: int) -> str:
-    """Return how one continuation is called in the engine."""
+    """Return the name of one continuation in the engine."""
     return f"{id(body):x}-{number}"

@@ -1,10 +1,10 @@
-"""Adapters in folders: as PEFT reads them, with the optimiser's state in a file of its own.
+"""Adapters in folders: PEFT's files, and the optimiser's state in a separate file.
 
-`adapter_model.safetensors` and `adapter_config.json` are PEFT's; `tinkermq.json` records what made
-the adapter and how far it came, `optimizer.safetensors` holds the moments. A folder is written
-under a hidden name and renamed. One that another program wrote is read, too, if its tensors are
-those of an adapter of ours; alphas of its own go into B, and layers of a smaller rank get the
-largest, of which the rest is 0 and stays so.
+`adapter_model.safetensors` and `adapter_config.json` are PEFT's; `tinkermq.json` records the
+specification and the number of updates, `optimizer.safetensors` the moments. A folder is written
+under a hidden name and renamed. Folders of other programs are read, too, if their tensors are those
+of an adapter here: another alpha is multiplied into B, and layers of a smaller rank are padded with
+zeros, which stay 0.
 """
 
 # peft and safetensors leave some of their methods untyped.
@@ -38,29 +38,29 @@ _FIRST, _SECOND = "exp_avg.", "exp_avg_sq."
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """What `tinkermq.json` says."""
+    """The content of `tinkermq.json`."""
 
     base_model: str
     spec: LoraSpec
     optimizer_steps: int
-    """Updates up to now, whether or not the moments are there."""
+    """Number of updates, with or without the moments."""
     has_optimizer: bool
 
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """An adapter as a folder holds it."""
+    """The adapter in a folder."""
 
     folder: Path
     base_model: str
-    """The name of its base, or the path in PEFT's file; empty if there is none."""
+    """The name of its base, or the path in PEFT's file; empty: unknown."""
     rank: int
     spec: LoraSpec | None
-    """What made it; None where another program did."""
+    """Its specification; None for another program's adapter."""
     tensors: Mapping[str, Tensor]
-    """float32, as with our alpha."""
+    """float32, for the scale ALPHA / rank."""
     moments: Moments | None
-    """None where they were not asked for."""
+    """None if they were not requested."""
 
 
 def write_adapter(
@@ -75,9 +75,9 @@ def write_adapter(
     moments: Moments | None,
     lasting: bool = True,
 ) -> None:
-    """Write an adapter, and replace what the folder held; StorageError if that cannot be done.
+    """Write an adapter, and replace the folder's content; raises StorageError.
 
-    One that is `lasting` is on the disk when this returns, with the digests of its files.
+    A `lasting` one is synced to disk, with the digests of its files.
     """
     ours = AdapterFile(base_model, spec, steps, moments is not None)
     temporary = folder.with_name(f".{folder.name}.writing")
@@ -99,7 +99,9 @@ def write_adapter(
         if lasting:
             files.flush_entries(folder.parent)
     except Exception as error:
-        failure = files.storage_error(folder, error, SafetensorError)  # before room is made again
+        failure = files.storage_error(
+            folder, error, SafetensorError
+        )  # while the disk is still full
         shutil.rmtree(temporary, ignore_errors=True)
         if failure is None:
             raise
@@ -107,10 +109,10 @@ def write_adapter(
 
 
 def read_adapter(folder: Path, *, with_optimizer: bool) -> StoredAdapter:
-    """Read an adapter, with the optimiser's state if that is asked for.
+    """Read an adapter, with the optimiser's state if requested.
 
-    Raises NotFoundError for a folder that is none, StorageError for a damaged one, ModelError for
-    one that holds something else, or no state of an optimiser.
+    Raises NotFoundError for a folder without an adapter, StorageError for a damaged one, ModelError
+    for another kind of adapter or a missing optimiser state.
     """
     if not folder.exists() and _replaced(folder).exists():
         folder = _replaced(folder)  # a write was killed between two renames
@@ -122,7 +124,7 @@ def read_adapter(folder: Path, *, with_optimizer: bool) -> StoredAdapter:
     if with_optimizer and not (ours is not None and ours.has_optimizer):
         raise ModelError(
             f"the adapter in {folder} was saved without the optimiser's state",
-            hint="load it without, or save with `save_state`",
+            hint="load it without the optimiser, or save it with `save_state`",
         )
     config, stored = read_lora(folder)
     tensors = {name: value.float() for name, value in uniform(stored, config).items()}
@@ -140,7 +142,7 @@ def read_adapter(folder: Path, *, with_optimizer: bool) -> StoredAdapter:
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
-    """Give a folder its name; what had the name counts until then."""
+    """Rename a folder to its name; an older one with that name is valid until then."""
     replaced = _replaced(folder)
     if folder.exists():
         shutil.rmtree(replaced, ignore_errors=True)
@@ -163,7 +165,7 @@ def _peft_config(rank: int, targets: Sequence[str], base_path: str) -> dict[str,
         base_model_name_or_path=base_path,
         inference_mode=True,
     )
-    return {**made.to_dict(), "target_modules": list(targets)}  # PEFT's own is in no order
+    return {**made.to_dict(), "target_modules": list(targets)}  # PEFT has a set, in any order
 
 
 def _read_ours(folder: Path) -> AdapterFile | None:
@@ -211,7 +213,7 @@ MAX_RANK = 128
 
 
 class AdapterOffer:
-    """The adapters that one base model can have."""
+    """The adapters that can be trained on one base model."""
 
     def __init__(
         self,
@@ -221,7 +223,7 @@ class AdapterOffer:
         linear: Sequence[str],
         max_rank: int,
     ) -> None:
-        """`layers` are those that adapters may have a part in, `linear` all linear ones."""
+        """`layers` can have adapters, `linear` are all linear layers of the model."""
         self._base_model = base_model
         self._base_path = base_path
         self._layers = layers
@@ -229,12 +231,12 @@ class AdapterOffer:
         self._max_rank = max_rank
 
     def layers_of(self, spec: LoraSpec) -> dict[str, LayerShape]:
-        """Return the layers that an adapter has a part in, by name."""
-        wanted = _wanted(spec)
-        return {name: shape for name, shape in self._layers.items() if wanted[shape.kind]}
+        """Return the layers of an adapter by name."""
+        kinds = _trained_kinds(spec)
+        return {name: shape for name, shape in self._layers.items() if kinds[shape.kind]}
 
     def target_names(self, spec: LoraSpec) -> list[str]:
-        """Return what PEFT calls these layers: last names, unless others of the model have them."""
+        """Return PEFT's names of these layers: last parts, unless other layers have them, too."""
         layers = self.layers_of(spec)
         short = {layer.rpartition(".")[2] for layer in layers}
         others = (name.rpartition(".")[2] for name in self._linear if name not in layers)
@@ -247,20 +249,20 @@ class AdapterOffer:
                 f"rank {spec.rank} is not offered", hint=f"take one from 1 to {self._max_rank}"
             )
         offered = {shape.kind for shape in self._layers.values()}
-        for kind, wanted in _wanted(spec).items():
-            if wanted and kind not in offered:
+        for kind, is_trained in _trained_kinds(spec).items():
+            if is_trained and kind not in offered:
                 raise ConfigError(
                     f"{self._base_model} has no linear layers for train_{kind}",
                     hint=f"set train_{kind}=False",
                 )
-        if not any(_wanted(spec).values()):
+        if not any(_trained_kinds(spec).values()):
             raise ConfigError(
-                "an adapter of no layers: train_attn, train_mlp and train_unembed are all False",
+                "the adapter has no layers: train_attn, train_mlp and train_unembed are all False",
                 hint="set one of them",
             )
 
     def spec_of(self, stored: StoredAdapter) -> LoraSpec:
-        """Return what makes an adapter like a stored one; ConfigError if it is not offered."""
+        """Return the specification of a stored adapter; raises ConfigError if it is not offered."""
         spec = stored.spec
         if spec is None:
             has = {
@@ -287,22 +289,23 @@ class AdapterOffer:
             )
         moments = stored.moments or Moments(0, {}, {})
         parts = [stored.tensors, *([moments.first, moments.second] if moments.step else [])]
-        wanted = tensor_shapes(spec.rank, self.layers_of(spec))
+        expected = tensor_shapes(spec.rank, self.layers_of(spec))
         for part in parts:
-            result = {name: tuple(value.shape) for name, value in part.items()}
-            wrong = [name for name in {*result, *wanted} if result.get(name) != wanted.get(name)]
+            shapes = {name: tuple(value.shape) for name, value in part.items()}
+            names = {*shapes, *expected}
+            wrong = [name for name in names if shapes.get(name) != expected.get(name)]
             if wrong:
                 name = min(wrong)
                 raise ModelError(
                     f"the adapter in {stored.folder} has other layers than the model: {name} is "
-                    f"{_shown(result.get(name))} there and {_shown(wanted.get(name))} here; it was "
-                    f"made with {layer_settings(stored.folder)}",
+                    f"{_shown(shapes.get(name))} there and {_shown(expected.get(name))} here; it "
+                    f"was made with {layer_settings(stored.folder)}",
                     hint="create the model with the same train_attn, train_mlp and train_unembed; "
                     "adapters of some layers of a kind are not trained here",
                 )
 
 
-def _wanted(spec: LoraSpec) -> dict[LayerKind, bool]:
+def _trained_kinds(spec: LoraSpec) -> dict[LayerKind, bool]:
     return {"attn": spec.train_attn, "mlp": spec.train_mlp, "unembed": spec.train_unembed}
 
 

@@ -1,4 +1,4 @@
-"""Data as clients send it, checked as a whole before anything is computed.
+"""Data of clients, checked as a whole before anything is computed.
 
 Shape letters: D datums, P positions of all datums one after the other, E their targets in the same
 order: one for each position, or K of a datum whose `target_tokens` are [T, K].
@@ -16,7 +16,7 @@ from ....schemas.wire.errors import DataError
 from .losses import LossFunction
 
 MAX_TARGETS = 2_000_000
-"""Of one call: a log-prob of each is in its result, which is one message of the broker."""
+"""Of one call: its result has a log-prob of each, in one message of the broker."""
 TARGETS = "target_tokens"
 WEIGHTS = "weights"
 IntArray = NDArray[np.int64]
@@ -38,8 +38,8 @@ class DatumBatch:
     datum_E: IntArray
     """The datum of each target."""
     weights_E: FloatArray
-    given: dict[str, FloatArray]
-    """What else the loss reads, float32[E] by name."""
+    inputs: dict[str, FloatArray]
+    """Other inputs of the loss, float32[E] by name."""
 
     @property
     def lengths(self) -> list[int]:
@@ -64,15 +64,16 @@ class DataReader:
     def read(
         self, data: Sequence[Datum], name: str, loss: LossFunction, *, backward: bool
     ) -> DatumBatch:
-        """Check data for the loss called `name`, and lay it out.
+        """Check data for the loss called `name`, and concatenate it.
 
-        A pass for log-probs needs no weights, and passes over inputs that its loss does not
-        have. Raises DataError that names the datum, the field and the value.
+        Without `backward` weights may be missing, and unknown inputs are ignored. Raises DataError
+        that names the datum, the field and the value.
         """
         if not data:
-            raise DataError("a call without data", hint="send at least one datum")
+            raise DataError("the call has no data", hint="send at least one datum")
         read = [
-            self._read_one(number, one, name, loss, backward) for number, one in enumerate(data)
+            self._read_datum(number, datum, name, loss, backward)
+            for number, datum in enumerate(data)
         ]
         shapes = [item[TARGETS].shape for item in read]
         _check_num(shapes)
@@ -90,13 +91,13 @@ class DataReader:
             targets_E=inputs[TARGETS].astype(np.int64),
             datum_E=np.repeat(np.arange(len(data)), sizes),
             weights_E=floats.pop(WEIGHTS),
-            given=floats,
+            inputs=floats,
         )
 
-    def _read_one(
+    def _read_datum(
         self, number: int, datum: Datum, name: str, loss: LossFunction, backward: bool
     ) -> dict[str, NDArray[Any]]:
-        """Return the inputs of a datum by name, in one shape, with those that it may leave out."""
+        """Return the inputs of a datum by name, in one shape, with defaults for missing ones."""
         self._check_tokens(number, datum.tokens)
         may_lack = set(loss.may_have) if backward else {*loss.may_have, WEIGHTS}
         known = {TARGETS, *loss.needs, *loss.may_have}
@@ -112,30 +113,30 @@ class DataReader:
                 f"datum {number} has an input {unknown[0]!r}, which loss_fn {name} does not read",
                 hint=f"it reads {', '.join(sorted(known))}",
             )
-        given = {key: datum.inputs[key] for key in sorted(known & datum.inputs.keys())}
-        _check_shapes(number, len(datum.tokens), given, name, loss)
+        inputs = {key: datum.inputs[key] for key in sorted(known & datum.inputs.keys())}
+        _check_shapes(number, len(datum.tokens), inputs, name, loss)
         for key in (WEIGHTS, *loss.may_have):
-            if key not in given:
-                given[key] = _default(key, given)
-        return given
+            if key not in inputs:
+                inputs[key] = _default(key, inputs)
+        return inputs
 
     def _check_tokens(self, number: int, tokens: NDArray[Any]) -> None:
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise DataError(
                 f"tokens of datum {number} are {tokens.dtype} of shape {list(tokens.shape)}",
-                hint="a row of token ids is read",
+                hint="send a list of token ids",
             )
         if not len(tokens):
             raise DataError(f"datum {number} has no tokens", hint="leave it out")
         if self._max_tokens is not None and len(tokens) > self._max_tokens:
             raise DataError(
-                f"datum {number} has {len(tokens)} tokens, the model reads {self._max_tokens} at "
-                "most",
+                f"datum {number} has {len(tokens)} tokens, more than the model's "
+                f"{self._max_tokens}",
                 hint="cut it",
             )
 
     def _check_ids(self, field: str, ids: NDArray[Any], shapes: Sequence[Shape]) -> None:
-        """Refuse what is no token of the model."""
+        """Raise DataError for ids outside the vocabulary."""
         wrong = np.flatnonzero((ids < 0) | (ids >= self._vocab))
         if len(wrong):
             raise DataError(
@@ -146,13 +147,18 @@ class DataReader:
 
 
 def _check_shapes(
-    number: int, num_tokens: int, given: Mapping[str, NDArray[Any]], name: str, loss: LossFunction
+    number: int,
+    num_tokens: int,
+    inputs: Mapping[str, NDArray[Any]],
+    name: str,
+    loss: LossFunction,
 ) -> None:
-    """Refuse inputs that do not fit the tokens of their datum."""
-    targets = given[TARGETS]
+    """Raise DataError for inputs that do not fit the tokens of their datum."""
+    targets = inputs[TARGETS]
     if targets.dtype.kind not in "iu":
         raise DataError(
-            f"{TARGETS} of datum {number} are {targets.dtype}", hint="they are token ids, integers"
+            f"{TARGETS} of datum {number} are {targets.dtype}",
+            hint="send token ids, which are integers",
         )
     if targets.ndim not in (1, 2) or targets.shape[0] != num_tokens or not targets.size:
         raise DataError(
@@ -166,7 +172,7 @@ def _check_shapes(
             "takes one target for each token",
             hint="use cross_entropy for several",
         )
-    for key, value in given.items():
+    for key, value in inputs.items():
         if value.shape != targets.shape:
             raise DataError(
                 f"{key} of datum {number} have the shape {list(value.shape)}, its {TARGETS} "
@@ -174,11 +180,11 @@ def _check_shapes(
                 hint="give one number for each target",
             )
         if value.dtype.kind not in "biuf":
-            raise DataError(f"{key} of datum {number} are {value.dtype}", hint="numbers are read")
+            raise DataError(f"{key} of datum {number} are {value.dtype}", hint="send numbers")
 
 
 def _check_num(shapes: Sequence[Shape]) -> None:
-    """Refuse data whose result would be too large."""
+    """Raise DataError for data whose result would be too large."""
     num = sum(int(np.prod(shape)) for shape in shapes)
     if num > MAX_TARGETS:
         widest = max(shapes, key=len)
@@ -190,28 +196,28 @@ def _check_num(shapes: Sequence[Shape]) -> None:
         )
 
 
-def _default(key: str, given: Mapping[str, NDArray[Any]]) -> FloatArray:
-    """Return an input that was left out: no weights are 1, no mask marks what adds something."""
+def _default(key: str, inputs: Mapping[str, NDArray[Any]]) -> FloatArray:
+    """Return a missing input: weights are 1, a mask marks targets with an effect."""
     if key == WEIGHTS:
-        return np.ones(given[TARGETS].shape, dtype=np.float32)
-    return (given["advantages"] * given[WEIGHTS] != 0).astype(np.float32)
+        return np.ones(inputs[TARGETS].shape, dtype=np.float32)
+    return (inputs["advantages"] * inputs[WEIGHTS] != 0).astype(np.float32)
 
 
 def _floats(field: str, values: NDArray[Any], shapes: Sequence[Shape]) -> FloatArray:
-    """Return float32; DataError for what is no number, or none of that size."""
+    """Return float32; raises DataError for values that are not finite in it."""
     with np.errstate(over="ignore"):
         result = values.astype(np.float32)
     wrong = np.flatnonzero(~np.isfinite(result))
     if len(wrong):
         raise DataError(
             f"{_place(field, int(wrong[0]), shapes)} is {values[wrong[0]]}",
-            hint="send finite numbers; NaN is often a mean or a deviation over nothing",
+            hint="send finite numbers; NaN is often a mean or deviation of no values",
         )
     return result
 
 
 def _place(field: str, at: int, shapes: Sequence[Shape]) -> str:
-    """Say which of the values of all data is at a place."""
+    """Return the name of one value among those of all data."""
     for number, shape in enumerate(shapes):
         size = int(np.prod(shape))
         if at < size:
@@ -227,8 +233,8 @@ def _place(field: str, at: int, shapes: Sequence[Shape]) -> str:
 class PendingWindow:
     """The forward_backward calls that one optim_step will apply.
 
-    One that failed fails that optim_step: a program that does not look at its results would train
-    on half a batch otherwise. Earlier refusals of a call are reported to `fail`.
+    If one failed, so does the optim_step: a program that ignores results would train on a part of
+    its batch otherwise.
     """
 
     def __init__(self) -> None:
@@ -238,30 +244,30 @@ class PendingWindow:
         self._failed: tuple[str, str] | None = None
 
     def to_map(self) -> dict[str, Any]:
-        """Return all of it as JSON may hold it."""
+        """Return the state as JSON values."""
         return {"num_calls": self.num_calls, "open": self._open, "failed": self._failed}
 
     @classmethod
     def from_map(cls, values: Mapping[str, Any]) -> "PendingWindow":
-        """Return what `to_map` has written down."""
+        """Restore what `to_map` returned."""
         window = cls()
         window.num_calls, window._open = int(values["num_calls"]), list(values["open"])
         window._failed = tuple(values["failed"]) if values["failed"] else None
         return window
 
     def begin(self, operation: str) -> str:
-        """Record the start of a call; return its name, by default one from its place."""
+        """Record the start of a call; return its name, by default its number in the window."""
         self.num_calls += 1
         name = operation or f"forward_backward {self.num_calls} of this window"
         self._open.append(name)
         return name
 
     def end(self, name: str) -> None:
-        """Note that a call has added all of its gradients."""
+        """Record that a call added all of its gradients."""
         self._open.remove(name)
 
     def fail(self, name: str, reason: str) -> None:
-        """Record that a call failed; the first one is reported."""
+        """Record that a call failed; `close` reports the first one."""
         if name in self._open:
             self._open.remove(name)
         self._failed = self._failed or (name, reason)
@@ -270,7 +276,7 @@ class PendingWindow:
         """Begin a new window; raises DataError if a call of this one failed."""
         failed = self._failed
         if failed is None and self._open:
-            failed = (self._open[0], "it did not come to its end")
+            failed = (self._open[0], "it was not finished")
         self.num_calls, self._open, self._failed = 0, [], None
         if failed is not None:
             raise DataError(

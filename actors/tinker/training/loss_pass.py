@@ -1,10 +1,9 @@
 """Compute forward_backward: data packed into micro-batches, also of several adapters at once.
 
-Micro-batches of several adapters share one forward and backward pass: their rows lie beside each
-other, and each layer adds each row's own adapter. No value of one reaches another, but the number
-of rows decides in which order products are added up, and so the last bits of a result. So its
-company is noted with the result, and a repeated pass stands among as many filler rows: it gives the
-same bits.
+Micro-batches of several adapters may share one forward and backward pass: each layer adds to each
+row its own adapter. No value of one reaches another, but the number of rows decides in which order
+products are summed, and so the last bits of a result. Therefore a result records its company, and a
+repeated pass is computed among as many filler rows, which gives the same bits.
 
 Shape letters: P positions of data, E targets, U columns of a micro-batch that predict, B rows,
 T columns of a row, N positions, D hidden size.
@@ -26,15 +25,15 @@ from torch.nn import functional
 
 from ....schemas.tinker.datum import LossResult
 from ....schemas.tinker.operation import ALONE, Company
-from ...training.micro_batch import MicroBatch, TokenSequence, ranges
-from ...training.packing import pack
-from .adapter import Adapter, RowShare, SharedBase
+from ...policy.adapted_layers import OneAdapter
+from ...training.micro_batch import MicroBatch, TokenSequence
+from ...training.packing import pack, ranges
+from .adapter import Adapter, RowShare, RowShares, SharedBase
 from .inputs import DatumBatch
 from .losses import LossFunction, LossReader, PlacedTargets, Targets
 
-# Packing, by the learner's packer. The learner's sequences end with the token that their last
-# column predicts; the targets of data are given, so one more token stands behind each, which is not
-# reads.
+# Packing, by the learner's packer. Its sequences end with the token that their last column
+# predicts; data come with their targets, so one more token is appended, which no column reads.
 
 
 def pack_data(
@@ -46,9 +45,9 @@ def pack_data(
 ) -> list[MicroBatch]:
     """Pack the tokens of data into micro-batches of at most so many columns, padding included.
 
-    `index_N` of a micro-batch has its positions among those of all data in order. A
-    datum longer than a micro-batch is one of its own. With `share_prompts` what data begin with in
-    common is there once for each row. Deterministic.
+    `index_N` of a micro-batch has its positions among those of all data in order. A longer datum
+    has a micro-batch of its own. With `share_prompts` a row contains a common prefix of its data
+    once. Deterministic.
     """
     sequences = [_sequence(token) for token in tokens]
     lengths = np.array([len(token) for token in tokens], dtype=np.int64)
@@ -82,21 +81,20 @@ def _sequence(tokens: NDArray[np.int64]) -> TokenSequence:
 
 @dataclass(frozen=True)
 class NextMicroBatch:
-    """What is computed next of a call."""
+    """The next micro-batch of a loss."""
 
     micro: MicroBatch
     index_E: NDArray[np.int64]
-    """Which of the call's targets it predicts."""
+    """The targets that it predicts, among those of the loss."""
     targets: Targets
     backward: bool
-    """Whether gradients come of it."""
+    """Whether it has gradients."""
 
 
 class LossPass:
     """Computes a loss, and adds its gradients to the adapter's, one micro-batch at a time.
 
-    Passes of several adapters may take turns, micro-batch by micro-batch: none changes another's
-    result by a bit.
+    Losses of several adapters may take turns between micro-batches without changing a bit.
     """
 
     def __init__(
@@ -110,16 +108,17 @@ class LossPass:
         at_end: Callable[[], None] | None,
         companies: Sequence[Company] | None = None,
     ) -> None:
-        """Lay the data out; nothing is computed yet.
+        """Pack the data; nothing is computed yet.
 
-        `at_end` is called once all gradients are added; without it there are none. `companies` are
-        those of its micro-batches, none if all were alone, where it is computed as it once was.
+        `at_end` is called after the last gradient; None: no gradients are computed. `companies` are
+        those of an earlier computation (empty if all micro-batches were alone), whose bits are
+        repeated.
         """
         self._base = base
         self.adapter = adapter
-        """Whose loss it is."""
+        """The adapter of the loss."""
         self.companies: list[Company] = []
-        """Of the micro-batches that are computed."""
+        """Of the computed micro-batches."""
         self._past = companies
         self._batch = batch
         self._loss = loss
@@ -138,24 +137,24 @@ class LossPass:
 
     @property
     def num_left(self) -> int:
-        """Micro-batches that are still to be computed."""
+        """Number of micro-batches not yet computed."""
         return len(self._micros) - len(self.companies)
 
     @property
     def next_tokens(self) -> int:
-        """Tokens of the next micro-batch, those in common counted once; 0 behind the last one."""
+        """Tokens of the next micro-batch, shared ones counted once; 0 after the last one."""
         return self._micros[len(self.companies)].num_tokens if self.num_left else 0
 
     @property
     def past_company(self) -> Company | None:
-        """The company that the next micro-batch had when it was computed before, if it was."""
+        """The company of the next micro-batch in an earlier computation; None: there was none."""
         if self._past is None:
             return None
         done = len(self.companies)
         return self._past[done] if done < len(self._past) else ALONE
 
     def next(self) -> NextMicroBatch:
-        """Return what is to be computed next, on the base's device; IndexError behind the last."""
+        """Return the next micro-batch, on the base's device; IndexError after the last."""
         if self._next is None:
             micro = self._micros[len(self.companies)]
             index_P = micro.index_N.numpy()
@@ -167,26 +166,27 @@ class LossPass:
         return self._next
 
     def read(self, states_UD: Tensor, place_P: Tensor) -> Tensor | None:
-        """Compute the next one's loss of its hidden states; return their gradient, if any.
+        """Compute the loss of the next micro-batch from hidden states; return their gradient.
 
-        `place_P` says which of the states predicts each position's targets. The gradients of the
-        output layer's adapter, which is to be in use, are added to what is there.
+        `place_P` has the state that predicts each position's targets. The output layer's adapter
+        must be in use; its gradients are added to the adapter's. The returned gradient is None if
+        the states have none.
         """
-        some = self.next()
-        count_P = self._batch.count_P[some.micro.index_N.cpu().numpy()]
+        following = self.next()
+        count_P = self._batch.count_P[following.micro.index_N.cpu().numpy()]
         placed = PlacedTargets(
-            token_E=self._tensor(self._batch.targets_E[some.index_E]),
+            token_E=self._tensor(self._batch.targets_E[following.index_E]),
             place_E=place_P.repeat_interleave(self._tensor(count_P)),
-            targets=some.targets,
+            targets=following.targets,
         )
-        scores, gradient_UD = self._output.read(states_UD, placed, backward=some.backward)
-        self._logprobs_E[some.index_E] = scores.logprobs_E.cpu().numpy()
-        self._loss_E[some.index_E] = scores.loss_E.cpu().numpy()
+        scores, gradient_UD = self._output.read(states_UD, placed, backward=following.backward)
+        self._logprobs_E[following.index_E] = scores.logprobs_E.cpu().numpy()
+        self._loss_E[following.index_E] = scores.loss_E.cpu().numpy()
         self._num_clipped_next = int(scores.clipped_E.sum())
         return gradient_UD
 
     def done(self, company: Company) -> None:
-        """Note that the next micro-batch is computed, and beside whom."""
+        """Record that the next micro-batch was computed, and its company."""
         self._num_clipped += self._num_clipped_next
         self._next = None
         self.companies.append(company)
@@ -194,7 +194,7 @@ class LossPass:
             self._at_end()
 
     def result(self) -> LossResult:
-        """Return log-probs and metrics; RuntimeError unless all is computed."""
+        """Return log-probs and metrics; RuntimeError before the last micro-batch."""
         if self.num_left:
             raise RuntimeError(f"{self.num_left} micro-batches are not computed yet")
         metrics = {
@@ -206,12 +206,12 @@ class LossPass:
         return LossResult(self._batch.by_datum(self._logprobs_E), metrics)
 
     def _targets(self, index_E: NDArray[np.int64]) -> Targets:
-        """Return what the loss reads of some targets."""
+        """Return the loss's inputs for some targets."""
         batch = self._batch
         return Targets(
             weights_E=self._tensor(batch.weights_E[index_E]),
             datum_E=self._tensor(np.unique(batch.datum_E[index_E], return_inverse=True)[1]),
-            given={name: self._tensor(value[index_E]) for name, value in batch.given.items()},
+            inputs={name: self._tensor(value[index_E]) for name, value in batch.inputs.items()},
         )
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
@@ -221,12 +221,12 @@ class LossPass:
 # -- one pass for several adapters -----------------------------------------------------------------
 
 _MOST_PADDED = 1.5
-"""Columns of a pass over several, as a multiple of what each has alone."""
+"""Columns of a pass for several adapters, as a multiple of their own."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of one pass, or empty ones."""
+    """Rows of one pass: of one loss, or filler rows."""
 
     micro: MicroBatch
     owner: LossPass | None
@@ -241,9 +241,9 @@ class _Part:
 
 
 def choose_batch_mates(base: SharedBase, passes: Sequence[LossPass]) -> list[LossPass]:
-    """Return the first pass, and those of the others whose next micro-batch fits beside its.
+    """Return the first loss, and others whose next micro-batch fits into the same pass.
 
-    One that is computed as it once was has the company that it had.
+    One that repeats an earlier computation gets no other company than it had.
     """
     chosen, backward = [passes[0]], passes[0].next().backward
     free = [entry for entry in passes if entry.past_company is None]
@@ -254,9 +254,9 @@ def choose_batch_mates(base: SharedBase, passes: Sequence[LossPass]) -> list[Los
 
 
 def compute(base: SharedBase, passes: Sequence[LossPass]) -> None:
-    """Compute the next micro-batch of each pass in one, and add gradients to their adapters.
+    """Compute the next micro-batches of losses in one pass, and add gradients to their adapters.
 
-    One pass that was computed before in a company stands among as many rows now.
+    One that repeats an earlier computation in company is computed among as many filler rows.
     """
     parts = [_Part(item.next().micro, item) for item in passes]
     past = passes[0].past_company
@@ -273,21 +273,21 @@ def compute(base: SharedBase, passes: Sequence[LossPass]) -> None:
         gradient_UD = _read(base, passes, states_UD, place_N)
         if gradient_UD is not None:
             states_UD.backward(gradient_UD)
-    for one, company in zip(passes, _companies(base, parts), strict=True):
-        one.done(company)
+    for item, company in zip(passes, _companies(base, parts), strict=True):
+        item.done(company)
 
 
 def _read(
     base: SharedBase, passes: Sequence[LossPass], states_UD: Tensor, place_N: Tensor
 ) -> Tensor | None:
-    """Let each pass read its own states; return the gradient of all, if there is one."""
+    """Compute each loss from its own states; return the gradient of all states, if any."""
     gradient_UD: Tensor | None = None
     first_n = first_u = 0
     for item in passes:
         own_N = place_N[first_n : first_n + len(item.next().micro.index_N)]
-        end_u = int(own_N.max()) + 1  # columns stand in the order of their rows
+        end_u = int(own_N.max()) + 1  # columns are in the order of their rows
         own_U = slice(first_u, end_u)
-        with base.in_use.using(item.adapter.by_layer):
+        with base.layers.using(OneAdapter(item.adapter.by_layer)):
             slope_UD = item.read(states_UD[own_U], own_N - first_u)
         if slope_UD is not None:
             if gradient_UD is None:
@@ -299,7 +299,7 @@ def _read(
 
 def _in_use(base: SharedBase, parts: Sequence[_Part]) -> AbstractContextManager[None]:
     if len(parts) == 1 and (owner := parts[0].owner) is not None:
-        return base.in_use.using(owner.adapter.by_layer)
+        return base.layers.using(OneAdapter(owner.adapter.by_layer))
     columns = max(part.num_columns for part in parts)
     flat = base.scorer.flat_rows
     shares = [
@@ -309,11 +309,11 @@ def _in_use(base: SharedBase, parts: Sequence[_Part]) -> AbstractContextManager[
         )
         for part in parts
     ]
-    return base.in_use.sharing(shares)
+    return base.layers.using(RowShares(shares))
 
 
 def _companies(base: SharedBase, parts: Sequence[_Part]) -> list[Company]:
-    """Return beside how much each pass was computed, in order."""
+    """Return the company of each loss, in order."""
     columns = max(part.num_columns for part in parts)
     flat = base.scorer.flat_rows
     sizes = [part.micro.num_tokens if flat else part.num_rows for part in parts]
@@ -341,7 +341,7 @@ def _fit(base: SharedBase, passes: Sequence[LossPass]) -> bool:
 
 
 def _joined(micros: Sequence[MicroBatch]) -> MicroBatch:
-    """Stack the rows of micro-batches; sequence fields are the first's."""
+    """Concatenate the rows of micro-batches; other fields are the first one's."""
     if len(micros) == 1:
         return micros[0]
     columns = max(micro.input_ids_BT.shape[1] for micro in micros)
@@ -375,7 +375,7 @@ def _padded(micro: MicroBatch, columns: int) -> MicroBatch:
 
 
 def _among(base: SharedBase, part: _Part, company: Company) -> list[_Part]:
-    """Return a part among unused rows, as it once stood among those of others."""
+    """Return a part between filler rows that take the place of an earlier company."""
     before, behind, columns = company
     flat, device = base.scorer.flat_rows, base.scorer.device
     fillers = [_filler(size, columns, flat, device) for size in (before, behind)]
@@ -388,7 +388,7 @@ def _among(base: SharedBase, part: _Part, company: Company) -> list[_Part]:
 
 
 def _filler(size: int, columns: int, flat: bool, device: torch.device) -> MicroBatch:
-    """Return so many rows, or tokens in rows, that predict nothing."""
+    """Return `size` rows, or tokens in rows if `flat`, that predict no target."""
     rows = -(-size // columns) if flat else size
     column_BT = torch.arange(columns, device=device).expand(rows, columns)
     place_BT = torch.arange(rows, device=device)[:, None] * columns + column_BT

@@ -1,101 +1,62 @@
 """The losses of the Tinker API: each is a sum over targets, and nothing is averaged.
 
 Shape letter: E targets, one for each position of a datum, or several. p is the model's log-prob of
-a target, q the one that is given (`logprobs`), A its advantage, w its weight (1 unless given) and
-r = exp(p - q). What a target adds to the loss:
+a target, q that of the sampler (`logprobs`), A its advantage, w its weight (default 1) and
+r = exp(p - q). A target adds to the loss:
 
 * cross_entropy: -w p
 * importance_sampling: -w r A
 * ppo: -w min(r A, clip(r) A)
 * cispo: -w sg(clip(r)) p A, where sg has no gradient
-* dro: -w (p A - beta/2 (p - q)^2); targets to be left out need the weight 0
+* dro: -w (p A - beta/2 (p - q)^2); targets that are left out need the weight 0
 * gspo: ppo's with r = exp(mean(p - q)), the mean over those targets of the datum that
   `sequence_ratio_mask` marks, by default all whose w A is not 0; each target has its share of r's
   gradient (GSPO-token, arXiv 2507.18071)
 """
 
 # torch leaves some of its methods untyped.
-# pyright: reportUnknownMemberType=false, reportUntypedBaseClass=false
 # pyright: reportUnknownMemberType=false
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from ....schemas.wire.errors import ConfigError
 from ...training.model import Scorer
-
-# Log-probs of some targets out of logits, without a second tensor of their size.
-#
-# Shape letters: U columns, V vocabulary, E targets.
-
-
-def target_logprobs(logits_UV: Tensor, place_E: Tensor, targets_E: Tensor) -> Tensor:
-    """Return the log-prob of each target at its column: float32[E].
-
-    The backward pass writes over the logits, so they must not be shared; it runs once.
-    """
-    return cast(Tensor, _TargetLogprobs.apply(logits_UV.float(), place_E, targets_E))
-
-
-def add_at(row: Tensor, index: Tensor, values: Tensor) -> Tensor:
-    """Add values to a row where the index says, in place, in an order that is always the same."""
-    if row.device.type == "cpu":  # one after the other there, whatever the number of threads
-        return row.index_add_(0, index, values)
-    return row.index_put_((index,), values, accumulate=True)  # sorted there
-
-
-class _TargetLogprobs(Function):
-    @staticmethod
-    def forward(ctx: Any, logits_UV: Tensor, place_E: Tensor, targets_E: Tensor) -> Tensor:
-        norm_U = logits_UV.logsumexp(-1)
-        ctx.save_for_backward(logits_UV, norm_U, place_E, targets_E)
-        return logits_UV[place_E, targets_E] - norm_U[place_E]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient of a column's logits: what its targets get, less softmax times their sum."""
-        (gradient_E,) = gradients
-        logits_UV, norm_U, place_E, targets_E = cast("tuple[Tensor, ...]", ctx.saved_tensors)
-        sum_U = add_at(torch.zeros_like(norm_U), place_E, gradient_E)
-        result_UV = logits_UV.sub_(norm_U[:, None]).exp_().mul_(-sum_U[:, None])
-        add_at(result_UV.view(-1), place_E * logits_UV.shape[1] + targets_E, gradient_E)
-        return result_UV, None, None
+from ...training.output_layer import add_at, row_chunks, target_logprobs
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What a loss reads beside the model's log-probs."""
+    """Inputs of a loss apart from the model's log-probs."""
 
     weights_E: Tensor
     datum_E: Tensor
     """int64: the datum of each target, counted from 0 without gaps."""
-    given: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor]
     """float32[E] by name: `advantages`, `logprobs`, `sequence_ratio_mask`."""
 
     @property
     def advantages_E(self) -> Tensor:
-        """Times the weights."""
-        return self.given["advantages"] * self.weights_E
+        """Advantages times weights."""
+        return self.inputs["advantages"] * self.weights_E
 
     def at(self, index: Tensor) -> "Targets":
-        """Return some of them."""
-        given = {name: value[index] for name, value in self.given.items()}
-        return Targets(self.weights_E[index], self.datum_E[index], given)
+        """Return the targets at some indices."""
+        inputs = {name: value[index] for name, value in self.inputs.items()}
+        return Targets(self.weights_E[index], self.datum_E[index], inputs)
 
 
 @dataclass(frozen=True)
 class TargetLoss:
-    """What a loss was of each target."""
+    """The loss of each target."""
 
     loss_E: Tensor
     clipped_E: Tensor | None = None
-    """bool: whether the ratio was out of bounds; None for a loss without bounds."""
+    """bool: whether the ratio was clipped; None for a loss without bounds."""
 
 
 Config = Mapping[str, float]
@@ -103,34 +64,34 @@ Config = Mapping[str, float]
 
 @dataclass(frozen=True)
 class LossFunction:
-    """One loss: what it reads, and how it is computed."""
+    """One loss: its inputs, settings and formula."""
 
     compute: Callable[[Tensor, Targets, Config], TargetLoss]
     needs: tuple[str, ...] = ("logprobs", "advantages")
-    """Inputs that there must be beside `target_tokens`."""
+    """Required inputs apart from `target_tokens`."""
     may_have: tuple[str, ...] = ("weights",)
-    """Inputs that there may be."""
+    """Optional inputs."""
     config: Config = field(default_factory=dict[str, float])
-    """Its settings with their defaults."""
+    """Settings with their defaults."""
     takes_many: bool = False
     """Whether a position may have several targets."""
     is_of_datums: bool = False
-    """Whether what a target adds depends on the other targets of its datum."""
+    """Whether a target's loss depends on the other targets of its datum."""
     by_advantage: bool = True
-    """Whether a target without advantage adds nothing."""
+    """Whether targets without advantage have no effect."""
 
     @property
     def has_bounds(self) -> bool:
-        """Whether it reports which ratios were out of bounds."""
+        """Whether it clips ratios."""
         return _LOW in self.config
 
     def active_E(self, targets: Targets) -> Tensor:
-        """Tell which targets add something: bool[E]."""
+        """Return which targets have an effect: bool[E]."""
         return (targets.advantages_E if self.by_advantage else targets.weights_E) != 0
 
 
 def find_loss(name: str) -> LossFunction:
-    """Return a loss; ConfigError for one that is not offered."""
+    """Return a loss by name; raises ConfigError for an unknown one."""
     if name == "stable_reinforce":
         raise ConfigError(
             "loss_fn stable_reinforce is not offered: what it computes is not published",
@@ -141,11 +102,11 @@ def find_loss(name: str) -> LossFunction:
     return _LOSSES[name]
 
 
-def read_config(name: str, given: Mapping[str, float | str] | None) -> dict[str, float]:
-    """Return the settings of a loss; ConfigError for a key or value that it does not have."""
+def read_config(name: str, settings: Mapping[str, float | str] | None) -> dict[str, float]:
+    """Return the settings of a loss; raises ConfigError for an unknown key or invalid value."""
     known = find_loss(name).config
     result = dict(known)
-    for key, value in (given or {}).items():
+    for key, value in (settings or {}).items():
         if key not in known:
             offered = f"it has {', '.join(known)}" if known else "it has none"
             raise ConfigError(
@@ -185,14 +146,14 @@ def _cispo(p_E: Tensor, targets: Targets, config: Config) -> TargetLoss:
 
 
 def _dro(p_E: Tensor, targets: Targets, config: Config) -> TargetLoss:
-    apart_E = torch.where(targets.weights_E != 0, p_E - targets.given["logprobs"], 0.0)
+    apart_E = torch.where(targets.weights_E != 0, p_E - targets.inputs["logprobs"], 0.0)
     penalty_E = config["beta"] / 2 * apart_E**2 * targets.weights_E
     return TargetLoss(penalty_E - p_E * targets.advantages_E)
 
 
 def _gspo(p_E: Tensor, targets: Targets, config: Config) -> TargetLoss:
-    counts_E = targets.given["sequence_ratio_mask"] != 0
-    apart_E = torch.where(counts_E, p_E.detach() - targets.given["logprobs"], 0.0)
+    counts_E = targets.inputs["sequence_ratio_mask"] != 0
+    apart_E = torch.where(counts_E, p_E.detach() - targets.inputs["logprobs"], 0.0)
     num_datums = int(targets.datum_E.max()) + 1
     sums_D = add_at(apart_E.new_zeros(num_datums), targets.datum_E, apart_E)
     counts_D = add_at(apart_E.new_zeros(num_datums), targets.datum_E, counts_E.float())
@@ -201,13 +162,13 @@ def _gspo(p_E: Tensor, targets: Targets, config: Config) -> TargetLoss:
 
 
 def _ratio(p_E: Tensor, targets: Targets) -> Tensor:
-    """Return r; 1 for targets that add nothing, whose q may be anything."""
-    return torch.where(targets.advantages_E != 0, p_E - targets.given["logprobs"], 0.0).exp()
+    """Return r; 1 for targets without effect, whose q may be anything."""
+    return torch.where(targets.advantages_E != 0, p_E - targets.inputs["logprobs"], 0.0).exp()
 
 
 def _clipped(ratio_E: Tensor, targets: Targets, config: Config) -> TargetLoss:
     bounded_E = ratio_E.clamp(config[_LOW], config[_HIGH])
-    advantages_E = targets.given["advantages"]
+    advantages_E = targets.inputs["advantages"]
     worse_E = torch.minimum(ratio_E * advantages_E, bounded_E * advantages_E)
     clipped_E = (bounded_E != ratio_E) & (targets.advantages_E != 0)
     return TargetLoss(-worse_E * targets.weights_E, clipped_E)
@@ -234,11 +195,11 @@ _LOSSES = {
 # From hidden states through the output layer to a loss, and back, for some columns at a time.
 #
 # Shape letters: U columns of a micro-batch, E targets that they predict, C columns whose logits
-# are held at once, e their targets, D hidden size.
+# are in memory at once, e their targets, D hidden size.
 #
-# Most losses need only a target's own log-prob: forward and backward pass are done for some columns
-# before the next ones. For a loss over a whole datum the log-probs are computed first, and once
-# more for the gradients. Columns whose targets add nothing take no backward pass.
+# Most losses need only a target's own log-prob: forward and backward pass are computed for some
+# columns before the next ones. For a loss over a whole datum the log-probs are computed first, and
+# again for the gradients. Columns whose targets have no effect get no backward pass.
 
 
 @dataclass(frozen=True)
@@ -254,16 +215,16 @@ class PlacedTargets:
 
 @dataclass(frozen=True)
 class TargetScores:
-    """What came of the targets of a micro-batch, without gradients."""
+    """Results of the targets of a micro-batch, without gradients."""
 
     logprobs_E: Tensor
     loss_E: Tensor
     clipped_E: Tensor
-    """bool; False where the loss has no bounds."""
+    """bool; False for a loss without bounds."""
 
     @classmethod
     def empty(cls, num: int, device: torch.device) -> "TargetScores":
-        """Make room for those of so many targets."""
+        """Allocate the results of `num` targets."""
         numbers = torch.empty(2, num, device=device)
         return cls(numbers[0], numbers[1], torch.zeros(num, dtype=torch.bool, device=device))
 
@@ -272,15 +233,15 @@ class TargetScores:
 class _Columns:
     column_C: Tensor
     target_e: Tensor
-    """Which of the targets they predict."""
+    """Indices of the targets that they predict."""
     place_e: Tensor
-    """The column of each among these."""
+    """The place of each target's column among these."""
     is_active: bool
-    """Whether a backward pass has anything to do."""
+    """Whether they get a backward pass."""
 
 
 class LossReader:
-    """Reads the hidden states of micro-batches for one loss."""
+    """Computes one loss from the hidden states of micro-batches."""
 
     def __init__(
         self, scorer: Scorer, loss: LossFunction, config: Mapping[str, float], logits_columns: int
@@ -293,9 +254,9 @@ class LossReader:
     def read(
         self, states_UD: Tensor, placed: PlacedTargets, *, backward: bool
     ) -> tuple[TargetScores, Tensor | None]:
-        """Return the scores, and the gradient of the states if those have one.
+        """Return the scores, and the gradient of the states if they need one.
 
-        With `backward` the gradients of the output layer's adapter are added to what is there.
+        With `backward` the gradients of the output layer's adapter are added to the adapter's.
         """
         scores = TargetScores.empty(len(placed.token_E), states_UD.device)
         columns = self._columns(len(states_UD), placed, backward)
@@ -326,7 +287,7 @@ class LossReader:
                 scores.clipped_E[some.target_e] = lost.clipped_E
             if some.is_active:
                 lost.loss_E.sum().backward()
-                _put(gradient_UD, some, states_CD)
+                _add_gradient(gradient_UD, some, states_CD)
 
     def _read_twice(
         self,
@@ -349,20 +310,20 @@ class LossReader:
             if some.is_active:
                 states_CD, logprobs_e = self._logprobs(states_UD, placed, some)
                 logprobs_e.backward(slope_E[some.target_e])
-                _put(gradient_UD, some, states_CD)
+                _add_gradient(gradient_UD, some, states_CD)
 
     def _logprobs(
         self, states_UD: Tensor, placed: PlacedTargets, some: _Columns
     ) -> tuple[Tensor, Tensor]:
-        """Return copies of some columns' states, whose gradient is asked for, and log-probs."""
+        """Return copies of some columns' states, with gradient, and the targets' log-probs."""
         states_CD = states_UD.detach()[some.column_C].requires_grad_(states_UD.requires_grad)
-        # Where the states are the logits themselves they are copied: they are written over.
+        # States that are logits are copied, since `target_logprobs` overwrites them.
         logits_CV = self._scorer.logits(states_CD * 1 if self._scorer.full_logits else states_CD)
         token_e = placed.token_E[some.target_e]
         return states_CD, target_logprobs(logits_CV, some.place_e, token_e)
 
     def _columns(self, num: int, placed: PlacedTargets, backward: bool) -> list[_Columns]:
-        """Cut the columns into those whose logits are held at once, those with gradients first."""
+        """Cut the columns into chunks for the logits, those with gradients first."""
         active_E = self._loss.active_E(placed.targets)
         active_U = torch.zeros(num, dtype=torch.bool, device=active_E.device)
         active_U[placed.place_E[active_E]] = backward
@@ -371,23 +332,28 @@ class LossReader:
         rank_U[order_U] = torch.arange(num, device=order_U.device)
         rank_E, order_E = rank_U[placed.place_E].sort(stable=True)
         num_active = int(active_U.sum())
-        cuts = _cuts(0, num_active, self._logits_columns)
-        cuts += _cuts(num_active, num, self._logits_columns)
+        num_targets = int((rank_E < num_active).sum())
+        parts = [(True, slice(0, num_active), slice(0, num_targets))]
+        parts += [(False, slice(num_active, num), slice(num_targets, len(rank_E)))]
         collected: list[_Columns] = []
-        for first, last in cuts:
-            ends = torch.searchsorted(rank_E, torch.tensor([first, last], device=rank_E.device))
-            part = slice(int(ends[0]), int(ends[1]))
-            place_e = rank_E[part] - first
-            collected.append(
-                _Columns(order_U[first:last], order_E[part], place_e, first < num_active)
-            )
+        for is_active, of_columns, of_targets in parts:
+            column_U, target_E = order_U[of_columns], order_E[of_targets]
+            place_E = rank_E[of_targets] - of_columns.start
+            if len(column_U):
+                collected += [
+                    _Columns(
+                        column_U[first:end],
+                        target_E[begin:stop],
+                        place_E[begin:stop] - first,
+                        is_active,
+                    )
+                    for first, end, begin, stop in row_chunks(
+                        place_E, len(column_U), self._logits_columns
+                    )
+                ]
         return collected
 
 
-def _cuts(first: int, last: int, most: int) -> list[tuple[int, int]]:
-    return [(at, min(at + most, last)) for at in range(first, last, most)]
-
-
-def _put(gradient_UD: Tensor | None, some: _Columns, states_CD: Tensor) -> None:
+def _add_gradient(gradient_UD: Tensor | None, some: _Columns, states_CD: Tensor) -> None:
     if gradient_UD is not None and states_CD.grad is not None:
         gradient_UD[some.column_C] = states_CD.grad

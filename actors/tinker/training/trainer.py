@@ -1,14 +1,13 @@
 """Any number of LoRA adapters, trained on one base model in memory.
 
-Each has a rank, layers, gradients and an optimiser of its own. They share the base and the code
-that computes it, one after the other: nothing that one of them does changes a bit of another. Not
-for several threads at once.
+Each has its own rank, layers, gradients and optimiser. They share the base model: no adapter
+changes a bit of another. Not thread-safe.
 """
 
 # torch and transformers leave some of their methods untyped.
 # pyright: reportUnknownMemberType=false
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +24,7 @@ from ....schemas.plan.model_shape import count_positions
 from ....schemas.tinker.datum import AdamParams, Datum, LoraSpec, LossResult
 from ....schemas.tinker.operation import Company
 from ....schemas.wire.errors import ModelError, NotFoundError, StateError, TinkermqError
+from ...policy.adapted_layers import AdaptedLayers
 from ...policy.devices import exact_products
 from ...policy.lora import check_base
 from ...training.model import Scorer, load_model
@@ -34,11 +34,9 @@ from .adapter import (
     Adapter,
     Moments,
     SharedBase,
-    adapt,
-    check_adam,
-    linear_names,
     num_bytes_of,
     read_suspended,
+    shapes_of,
     write_suspended,
 )
 from .folders import MAX_RANK, AdapterOffer, read_adapter, write_adapter
@@ -68,29 +66,32 @@ class AdapterTrainer:
         logits_bytes: int = _LOGITS_BYTES,
         mixed: bool = False,
     ) -> None:
-        """Take over a model, which is frozen and whose linear layers are wrapped.
+        """Take over a model, which is frozen and whose linear layers get hooks.
 
-        `base_model` is its name, which distinguishes folders of adapters; `base_path` the
-        folder that they name for PEFT. `microbatch_tokens` bounds the columns of one forward and
-        backward pass, `logits_bytes` the logits that are held at once. The base is held and
-        computes in `dtype`, adapters are float32. With `mixed` a pass may hold micro-batches of
-        several adapters. Raises ModelError for a model that cannot be trained in packed rows, or
-        mixed.
+        `base_model` is the name by which folders of adapters identify it, `base_path` the path in
+        PEFT's configuration. `microbatch_tokens` bounds the columns of one forward and backward
+        pass, `logits_bytes` the logits in memory. The base is stored and computed in `dtype`,
+        adapters are float32. With `mixed` a pass may contain micro-batches of several adapters.
+        Raises ModelError for a model that cannot be trained in packed rows, or mixed.
         """
         self.base_model = base_model
         self._base_path = base_path or base_model
         module = cast(nn.Module, model)
-        linear = linear_names(module)
-        in_use, layers = adapt(module)
+        modules = cast("Iterable[tuple[str, nn.Module]]", module.named_modules())
+        linear = [name for name, each in modules if isinstance(each, nn.Linear)]
+        module.requires_grad_(False)
+        layers = AdaptedLayers(module, flatten=True)
+        layers.open()
+        shapes = shapes_of(layers, cast(Any, model).get_output_embeddings())
         self._model = module
-        self._offer = AdapterOffer(base_model, self._base_path, layers, linear, max_rank)
+        self._offer = AdapterOffer(base_model, self._base_path, shapes, linear, max_rank)
         inside = Parallel().place(module, LearnerConfig(dtype=dtype), attention)
         scorer = Scorer(module, temperature=1.0, inside=inside)
         config: Any = cast(Any, model).config.get_text_config()
         vocab = self._vocab = int(config.vocab_size)
         self._base = SharedBase(
             scorer,
-            in_use,
+            layers,
             microbatch_tokens,
             logits_columns=max(1, logits_bytes // (4 * vocab)),
             share_prompts=share_prompts,
@@ -114,10 +115,7 @@ class AdapterTrainer:
         device: torch.device | None = None,
         **options: Any,
     ) -> "AdapterTrainer":
-        """Load a model folder to a device; `options` as for the constructor.
-
-        Raises ModelError with the path and the reason when it cannot be loaded.
-        """
+        """Load a model folder to a device; `options` as for the constructor. Raises ModelError."""
         config = ModelConfig(path=folder, trust_remote_code=trust_remote_code)
         learner = LearnerConfig(gradient_checkpointing=gradient_checkpointing)
         model = load_model(config, learner)
@@ -126,10 +124,10 @@ class AdapterTrainer:
         return cls(model, base_model=base_model or folder, base_path=folder, **options)
 
     def create(self, model_id: str, spec: LoraSpec) -> None:
-        """Give a model a fresh adapter, which changes nothing yet.
+        """Give a model a new adapter, which does not change the base model's results.
 
-        Its tensors depend on the seed, or without one on the model's id, and on nothing else.
-        Raises ConfigError for a rank or layers that are not offered, StateError if it has one.
+        Its tensors depend only on the seed, or on the model's id if there is none. Raises
+        ConfigError for a rank or layers that are not offered, StateError if the model has one.
         """
         self._offer.check(spec)
         if model_id in self._adapters:
@@ -138,58 +136,58 @@ class AdapterTrainer:
         self._windows[model_id] = PendingWindow()
 
     def evict(self, model_id: str) -> None:
-        """Forget a model's adapter, its gradients and optimiser; what is to be kept is saved."""
+        """Forget a model's adapter, gradients and optimiser."""
         self._of(model_id)
         del self._adapters[model_id], self._windows[model_id]
 
     def suspend(self, model_id: str, file: Path) -> None:
-        """Write a model down with its gradients and what is pending, and forget it.
+        """Write a model with its gradients and window to a file, and evict it.
 
-        Raises StorageError; it stays in memory then.
+        Raises StorageError; the model stays in memory then.
         """
         write_suspended(file, self._of(model_id), self._windows[model_id])
         self.evict(model_id)
 
     def save_pending(self, model_id: str, file: Path) -> None:
-        """Write what is pending for a model's next optim_step; raises StorageError."""
+        """Write gradients and failures for a model's next optim_step; raises StorageError."""
         write_suspended(file, self._of(model_id), self._windows[model_id], only_pending=True)
 
     def load_pending(self, model_id: str, file: Path) -> None:
-        """Take back what is pending, once the adapter is loaded; raises ModelError."""
+        """Restore what `save_pending` wrote, after `load`; raises ModelError."""
         _, rows, self._windows[model_id] = read_suspended(file)
-        self._of(model_id).put_pending(rows)
+        self._of(model_id).set_pending(rows)
 
     def resume(self, model_id: str, file: Path) -> None:
-        """Make a model what it was when it was suspended, to the bit; raises ModelError."""
+        """Restore a suspended model, to the bit; raises ModelError."""
         spec, rows, window = read_suspended(file)
         adapter = self._fresh(model_id, spec)
-        adapter.put_rows(rows)
+        adapter.set_rows(rows)
         self._adapters[model_id], self._windows[model_id] = adapter, window
 
     @property
     def models(self) -> list[str]:
-        """The models whose adapters are in memory."""
+        """The models in memory."""
         return list(self._adapters)
 
     def spec(self, model_id: str) -> LoraSpec:
-        """Return what makes a model's adapter, with the seed that it was drawn from."""
+        """Return a model's specification, with the seed of its tensors."""
         return self._of(model_id).spec
 
     def window(self, model_id: str) -> PendingWindow:
-        """Return what is pending for a model's next optim_step."""
+        """Return the losses that a model's next optim_step will apply."""
         self._of(model_id)
         return self._windows[model_id]
 
     def num_steps(self, model_id: str) -> int:
-        """Return the updates that a model's optimiser has made."""
+        """Return the number of updates of a model's optimiser."""
         return self._of(model_id).num_steps
 
     def num_bytes(self, model_id: str) -> int:
-        """Return the bytes that a model holds now: adapter, gradients, moments."""
+        """Return the bytes of a model now: adapter, gradients, moments."""
         return self._of(model_id).num_bytes
 
     def num_bytes_of(self, spec: LoraSpec) -> int:
-        """Return the most bytes that such a model will hold; ConfigError for one not offered."""
+        """Return the most bytes that such a model takes; ConfigError if it is not offered."""
         self._offer.check(spec)
         return num_bytes_of(spec, self._offer.layers_of(spec))
 
@@ -198,7 +196,7 @@ class AdapterTrainer:
         return self._of(model_id).tensors()
 
     def moments(self, model_id: str) -> Moments:
-        """Return copies of the state of a model's optimiser, on the CPU."""
+        """Return copies of a model's optimiser state on the CPU."""
         return self._of(model_id).moments()
 
     def begin(
@@ -212,12 +210,12 @@ class AdapterTrainer:
         operation: str = "",
         companies: Sequence[Company] | None = None,
     ) -> LossPass:
-        """Check a call and lay it out; the caller computes it by its micro-batches.
+        """Check a loss and pack its data; the caller computes it by micro-batches (`advance`).
 
-        With `backward` its gradients add up with those since the last optim_step, and if it fails
-        that optim_step will; `operation` is how it is called there. With the `companies` that it
-        once had it comes to the same bits. Raises DataError or ConfigError that says what is wrong,
-        before anything is computed.
+        With `backward` its gradients are added to those since the last optim_step; if it fails, the
+        next optim_step fails, too, with an error that names it by `operation`. With the `companies`
+        of an earlier computation it gives the same bits. Raises DataError or ConfigError before
+        anything is computed.
         """
         adapter, window = self._of(model_id), self._windows[model_id]
         name = window.begin(operation) if backward else ""
@@ -235,10 +233,10 @@ class AdapterTrainer:
             raise
 
     def advance(self, losses: Sequence[LossPass]) -> list[LossPass]:
-        """Compute the next micro-batch of the first loss; return of which losses one is computed.
+        """Compute the next micro-batch of the first loss; return the losses that advanced.
 
-        Where micro-batches are mixed, those of other adapters are computed with it that fit. A pass
-        of several that fails changes nothing: then the first is computed alone.
+        If micro-batches are mixed, those of other adapters that fit are computed in the same pass.
+        If that pass fails, its changes are undone and the first is computed alone.
         """
         chosen = choose_batch_mates(self._base, losses) if self._mixed else list(losses[:1])
         if len(chosen) > 1:
@@ -246,15 +244,15 @@ class AdapterTrainer:
             try:
                 compute(self._base, chosen)
                 return chosen
-            except Exception:  # noqa: BLE001  only the operation at fault fails
+            except Exception:  # noqa: BLE001  only the operation that caused it fails
                 _log.exception("mixed_pass_failed", losses=len(chosen))
-                for one, before in zip(chosen, gradients, strict=True):
-                    one.adapter.put_gradients(before)
+                for loss, before in zip(chosen, gradients, strict=True):
+                    loss.adapter.set_gradients(before)
         compute(self._base, chosen[:1])
         return chosen[:1]
 
     def refuse(self, model_id: str, *, operation: str, reason: str) -> None:
-        """Let a model's next optim_step fail: a call before it could not even be read."""
+        """Fail a model's next optim_step because of a loss that could not be read."""
         window = self.window(model_id)
         window.fail(window.begin(operation), reason)
 
@@ -268,22 +266,20 @@ class AdapterTrainer:
         backward: bool = True,
         operation: str = "",
     ) -> LossResult:
-        """Compute a loss, and with `backward` add its gradients to the model's; see `begin`."""
-        some = self.begin(model_id, data, loss_fn, config, backward=backward, operation=operation)
-        while some.num_left:
-            self.advance([some])
-        return some.result()
+        """Compute a whole loss; see `begin`."""
+        loss = self.begin(model_id, data, loss_fn, config, backward=backward, operation=operation)
+        while loss.num_left:
+            self.advance([loss])
+        return loss.result()
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
-        """Make one update of AdamW with all gradients since the last one, and forget them.
+        """Make one update of AdamW with all gradients since the last one, and clear them.
 
-        Returns `grad_norm:mean`, before clipping, and `skipped:sum`, 1 for a gradient that is not
-        finite: it changes nothing. Raises ConfigError for a setting that makes no sense, without
-        any effect; DataError if a forward_backward since the last one failed: the gradients are
-        forgotten.
+        Returns `grad_norm:mean`, before clipping, and `skipped:sum`, 1 if the gradients are not
+        finite, when weights stay. Raises DataError, and clears the gradients, if a loss since the
+        last update failed.
         """
         adapter = self._of(model_id)
-        check_adam(params)
         try:
             self._windows[model_id].close()
         except TinkermqError:
@@ -294,10 +290,10 @@ class AdapterTrainer:
     def save(
         self, model_id: str, folder: Path, *, with_optimizer: bool, lasting: bool = True
     ) -> None:
-        """Write a model's adapter as a PEFT folder, and the optimiser's state beside it.
+        """Write a model's adapter as a PEFT folder, with the optimiser's state if asked for.
 
-        Gradients that are pending are not written. One that is not `lasting` is not waited for
-        until it is on the disk. Raises StorageError.
+        Pending gradients are not written. One that is not `lasting` is not synced to disk. Raises
+        StorageError.
         """
         adapter = self._of(model_id)
         write_adapter(
@@ -313,12 +309,12 @@ class AdapterTrainer:
         )
 
     def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
-        """Take a model's adapter from a folder; pending gradients are forgotten.
+        """Load a model's adapter from a folder; pending gradients are dropped.
 
-        Without the optimiser's state that begins anew. A model without an adapter in memory gets
-        one as the folder says; if it was evicted, and had nothing pending, it is as it was to the
-        bit. Raises ModelError for an adapter of another base, rank or other layers, or without the
-        state that is asked for; NotFoundError where there is none.
+        Without the optimiser's state the optimiser is reset. A model that is not in memory gets the
+        rank and layers of the folder; what `save` wrote is restored to the bit. Raises ModelError
+        for another base, rank or other layers, or a missing optimiser state; NotFoundError for a
+        missing folder.
         """
         stored = read_adapter(folder, with_optimizer=with_optimizer)
         known = self._adapters.get(model_id)
@@ -326,14 +322,15 @@ class AdapterTrainer:
         self._offer.check_stored(stored, spec)
         check_base(self._model, stored.folder)
         adapter = self._fresh(model_id, spec) if known is None else known
-        adapter.put(stored.tensors, stored.moments)
+        adapter.set_tensors(stored.tensors, stored.moments)
         self._adapters[model_id] = adapter
         self._windows[model_id] = PendingWindow()
 
     def _check_mixed(self) -> None:
-        """Prove that adapters beside each other add to their own rows; else raises ModelError.
+        """Raise ModelError unless adapters in one pass change only their own rows.
 
-        In 16 bits larger micro-batches round otherwise, by as much as beside the same adapter.
+        In 16 bits larger micro-batches round differently: the tolerance is what two equal adapters
+        differ by.
         """
         alone, mixed = self._two_passes(), self._two_passes()
         for item in alone:
@@ -352,19 +349,19 @@ class AdapterTrainer:
             )
 
     def _two_passes(self) -> list[LossPass]:
-        """Return passes of two adapters that each change something, over other tokens."""
+        """Return passes of two adapters with random weights, over different tokens."""
         collected: list[LossPass] = []
         for at in range(2):
             adapter = self._fresh(f"mixed-{at}", LoraSpec(rank=4))
             generator = torch.Generator().manual_seed(at)
-            adapter.put(
+            adapter.set_tensors(
                 {
                     name: 0.02 * torch.randn(tensor.shape, generator=generator)
                     for name, tensor in adapter.tensors().items()
                 },
                 None,
             )
-            first = self._vocab // 3 + at  # the ids before are of special tokens
+            first = self._vocab // 3 + at  # lower ids may be special tokens
             tokens = np.arange(first, first + 6 + at, dtype=np.int32) % self._vocab
             datum = Datum(tokens, {"target_tokens": tokens.astype(np.int64)})
             loss = find_loss("cross_entropy")

@@ -21,8 +21,8 @@ from cachetools import FIFOCache
 
 from ....broker.client.connection import Broker
 from ....broker.client.parts import SharedInbox, ask_parts
-from ....schemas.agent import CallDelivered, CallDelta, CallPart, CallRequest, CancelCall
-from ....schemas.model_apis.answers import FinishReason, TokenLogprob
+from ....schemas.agent import CallDelivered, CallPart, CallRequest, CancelCall
+from ....schemas.generation import TOKEN_COLUMNS, Delta
 from ....schemas.wire import errors
 from ....schemas.wire.subjects import JobScope
 from ..episode import ContextTooLong, EpisodeLimit, EpisodeOver, ProgramEpisode
@@ -38,50 +38,49 @@ _PASSING = (
     errors.BrokerError,
     errors.ConflictError,
 )
+_NO_TOKEN_TEXTS: dict[str, list[Any]] = {
+    name: [] for name in TOKEN_COLUMNS if name not in ("token_ids", "logprobs", "versions")
+}
+"""Columns of a delta that a generator does not need to continue it."""
 _LASTING = (errors.DeniedError, errors.LogInRefusedError)
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
-@dataclass(slots=True)
 class GatheredChoice:
     """One choice as far as it has come."""
 
-    texts: list[str]
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    finish: FinishReason | None = None
-    token_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
-    """Of each token by itself, where asked for."""
+    def __init__(self, number: int) -> None:
+        """Begin with nothing."""
+        self._delta = Delta(choice=number)
+        self._texts: list[str] = []
 
-    def add(self, delta: CallDelta) -> None:
+    @property
+    def delta(self) -> Delta:
+        """All of it but its text."""
+        return self._delta
+
+    @property
+    def text(self) -> str:
+        """Its text."""
+        return "".join(self._texts)
+
+    def add(self, delta: Delta) -> None:
         """Take more of it."""
+        for name in TOKEN_COLUMNS:
+            getattr(self._delta, name).extend(getattr(delta, name))
         if delta.text:
-            self.texts.append(delta.text)
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs
-        self.versions += delta.versions
-        tops = [
-            tuple(zip(*top, strict=True))
-            for top in zip(delta.top_tokens, delta.top_logprobs, strict=True)
-        ]
-        tops += [()] * (len(delta.tokens) - len(tops))
-        for text, logprob, top in zip(delta.tokens, delta.logprobs, tops, strict=False):
-            likeliest = tuple(TokenLogprob(*other) for other in top)
-            self.token_logprobs.append(TokenLogprob(text, logprob, likeliest))
-        self.finish = delta.finish or self.finish
+            self._texts.append(delta.text)
+        if delta.finish is not None:
+            self._delta = self._delta.model_copy(
+                update={"finish": delta.finish, "stop": delta.stop}
+            )
 
-    def as_delta(self, number: int) -> CallDelta:
-        """Return all of it as one delta."""
-        return CallDelta(
-            choice=number,
-            text="".join(self.texts),
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            versions=self.versions,
-            finish=self.finish,
-        )
+    def behind(self, num_tokens: int, num_texts: int) -> tuple[Delta, int, int]:
+        """Return what came behind some tokens and texts, and how many of them there are now."""
+        text = "".join(self._texts[num_texts:])
+        delta = self._delta.of_tokens(num_tokens, text=text)
+        return delta, len(self._delta.token_ids), len(self._texts)
 
 
 class GatheredAnswer:
@@ -91,7 +90,7 @@ class GatheredAnswer:
         """Begin with nothing."""
         self.head: CallPart | None = None
         """The first part that holds anything."""
-        self.choices = [GatheredChoice([], [], [], []) for _ in range(num_choices)]
+        self.choices = [GatheredChoice(number) for number in range(num_choices)]
         self.calls: list[int] = []
         """Numbers of the choices among the episode's calls, once it is whole."""
         self.delivery = 0
@@ -114,19 +113,34 @@ class GatheredAnswer:
     @property
     def num_generated(self) -> int:
         """Tokens of all choices."""
-        return sum(len(choice.token_ids) for choice in self.choices)
+        return sum(len(choice.delta.token_ids) for choice in self.choices)
+
+    @property
+    def beginning(self) -> list[tuple[int, int]]:
+        """The place in each choice from which all of it is read."""
+        return [(0, 0)] * len(self.choices)
+
+    def read_on(self, places: list[tuple[int, int]]) -> list[Delta]:
+        """Return what each choice has behind its place, and move the places to the end."""
+        deltas: list[Delta] = []
+        for number, choice in enumerate(self.choices):
+            delta, *place = choice.behind(*places[number])
+            places[number] = (place[0], place[1])
+            deltas.append(delta)
+        return deltas
 
     def begun(self) -> CallPart | None:
         """Return all of it as one part, for a generator that goes on with it; None for nothing."""
         if self.head is None:
             return None
+        whole = self.read_on(self.beginning)
         deltas = [
-            choice.as_delta(number)
-            for number, choice in enumerate(self.choices)
-            if choice.token_ids or choice.finish
+            delta.model_copy(update=_NO_TOKEN_TEXTS)
+            for delta in whole
+            if delta.token_ids or delta.finish
         ]
-        whole = {"index": 0, "last": False, "deltas": deltas, "calls": [], "prompt_ids": []}
-        return self.head.model_copy(update=whole)
+        part = {"index": 0, "last": False, "deltas": deltas, "calls": [], "prompt_token_ids": []}
+        return self.head.model_copy(update=part)
 
 
 @dataclass(frozen=True)
@@ -206,7 +220,7 @@ class RunningCall:
         self, asker: CallAsker, opened: "OpenEpisode", request: CallRequest, num_bytes: int
     ) -> None:
         """Begin to ask what came in a body of `num_bytes`."""
-        self.answer = GatheredAnswer(request.num_choices)
+        self.answer = GatheredAnswer(request.decoding.num_choices)
         self.error: errors.TinkermqError | None = None
         self.request = request
         self.is_delivered = False

@@ -10,24 +10,21 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from ....schemas.agent import CallRequest
-from ....schemas.model_apis.answers import (
-    Answer,
-    AnswerHead,
-    FinishReason,
-    ModelApi,
-    NewTokens,
-    Usage,
-)
-from ....schemas.model_apis.canonical import ReplyReader
-from ....schemas.model_apis.chat import ChatCompletionAnswer
+from ....schemas.agent import CallPart, CallRequest
+from ....schemas.model_apis.answers import AnswerHead, ModelApi
 from ....schemas.model_apis.messages import MESSAGES
-from ....schemas.model_apis.request import ModelRequest, RequestError, call_request
+from ....schemas.model_apis.reading import AnswerReader
+from ....schemas.model_apis.request import (
+    ModelRequest,
+    RequestError,
+    bounds_error,
+    call_request,
+)
 from ....schemas.model_apis.responses import RESPONSES, input_items
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import MessageError, NotFoundError
 from ..episode import EpisodeOver
-from .calls import CallAsker, GatheredAnswer, GatheredChoice, KeptAnswer, OpenEpisode, RunningCall
+from .calls import CallAsker, GatheredAnswer, KeptAnswer, OpenEpisode, RunningCall
 from .exchange import BodyRoom, ClientGone, HttpExchange, dumped, worded
 
 T = TypeVar("T")
@@ -45,113 +42,68 @@ _EMPTY_BYTES, _TOKEN_BYTES = 4096, 64
 class AnswerReading:
     """How much of an answer one of a program's requests has had."""
 
-    def __init__(self, api: ModelApi, request_body: ModelRequest, request: str) -> None:
+    def __init__(self, api: ModelApi, model_request: ModelRequest, request: str) -> None:
         """Read the answer to call `request` from its beginning."""
         self.id = ""
         """The answer's id, once anything of it is known."""
         self._api = api
-        self._asked = request_body
+        self._messages = model_request.messages
+        self._model = model_request.model
+        self._tells_ids = model_request.return_token_ids
         self._request = request
-        self._answer: Answer | None = None
-        self._usage = Usage(0, 0)
-        self._readers: list[ReplyReader] = []
         self._created = int(time.time())
-        self._tells_ids = (
-            request_body.return_token_ids and not request_body.stream
-        )  # which ends with them
-        self._num_texts = [0] * request_body.num_choices
-        self._num_tokens = [0] * request_body.num_choices
-        self._num_logprobs = [0] * request_body.num_choices
+        # a stream has the tokens in its last event
+        in_answer = model_request.return_token_ids and not model_request.stream
+        self._reader = AnswerReader(api, replace(model_request, return_token_ids=in_answer))
+        self._places: list[tuple[int, int]] = []
+        self._extra: dict[str, Any] = {}
 
     def news(self, gathered: GatheredAnswer) -> Iterator[str]:
         """Yield what the answer has gained, as events: the last ones once it is whole."""
         if gathered.head is None:
             return
-        if self._answer is None:
-            yield from self._start(gathered).start(self._usage)
-        yield from self._push(gathered)
-        assert self._answer is not None
+        yield from self._read(gathered)
         if gathered.is_whole:
-            self._usage = _usage(gathered)
-            extra = _token_fields(gathered) if self._asked.return_token_ids else {}
-            yield from self._answer.end(self._usage, extra)
+            yield from self._reader.end(self._extra)
 
     def whole(self, gathered: GatheredAnswer) -> dict[str, Any]:
         """Return an answer that is whole as one object."""
-        answer = self._start(gathered)
-        for _ in self._push(gathered):
+        for _ in self._read(gathered):
             pass
-        value = answer.whole(_usage(gathered))
-        return value | (_token_fields(gathered) if self._asked.return_token_ids else {})
+        return self._reader.whole() | self._extra
 
     def kept(self, gathered: GatheredAnswer) -> KeptAnswer:
-        """Return what words a whole answer again, without the history that was asked with."""
-        asked = replace(self._asked, messages=(), tools=(), sent_messages=(), sent_tools=())
-        again = AnswerReading(self._api, asked, self._request)
-        again._created = self._created
-        num_chars = sum(len(text) for choice in gathered.choices for text in choice.texts)
-        num_tokens = gathered.num_generated + len(gathered.head.prompt_ids if gathered.head else ())
+        """Return what words an answer again that was read to its end."""
+        num_chars = sum(len(choice.text) for choice in gathered.choices)
+        num_tokens = gathered.num_generated
+        if gathered.head is not None:
+            num_tokens += sum(map(len, gathered.head.prompt_token_ids))
         num_bytes = _EMPTY_BYTES + 4 * num_chars + _TOKEN_BYTES * num_tokens
-        return KeptAnswer(lambda: again.whole(gathered), num_bytes)
+        return KeptAnswer(lambda: self._reader.whole() | self._extra, num_bytes)
 
     def kept_input(self) -> KeptAnswer:
         """Return what lists the messages that it was asked with."""
-        name, messages = self.id, self._asked.messages
+        name, messages = self.id, self._messages
         num_bytes = _EMPTY_BYTES + sum(message.num_bytes for message in messages)
         return KeptAnswer(lambda: {"data": list(input_items(messages, name))}, num_bytes)
 
     def fail(self, error: Mapping[str, Any]) -> str:
         """Return the event that ends a stream which cannot go on."""
-        head = AnswerHead(self._request, self._created, self._asked.model)
-        return (self._answer or self._api.answer(head, self._asked)).fail(error)
+        return self._reader.fail(AnswerHead(self._request, self._created, self._model), error)
 
-    def _start(self, gathered: GatheredAnswer) -> Answer:
+    def _read(self, gathered: GatheredAnswer) -> Iterator[str]:
+        """Read what has come since."""
         head = gathered.head
         assert head is not None
-        self.id = self._api.id_of(head.names[0] if head.names else self._request)
-        top = AnswerHead(self.id, self._created, self._asked.model or "policy")
-        self._answer = self._api.answer(top, self._asked)
-        if isinstance(self._answer, ChatCompletionAnswer) and self._tells_ids:
-            self._answer.prompt_ids = head.prompt_ids
-        self._usage = Usage(head.num_prompt, 0, head.num_reused)
-        num = len(gathered.choices)
-        self._num_texts, self._num_tokens, self._num_logprobs = [0] * num, [0] * num, [0] * num
-        self._readers = [
-            ReplyReader(name, calls=head.has_tools, thinking=head.is_thinking)
-            for name in (head.names or [f"call_{self._request}"] * num)
-        ]
-        return self._answer
-
-    def _push(self, gathered: GatheredAnswer) -> Iterator[str]:
-        """Write what has come since, and the ends of the choices once the answer is whole."""
-        assert self._answer is not None
-        for number, choice in enumerate(gathered.choices):
-            text = "".join(choice.texts[self._num_texts[number] :])
-            self._num_texts[number] = len(choice.texts)
-            pieces = self._readers[number].push(text)
-            if gathered.is_whole:
-                pieces += self._readers[number].finish()
-            yield from self._answer.push(pieces, number, self._new_tokens(choice, number))
-            if gathered.is_whole:
-                reason: FinishReason = choice.finish or "stop"
-                yield from self._answer.finish(reason, number)
-
-    def _new_tokens(self, choice: GatheredChoice, number: int) -> NewTokens:
-        """Return the tokens that have come since, as far as they were asked for."""
-        ids = choice.token_ids[self._num_tokens[number] :]
-        logprobs = choice.token_logprobs[self._num_logprobs[number] :]
-        self._num_tokens[number] += len(ids)
-        self._num_logprobs[number] += len(logprobs)
-        return NewTokens(
-            ids=ids if self._tells_ids else None,
-            logprobs=logprobs if self._asked.top_logprobs is not None else None,
-        )
-
-
-def _usage(gathered: GatheredAnswer) -> Usage:
-    head = gathered.head
-    assert head is not None
-    return Usage(head.num_prompt, gathered.num_generated, head.num_reused)
+        if not self._reader.has_begun:
+            names = head.names or [f"call_{self._request}"] * len(gathered.choices)
+            self.id = self._api.id_of(head.names[0] if head.names else self._request)
+            self._places = gathered.beginning
+            top = AnswerHead(self.id, self._created, self._model or "policy")
+            yield from self._reader.begin(top, head, names, head.num_reused)
+        yield from self._reader.push(CallPart(deltas=gathered.read_on(self._places)))
+        if gathered.is_whole and self._tells_ids:
+            self._extra = _token_fields(gathered)
 
 
 def _token_fields(gathered: GatheredAnswer) -> dict[str, Any]:
@@ -161,13 +113,14 @@ def _token_fields(gathered: GatheredAnswer) -> dict[str, Any]:
     answers = [
         {
             "call": gathered.calls[number] if number < len(gathered.calls) else None,
-            "token_ids": choice.token_ids,
-            "logprobs": choice.logprobs,
-            "versions": choice.versions,
+            "token_ids": choice.delta.token_ids,
+            "logprobs": choice.delta.logprobs,
+            "versions": choice.delta.versions,
         }
         for number, choice in enumerate(gathered.choices)
     ]
-    fields = {"parent": head.parent, "reused": head.num_reused, "prompt_token_ids": head.prompt_ids}
+    prompt_ids = [token for ids in head.prompt_token_ids for token in ids]
+    fields = {"parent": head.parent, "reused": head.num_reused, "prompt_token_ids": prompt_ids}
     return {"tinkermq": {**fields, "answers": answers}}
 
 
@@ -206,7 +159,7 @@ class ModelCalls:
         if call is None:
             if model_request.previous:
                 await self._asker.look_up(model_request.previous)
-            request = await aside(_request, opened, model_request, is_marked)
+            request = await aside(_request, opened, model_request, api, is_marked)
             call = RunningCall(self._asker, opened, request, len(raw))
             opened.calls.add(digest, call)
         reading = AnswerReading(api, model_request, call.request.request)
@@ -223,7 +176,7 @@ class ModelCalls:
         aside = _run_in_thread if len(raw) > _LARGE else _run_inline
         model_request, _ = await aside(_read, raw, MESSAGES)
         model_request = replace(model_request, stream=False, return_token_ids=False)
-        request = await aside(_request, opened, model_request, False)
+        request = await aside(_request, opened, model_request, MESSAGES, False)
         counting = request.model_copy(update={"count_only": True})
         call = RunningCall(self._asker, opened, counting, len(raw))
         try:
@@ -234,7 +187,7 @@ class ModelCalls:
             exchange.unwatch()
             call.end(EpisodeOver("the program no longer waits for the count"))
         assert call.answer.head is not None
-        await exchange.reply({"input_tokens": call.answer.head.num_prompt})
+        await exchange.reply({"input_tokens": call.answer.head.prompt_tokens})
 
     async def _tell(self, waiting: _Waiting, *, stream: bool) -> None:
         """Tell a program the answer, and the generator whether it has arrived."""
@@ -300,7 +253,9 @@ def _read(raw: bytes, api: ModelApi) -> tuple[ModelRequest, bytes]:
     return replace(model_request, echo=echo), blake2b(raw, person=api.name.encode()).digest()
 
 
-def _request(opened: OpenEpisode, model_request: ModelRequest, is_retry: bool) -> CallRequest:
+def _request(
+    opened: OpenEpisode, model_request: ModelRequest, api: ModelApi, is_retry: bool
+) -> CallRequest:
     """Return what travels; RequestError for what is out of bounds."""
     if model_request.without_effect:
         names = dict.fromkeys(name[:_NAME_CHARS] for name in model_request.without_effect)
@@ -311,9 +266,7 @@ def _request(opened: OpenEpisode, model_request: ModelRequest, is_retry: bool) -
             model_request, secrets.token_hex(16), previous=previous, is_retry=is_retry
         )
     except ValidationError as error:
-        problem = error.errors()[0]
-        place = ".".join(str(part) for part in problem["loc"])
-        raise RequestError(f"{place}: {problem['msg']}", param=place) from error
+        raise bounds_error(error, api.name) from error
 
 
 def _previous(opened: OpenEpisode, name: str) -> int:

@@ -12,11 +12,11 @@ from tinkermq.broker.client.parts import PartsService, Tell
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.presence import presences
+from tinkermq.schemas.generation import Delta
 from tinkermq.schemas.infer import (
     CancelInference,
     ChatRequest,
     CompletionRequest,
-    Delta,
     InferPart,
 )
 from tinkermq.schemas.job import JobRecord
@@ -63,7 +63,7 @@ class Canned:
             self.cancelled.set()
             raise
         end = Delta(choice=0, finish="stop", stop=self.stop)
-        return InferPart(model=self.model, deltas=[end], completion_tokens=2, **told)
+        return InferPart(model=self.model, deltas=[end], **told)
 
 
 @pytest.fixture

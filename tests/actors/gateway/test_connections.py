@@ -25,8 +25,9 @@ from tinkermq.actors.gateway.limits import (
     gateway_connections,
 )
 from tinkermq.actors.gateway.tinker.routes import SAMPLES_AT_ONCE
+from tinkermq.actors.tinker.catalogue import Catalogue
+from tinkermq.actors.tinker.catalogue_service import CatalogueService
 from tinkermq.actors.tinker.models import Models
-from tinkermq.actors.tinker.user_records import UserRecords
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.nats_server import NatsServer
@@ -35,7 +36,7 @@ from tinkermq.schemas.tinker.operation import OperationResult, TrainerOffer, Tra
 from tinkermq.schemas.tinker.sampling import AwaitSample, SampleRequest, SampleTaken
 from tinkermq.schemas.wire.errors import BusyError
 from tinkermq.schemas.wire.message import Empty
-from tinkermq.schemas.wire.subjects import rpc
+from tinkermq.schemas.wire.subjects import JobScope, rpc
 
 from tests.support.gateway import Gateway, run_gateway
 from tests.support.waiting import PATIENCE_S, until
@@ -346,7 +347,8 @@ async def pool_with_sampler(broker: Broker, folder: Path) -> AsyncIterator[Sampl
     ):
         offers = rpc("*", "scheduler", "trainers")
         await scheduler.endpoint("trainers", offers, Empty, samplers.offers)
-        await UserRecords(folder).calls.open(trainer, "tinker-j1", Models())
+        catalogue = CatalogueService(Catalogue(folder), Models())
+        await catalogue.open(trainer, JobScope("local", "j1"))
         subject = rpc("*", "tinker-j1", "sample")
         await sampler.endpoint("sample", subject, SampleRequest, samplers.sample)
         subject = rpc("*", "tinker-j1", "sampled-s1")

@@ -16,6 +16,7 @@ from openai.types.responses import Response
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jobs import JobStore
 from tinkermq.schemas.infer import ChatRequest
+from tinkermq.schemas.model_apis.request import history_of
 from tinkermq.schemas.output_format import OutputFormat
 from tinkermq.schemas.wire.errors import BusyError, ConfigError
 from tinkermq.schemas.wire.subjects import JobScope
@@ -332,10 +333,10 @@ async def test_a_response_has_reasoning_text_call_and_counts(
     assert (said.type, said.content[0].text) == ("message", "I look.")
     assert (call.type, call.name, call.arguments) == ("function_call", "add", '{"a": 1}')
     assert (made.model, made.status) == ("my-run@4", "completed")
-    assert (made.usage.input_tokens, made.usage.output_tokens) == (3, 2)
+    assert (made.usage.input_tokens, made.usage.output_tokens) == (3, 5)
     (asked,) = canned.asked
     assert isinstance(asked, ChatRequest)
-    assert [told["content"] for told in asked.messages] == ["be brief", "2+2?"]
+    assert [told.content for told in asked.messages] == [["be brief"], ["2+2?"]]
     assert (asked.decoding.temperature, asked.decoding.max_tokens) == (0.5, 7)
     assert asked.stream == stream
 
@@ -350,10 +351,10 @@ async def test_a_message_has_thinking_text_call_and_counts(
     assert (said.type, said.text) == ("text", "I look.")
     assert (call.type, call.name, call.input) == ("tool_use", "add", {"a": 1})
     assert (made.model, made.stop_reason) == ("my-run@4", "tool_use")
-    assert made.usage.output_tokens == 2
+    assert made.usage.output_tokens == 5
     (asked,) = canned.asked
     assert isinstance(asked, ChatRequest)
-    assert [told["content"] for told in asked.messages] == ["be brief", "2+2?"]
+    assert [told.content for told in asked.messages] == [["be brief"], ["2+2?"]]
     assert asked.decoding.stop == ["!"]
 
 
@@ -459,7 +460,7 @@ async def test_results_of_tools_and_images_reach_the_server(
     await message(messages, messages=history)
     (asked,) = canned.asked
     assert isinstance(asked, ChatRequest)
-    _, _, called, answered, shown = asked.messages
+    _, _, called, answered, shown = (one.for_template() for one in history_of(asked))
     function = {"name": "add", "arguments": {"a": 1}}
     assert called["tool_calls"] == [{"type": "function", "id": "c1", "function": function}]
     assert (answered["role"], answered["content"]) == ("tool", "3")
@@ -626,7 +627,7 @@ async def test_a_tool_runner_that_keeps_threads_sends_the_whole_history(
     )
     last = await runner.until_done()
     assert [block.text for block in last.content if block.type == "text"] == ["It is 1"]
-    roles = [[message["role"] for message in asked.messages] for asked in chats(canned)]
+    roles = [[message.role for message in asked.messages] for asked in chats(canned)]
     assert roles == [["user"], ["user", "assistant", "tool"]]
 
 

@@ -501,7 +501,7 @@ async def test_an_answer_is_shown_with_its_tokens_and_the_next_one_knows_of_it(
         await (await download.value).save_as(tmp_path / "said.json")
     asked = served.asked[-1]
     assert isinstance(asked, ChatRequest)
-    assert [one["role"] for one in asked.messages] == ["user", "assistant", "user"]
+    assert [one.role for one in asked.messages] == ["user", "assistant", "user"]
     assert (asked.decoding.temperature, served.asked[-2].decoding.temperature) == (0.5, 1.0)
     said = json.loads((tmp_path / "said.json").read_text())
     assert [one["content"] for one in said["messages"]][:2] == ["hi", f"Hel{HOSTILE}"]
@@ -643,9 +643,9 @@ def trained() -> Models:
         model.info = ModelInfo(model=f"{session}:train:0", base=BASE, folder="f", arch="a", rank=4)
         for step in range(steps):
             for _ in range(2):  # two passes before each step
-                model.history.passed({"loss:sum": 1000.0 - step}, forward_only=False)
-            passed = model.history.take_passed()
-            model.history.stepped({**passed, "grad_norm": 0.5})
+                model.history.add_pass({"loss:sum": 1000.0 - step}, forward_only=False)
+            passed = model.history.join_passes()
+            model.history.add_step({**passed, "grad_norm": 0.5})
     behind_gap = ModelOperation(kind="optim_step", model=MODEL, seq=602, body=b"x" * 2000)
     models.enqueue("local", behind_gap)
     return models
@@ -682,7 +682,7 @@ async def test_ones_models_their_curves_and_who_waits_are_shown(
     async with watched_page(browser, service.url) as page:
         await page.goto("/tinker")
         row = page.locator("tr", has_text=MODEL)
-        await expect(row).to_contain_text("for operation 601, which has not come")
+        await expect(row).to_contain_text("for operation 601, which has not arrived")
         await expect(row).to_contain_text("2.0 kB")
         await expect(row).to_contain_text("grad_norm 0.500")
         await expect(page.locator("main")).to_contain_text("bob")

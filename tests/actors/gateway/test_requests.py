@@ -20,10 +20,11 @@ from tinkermq.actors.policy.model_folder import load_tokenizer
 from tinkermq.actors.rollout.completions import Answers
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.parts import Tell
-from tinkermq.schemas.infer import ChatRequest, CompletionRequest, Decoding, InferPart
+from tinkermq.schemas.generation import Decoding
+from tinkermq.schemas.infer import ChatRequest, CompletionRequest, InferPart
 from tinkermq.schemas.model_apis.answers import ModelApi
 from tinkermq.schemas.model_apis.chat import CHAT, COMPLETIONS
-from tinkermq.schemas.model_apis.request import RequestError
+from tinkermq.schemas.model_apis.request import RequestError, history_of
 from tinkermq.schemas.output_format import OutputFormat
 from tinkermq.schemas.wire.subjects import JobScope
 
@@ -51,6 +52,11 @@ def chat(**fields: Any) -> ChatRequest:
     return query
 
 
+def shown(query: ChatRequest) -> list[dict[str, Any]]:
+    """Return the messages as a template gets them."""
+    return [message.for_template() for message in history_of(query)]
+
+
 def test_a_chat_becomes_a_servers_request() -> None:
     query = chat(n=2, stop="END", max_completion_tokens=7, temperature=0, seed=3, top_p=0.5)
     decoding = query.decoding
@@ -67,7 +73,7 @@ def test_a_chat_becomes_a_servers_request() -> None:
         ({"presence_penalty": "high"}, "presence_penalty", "valid number"),
         ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
         ({"response_format": {"type": "grammar"}}, "response_format.type", "give json_schema"),
-        ({"response_format": "json"}, "response_format", "is no object"),
+        ({"response_format": "json"}, "response_format", "must be an object"),
         ({"tool_choice": "required"}, "tool_choice", "and with tools required"),
         ({"tool_choice": "maybe", "tools": TOOLS}, "tool_choice", "give auto or none"),
         (
@@ -83,7 +89,7 @@ def test_a_chat_becomes_a_servers_request() -> None:
         ({"skip_special_tokens": False}, "skip_special_tokens", "not supported"),
         ({"min_p": 0.1}, "min_p", "not supported"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
-        ({"n": 0}, "n", "at least 1"),
+        ({"n": 0}, "n", "an integer ≥ 1"),
         ({"n": 129}, "n", "less than or equal to 128"),
         ({"messages": []}, "messages", "is empty"),
         (
@@ -156,7 +162,7 @@ def test_messages_reach_the_template_as_text_and_maps() -> None:
             {"role": "tool", "tool_call_id": "1", "content": "4"},
         ]
     )
-    system, user, assistant, tool = query.messages
+    system, user, assistant, tool = shown(query)
     assert system == {"role": "system", "content": "be brief"}
     assert user["content"] == "2+2"
     assert assistant["content"] == ""
@@ -169,7 +175,7 @@ def test_an_image_comes_in_a_data_url() -> None:
         {"type": "text", "text": "What is"},
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw=="}},
     ]
-    (message,) = chat(messages=[{"role": "user", "content": parts}]).messages
+    (message,) = shown(chat(messages=[{"role": "user", "content": parts}]))
     assert message["content"] == [parts[0], {"type": "image", "image": b"\x89PNG"}]
 
 
@@ -199,7 +205,8 @@ def test_prompts_come_as_texts_or_token_ids(prompt: Any, prompts: Any) -> None:
 
 
 def test_tools_are_left_out_when_none_shall_be_called() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
+    function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+    tools: list[Any] = [{"type": "function", "function": function}]
     assert chat(tools=tools).tools == tools
     assert chat(tools=tools, tool_choice="none").tools == []
     custom: dict[str, Any] = {"type": "custom", "custom": {"name": "run"}}
@@ -209,13 +216,15 @@ def test_tools_are_left_out_when_none_shall_be_called() -> None:
         "required": ["input"],
     }
     described = {"name": "run", "description": "", "parameters": parameters}
-    shown = chat(tools=[*tools, custom]).tools
-    assert shown == [*tools, {"type": "function", "function": described}]
+    assert chat(tools=[*tools, custom]).tools == [
+        *tools,
+        {"type": "function", "function": described},
+    ]
 
 
 def test_fields_of_messages_that_only_a_template_knows_reach_it() -> None:
     named = {"role": "user", "content": "hi", "name": "ada"}
-    assert chat(messages=[named]).messages == [named]
+    assert shown(chat(messages=[named])) == [named]
 
 
 @pytest.mark.parametrize("prompt", [None, [], [[]], ["a", 1], [1.5], [[True]], {"a": 1}])

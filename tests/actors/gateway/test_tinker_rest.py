@@ -17,8 +17,9 @@ from tinkermq.actors.gateway.server import make_app
 from tinkermq.actors.gateway.sessions import Sessions
 from tinkermq.actors.gateway.tinker.trainers import Trainers
 from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders, StoredCheckpoint
+from tinkermq.actors.tinker.catalogue import Catalogue
+from tinkermq.actors.tinker.catalogue_service import CatalogueService
 from tinkermq.actors.tinker.models import Models
-from tinkermq.actors.tinker.user_records import UserRecords
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import RequestContext, Service
 from tinkermq.broker.nats_server import NatsServer
@@ -43,7 +44,7 @@ from tinkermq.schemas.wire.errors import (
     NotFoundError,
 )
 from tinkermq.schemas.wire.message import Empty
-from tinkermq.schemas.wire.subjects import rpc
+from tinkermq.schemas.wire.subjects import JobScope, rpc
 
 from tests.support.waiting import PATIENCE_S
 
@@ -65,25 +66,25 @@ WRONG: list[tuple[str, str, Any, int, str]] = [
     ("POST", "weights_info", {"tinker_path": "tinker://s1:train:0/weights/no"},
      404, "there is no checkpoint tinker://s1:train:0/weights/no (it was never saved"),
     ("POST", "forward_backward", {}, 400, "upgrade the SDK: tinker>=0.25"),
-    ("POST", "create_session", {"user_metadata": 3}, 400, "user_metadata='3' is no JSON"),
-    ("POST", "create_session", {"user_metadata": {"a": "x" * 5000}}, 400, "4,096 bytes"),
-    ("POST", "session_heartbeat", {}, 400, "session_id=None is no text"),
+    ("POST", "create_session", {"user_metadata": 3}, 400, "must be a JSON object, not '3'"),
+    ("POST", "create_session", {"user_metadata": {"a": "x" * 5000}}, 400, "at most 4,096"),
+    ("POST", "session_heartbeat", {}, 400, "session_id=None is not a text"),
     ("POST", "session_heartbeat", {"session_id": "../x"}, 404, "there is no session '../x'"),
-    ("POST", "sessions/s1/finish", {"reason": "done"}, 400, "reason='done' is no JSON object"),
+    ("POST", "sessions/s1/finish", {"reason": "done"}, 400, "reason='done' must be a JSON obj"),
     ("GET", "sessions/s9", None, 404, "there is no session s9"),
     ("GET", "training_runs/s9:train:0", None, 404, "there is no training run s9:train:0"),
     ("GET", "training_runs?limit=many", None, 400, "limit='many' is no whole number"),
     ("GET", "training_runs?project_id=p", None, 400, "this service has no projects"),
     ("PUT", "training_runs/s1:train:0/checkpoints/weights/a/ttl", {"ttl_seconds": "1"},
-     400, "ttl_seconds='1' is no number of seconds"),
+     400, "ttl_seconds='1' must be an integer"),
     ("DELETE", "training_runs/s1:train:0/checkpoints/weights/a", None,
      404, "there is no checkpoint tinker://s1:train:0/weights/a"),
-    ("GET", "files/j1/x.y/adapter_config.json", None, 403, "this is no URL of a checkpoint"),
+    ("GET", "files/j1/x.y/adapter_config.json", None, 403, "this is not a URL of a checkpoint"),
     ("GET", "files/a%20b/x.y/adapter_config.json", None, 400, "job id 'a b' cannot be part"),
     ("GET", "files/%3E/x.y/checkpoint.tar", None, 400, "job id '>' cannot be part"),
     ("GET", "files/j1.*/x.y/adapter_config.json", None, 400, "job id 'j1.*' cannot be part"),
     ("GET", "files/j1%0D%0APUB/x.y/a", None, 400, "cannot be part of a subject"),
-    ("GET", f"files/j1/{'x' * 2000}/a", None, 404, "this is no URL of a checkpoint's file"),
+    ("GET", f"files/j1/{'x' * 2000}/a", None, 404, "this is not a URL of a checkpoint's file"),
     ("GET", "billing/usage/events", None, 404, "does not offer GET /billing/usage/events"),
     ("POST", "copy_weights", {}, 404, "does not offer POST /copy_weights"),
 ]  # fmt: skip
@@ -95,7 +96,7 @@ class Api:
     """A gateway in the test's process, and what stands behind it."""
 
     client: httpx.AsyncClient
-    kept: UserRecords
+    catalogue: Catalogue
     folder: Path
 
     async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
@@ -123,7 +124,7 @@ class Api:
         info = ModelInfo(
             model=f"{session}:train:0", base="org/base", folder="f", arch="qwen3", rank=4
         )
-        self.kept.runs.begin("local", info, {"renderer_name": "role_colon"}, 50.0)
+        self.catalogue.begin_run("local", info, {"renderer_name": "role_colon"}, 50.0)
         folders = CheckpointFolders(self.folder)
         for number, kind in enumerate(("weights", "sampler_weights", "external_weights")):
             name = CheckpointName.parse(f"tinker://{info.model}/{kind}/c{number}")
@@ -133,7 +134,7 @@ class Api:
             for file, data in PARTS.items():
                 (stored.folder / file).write_bytes(data)
             folders.commit(replace(stored, user_metadata={"k": "v"}))
-        self.kept.checkpoints.load()
+        self.catalogue.load()
         return info.model
 
 
@@ -155,10 +156,10 @@ async def _client(sessions: Sessions) -> AsyncIterator[httpx.AsyncClient]:
 async def api(own_server: NatsServer, own_broker: Broker, tmp_path: Path) -> AsyncIterator[Api]:
     async with await Service.start(own_broker, name="pool", description="Trainer") as service:
         await service.endpoint("trainers", rpc("*", "scheduler", "trainers"), Empty, _offers)
-        kept = UserRecords(tmp_path)
-        await kept.calls.open(service, "tinker-j1", Models())
+        catalogue = Catalogue(tmp_path)
+        await CatalogueService(catalogue, Models()).open(service, JobScope("local", "j1"))
         async with _client(Sessions(own_server.url, with_keys=False)) as client:
-            yield Api(client, kept, tmp_path)
+            yield Api(client, catalogue, tmp_path)
 
 
 async def test_what_is_kept_is_told_and_changed_as_the_sdk_asks(api: Api) -> None:
@@ -226,7 +227,7 @@ async def test_files_are_fetched_without_a_key(api: Api) -> None:
         assert set(opened.getnames()) == {*PARTS, "checkpoint_complete"}
     await api.refused(
         403,
-        "no URL of a checkpoint",
+        "not a URL of a checkpoint",
         "GET",
         urls["adapter_config.json"].replace("files/j1/", "files/j1/x"),
         None,

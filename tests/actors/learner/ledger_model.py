@@ -10,8 +10,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tinkermq.actors.learner.batching import Candidate, StalenessPolicy, form_batch
-from tinkermq.actors.learner.staleness import min_version, num_admissible
+from tinkermq.actors.learner.staleness import (
+    Candidate,
+    StalenessPolicy,
+    form_batch,
+    min_version,
+    num_admissible,
+)
 from tinkermq.actors.learner.tasks import Ledger
 from tinkermq.actors.training.state import LearnerState
 from tinkermq.schemas.task import DropReason, Task

@@ -6,13 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.training.micro_batch import (
-    TokenSequence,
-    cost,
-    longest_first,
-    share_out,
-    share_sequences,
-)
+from tinkermq.actors.training.micro_batch import TokenSequence
+from tinkermq.actors.training.rank_batches import cost, longest_first, share_out, share_sequences
 
 COSTS = st.lists(st.integers(1, 10_000), max_size=40)
 HIDDEN = 64

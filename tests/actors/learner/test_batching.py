@@ -6,14 +6,15 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinkermq.actors.learner.batching import (
+from tinkermq.actors.learner.staleness import (
     BatchDecision,
     Candidate,
     StalenessPolicy,
     form_batch,
+    min_version,
+    num_admissible,
     returns_credit,
 )
-from tinkermq.actors.learner.staleness import min_version, num_admissible
 from tinkermq.schemas.task import DropReason
 
 

@@ -3,9 +3,7 @@
 from typing import Any, cast
 
 from tinkermq.actors.learner.data_order import DataOrder
-from tinkermq.actors.learner.drops import TOLD_EVERY_S, Drops
-from tinkermq.actors.learner.intake import Intake
-from tinkermq.actors.learner.reporter import Reporter
+from tinkermq.actors.learner.intake import TOLD_EVERY_S, Drops, Intake
 from tinkermq.actors.learner.tasks import Ledger
 from tinkermq.actors.training.state import LearnerState
 from tinkermq.broker.jetstream.direct_get import StoredMessage
@@ -25,18 +23,16 @@ class World:
         self.ledger = Ledger(LearnerState())
         self.intake = Intake(
             RolloutLog(cast(Any, None), SCOPE),
+            self.ledger,
             vocab_size=10,
             max_tokens=10,
             group_size=1,
             greedy_baseline=False,
-            was_issued=lambda _: True,
         )
-        self.reporter = Reporter(context=cast(Any, None), trackers=[], total_steps=1)
         self.drops = Drops(
             self.intake,
             self.ledger,
             DataOrder(0, None),
-            self.reporter,
             state or LearnerState(),
             self.tell,
             lambda: self.now,
@@ -72,7 +68,7 @@ async def test_the_first_is_told_at_once_and_many_in_one_event() -> None:
     world.now = 10 * TOLD_EVERY_S
     await world.drops.report_drops(now=True)
     assert len(world.told) == 2
-    assert world.reporter.num_dropped == {"malformed": 1000}
+    assert world.drops.num_by_reason == {"malformed": 1000}
 
 
 async def test_what_is_asked_for_or_was_told_before_is_not_told() -> None:

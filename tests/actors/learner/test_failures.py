@@ -91,7 +91,7 @@ def test_groups_that_cannot_be_trained_are_told_after_a_batch_of_them_and_as_the
     untrainable, told = Untrainable(batch_size=4, limit=0), list[int]()
     for number in range(1, 40):
         untrainable.count_dropped(dropped(*range(1, number + 1)), [])
-        if untrainable.word():
+        if untrainable.due_report():
             told.append(number)
         assert bool(untrainable.wait) == (number >= 4)
         assert untrainable.error() is None
@@ -143,16 +143,16 @@ def test_failed_tasks_and_duplicates_are_not_counted_as_untrainable() -> None:
         [*dropped(1, 2, 3, reason="failed"), *dropped(4, reason="duplicate")], []
     )
     assert untrainable.num_in_a_row == 0
-    assert untrainable.wait == untrainable.word() == ""
+    assert untrainable.wait == untrainable.due_report() == ""
 
 
 def test_after_a_step_a_few_are_nothing_special() -> None:
     untrainable = Untrainable(batch_size=2, limit=0)
     untrainable.stepped()
     untrainable.count_dropped(dropped(*range(1, 32)), [])
-    assert untrainable.wait == untrainable.word() == ""
+    assert untrainable.wait == untrainable.due_report() == ""
     untrainable.count_dropped(dropped(*range(1, 33)), [])
-    assert untrainable.word()
+    assert untrainable.due_report()
 
 
 def test_a_run_that_was_given_up_begins_to_count_when_it_is_resumed() -> None:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinkermq.actors.learner.batching import form_batch
 from tinkermq.actors.learner.intake import CheckedEntry, Intake, batch_digest
+from tinkermq.actors.learner.staleness import form_batch
+from tinkermq.actors.learner.tasks import Ledger
 from tinkermq.actors.training.batch import assemble
 from tinkermq.actors.training.state import LearnerState
 from tinkermq.broker.client.connection import Broker
@@ -26,16 +27,19 @@ from tests.support.waiting import PATIENCE_S
 SCOPE = JobScope("local", "intake")
 
 
-def _intake(broker: Any = None, scope: JobScope = SCOPE, **options: Any) -> Intake:
+def _intake(
+    broker: Any = None, scope: JobScope = SCOPE, ledger: Ledger | None = None, **options: Any
+) -> Intake:
     settings: dict[str, Any] = {
         "vocab_size": 264,
         "max_tokens": 40,
         "group_size": 2,
         "greedy_baseline": False,
-        "was_issued": lambda number: number < 100,
         **options,
     }
-    intake = Intake(RolloutLog(broker, scope), **settings)
+    intake = Intake(
+        RolloutLog(broker, scope), ledger or Ledger(LearnerState(next_task=100)), **settings
+    )
     intake.note_version(3)
     return intake
 
@@ -133,8 +137,10 @@ def test_a_group_that_does_not_fit_the_job_is_refused() -> None:
     greedy = [*_good().trajectories, make_trajectory([1], [([2], [])], [0.0], greedy=True)]
     assert _taken(make_group(greedy)).candidate.unusable == "malformed"
     assert _taken(make_group(greedy), greedy_baseline=True).candidate.unusable is None
-    assert _taken(_good(), was_issued=lambda _: False).candidate.unusable == "malformed"
-    other = _taken(_good(), issued_instead_of=lambda task: task.model_copy(update={"index": 9}))
+    assert _taken(_good(), ledger=Ledger(LearnerState())).candidate.unusable == "malformed"
+    ledger = Ledger(LearnerState())
+    ledger.note_task(_good().task.model_copy(update={"index": 9}))
+    other = _taken(_good(), ledger=ledger)
     assert other.candidate.unusable == "malformed"
     assert "what was given out is position 9" in other.refusal
 
@@ -203,7 +209,7 @@ async def test_malformed_entries_harm_nothing_in_a_live_log(
                 intake.changed.clear()
                 await intake.changed.wait()
         reading.cancel()
-    assert [entry.number for entry in intake.arrived] == [0, 1, 2, 3]
+    assert [entry.number for entry in intake.take_arrived()] == [0, 1, 2, 3]
     decision = form_batch(
         intake.candidates(), version=3, batch_size=2, max_staleness=2, policy="drop"
     )

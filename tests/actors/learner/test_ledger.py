@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tinkermq.actors.learner.batching import StalenessPolicy
-from tinkermq.actors.learner.staleness import num_admissible
+from tinkermq.actors.learner.staleness import StalenessPolicy, num_admissible
 from tinkermq.actors.learner.tasks import MAX_TRIES, Ledger
 from tinkermq.actors.training.state import LearnerState
 from tinkermq.schemas.task import DropReason, Task

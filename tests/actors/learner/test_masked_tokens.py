@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.batching import Candidate, form_batch, oldest_trained
 from tinkermq.actors.learner.group_metrics import group_numbers
+from tinkermq.actors.learner.staleness import Candidate, form_batch, oldest_trained
 from tinkermq.actors.training.batch import assemble
 from tinkermq.actors.training.credit import assign_credit
 from tinkermq.actors.training.model import load_model

@@ -21,6 +21,7 @@ from tinkermq.actors.training.custom import Kind, custom_function
 from tinkermq.actors.training.model import load_model
 from tinkermq.actors.training.state import LearnerState
 from tinkermq.actors.training.step import Trainer
+from tinkermq.schemas.checks import run_checks
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.wire.errors import ConfigError
@@ -293,8 +294,8 @@ def test_a_module_that_is_not_there_is_told(folder: Path) -> None:
     ],
 )
 def test_the_examples_pass_the_check(kind: Kind, name: str) -> None:
-    results = check_function(kind, f"{EXAMPLES}:{name}")
-    assert [one["detail"] for one in results if not one["ok"]] == []
+    results = list(run_checks(check_function(kind, f"{EXAMPLES}:{name}")))
+    assert [one.detail for one in results if not one.ok] == []
     assert len(results) >= 3
 
 
@@ -309,8 +310,8 @@ def test_the_examples_pass_the_check(kind: Kind, name: str) -> None:
     ],
 )
 def test_the_check_finds_what_is_wrong(name: str, question: str) -> None:
-    results = check_function("loss", f"{HERE}:{name}")
-    assert question in [one["name"] for one in results if not one["ok"]]
+    results = run_checks(check_function("loss", f"{HERE}:{name}"))
+    assert question in [one.name for one in results if not one.ok]
 
 
 def test_a_mask_of_ones_own_drops_what_it_does_not_keep(folder: Path) -> None:
@@ -367,7 +368,7 @@ def test_a_function_is_found_by_the_name_under_which_a_package_has_registered_it
     entry = f"[tinkermq.algorithms]\nmy-clip = {EXAMPLES}:clipped\n"
     (package / "entry_points.txt").write_text(entry)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert all(answer["ok"] for answer in check_function("loss", "my-clip"))
-    (told,) = check_function("loss", "your-clip")
-    assert "is registered by no package here" in told["detail"]
-    assert "my-clip" in told["hint"]
+    assert all(result.ok for result in run_checks(check_function("loss", "my-clip")))
+    (told,) = run_checks(check_function("loss", "your-clip"))
+    assert "is registered by no package here" in told.detail
+    assert "my-clip" in told.hint

@@ -8,14 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinkermq.actors.training.micro_batch import (
-    MicroBatch,
-    TokenSequence,
+from tinkermq.actors.training.micro_batch import MicroBatch, TokenSequence
+from tinkermq.actors.training.packing import (
+    block_causal_mask,
     choose_row_tokens,
     first_fit_decreasing,
     group_rows,
+    pack,
 )
-from tinkermq.actors.training.packing import block_causal_mask, pack
 from tinkermq.schemas.wire.errors import ConfigError
 from transformers import Qwen3Config, Qwen3ForCausalLM
 

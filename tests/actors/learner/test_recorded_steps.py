@@ -3,15 +3,14 @@
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from tinkermq.actors.learner.data_order import DataOrder
-from tinkermq.actors.learner.drops import Drops
-from tinkermq.actors.learner.intake import Intake
+from tinkermq.actors.learner.intake import CheckedEntry, Drops, Intake
 from tinkermq.actors.learner.recorded_steps import RecordedSteps
-from tinkermq.actors.learner.reporter import Reporter
 from tinkermq.actors.learner.tasks import Ledger
 from tinkermq.actors.training.state import LearnerState
 from tinkermq.broker.client.connection import Broker, connect
-from tinkermq.broker.rollouts import BatchLog, RolloutLog
+from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.task import Task
@@ -45,7 +44,7 @@ async def finish_one(url: str, scope: JobScope) -> None:
 
 
 async def test_a_task_that_is_finished_while_a_learner_reads_is_not_issued_again(
-    broker: Broker, scope: JobScope
+    broker: Broker, scope: JobScope, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context, state = await job_context(broker, scope, "learner", CONFIG), LearnerState()
     queue, log = TaskQueue(broker, scope), RolloutLog(broker, scope)
@@ -55,27 +54,26 @@ async def test_a_task_that_is_finished_while_a_learner_reads_is_not_issued_again
     ledger = Ledger(state)
     intake = Intake(
         log,
+        ledger,
         vocab_size=264,
         max_tokens=40,
         group_size=2,
         greedy_baseline=False,
-        was_issued=ledger.was_issued,
     )
-    reporter = Reporter(context=context, trackers=[], total_steps=100)
-    drops = Drops(intake, ledger, DataOrder(0, 50), reporter, state, context.event)
-    recorded = RecordedSteps(context, BatchLog(broker, scope), intake, ledger, drops, state)
+    drops = Drops(intake, ledger, DataOrder(0, 50), state, context.event)
+    recorded = RecordedSteps(context, intake, ledger, drops, state)
+    take_arrived = intake.take_arrived
 
-    def notice_arrivals() -> None:
-        arrived, intake.arrived = intake.arrived, []
-        for entry in arrived:
-            assert entry.number is not None
-            ledger.note_in_log(entry.number, entry.task)
+    def take_arrived_while_another_is_finished() -> list[CheckedEntry]:
+        arrived = take_arrived()
         with ThreadPoolExecutor(1) as elsewhere:  # this loop stands still meanwhile
             elsewhere.submit(asyncio.run, finish_one(broker.url, scope)).result(PATIENCE_S)
+        return arrived
 
+    monkeypatch.setattr(intake, "take_arrived", take_arrived_while_another_is_finished)
     await recorded.read()
     reading = asyncio.create_task(intake.read_log())
-    await recorded.take_notice(notice_arrivals)
+    await recorded.note_issued()
     following = ledger.next_issue()
     reading.cancel()
     await context.service.stop(0)

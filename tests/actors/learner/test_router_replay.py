@@ -276,7 +276,7 @@ def test_groups_without_fitting_experts_are_refused(folder: Path) -> None:
     num = len(group.trajectories[0].token_ids) - 1
     twice = np.zeros((num, LAYERS, CHOSEN), np.uint8)
     for experts, why in (
-        (None, "does not tell which experts"),
+        (None, "has no experts of its tokens"),
         (draw(rng, num)[:, :1], "2 experts of 1 layers"),
         (draw(rng, num) + np.uint8(EXPERTS), "from 0 to 3"),
         (twice, "each once for a token"),

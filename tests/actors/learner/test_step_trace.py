@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tinkermq.actors.learner.batching import Candidate
 from tinkermq.actors.learner.intake import CheckedEntry
 from tinkermq.actors.learner.reporter import MAX_GROUPS, StepTracer
+from tinkermq.actors.learner.staleness import Candidate
 from tinkermq.schemas.metric import Presence
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.wire.trace import StepTrace, new_trace

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinkermq.actors.policy.vision import load_image_reader
 from tinkermq.actors.training.batch import assemble
-from tinkermq.actors.training.micro_batch import MicroBatch, TokenSequence, share_sequences
+from tinkermq.actors.training.micro_batch import MicroBatch, TokenSequence
 from tinkermq.actors.training.model import Scorer, load_model
 from tinkermq.actors.training.packing import block_causal_mask, pack
 from tinkermq.actors.training.parallel import Parallel
+from tinkermq.actors.training.rank_batches import share_sequences
 from tinkermq.actors.training.step import Trainer
 from tinkermq.actors.training.varlen import flatten
 from tinkermq.schemas.config.job import JobConfig, ModelConfig

@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 from tinkermq.actors.gpus import Gpus, find_gpus
-from tinkermq.actors.node.children import ActorStarter, programs
-from tinkermq.actors.node.machine import check_slots, default_name, default_slots, lock_name
-from tinkermq.actors.node.node import (
+from tinkermq.actors.node.checks import (
     MAX_CONFIG_BYTES,
     EnvCheckRunner,
     FileChecks,
     ModelChecks,
-    Node,
     check_files_now,
 )
+from tinkermq.actors.node.children import ActorStarter, programs
+from tinkermq.actors.node.machine import check_slots, default_name, default_slots, lock_name
+from tinkermq.actors.node.node import Node
 from tinkermq.actors.policy.model_folder import check_model_is_here
-from tinkermq.actors.scheduler.submission.submission import Reader
+from tinkermq.actors.scheduler.submission.checks import Reader
 from tinkermq.actors.storage.access import MODELS_VARIABLE
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service, call
@@ -35,7 +35,6 @@ from tinkermq.broker.jetstream.streams import create_shared
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.schemas.metric import LogLines
 from tinkermq.schemas.node import (
-    LookAnswer,
     LookQuestion,
     ModelQuestion,
     NodeStatus,
@@ -380,17 +379,18 @@ async def test_files_that_are_missing_are_named(tmp_path: Path) -> None:
     there, gone = tmp_path / "rows.jsonl", tmp_path / "gone.jsonl"
     there.write_text("{}\n")
     question = LookQuestion(files=[str(there), str(gone), str(tmp_path)])
-    assert await FileChecks().answer(question) == LookAnswer(missing=[str(gone), str(tmp_path)])
+    [result] = (await FileChecks().answer(question)).results
+    assert (result.name, result.ok, result.code) == ("data", False, "data")
+    assert result.detail == f"there is no file {gone}, {tmp_path}"
 
 
 def test_a_game_is_found_by_its_name_or_its_package() -> None:
-    assert (
-        check_files_now(LookQuestion(game="bandit")).game == "tinkermq.envs.games.bandit:BanditGame"
-    )
-    unknown = check_files_now(LookQuestion(game="bandti"))
-    assert "did you mean bandit?" in unknown.hint
-    missing = check_files_now(LookQuestion(game="no_such_package.games:Game"))
-    assert missing.lacks_game.startswith("there is no module 'no_such_package'")
+    [known] = check_files_now(LookQuestion(game="bandit")).results
+    assert known.detail.startswith("tinkermq.envs.games.bandit:BanditGame: its package is there")
+    [unknown] = check_files_now(LookQuestion(game="bandti")).results
+    assert (unknown.ok, "did you mean bandit?" in unknown.hint) == (False, True)
+    [missing] = check_files_now(LookQuestion(game="no_such_package.games:Game")).results
+    assert missing.detail.startswith("there is no module 'no_such_package'")
 
 
 def test_no_code_of_a_game_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +400,9 @@ def test_no_code_of_a_game_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     target = "harmful_game.game:Game"
-    assert check_files_now(LookQuestion(game=target)).game == target
+    [found] = check_files_now(LookQuestion(game=target)).results
+    assert found.ok
+    assert found.detail.startswith(f"{target}: ")
 
 
 def question(game: str, folder: Path, **kwargs: object) -> PlayQuestion:
@@ -432,35 +434,37 @@ async def test_a_game_that_takes_too_long_is_ended_with_all_that_it_started(
 ) -> None:
     games = EnvCheckRunner(ActorStarter(), play_s=3.0)
     playing = asyncio.create_task(
-        games.play(question("SlowBandit", tmp_path, delay_s=60, until=str(tmp_path / "never")))
+        games.answer(question("SlowBandit", tmp_path, delay_s=60, until=str(tmp_path / "never")))
     )
     await until(lambda: bool(told_of(tmp_path)), "the game to be played")
     answer = await playing
-    assert "was not played within 3 s" in answer.trouble
+    assert "was not played within 3 s" in answer.results[-1].detail
     assert not told_of(tmp_path)
 
 
 async def test_a_node_plays_one_game_at_a_time(games: EnvCheckRunner, tmp_path: Path) -> None:
     one = question("SlowBandit", tmp_path, delay_s=0.001)
-    first, second = await asyncio.gather(games.play(one), games.play(one))
-    assert first.checks
-    assert all(check.ok for check in first.checks)
-    assert not second.known
-    assert (await games.play(one)).known
+    first, second = await asyncio.gather(games.answer(one), games.answer(one))
+    assert first.results
+    assert all(check.ok for check in first.results)
+    assert not second.done
+    assert (await games.answer(one)).done
 
 
 async def test_a_configuration_that_no_process_can_be_given_is_refused(
     games: EnvCheckRunner, tmp_path: Path
 ) -> None:
-    answer = await games.play(question("SlowBandit", tmp_path, text="x" * MAX_CONFIG_BYTES))
-    assert "nodes try games of 98,304 at most" in answer.trouble
+    answer = await games.answer(question("SlowBandit", tmp_path, text="x" * MAX_CONFIG_BYTES))
+    [result] = answer.results
+    assert "nodes check games of 98,304 at most" in result.detail
 
 
 async def test_environment_hosts_alone_play(games: EnvCheckRunner, tmp_path: Path) -> None:
     asked = question("SlowBandit", tmp_path)
     as_learner = asked.wanted.model_copy(update={"role": "learner"})
-    answer = await games.play(asked.model_copy(update={"wanted": as_learner}))
-    assert answer.trouble == "environment hosts play games"
+    answer = await games.answer(asked.model_copy(update={"wanted": as_learner}))
+    [result] = answer.results
+    assert (result.ok, result.detail) == (False, "only environment hosts play games")
 
 
 # -- Whether a node can have a model: folders, names of the hub, a hub that does not answer --------
@@ -533,19 +537,19 @@ def test_hub_offline_mode_and_folders_are_told_apart(tmp_path: Path) -> None:
 async def test_a_node_answers_with_what_is_missing_and_what_to_do(tmp_path: Path) -> None:
     lookout = ModelChecks()
     there = await lookout.answer(ModelQuestion(model=hollow_model()))
-    assert (there.known, there.missing) == (True, "")
+    assert [result.ok for result in there.results] == [True]
     (tmp_path / "config.json").write_text("{}")
-    answer = await lookout.answer(ModelQuestion(model=str(tmp_path)))
-    assert "model.safetensors is missing" in answer.missing
-    assert "safetensors" in answer.hint
+    [result] = (await lookout.answer(ModelQuestion(model=str(tmp_path)))).results
+    assert "model.safetensors is missing" in result.detail
+    assert "safetensors" in result.hint
 
 
 async def test_more_questions_than_a_node_looks_into_are_left_open(tmp_path: Path) -> None:
     lookout = ModelChecks()
     asked = [ModelQuestion(model=str(tmp_path / str(number))) for number in range(40)]
     answers = await asyncio.gather(*map(lookout.answer, asked))
-    assert {one.known for one in answers} == {True, False}
-    assert (await lookout.answer(asked[0])).known
+    assert {one.done for one in answers} == {True, False}
+    assert (await lookout.answer(asked[0])).done
 
 
 async def test_models_on_a_disk_that_hangs_take_no_thread_from_the_node(tmp_path: Path) -> None:
@@ -563,7 +567,7 @@ async def test_models_on_a_disk_that_hangs_take_no_thread_from_the_node(tmp_path
     finally:
         os.close(os.open(tmp_path / "model.safetensors", os.O_WRONLY))
         answers = await asyncio.gather(*asking)
-    assert False in {one.known for one in answers}
+    assert False in {one.done for one in answers}
 
 
 def test_an_adapter_is_here_if_its_base_is(tmp_path: Path) -> None:
@@ -614,16 +618,18 @@ async def test_whoever_may_not_know_is_told_the_same_of_everything_but_models(
     places: Path, name: str
 ) -> None:
     path = f"{places}/{name}"[:4096]
-    answer = await ModelChecks().answer(ModelQuestion(model=path, alike=True))
+    [answer] = (await ModelChecks().answer(ModelQuestion(model=path, alike=True))).results
     nowhere = f"{places}/nowhere"
-    other = await ModelChecks().answer(ModelQuestion(model=nowhere, alike=True))
-    assert (answer.known, answer.hint) == (other.known, other.hint) == (True, other.hint)
-    assert answer.missing.replace(path, "PATH") == other.missing.replace(nowhere, "PATH")
+    [other] = (await ModelChecks().answer(ModelQuestion(model=nowhere, alike=True))).results
+    detail = answer.detail.replace(path, "PATH")
+    assert answer.model_copy(update={"detail": detail}) == other.model_copy(
+        update={"detail": other.detail.replace(nowhere, "PATH")}
+    )
 
 
 async def test_whoever_may_not_know_is_still_told_of_models() -> None:
     answer = await ModelChecks().answer(ModelQuestion(model=hollow_model(), alike=True))
-    assert (answer.known, answer.missing) == (True, "")
+    assert [result.ok for result in answer.results] == [True]
 
 
 def test_users_may_know_of_their_runs_and_of_the_operators_folders(

@@ -401,9 +401,9 @@ def test_an_adapter_that_brings_embeddings_of_its_own_is_refused(
     tensors[f"base_model.model.{place}.base_layer.weight"] = torch.ones(264, 64)
     save_file(tensors, file, {"format": "pt"})
     config = job(folder, config_of(folder))
-    with pytest.raises(ModelError, match=f"brings {place}"):
+    with pytest.raises(ModelError, match=f"contains {place}"):
         load_model(config.model, config.learner, None, lora=config.lora, seed=0)
-    with pytest.raises(ModelError, match=f"brings {place}"):
+    with pytest.raises(ModelError, match=f"contains {place}"):
         trainer.load("refused", folder, with_optimizer=False)
 
 

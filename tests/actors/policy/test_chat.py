@@ -177,7 +177,7 @@ def test_tools_are_shown_by_a_template_that_takes_them() -> None:
         "<|im_start|>tools\nadd"
     )
     assert chat.prompt(messages) == chat_of(CHATML).prompt(messages)
-    with pytest.raises(ModelError, match="no place for tools"):
+    with pytest.raises(ModelError, match="omits tools"):
         chat_of(CHATML).prompt(messages, shown)
 
 
@@ -185,7 +185,7 @@ def test_a_conversation_that_cannot_be_learnt_is_refused() -> None:
     question, thought = {"role": "user", "content": "2+2?"}, "<think>\nhm\n</think>\n\n4"
     with pytest.raises(DataError, match="no message of the assistant"):
         chat_of(CHATML).conversation([question])
-    with pytest.raises(ModelError, match="no place for tools"):
+    with pytest.raises(ModelError, match="omits tools"):
         chat_of(CHATML).conversation([question], [{"name": "add"}])
     answer = {"role": "assistant", "content": thought}
     assert len(chat_of(QWEN3).conversation([question, answer]).turn_ends) == 1
@@ -230,7 +230,7 @@ def test_tools_stand_in_the_first_prompt_and_their_answers_are_appended() -> Non
 
 @pytest.mark.parametrize(
     ("template", "words"),
-    [(CHATML, "has no place for tools"), (TOOLS_LAST, "rewrites the history")],
+    [(CHATML, "omits tools"), (TOOLS_LAST, "rewrites the history")],
 )
 def test_a_template_that_leaves_tools_out_or_moves_them_is_refused(template, words) -> None:
     with pytest.raises(ModelError, match=words):

@@ -25,6 +25,7 @@ from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.infer import ChatRequest
 from tinkermq.schemas.model_apis.canonical import parse_reply
 from tinkermq.schemas.model_apis.chat import CHAT, read_chat
+from tinkermq.schemas.model_apis.request import history_of
 from tinkermq.schemas.wire.errors import ModelError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -311,7 +312,7 @@ def of_requests(folder: Path, chat: list[Message], tools: Any) -> tuple[list[Mes
     body = {"model": "m", "messages": chat, "tools": tools}
     _, query = read_query(json.dumps(body).encode(), CHAT)
     assert isinstance(query, ChatRequest)
-    return query.messages, query.tools
+    return [message.for_template() for message in history_of(query)], query.tools
 
 
 def of_programs(folder: Path, chat: list[Message], tools: Any) -> tuple[list[Message], Any]:
@@ -409,7 +410,7 @@ def test_a_template_that_leaves_calls_out_is_told_of(template: str) -> None:
     call = {"type": "function", "function": {"name": "write", "arguments": {}}}
     asked = {"role": "user", "content": "go"}
     assert chat.render([asked, {"role": "assistant", "content": "yes"}], prompt=False)
-    with pytest.raises(ModelError, match="leaves tool calls out"):
+    with pytest.raises(ModelError, match="omits tool calls"):
         chat.render(
             [asked, {"role": "assistant", "content": "", "tool_calls": [call]}], prompt=False
         )
@@ -427,7 +428,7 @@ def test_a_template_that_refuses_tools_may_show_calls_all_the_same(shows: str) -
     if shows:
         assert chat.render([turn], prompt=False).endswith('{"path": "a"}<|end|>')
     else:
-        with pytest.raises(ModelError, match="leaves tool calls out"):
+        with pytest.raises(ModelError, match="omits tool calls"):
             chat.render([turn], prompt=False)
 
 

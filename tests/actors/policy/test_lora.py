@@ -216,7 +216,10 @@ async def test_an_engine_swaps_adapters_beside_its_base(
         ({"rank": 2, "alpha": 8}, r"has rank 4, lora\.rank is 2"),
         ({"rank": 4, "alpha": 4}, r"has alpha 8, lora\.alpha is 4"),
         ({"rank": 4, "alpha": 8, "exclude": ["q_proj"]}, "has other tensors"),
-        ({"rank": 4, "alpha": 8, "targets": ["gate"]}, r"lora\.targets=\['gate'\] finds no layers"),
+        (
+            {"rank": 4, "alpha": 8, "targets": ["gate"]},
+            r"lora\.targets=\['gate'\] matches no layers",
+        ),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(
@@ -241,7 +244,7 @@ def test_an_adapter_that_does_not_fit_is_refused(
 def test_a_name_that_names_no_layer_is_refused(
     base: Path, lora: dict[str, object], key: str
 ) -> None:
-    with pytest.raises(ModelError, match=rf"lora\.{key} has .* names no layer") as caught:
+    with pytest.raises(ModelError, match=rf"lora\.{key} has .* matches no layer") as caught:
         trainer(job(base, lora={"rank": 4, **lora}))
     assert "q_proj" in caught.value.hint
 
@@ -267,7 +270,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_its_own_kind_only(base: Path, tmp_pa
     folder = save(trainer(job(base)), tmp_path, base, 1)
     refuse_other_kind(folder, LoraConfig(rank=4))
     refuse_other_kind(base, LoraConfig())
-    with pytest.raises(ModelError, match=r"holds an adapter, and lora\.rank is 0") as caught:
+    with pytest.raises(ModelError, match=r"contains an adapter, but lora\.rank is 0") as caught:
         refuse_other_kind(folder, LoraConfig())
     assert "--from" in caught.value.hint
 
@@ -310,7 +313,7 @@ def test_a_router_that_is_a_linear_layer_gets_no_adapter(tmp_path: Path) -> None
         num_local_experts=4,
     )
     PhimoeForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"reaches model\.layers\.0\.mlp\.router"):
+    with pytest.raises(ModelError, match=r"matches model\.layers\.0\.mlp\.router"):
         load_policy(str(tmp_path), LoraConfig(rank=4), dtype=torch.float32)
     attention = LoraConfig(rank=4, targets=["q_proj", "v_proj"])
     load_policy(str(tmp_path), attention, dtype=torch.float32)

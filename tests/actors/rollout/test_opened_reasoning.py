@@ -73,9 +73,9 @@ def test_the_reader_of_a_program_knows_what_a_prompt_opened_before_a_prefill() -
 
     def thinking(prefill: str) -> bool:
         begun = CanonicalMessage("assistant", (prefill,))
-        return exact.prepare([asked, begun], is_prefill=True).thinking
+        return bool(exact.prepare([asked, begun], is_prefill=True).opened)
 
-    assert exact.prepare([asked]).thinking
+    assert exact.prepare([asked]).opened
     assert thinking("let me see")
     assert not thinking("<think>let me see")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.kv import Bucket
-from tinkermq.schemas.job import SubmissionFindings
+from tinkermq.schemas.checks import CheckReply
 from tinkermq.schemas.node import Gpu, NodeStatus, NodeSync
 from tinkermq.schemas.wire.errors import PlacementError
 from tinkermq.schemas.wire.subjects import BUCKET_NODES, node
@@ -59,8 +59,8 @@ def seven_b(tmp_path: Path) -> dict[str, Any]:
 
 
 async def _memory(stack: Stack, **config: Any) -> list[tuple[bool, str]]:
-    reply = await stack.ask_for("try", stack.request(**config), SubmissionFindings)
-    return [(item.ok, item.text) for item in reply.findings if item.what == "memory"]
+    reply = await stack.ask_for("try", stack.request(**config), CheckReply)
+    return [(item.ok, item.detail) for item in reply.results if item.name == "memory"]
 
 
 async def test_a_job_that_no_gpu_of_the_pool_holds_is_refused_with_figures(

@@ -27,6 +27,7 @@ from tinkermq.broker.jetstream.streams import (
     delete_job_streams,
     stream_info,
 )
+from tinkermq.schemas.checks import CheckReply
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.job import (
@@ -36,7 +37,6 @@ from tinkermq.schemas.job import (
     ListRequest,
     ScaleRequest,
     StopRequest,
-    SubmissionFindings,
 )
 from tinkermq.schemas.tinker.checkpoints import TakeCheckpoint
 from tinkermq.schemas.tinker.names import CheckpointName
@@ -460,10 +460,10 @@ async def test_sequences_longer_than_a_models_positions_are_refused_where_its_co
     assert "generator.max_context" in refused.value.hint
     assert await stack.jobs.list_jobs() == []
     request = stack.request(model=model, rollout=lengths, generator=longer)
-    reply = await stack.ask_for("try", request, SubmissionFindings)
-    [finding] = [item for item in reply.findings if item.what == "model"]
+    reply = await stack.ask_for("try", request, CheckReply)
+    [finding] = [item for item in reply.results if item.name == "model"]
     assert (finding.ok, finding.by) == (False, "scheduler")
-    assert "positions for 512" in finding.text
+    assert "positions for 512" in finding.detail
     assert (await stack.submit(model=model, rollout=lengths)).state == "QUEUED"
     far = {"path": str(tmp_path / "elsewhere")}
     assert (await stack.submit(model=far, rollout=lengths, generator=longer)).state == "QUEUED"
@@ -479,7 +479,7 @@ async def test_a_model_that_no_node_can_have_is_refused_before_the_job_is_queued
     await stack.node("n1")
     await stack.node("n2")
     await stack.until(waits, "RUNNING")
-    with pytest.raises(ModelError, match=r"node n\d: there is no model folder .*nowhere"):
+    with pytest.raises(ModelError, match=r"node n\d, n\d: there is no model folder .*nowhere"):
         await stack.submit(model=missing)
     with pytest.raises(ModelError, match="offline mode"):
         await stack.submit(model={"path": "nowhere/model"})

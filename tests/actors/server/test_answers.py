@@ -19,12 +19,14 @@ from tinkermq.actors.policy.lora import policy_tensors
 from tinkermq.actors.policy.model_folder import load_causal_lm, load_policy
 from tinkermq.actors.policy.policies import config_of_checkpoint
 from tinkermq.actors.policy.tiny_models import make_tokenizer
-from tinkermq.actors.rollout.completions import Answers, cut
+from tinkermq.actors.rollout.choices import cut
+from tinkermq.actors.rollout.completions import Answers
 from tinkermq.actors.rollout.players import start_engine
 from tinkermq.actors.server.server import served_step, start_engines
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.sections import LoraConfig
-from tinkermq.schemas.infer import Delta, InferPart
+from tinkermq.schemas.generation import Delta
+from tinkermq.schemas.infer import InferPart
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.model_apis.answers import ModelApi
 from tinkermq.schemas.model_apis.chat import CHAT, COMPLETIONS
@@ -102,7 +104,7 @@ class Asked:
         async def tell(part: InferPart) -> None:
             self.num_told += 1
             self.largest_part = max(self.largest_part, len(part.to_bytes()))
-            events.extend([*(answer.start(part) if not events else ()), *answer.push(part)])
+            events.extend(answer.push(part))
 
         ask: Any = self.answers.chat if api is CHAT else self.answers.complete
         last = (await ask(query, tell)).model_copy(update={"last": True})
@@ -110,7 +112,7 @@ class Asked:
             for _ in answer.push(last):
                 pass
             return [answer.whole()]
-        events += [*(answer.start(last) if not events else ()), *answer.push(last)]
+        events += answer.push(last)
         return [json.loads(one.removeprefix("data: ")) for one in events]
 
 

@@ -1,6 +1,5 @@
-"""What a trainer keeps of its users, and sessions that are done again to the same bits."""
+"""What a trainer keeps of its users."""
 
-import asyncio
 import json
 import os
 import shutil
@@ -14,30 +13,23 @@ from pyrage import decrypt, x25519  # pyright: ignore[reportMissingModuleSource]
 from safetensors.torch import load_file
 from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders, StoredCheckpoint
 from tinkermq.actors.tinker.adapter_cache import AdapterStates
-from tinkermq.actors.tinker.checkpoints import Exports
+from tinkermq.actors.tinker.catalogue import Catalogue, SaveOptions
+from tinkermq.actors.tinker.exports import Exports
 from tinkermq.actors.tinker.models import TrainedModel
-from tinkermq.actors.tinker.operations import OperationArchive, place_of, read_archived
-from tinkermq.actors.tinker.replay import IDENTICAL, main, replay_session
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
-from tinkermq.actors.tinker.user_records import UserRecords
-from tinkermq.broker.client.connection import Broker
-from tinkermq.broker.jetstream.streams import create_job_streams
-from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.nats_server import NatsServer
-from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.config.sections import ADAPTER_FILES
-from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.tinker.checkpoints import (
     ChangeCheckpoint,
     FetchFile,
     ListCheckpoints,
+    ListRuns,
     ListSessions,
     TellSession,
     TinkerCheckpoint,
 )
 from tinkermq.schemas.tinker.datum import LoraSpec
 from tinkermq.schemas.tinker.names import CheckpointKind, CheckpointName, ModelName
-from tinkermq.schemas.tinker.operation import ModelInfo, ModelOperation, OperationResult
+from tinkermq.schemas.tinker.operation import ModelInfo
 from tinkermq.schemas.wire.errors import (
     AuthError,
     ConfigError,
@@ -52,7 +44,6 @@ from tinkermq.schemas.wire.errors import (
 from tests.support.disks import fill, small_disk
 from tests.support.models import make_tiny_model
 from tests.support.tinker import BASE, open_trainer
-from tests.support.tinker_service import END, MODEL, SCOPE, Trainer, create, loss, step_body
 
 torch.set_num_threads(1)
 ADAS = ModelName("s1", 0)
@@ -70,8 +61,8 @@ class Kept:
 
     def __init__(self, folder: Path, adapters: AdapterTrainer, max_bytes: int = 1 << 30) -> None:
         self.folder, self.adapters = folder, adapters
-        self.kept = UserRecords(folder, max_bytes=max_bytes)
-        self.kept.load()
+        self.catalogue = Catalogue(folder, max_bytes=max_bytes)
+        self.catalogue.load()
         self.folders = CheckpointFolders(folder)
         info = ModelInfo(model=str(ADAS), base=BASE, folder="f", arch="qwen3", rank=2)
         self.model = TrainedModel("ada", ADAS, info=info)
@@ -80,15 +71,16 @@ class Kept:
         self, name: str, seq: int, kind: CheckpointKind = "weights", **told: Any
     ) -> StoredCheckpoint:
         named = CheckpointName(ADAS, kind, name)
-        return self.kept.checkpoints.save(self.adapters, self.model, named, seq, told)
+        options = SaveOptions(**told)
+        return self.catalogue.save(self.adapters, self.model, named, seq, options)
 
     def change(self, path: str, action: Any, user: str = "ada", **more: Any) -> TinkerCheckpoint:
         wanted = more.pop("wanted", False)
         asked = ChangeCheckpoint(path=path, action=action, **more)
-        return self.kept.checkpoints.change(user, asked, wanted=lambda _: wanted)
+        return self.catalogue.change(user, asked, is_wanted=lambda _: wanted)
 
     def listed(self, user: str = "ada", **asked: Any) -> list[str]:
-        page = self.kept.checkpoints.page(user, ListCheckpoints(**asked))
+        page = self.catalogue.list_checkpoints(user, ListCheckpoints(**asked))
         return [one.path.rpartition("/")[2] for one in page.checkpoints]
 
     def found(self, stored: StoredCheckpoint, user: str = "ada") -> StoredCheckpoint:
@@ -122,10 +114,10 @@ def test_lists_have_pages_and_what_is_gone_is_known_after_a_restart(
     assert kept.listed("bob") == []
     kept.change(str(saved[0].name), "delete")
     kept.change(str(saved[1].name), "expire", ttl_s=1)
-    kept.kept.checkpoints._commit(replace(saved[2], expires=200.0))
+    kept.catalogue._commit(replace(saved[2], expires=200.0))
     (saved[3].place / "99").mkdir()  # what a save that was killed has left
     again = Kept(kept.folder, adapters)
-    assert again.kept.checkpoints.sweep(wanted=lambda _: False) == 1
+    assert again.catalogue.sweep(is_wanted=lambda _: False) == 1
     for one, words in ((saved[0], "was deleted"), (saved[2], "has expired")):
         for some in (kept, again):
             with pytest.raises(NotFoundError, match=words):
@@ -204,9 +196,7 @@ def test_what_is_published_is_read_by_others_and_changed_by_nobody_else(kept: Ke
     with pytest.raises(NotFoundError):
         kept.found(stored, "bob")
     with pytest.raises(ConflictError, match="is about to be loaded"):
-        kept.kept.checkpoints.change(
-            "ada", ChangeCheckpoint(path=path, action="delete"), wanted=lambda _: True
-        )
+        kept.change(path, "delete", wanted=True)
 
 
 def test_a_user_has_so_many_bytes_and_what_is_for_a_while_goes_first(
@@ -249,7 +239,7 @@ def test_a_ticket_opens_the_files_of_one_checkpoint_and_no_more(kept: Kept) -> N
             exports.fetch(FetchFile(ticket=export.ticket, file=file))
     said, _, signature = export.ticket.partition(".")
     for ticket in (f"{said}.{signature[::-1]}", f"x{said}.{signature}", "", ".", "é.é"):
-        with pytest.raises(AuthError, match="is no URL of a checkpoint"):
+        with pytest.raises(AuthError, match="is not a URL of a checkpoint"):
             exports.fetch(FetchFile(ticket=ticket, file="adapter_config.json"))
     with pytest.raises(NotFoundError):
         exports.export("bob", str(stored.name))
@@ -259,7 +249,7 @@ def test_an_export_can_be_encrypted_for_an_age_key(kept: Kept) -> None:
     identity = x25519.Identity.generate()
     recipient = str(identity.to_public())
     plain = kept.save("plain", 1, "external_weights")
-    stored = kept.save("out", 2, "external_weights", age_encryption_recipients=[recipient])
+    stored = kept.save("out", 2, "external_weights", recipients=[recipient])
     assert sorted(one.name for one in plain.folder.iterdir()) == list(ADAPTER_FILES)
     assert sorted(one.name for one in stored.folder.iterdir()) == [
         f"{name}.age" for name in ADAPTER_FILES
@@ -269,127 +259,34 @@ def test_an_export_can_be_encrypted_for_an_age_key(kept: Kept) -> None:
         assert decrypt(sealed, [identity]) == (plain.folder / name).read_bytes()
     other_end = "p" if recipient.endswith("q") else "q"
     for wrong in (recipient[:-1] + other_end, "ssh-ed25519 AAAA", recipient[:-1], "age1"):
-        with pytest.raises(ConfigError, match="is no recipient of age"):
-            kept.save("wrong", 3, "external_weights", age_encryption_recipients=[wrong])
+        with pytest.raises(ConfigError, match="is not an age recipient"):
+            kept.save("wrong", 3, "external_weights", recipients=[wrong])
 
 
 def test_sessions_and_runs_are_their_users_and_outlast_a_restart(
     kept: Kept, adapters: AdapterTrainer
 ) -> None:
-    sessions, runs = kept.kept.sessions, kept.kept.runs
+    catalogue = kept.catalogue
     begin = TellSession(session="s1", event="begin", user_metadata={"a": "b"})
-    assert sessions.record_event("ada", begin).state == "live"
+    assert catalogue.record_event("ada", begin).state == "live"
     assert kept.model.info is not None
-    runs.begin("ada", kept.model.info, {"renderer_name": "x"}, 5.0)
-    sessions.record_event(
+    catalogue.begin_run("ada", kept.model.info, {"renderer_name": "x"}, 5.0)
+    catalogue.record_event(
         "ada", TellSession(session="s1", event="sampler", sampler="s1:sample:0:x")
     )
     for told in (begin, TellSession(session="s1", event="finish", reason="mine")):
         with pytest.raises(NotFoundError, match="there is no session s1"):
-            sessions.record_event("bob", told)
-    assert sessions.record_event("bob", TellSession(session="s2", event="beat")).state == "unknown"
+            catalogue.record_event("bob", told)
+    assert catalogue.record_event("bob", TellSession(session="s2", event="beat")).state == "unknown"
     finish = TellSession(session="s1", event="finish", reason="success")
-    assert sessions.record_event("ada", finish).state == "over"
-    again = Kept(kept.folder, adapters).kept
-    (found,) = again.sessions.page("ada", ListSessions()).sessions
+    assert catalogue.record_event("ada", finish).state == "over"
+    again = Kept(kept.folder, adapters).catalogue
+    (found,) = again.list_sessions("ada", ListSessions()).sessions
     assert (found.models, found.reason) == ([str(ADAS)], "success")
     assert (found.user_metadata, found.samplers) == ({"a": "b"}, ["s1:sample:0:x"])
-    assert again.sessions.page("bob", ListSessions(session="s1")).total == 0
-    (run,) = again.runs.of_user("ada", {ADAS: 7.0})
+    assert again.list_sessions("bob", ListSessions(session="s1")).total == 0
+    (run,) = again.list_runs("ada", ListRuns(), {ADAS: 7.0}).runs
     assert (run.model, run.time, run.user_metadata) == (str(ADAS), 7.0, {"renderer_name": "x"})
-    assert again.runs.of_user("bob", {}) == []
+    assert again.list_runs("bob", ListRuns(), {}).total == 0
     with pytest.raises(NotFoundError):
-        again.sessions.check_owner("bob", "s1")
-
-
-# -- A session that is done again: the same results, the same bits, or what differs is said --------
-
-
-torch.set_num_threads(1)
-NAME = ModelName("s1", 0)
-
-
-def record(base: Path, run: Path) -> JobRecord:
-    config = {
-        "model": {"path": str(base)},
-        "env": {"game": "", "hosts": 0, "num_val": 0},
-        "tinker": {"base": BASE, "max_rank": 16},
-    }
-    told = {"job": SCOPE.job, "name": "run", "user": SCOPE.user, "state": "RUNNING", "created": 0.0}
-    return JobRecord.model_validate({**told, "config": config, "run_dir": str(run)})
-
-
-async def test_a_session_that_was_killed_and_loaded_is_done_again_to_the_same_bits(
-    own_server: NatsServer,
-    own_broker: Broker,
-    base: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    await create_job_streams(own_broker, SCOPE, LimitsConfig(), operations=True)
-    trainer = Trainer(own_server.url, own_broker, base, tmp_path / "tinker")
-    async with trainer.running(drains=False):
-        await trainer.send("create_model", 0, create())
-        await trainer.train(1, 2)
-        await trainer.send("forward_backward", 5, loss(5))
-        await trainer.result(5)
-    async with trainer.running():  # what is not in a state is done and kept once more
-        await trainer.send("optim_step", 6, step_body(6))
-        await trainer.weights(7)
-        await trainer.send("optim_step", 8, {"adam_params": "none"})
-        path = {"model_id": MODEL, "seq_id": 9, "path": f"tinker://{END}/weights/end"}
-        await trainer.send("load_weights", 9, {**path, "optimizer": True})
-        await trainer.train(10, 1)
-        assert (await trainer.result(11)).state == "done"
-    [found] = replay_session(record(base, tmp_path), "s1")
-    assert (found.identical, found.operations) == (True, 12), found.differing
-    assert found.compared == [f"tinker://{END}/weights/end", "the state behind operation 11"]
-    await JobStore(own_broker).create(record(base, tmp_path), "test")
-    words = ["--nats", own_server.url, "--user", SCOPE.user, "--job", SCOPE.job, "--session", MODEL]
-    assert await asyncio.to_thread(main, words) == IDENTICAL
-    assert f"{MODEL}: 12 operations" in capsys.readouterr().err
-    with pytest.raises(NotFoundError, match="no operations of 's2' were kept"):
-        replay_session(record(base, tmp_path), "s2")
-    _change_result(tmp_path / "tinker", seq=3)
-    [found] = replay_session(record(base, tmp_path), "s1")
-    assert found.differing == ["the result of operation 3"]
-
-
-def _change_result(folder: Path, seq: int) -> None:
-    """Let what was kept say that an operation had another result."""
-    place = place_of(folder, "ada", NAME)
-    kept = [one.operation for one in read_archived(place) if one.operation.seq == seq]
-    OperationArchive(folder, max_bytes=1 << 30).add("ada", kept[0], OperationResult(state="done"))
-
-
-def operation(session: str, seq: int, size: int = 100) -> ModelOperation:
-    name = f"{session}:train:0"
-    return ModelOperation(kind="optim_step", model=name, seq=seq, body=b"x" * size)
-
-
-def test_a_segment_that_was_cut_off_keeps_what_is_whole(tmp_path: Path) -> None:
-    place = place_of(tmp_path, "ada", NAME)
-    first = OperationArchive(tmp_path, max_bytes=1 << 30)
-    for seq in range(3):
-        first.add("ada", operation("s1", seq), OperationResult(state="done"))
-    [segment] = place.iterdir()
-    segment.write_bytes(segment.read_bytes()[:-5])
-    assert [one.operation.seq for one in read_archived(place)] == [0, 1]
-    OperationArchive(tmp_path, max_bytes=1 << 30).add("ada", operation("s1", 2), OperationResult())
-    assert [one.operation.seq for one in read_archived(place)] == [0, 1, 2]
-
-
-def test_what_rests_longest_makes_room(tmp_path: Path) -> None:
-    archive = OperationArchive(tmp_path, max_bytes=3000)
-    for session in ("s1", "s2", "s3"):
-        for seq in range(4):
-            archive.add("ada", operation(session, seq, 200), OperationResult())
-        for segment in place_of(tmp_path, "ada", ModelName("s1", 0)).glob("*"):
-            os.utime(segment, (0, 0))
-    kept = [
-        len(read_archived(place_of(tmp_path, "ada", ModelName(one, 0)))) for one in ("s1", "s3")
-    ]
-    assert kept == [0, 4]
-    nothing = OperationArchive(tmp_path / "none", max_bytes=0)
-    nothing.add("ada", operation("s1", 0), OperationResult())
-    assert not (tmp_path / "none").exists()
+        again.check_owner("bob", "s1")

@@ -22,11 +22,12 @@ from tinkermq.actors.engine.transformers.transformers_engine import Transformers
 from tinkermq.actors.policy.chat import ChatTokenizer, open_chat
 from tinkermq.actors.policy.model_folder import load_tokenizer
 from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders, StoredCheckpoint
+from tinkermq.actors.tinker.catalogue import Catalogue
+from tinkermq.actors.tinker.catalogue_service import CatalogueService
 from tinkermq.actors.tinker.models import Models
 from tinkermq.actors.tinker.sampling.engines import SampledBase, Snapshots
 from tinkermq.actors.tinker.sampling.sampler import Sampler
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
-from tinkermq.actors.tinker.user_records import UserRecords
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service, call
 from tinkermq.broker.jetstream.streams import create_shared
@@ -148,9 +149,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         ):
             await create_shared(broker)
             await service.endpoint("trainers", rpc("*", "scheduler", "trainers"), Empty, offered)
-            kept = UserRecords(states)
-            await kept.calls.open(service, f"tinker-{SCOPE.job}", Models())
-            await kept.snapshots.open(service, SCOPE)
+            await CatalogueService(Catalogue(states), Models()).open(service, SCOPE)
             async with sampling(broker, config, base, states) as sampler, serving(broker) as url:
                 client = AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=PATIENCE_S)
                 chat = open_chat(config.model)
@@ -285,8 +284,7 @@ async def test_a_service_whose_samplers_are_away_is_503_and_where_none_runs_404(
         offers += (await offered(Empty())).offers
         with pytest.raises(openai.InternalServerError, match="it starts again; see `tinkermq ps`"):
             await client.chat.completions.create(model=path, messages=ASKED)
-        kept = UserRecords(served.states)
-        await kept.calls.open(service, f"tinker-{SCOPE.job}", Models())
+        await CatalogueService(Catalogue(served.states), Models()).open(service, SCOPE)
         with pytest.raises(openai.InternalServerError, match="a sampler of the Tinker service"):
             await client.chat.completions.create(model=path, messages=ASKED)
         await client.close()

@@ -95,7 +95,7 @@ async def test_samples_move_on_to_newer_weights_and_never_back(base: Path) -> No
     freed: list[str] = []
     adapters = held(engine, 2, freed)
     async with adapters.using(snapshot(base, 0, moves=True, version=3)) as name:
-        assert [one.version for one in adapters.moving()] == [3]
+        assert [one.version for one in adapters.in_flight()] == [3]
         drawn: list[Drawn] = []
         long = engine.generate(
             [1], Sampling(990), request_id="long", adapter=name, on_token=drawn.append
@@ -105,12 +105,12 @@ async def test_samples_move_on_to_newer_weights_and_never_back(base: Path) -> No
         for version in (5, 4):
             async with adapters.using(snapshot(base, 1, moves=True, version=version)):
                 pass
-        assert [one.version for one in adapters.moving()] == [5]
+        assert [one.version for one in adapters.in_flight()] == [5]
         await until(lambda: drawn[-1].version == 5)
         engine.cancel("long")
         assert set((await running).versions.tolist()) == {3, 5}
     assert freed == ["moving@3"]
-    assert adapters.moving() == []
+    assert adapters.in_flight() == []
     await engine.close()
 
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 from tinkermq.actors.scheduler.jobs.states import with_usage
 from tinkermq.actors.storage.tinker_checkpoints import CheckpointFolders
-from tinkermq.actors.tinker import models, worker
+from tinkermq.actors.tinker import catalogue_service, models, worker
+from tinkermq.actors.tinker.catalogue import Catalogue
+from tinkermq.actors.tinker.catalogue_service import CatalogueService
 from tinkermq.actors.tinker.models import Models
 from tinkermq.actors.tinker.sampling.engines import FairSlots, Snapshots
 from tinkermq.actors.tinker.training.inputs import MAX_TARGETS
-from tinkermq.actors.tinker.user_records import SnapshotEndpoints, mark_of
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.feed import read_events
@@ -142,7 +143,7 @@ async def test_what_is_wrong_is_told_by_the_result_and_leaves_no_hole(trainer: T
         assert {(one.state, one.category) for one in failed} == {("failed", "user")}
         assert "loss_fn=importance_sampling" in failed[0].error
         assert "since operation 2 failed" in failed[1].error
-        assert "is no ForwardBackwardRequest" in failed[2].error
+        assert "is not a ForwardBackwardRequest" in failed[2].error
         assert "adam_params" in failed[3].error
         await trainer.send("optim_step", 6, step_body(6))
         assert "since operation 4 failed" in (await trainer.result(6)).error
@@ -247,12 +248,12 @@ async def test_a_number_that_never_comes_fails_and_those_behind_it_go_on(trainer
         async def waits() -> bool:
             waiting = await trainer.result(2, wait_s=0.1)
             assert waiting.state == "pending"
-            return "waits for operation 1, which has not come" in waiting.queue_reason
+            return "waits for operation 1, which has not arrived" in waiting.queue_reason
 
         await eventually(waits, "the reason of the wait")
     async with trainer.running(gap_s=0.5):
         assert (await trainer.result(2)).state == "done"
-        assert "never came" in (await trainer.result(1)).error
+        assert "never arrived" in (await trainer.result(1)).error
         assert not (await trainer.send("forward_backward", 1, loss(1))).is_new
 
 
@@ -272,7 +273,7 @@ async def test_garbage_in_the_log_ends_one_model_and_nothing_else(trainer: Train
         await trainer.send("optim_step", 5, step_body(5))
         ended = await trainer.result(5)
         assert (ended.state, ended.category) == ("failed", "server")
-        assert "since operation 4 is not known" in ended.error
+        assert "operation 4 cannot be read" in ended.error
     await write(1, b"garbage", model="s2")
     await write(
         0, ModelOperation(kind="optim_step", model="s3:train:0", seq=0, body=b"").to_bytes(), "s3"
@@ -280,7 +281,7 @@ async def test_garbage_in_the_log_ends_one_model_and_nothing_else(trainer: Train
     await write(0, b"garbage", model="s4", log="result")
     async with trainer.running(gap_s=0.5):
         assert (await trainer.result(3)).state == "done"
-        assert "since operation 4 is not known" in (await trainer.result(4)).error
+        assert "operation 4 cannot be read" in (await trainer.result(4)).error
         with pytest.raises(StateError, match=r"entry \d+ of the operation log"):
             await trainer.send("optim_step", 6, step_body(6))
         await trainer.send("create_model", 0, create("s2"), model="s2:train:0")
@@ -360,17 +361,17 @@ async def test_a_used_up_quota_holds_up_losses_until_it_is_raised(
         async with trainer.running() as running:
             await trainer.send("create_model", 0, create())
             await trainer.result(0)
-            await running.shares.ask()
+            await running.shares.report()
             assert running.models.turns.weights == {"ada": 2.0}
             await trainer.train(1, 2)  # 36 tokens each
             await trainer.result(4)
-            await running.shares.ask()
+            await running.shares.report()
             assert scheduler.told == {"ada": 72}
             with pytest.raises(ExhaustedError, match="used all tokens of the quota"):
                 await trainer.send("forward_backward", 5, loss(5))
             await trainer.send("optim_step", 6, step_body(6))  # what costs no tokens is taken
             scheduler.quota = 1000
-            await running.shares.ask()
+            await running.shares.report()
             await trainer.train(5, 1)
             assert (await trainer.result(6)).state == "done"
         async with trainer.running() as running:  # counted once, also behind a state
@@ -539,7 +540,7 @@ async def save(trainer: Trainer, seq: int, kind: str, **more: object) -> Sampler
 
 
 async def test_a_sampler_finds_what_is_saved_wherever_the_disk_is(
-    trainer: Trainer, tmp_path: Path
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states, elsewhere = tmp_path / "states", JobScope("local", "elsewhere")
     here = Snapshots(trainer.broker, SCOPE, states)
@@ -552,7 +553,8 @@ async def test_a_sampler_finds_what_is_saved_wherever_the_disk_is(
         await trainer.send("create_model", 0, create())
         fixed = await save(trainer, 1, "snapshot")
         moves = await save(trainer, 2, "inflight")
-        await SnapshotEndpoints(states, part_bytes=1000).open(service, elsewhere)
+        monkeypatch.setattr(catalogue_service, "SNAPSHOT_PART_BYTES", 1000)
+        await CatalogueService(Catalogue(states), Models()).open(service, elsewhere)
         assert (fixed.moves, moves.moves) == (False, True)
         for source, seq in ((fixed, 1), (moves, 2)):
             local, remote = await here.find("ada", source), await away.find("ada", source)
@@ -599,7 +601,7 @@ async def test_without_a_trainer_nothing_is_guessed(own_broker: Broker, tmp_path
     source = SamplerName("s1", 0, f"tinker://{MODEL}/sampler_weights/passing-1")
     with pytest.raises(NobodyAnswersError):
         await snapshots.find("ada", source)
-    assert mark_of(tmp_path) == ""
+    assert CheckpointFolders(tmp_path).mark == ""
 
 
 # -- Places in a sampler's engine: by turns, whoever has asked for how many ------------------------
@@ -736,7 +738,7 @@ async def test_what_cannot_be_loaded_is_told_by_the_result(trainer: Trainer) -> 
     async with trainer.running():
         await trainer.send("create_model", 0, create())
         path = await save_as(trainer, 1, "first")
-        folders = CheckpointFolders(trainer.states.place_of("ada", _name(path)).parents[4])
+        folders = trainer.folders
         words = await load(trainer, path, "s3:train:0", base_model="org/other")
         assert "is an adapter of tiny, not of org/other" in words
         stored = folders.find("ada", _name(path))
@@ -756,7 +758,7 @@ async def test_models_of_sessions_that_are_over_make_room(trainer: Trainer) -> N
         await trainer.ask("ada", "session", told, SessionState)
 
     async with trainer.running() as service:
-        service.models.most = 2
+        service.models.max_models = 2
         for session in ("s1", "s2"):
             await tell(session, "begin")
             await trainer.send("create_model", 0, create(session), model=f"{session}:train:0")

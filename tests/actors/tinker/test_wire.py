@@ -15,7 +15,6 @@ from tinkermq.schemas.tinker.wire import (
     OptimStepBody,
     SaveWeightsBody,
     plain_body,
-    read_request,
     write_result,
 )
 from tinkermq.schemas.wire.errors import ConfigError, DataError, MessageError
@@ -36,8 +35,12 @@ def request(**inputs: Any) -> Any:
     return message
 
 
+def _read(body: bytes) -> wire.ForwardBackward:
+    return wire.request_of(wire.parse_request(body))
+
+
 def read(message: Any) -> Any:
-    return read_request(message.SerializeToString())
+    return _read(message.SerializeToString())
 
 
 def test_a_request_is_read_with_its_chunks_and_arrays() -> None:
@@ -96,7 +99,7 @@ def _shape(tensor: Any, *shape: int) -> None:
         (lambda one: _shape(one, -1), "cannot have the shape"),
         (lambda one: _shape(one, 1 << 40, 1 << 40), "cannot have the shape"),
         (lambda one: setattr(one, "dtype", 9), "is of type 9"),
-        (lambda one: setattr(one, "dense", b"abc"), "3 bytes, which are no values"),
+        (lambda one: setattr(one, "dense", b"abc"), "3 bytes, which are not values"),
         (lambda one: one.ClearField("dense"), "has no values"),
         (lambda one: setattr(one.sparse_csr, "values", b"1234"), "no sparse array"),
     ],
@@ -124,10 +127,10 @@ def test_indices_outside_a_sparse_array_are_refused() -> None:
 def test_what_is_no_text_and_no_protobuf_is_refused() -> None:
     message = request()
     message.data[0].model_input.add().image.data = b"png"
-    with pytest.raises(DataError, match="datum 0 holds a chunk of type image"):
+    with pytest.raises(DataError, match="datum 0 has a chunk of type image"):
         read(message)
-    with pytest.raises(MessageError, match="is no ForwardBackwardRequest"):
-        read_request(b"\xff\xff\xff")
+    with pytest.raises(MessageError, match="is not a ForwardBackwardRequest"):
+        _read(b"\xff\xff\xff")
 
 
 def test_a_compressed_body_is_bounded_when_it_is_unpacked() -> None:
@@ -136,7 +139,7 @@ def test_a_compressed_body_is_bounded_when_it_is_unpacked() -> None:
     with pytest.raises(MessageError, match="is not zstd"):
         plain_body(packed[:-4], is_zstd=True)
     bomb = pa.compress(b"\0" * (300 << 20), codec="zstd", asbytes=True)
-    with pytest.raises(MessageError, match="unpacks to more than"):
+    with pytest.raises(MessageError, match="the uncompressed body has more than"):
         plain_body(bomb, is_zstd=True)
 
 
@@ -195,7 +198,7 @@ def test_empty_parts_of_a_request_are_bounded() -> None:
         (shape.SerializeToString(), "weights has 1,001 dimensions"),
     ):
         with pytest.raises(DataError, match=words):
-            read_request(body)
+            _read(body)
 
 
 def test_the_name_of_a_request_is_read_without_its_data() -> None:
@@ -216,6 +219,15 @@ CREATE = {"session_id": "s", "model_seq_id": 0, "base_model": "b", "lora_config"
         (CreateModelBody, {**CREATE, "new_key": 1}, "new_key=1 is not offered here"),
         (OptimStepBody, {"model_id": "m", "seq_id": 1, "adam_params": {"beta1": 1}}, "beta1"),
         (OptimStepBody, {"model_id": "m", "seq_id": 1, "adam_params": {"x": 1}}, "adam_params.x"),
+        *(
+            (OptimStepBody, {"model_id": "m", "seq_id": 1, "adam_params": {name: value}}, name)
+            for name, value in (
+                ("learning_rate", float("nan")),
+                ("learning_rate", -1.0),
+                ("beta2", 1.0),
+                ("grad_clip_norm", float("inf")),
+            )
+        ),
         (SaveWeightsBody, {"model_id": "m", "seq_id": 1, "kind": "other"}, "kind"),
         (
             SampleBody,

@@ -10,9 +10,9 @@ import pytest
 from tinkermq.broker.client.connection import Broker
 from tinkermq.clients.cli.agents import report_lines
 from tinkermq.envs.agents.agent_check import AgentReport, check_program
-from tinkermq.envs.agents.agent_check import example as example_of
 from tinkermq.envs.agents.local_run import LocalCall, open_program
 from tinkermq.envs.games.calculator import CalculatorGame
+from tinkermq.envs.tools import example_of
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.wire.errors import ConfigError, DataError
 
@@ -56,9 +56,9 @@ def tried(broker: Broker) -> Try:
     return try_it
 
 
-def levels(report: AgentReport, level: str) -> list[str]:
-    """The findings of one level."""
-    return [finding.text for finding in report.findings if finding.level == level]
+def details(report: AgentReport, outcome: str) -> list[str]:
+    """The details of the checks with one outcome."""
+    return [check.detail for check in report.checks if check.outcome == outcome]
 
 
 async def test_a_program_that_appends_is_one_row(tried: Try) -> None:
@@ -74,7 +74,7 @@ reward()
         (0, 4, 1),
     ]
     assert report.rows == 1
-    assert "each call continues the one before it: one row" in levels(report, "ok")
+    assert "each call continues the one before it: one row" in details(report, "ok")
     assert (report.without_effect, report.overruled) == (["user"], ["temperature"])
     assert report.endpoints == {"POST /v1/chat/completions": 2}
     assert (report.outcome, report.reward) == ("done", 0.5)
@@ -102,8 +102,8 @@ reward()
         "message 2 (assistant) differs from call 4",
     ]
     assert report.rows == 6
-    (rows,) = [one for one in report.findings if one.text.startswith("6 rows: 0 of 5 further")]
-    assert (rows.level, "as the API returned it" in rows.remedy) == ("note", True)
+    (rows,) = [one for one in report.checks if one.detail.startswith("6 rows: 0 of 5 further")]
+    assert (rows.outcome, "as the API returned it" in rows.hint) == ("note", True)
     assert any("message 0 (system) differs from call 1" in line for line in report_lines(report))
 
 
@@ -158,21 +158,21 @@ async def test_a_program_that_cannot_be_trained_is_told_why(
 ) -> None:
     report = await tried(code)
     assert not report.ok
-    (failed,) = [one for one in report.findings if one.level == "fail" and told in one.text]
-    assert remedy in failed.remedy
+    (failed,) = [one for one in report.checks if not one.ok and told in one.detail]
+    assert remedy in failed.hint
 
 
 async def test_a_program_that_never_ends_is_ended(tried: Try) -> None:
     report = await tried("call(); reward(); time.sleep(1000)", limit_s=4.0)
     assert not report.ok
     assert report.outcome in ("timeout", "stuck")
-    assert any("does not end by itself" in text for text in levels(report, "fail"))
+    assert any("does not end by itself" in text for text in details(report, "failed"))
 
 
 async def test_a_program_that_floods_the_model_meets_its_limit(tried: Try) -> None:
     report = await tried("while call(): pass\nreward()", max_calls=5)
     assert [call.refusal for call in report.calls] == [""] * 5 + ["episode_limit"]
-    assert "1 calls were refused with episode_limit" in levels(report, "note")
+    assert "1 calls were refused with episode_limit" in details(report, "note")
 
 
 async def test_a_command_that_is_not_there_and_a_job_without_one_are_refused(
@@ -236,14 +236,14 @@ async def test_each_call_is_told_to_be_trained_or_why_it_is_not(
     assert report.calls[-1].why == why
     assert [call.main for call in report.calls] == [True, True, False, False, False]
     told = f"{sum(trained)} of 5 answered calls would be trained (agent.train={train})"
-    assert told in [one.text for one in report.findings]
+    assert told in [one.detail for one in report.checks]
     assert any(f"trained: {why}" in line for line in report_lines(report))
 
 
 async def test_a_program_of_which_no_call_is_trained_cannot_be(tried: Try) -> None:
     report = await tried("call(); reward()", train="/nothing like it/")
     assert not report.ok
-    assert levels(report, "fail")[0].startswith("0 of 1 answered calls would be trained")
+    assert details(report, "failed")[0].startswith("0 of 1 answered calls would be trained")
 
 
 async def test_a_call_that_the_program_takes_out_is_told(tried: Try) -> None:
@@ -268,10 +268,9 @@ SCHEMA = {
 
 
 def test_arguments_of_a_scripted_call_fit_their_schema() -> None:
-    assert example_of(SCHEMA, SCHEMA) == {"ref": 3, "maybe": 7, "list": [True, True], "text": "x"}
-    endless = {"$ref": "#"}
-    assert example_of(endless, endless) == "x"
-    assert example_of("no schema", "no schema") == "x"
+    assert example_of(SCHEMA) == {"ref": 3, "maybe": 7, "list": [True, True], "text": "text"}
+    assert example_of({"$ref": "#"}) == "text"
+    assert example_of("no schema") == "text"
 
 
 async def test_the_script_calls_a_tool_and_ends_as_the_program_wants_it(tried: Try) -> None:
@@ -356,7 +355,7 @@ async def test_the_check_of_harbor_tasks_says_which_run_here_and_runs_one(
     report = await tried("call(); os.makedirs('out/deep')", tasks=f"harbor:{tasks}")
     assert report.ok
     assert report.reward == 1.0
-    said = [(finding.level, finding.text) for finding in report.findings]
+    said = [(check.outcome, check.detail) for check in report.checks]
     assert said[0][0] == "ok"
     assert said[0][1].startswith("1 of 2 Harbor tasks run here, in the sandbox (there is no podman")
     assert said[1] == ("ok", "their reward is that of tests/test.sh, in /logs/verifier")
@@ -365,7 +364,7 @@ async def test_the_check_of_harbor_tasks_says_which_run_here_and_runs_one(
     assert "(environment/Dockerfile:2)" in said[2][1]
     report = await tried("call()", tasks=f"harbor:{tasks}", row=0)
     assert not report.ok
-    assert any("task a-refused cannot be run" in text for text in levels(report, "fail"))
+    assert any("task a-refused cannot be run" in text for text in details(report, "failed"))
     shutil.rmtree(tasks / "b-runs")
     report = await tried("call()", tasks=f"harbor:{tasks}")
-    assert levels(report, "fail")[0].startswith("0 of 1 Harbor tasks run here")
+    assert details(report, "failed")[0].startswith("0 of 1 Harbor tasks run here")

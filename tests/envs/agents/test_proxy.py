@@ -176,7 +176,7 @@ async def test_messages_are_answered_streamed_and_counted(
     assert [block.type for block in streamed.content] == ["thinking", "text"]
     assert (whole.usage.input_tokens, whole.usage.cache_read_input_tokens) == (7, 4)
     assert counted.input_tokens == 11
-    assert script.asked[1].sampled == {"temperature": 0.3}
+    assert script.asked[1].decoding.sampling == {"temperature": 0.3}
     assert script.asked[2].count_only
     assert episode.num_calls == 2
 
@@ -260,7 +260,7 @@ async def test_logprobs_are_told_to_who_asks_for_them(
     assert all(one.logprob == -0.5 for one in first)
     assert first[0].bytes == list(first[0].token.encode())
     assert [top.token for top in first[0].top_logprobs] == ["t0", "t1"]
-    assert script.asked[0].top_logprobs == 2
+    assert script.asked[0].decoding.top_logprobs == 2
 
 
 FORMS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -296,7 +296,9 @@ async def test_the_form_that_a_program_demands_reaches_the_generator(
             assert answer.status_code == 200, answer.text
         bad = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "not": {}}}}
         refused = await http.post("/v1/chat/completions", json=chat_body(response_format=bad))
-    assert [asked.format for asked in script.asked] == [OutputFormat(**told) for *_, told in FORMS]
+    assert [asked.decoding.format for asked in script.asked] == [
+        OutputFormat(**told) for *_, told in FORMS
+    ]
     assert not any(name in asked.without_effect for asked in script.asked for name in FIELDS)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "response_format.json_schema.schema.not"

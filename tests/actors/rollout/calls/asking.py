@@ -9,10 +9,11 @@ from tinkermq.actors.engine.engine import Engine
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.rollout.agent_loop import EpisodeSampling
 from tinkermq.actors.rollout.call_answers import CallAnswers
-from tinkermq.actors.rollout.exact_calls import CallLog, TaskCalls
+from tinkermq.actors.rollout.call_log import CallLog, TaskCalls
 from tinkermq.broker.client.connection import Broker
-from tinkermq.schemas.agent import CallMessage, CallPart, CallRequest
+from tinkermq.schemas.agent import CallPart, CallRequest
 from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.generation import Decoding, ModelMessage
 from tinkermq.schemas.profile import TimeUse
 from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.subjects import JobScope
@@ -80,10 +81,13 @@ def request(*texts: str, **fields: Any) -> CallRequest:
     """Return a request whose messages take turns, a user's first."""
     roles = ("user", "assistant")
     messages = [
-        CallMessage(role=roles[place % 2], content=[text])  # type: ignore[arg-type]
+        ModelMessage(role=roles[place % 2], content=[text])  # type: ignore[arg-type]
         for place, text in enumerate(texts)
     ]
-    return CallRequest(**{"request": "r", "messages": messages, **fields})
+    decoding = {name: fields.pop(name) for name in Decoding.model_fields if name in fields}
+    return CallRequest(
+        **{"request": "r", "messages": messages, "decoding": Decoding(**decoding), **fields}
+    )
 
 
 async def hang_up(calls: CallAnswers, asked: CallRequest) -> None:

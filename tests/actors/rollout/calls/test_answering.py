@@ -55,7 +55,7 @@ async def test_a_stream_tells_the_whole_bit_by_bit(asking: Asking) -> None:
         call.generated.token_ids.tolist()
     )
     assert "".join(delta.text for delta in told) == asking.chat.decode(call.generated.token_ids)
-    assert asking.parts[0].num_prompt == len(call.given_ids)
+    assert asking.parts[0].prompt_tokens == len(call.given_ids)
     assert [delta.finish for delta in told][-1] == call.generated.finish_reason
 
 
@@ -140,7 +140,7 @@ async def test_tokens_are_counted_as_the_call_would_be_continued(asking: Asking)
     history = request("hi", text_of(first), "on")
     counted = await calls.answer(history.model_copy(update={"count_only": True}), asking.tell)
     done = await calls.answer(history, asking.tell)
-    assert counted.num_prompt == done.num_prompt
+    assert counted.prompt_tokens == done.prompt_tokens
     assert len(calls.tree.calls) == 2
 
 
@@ -257,7 +257,7 @@ async def test_a_proxy_that_asks_again_before_anything_began_gets_a_new_sample(
 
 async def cut_off(calls: CallAnswers, asked: CallRequest, num_parts: int) -> CallRequest:
     """Ask for a stream that breaks behind so many parts; return how a proxy asks for the rest."""
-    gathered = GatheredAnswer(asked.num_choices)
+    gathered = GatheredAnswer(asked.decoding.num_choices)
 
     async def tell(part: CallPart) -> None:
         gathered.add(part)
@@ -273,7 +273,7 @@ async def cut_off(calls: CallAnswers, asked: CallRequest, num_parts: int) -> Cal
 
 async def go_on(calls: CallAnswers, lacking: CallRequest) -> GatheredAnswer:
     """Ask for the rest of an answer; return all of it, which is what its calls have."""
-    told = GatheredAnswer(lacking.num_choices)
+    told = GatheredAnswer(lacking.decoding.num_choices)
     assert lacking.begun is not None
     told.add(lacking.begun)
 
@@ -282,7 +282,7 @@ async def go_on(calls: CallAnswers, lacking: CallRequest) -> GatheredAnswer:
 
     told.add((await calls.answer(lacking, tell)).model_copy(update={"last": True}))
     generated = [calls.tree.calls[number].generated for number in told.calls]
-    assert [choice.token_ids for choice in told.choices] == [
+    assert [choice.delta.token_ids for choice in told.choices] == [
         generation.token_ids.tolist() for generation in generated
     ]
     return told
@@ -360,7 +360,7 @@ async def test_an_answer_goes_on_at_the_next_holder_though_another_request_has_i
     told = await go_on(later, lacking)
     assert sorted([told.calls, (await another).calls]) == [[0], [1]]
     assert lacking.begun is not None
-    assert told.choices[0].token_ids[: len(lacking.begun.deltas[0].token_ids)] == (
+    assert told.choices[0].delta.token_ids[: len(lacking.begun.deltas[0].token_ids)] == (
         lacking.begun.deltas[0].token_ids
     )
 

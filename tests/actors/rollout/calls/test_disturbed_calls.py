@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tinkermq.actors.rollout.call_answers import CallAnswers
+from tinkermq.actors.rollout.call_log import CallLog
 from tinkermq.actors.rollout.call_tree import CallRow, rows_of, trained_calls
-from tinkermq.actors.rollout.exact_calls import CallLog
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.partial_rollouts import Fenced
 from tinkermq.envs.agents.proxy.calls import GatheredAnswer
@@ -110,7 +110,7 @@ class Proxied:
 
     async def ask(self, asked: CallRequest, events: Sequence[tuple[str, int]]) -> list[str]:
         """Return what each choice says in the end."""
-        gathered = GatheredAnswer(asked.num_choices)
+        gathered = GatheredAnswer(asked.decoding.num_choices)
         name = f"r{next(_tasks)}"
         again = asked = asked.model_copy(update={"request": name})
         events = _possible(events)
@@ -121,23 +121,23 @@ class Proxied:
             more = {"request": f"{name}-{attempt}", "begun": gathered.begun(), "is_retry": True}
             again = asked.model_copy(update=more)
             if event in ("marked", "unheard"):
-                gathered = GatheredAnswer(asked.num_choices)
+                gathered = GatheredAnswer(asked.decoding.num_choices)
                 name = f"r{next(_tasks)}"
                 more = {"request": name, "is_retry": event == "marked"}
                 again = asked = asked.model_copy(update=more)
         if not gathered.is_whole:
             await self._told(again, gathered, most=1 << 30)
         self.given += gathered.calls
-        return ["".join(choice.texts) for choice in gathered.choices]
+        return [choice.text for choice in gathered.choices]
 
     async def _until(
         self, event: str, num_parts: int, asked: CallRequest, gathered: GatheredAnswer
     ) -> bool:
         """Ask until something happens; return whether the answer was there before."""
         if event.startswith("late"):
-            await self._told(asked, GatheredAnswer(asked.num_choices), most=1 << 30)
+            await self._told(asked, GatheredAnswer(asked.decoding.num_choices), most=1 << 30)
         elif event == "unheard":
-            heard = GatheredAnswer(asked.num_choices)
+            heard = GatheredAnswer(asked.decoding.num_choices)
             await self._told(asked, heard, most=1 << 30)
             self._report(heard.calls, whole=False)
         else:
@@ -148,7 +148,9 @@ class Proxied:
                 if event == "die whole":
                     rest = {"request": f"{asked.request}-0", "begun": gathered.begun()}
                     again = asked.model_copy(update={**rest, "is_retry": True})
-                    await self._told(again, GatheredAnswer(asked.num_choices), most=1 << 30)
+                    await self._told(
+                        again, GatheredAnswer(asked.decoding.num_choices), most=1 << 30
+                    )
         if "die" in event:
             await self.take_over()
         return False

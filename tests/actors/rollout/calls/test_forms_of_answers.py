@@ -17,12 +17,11 @@ from tinkermq.broker.client.connection import Broker
 from tinkermq.envs.agents.episode import EpisodeLimit
 from tinkermq.schemas.agent import (
     CallDelivered,
-    CallDelta,
-    CallMessage,
     CallPart,
     CallRequest,
 )
 from tinkermq.schemas.config.job import ModelConfig
+from tinkermq.schemas.generation import Delta, ModelMessage
 from tinkermq.schemas.model_apis.canonical import pictures_of
 from tinkermq.schemas.output_format import OutputFormat
 from tinkermq.schemas.wire.errors import ConfigError, DataError, ModelError
@@ -178,7 +177,7 @@ async def test_the_log_keeps_what_a_form_took_out(
     ("fields", "said"),
     [
         ({"format": FORM, "is_prefill": True}, "begins the answer itself"),
-        ({"format": OutputFormat()}, "asks for nothing"),
+        ({"format": OutputFormat()}, "an output format is empty"),
         (
             {"format": OutputFormat(json_schema={"type": "string", "pattern": "(?=a)b"})},
             "look-around",
@@ -223,7 +222,7 @@ async def test_penalties_are_obeyed_where_the_job_says_so(asking: Asking) -> Non
     for sampling in ("job", "request"):
         for penalties in ({"temperature": 0.0}, told):
             calls = asking.calls(sampling=sampling, episode=f"{sampling} {len(penalties)}")
-            await calls.answer(request("hi", sampled=penalties), asking.tell)
+            await calls.answer(request("hi", **penalties), asking.tell)
             texts.append(calls.tree.calls[0].generated.token_ids.tolist())
     job, job_told, plain, penalized = texts
     assert job == job_told
@@ -242,7 +241,7 @@ async def test_forms_of_many_programs_are_compiled_once(asking: Asking) -> None:
 
 async def test_the_likeliest_tokens_are_told_with_the_texts_of_tokens(asking: Asking) -> None:
     calls = asking.calls()
-    last = await calls.answer(request("hi", top_logprobs=3), asking.tell)
+    last = await calls.answer(request("hi", top_logprobs=3, logprobs=True), asking.tell)
     (delta,) = last.deltas
     assert len(delta.tokens) == len(delta.top_tokens) == len(delta.token_ids)
     for token, own, texts, logprobs in zip(
@@ -252,7 +251,9 @@ async def test_the_likeliest_tokens_are_told_with_the_texts_of_tokens(asking: As
         assert logprobs == sorted(logprobs, reverse=True)
         if texts.count(token) == 1 and "\ufffd" not in token:
             assert logprobs[texts.index(token)] == pytest.approx(own, abs=1e-4)
-    again = await calls.answer(request("hi", top_logprobs=3, is_retry=True), asking.tell)
+    again = await calls.answer(
+        request("hi", top_logprobs=3, logprobs=True, is_retry=True), asking.tell
+    )
     assert again.deltas[0].tokens == delta.tokens
     plain = await calls.answer(request("hi there"), asking.tell)
     assert not plain.deltas[0].tokens
@@ -274,7 +275,7 @@ def shown(*messages: tuple[Any, ...], **fields: Any) -> CallRequest:
     """Return a request whose messages, a user's first, hold texts and images."""
     roles = ("user", "assistant")
     told = [
-        CallMessage(role=roles[place % 2], content=list(content))  # type: ignore[arg-type]
+        ModelMessage(role=roles[place % 2], content=list(content))  # type: ignore[arg-type]
         for place, content in enumerate(messages)
     ]
     return CallRequest(request="r", messages=told, **fields)
@@ -316,7 +317,7 @@ async def test_behind_an_images_token_that_the_policy_has_said_no_image_is_shown
 ) -> None:
     said = [*looking.chat.encode("so"), IMAGE_ID]
     numbers = {"logprobs": [-1.0] * 3, "versions": [0] * 3, "text": "so"}
-    begun = CallPart(names=["c00000"], deltas=[CallDelta(choice=0, token_ids=said, **numbers)])
+    begun = CallPart(names=["c00000"], deltas=[Delta(choice=0, token_ids=said, **numbers)])
     calls = looking.calls()
     first = await calls.answer(shown(("look: ", SMALL), begun=begun), looking.tell)
     assert IMAGE_ID in calls.tree.calls[0].generated.token_ids

@@ -487,7 +487,7 @@ def test_a_program_is_told_calls_and_reasoning_whether_or_not_their_marks_are_sp
 ) -> None:
     facts = facts_of(marked)
     assert facts.reads_calls
-    exact = ExactCalls(marked, facts=facts)
+    exact = ExactCalls(marked)
     engine = RecordingEngine(marked, Random(1))
     prepared = exact.prepare([CanonicalMessage("user", ("go",))], TOOLS)
     text = '<think>hm</think>I look.<tool_call>{"name": "search", "arguments": {}}</tool_call>'

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tinkermq.envs.agents.agent_check import look_at_tasks
+from tinkermq.envs.agents.agent_check import check_tasks
 from tinkermq.envs.agents.programs.task_environments import (
     EnvironmentPlanner,
     digest_of,
@@ -148,27 +148,25 @@ def test_the_check_says_where_tasks_run_and_which_do_not(
     tree = {"model": {"path": "m"}, "agent": {"command": ["sh"]}}
     tree["agent"]["tasks"] = f"harbor:{tmp_path / 'tasks'}"
     job = JobConfig.model_validate(tree)
-    report = look_at_tasks(job)
-    assert report is not None
-    assert report.findings[0].text == "2 of 2 Harbor tasks run here, in images of podman"
+    checks, _ = check_tasks(job)
+    assert checks[0].detail == "2 of 2 Harbor tasks run here, in images of podman"
     engine.remove()
-    report = look_at_tasks(job)
-    assert report is not None
-    assert report.row == 1
-    assert [finding.level for finding in report.findings] == ["ok", "ok", "note"]
-    assert report.findings[0].text == (
+    checks, row = check_tasks(job)
+    assert row == 1
+    assert [check.outcome for check in checks] == ["ok", "ok", "note"]
+    assert checks[0].detail == (
         "1 of 2 Harbor tasks run here, in the sandbox (there is no podman or docker on this "
         "machine)"
     )
-    assert "tests/test.sh" in report.findings[1].text
-    refused = report.findings[2]
-    assert refused.text == (
+    assert "tests/test.sh" in checks[1].detail
+    refused = checks[2]
+    assert refused.detail == (
         "task a-needs-image cannot be run: FROM somewhere/else:1: the sandbox stands only for "
         "images of debian, ubuntu and python (environment/Dockerfile:1)"
     )
-    assert "with podman or docker all tasks run" in refused.remedy
+    assert "with podman or docker all tasks run" in refused.hint
     only = job.model_copy(update={"env": job.env.model_copy(update={"train_data": []})})
-    assert look_at_tasks(only) is None
+    assert check_tasks(only) == ([], None)
 
 
 def imported(program: str, root: Path, name: str) -> None:

@@ -1,0 +1,292 @@
+"""The checks that a node runs before a job is queued: of its files, its game and its model.
+
+Looking for files and packages runs no code of the game. A game is played by a process like an
+environment host's, in the same sandbox; a model is inspected by a process with the code of the run
+(see `schemas/checks.py`).
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from typing import Any
+
+from ...broker.client.login import without_secrets
+from ...broker.client.rpc import Service
+from ...envs.dataset import is_dataset_name
+from ...envs.registry import find_game
+from ...envs.task_folders import holds_tasks
+from ...schemas.checks import (
+    LAST_LINE,
+    Check,
+    CheckReply,
+    CheckResult,
+    failed_check,
+    read_result,
+    run_checks,
+)
+from ...schemas.config.agent import TaskSource
+from ...schemas.local.disk import DiskThreads
+from ...schemas.local.process import die_with
+from ...schemas.node import InspectQuestion, LookQuestion, ModelQuestion, PlayQuestion
+from ...schemas.wire.codec import pack
+from ...schemas.wire.errors import ConfigError, DataError, GameError, ModelError, TinkermqError
+from ...schemas.wire.subjects import node as node_subject
+from ..check_game import VARIABLE
+from ..policy.model_folder import check_model_alike, check_model_is_here
+from ..storage.access import without_tilde
+from .children import ActorStarter
+from .process import PIPE_DEADLINE_S, ErrorMemory, kill_group, read_lines
+from .sandbox import ENVIRONMENT
+
+ANSWER_S = 10.0
+"""If a file system or the hub takes longer, the reply is `done: false`: the job finds out."""
+_PLAY_S = 60.0
+"""A game that takes longer for its few episodes is ended."""
+_INSPECT_S = 120.0
+"""An inspection of a model that takes longer is ended."""
+_MAX_RESULTS = 32
+_MAX_LOOKS = 8
+"""Files, or models, looked for at once, those on disks that hang among them."""
+MAX_CONFIG_BYTES = 96 * 1024
+"""Of what a process gets by its environment, which the kernel bounds."""
+_UNKNOWN = CheckReply(done=False)
+
+
+async def serve_checks(service: Service, node: str, starter: ActorStarter) -> None:
+    """Answer the scheduler's checks; `starter` starts processes in the sandbox of hosts."""
+    model, inspection = ModelChecks(), _ModelInspection()
+    look, play = FileChecks(), EnvCheckRunner(starter)
+    await service.endpoint("model", node_subject(node, "model"), ModelQuestion, model.answer)
+    await service.endpoint("look", node_subject(node, "look"), LookQuestion, look.answer)
+    await service.endpoint(
+        "inspect", node_subject(node, "inspect"), InspectQuestion, inspection.answer
+    )
+    await service.endpoint("play", node_subject(node, "play"), PlayQuestion, play.answer)
+
+
+# -- what is there ---------------------------------------------------------------------------------
+
+
+class FileChecks:
+    """Looks for data files and the packages of games, some at a time."""
+
+    def __init__(self) -> None:
+        """Start with no thread."""
+        self._threads = DiskThreads(_MAX_LOOKS, ANSWER_S)
+
+    async def answer(self, question: LookQuestion) -> CheckReply:
+        """Return what is there, if the disk answers in time."""
+        try:
+            return await self._threads.look("", check_files_now, question)
+        except TimeoutError:
+            return _UNKNOWN
+
+
+def check_files_now(question: LookQuestion) -> CheckReply:
+    """Look for the files, and for the game's package."""
+    checks: list[Check] = []
+    if question.files:
+        checks.append(Check("data", lambda: _check_files(question.files)))
+    if question.game:
+        checks.append(Check("game", lambda: _check_package(question.game)))
+    return CheckReply(results=list(run_checks(checks)))
+
+
+def _check_files(names: list[str]) -> str:
+    missing = [name for name in names if not _is_dataset(name)]
+    if missing:
+        raise DataError(
+            f"there is no file {', '.join(missing[:3])}",
+            hint="give files that the nodes see, by whole paths, or bring these there",
+        )
+    return f"{len(names)} file(s) are there"
+
+
+def _check_package(game: str) -> str:
+    return f"{find_game(game)}: its package is there; `tinkermq env check` plays it"
+
+
+def _is_dataset(name: str) -> bool:
+    """Return whether a dataset exists; of other files and folders this is not revealed."""
+    source = TaskSource.parse(name)
+    if source is not None:
+        return holds_tasks(source)
+    path = without_tilde(name)
+    return is_dataset_name(path) and path.is_file()
+
+
+class ModelChecks:
+    """Looks for models, some at a time."""
+
+    def __init__(self) -> None:
+        """Start with no thread."""
+        self._threads = DiskThreads(_MAX_LOOKS, ANSWER_S)
+        self._num_running = 0
+
+    async def answer(self, question: ModelQuestion) -> CheckReply:
+        """Return whether a model can be loaded, if that is known in time."""
+        if self._num_running >= _MAX_LOOKS:
+            return _UNKNOWN
+        check = check_model_alike if question.alike else check_model_is_here
+        self._num_running += 1
+        try:
+            await self._threads.look("", check, question.model)
+        except TinkermqError as error:
+            return CheckReply(results=[failed_check("model", error)])
+        except Exception:  # noqa: BLE001  of whatever library: the job finds out
+            return _UNKNOWN
+        finally:
+            self._num_running -= 1
+        detail = f"{question.model} is there"
+        return CheckReply(results=[CheckResult(name="model", outcome="ok", detail=detail)])
+
+
+# -- processes that play a game or inspect a model -------------------------------------------------
+
+
+class _Output:
+    """What a process of checks prints: results, and a little of everything else."""
+
+    def __init__(self) -> None:
+        self._memory = ErrorMemory()
+        self._results: list[CheckResult] = []
+        self._is_complete = False
+
+    async def add_lines(self, lines: list[str]) -> None:
+        """Read results and errors from lines of output."""
+        for line in lines:
+            if line == LAST_LINE:
+                self._is_complete = True
+            elif (result := read_result(line)) is not None:
+                self._results.append(result.bounded())
+            else:
+                self._memory.note(line)
+        del self._results[_MAX_RESULTS:]
+
+    def reply(self, name: str, error: TinkermqError) -> CheckReply:
+        """Return the results; if the process did not complete, also a failed check `name`."""
+        if self._is_complete:
+            return CheckReply(results=self._results)
+        return CheckReply(results=[*self._results, failed_check(name, error).bounded()])
+
+    def reason(self, exit_code: int) -> str:
+        """Describe how the process ended."""
+        return self._memory.reason(exit_code)
+
+
+class EnvCheckRunner:
+    """Plays games that jobs may be submitted with, one at a time."""
+
+    def __init__(self, starter: ActorStarter, play_s: float = _PLAY_S) -> None:
+        """Play nothing yet; `starter` starts the processes, in the sandbox of hosts."""
+        self._starter = starter
+        self._play_s = play_s
+        self._is_busy = False
+
+    async def answer(self, question: PlayQuestion) -> CheckReply:
+        """Play a game; a node that plays one already replies at once that it is not done."""
+        if self._is_busy:
+            return _UNKNOWN
+        self._is_busy = True
+        try:
+            return await self._play(question)
+        except TinkermqError as error:
+            return CheckReply(results=[failed_check("game", error).bounded()])
+        finally:
+            self._is_busy = False
+
+    async def _play(self, question: PlayQuestion) -> CheckReply:
+        if question.wanted.role != "environment":
+            raise ConfigError("only environment hosts play games", hint="name such an actor")
+        request = json.dumps({"env": question.env, "seed": question.seed})
+        if len(request) > MAX_CONFIG_BYTES:
+            raise ConfigError(
+                f"its configuration has {len(request):,} bytes, and nodes check games of "
+                f"{MAX_CONFIG_BYTES:,} at most",
+                hint="let env.kwargs name a file in place of what it holds",
+            )
+        reading, writing = os.pipe()
+        try:
+            command = [sys.executable, "-P", "-m", "tinkermq.actors.check_game"]
+            environment = {VARIABLE: request, **ENVIRONMENT}
+            child = await self._starter.start(question.wanted, environment, writing, command)
+        except (OSError, ValueError) as error:  # the name of a folder may hold a null byte
+            os.close(reading)
+            raise GameError(str(error), hint="see the node's log") from error
+        finally:
+            os.close(writing)
+        output = _Output()
+        reader = asyncio.create_task(read_lines(reading, output.add_lines))
+        exit_code: int | None = None
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._play_s):
+                    exit_code = await child.wait()
+        finally:
+            kill_group(child.pid)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PIPE_DEADLINE_S):
+                    await reader
+        if exit_code is None:
+            await child.wait()
+            late = GameError(
+                f"it was not played within {self._play_s:.0f} s",
+                hint="`tinkermq env check` without --on-node has no time limit and shows the time "
+                "used",
+            )
+            return output.reply("game", late)
+        ended = GameError(
+            f"the process that played it ended: {output.reason(exit_code)}",
+            hint="a game must not end its process",
+        )
+        return output.reply("game", ended)
+
+
+class _ModelInspection:
+    """Inspects models of jobs that may be submitted, one at a time."""
+
+    def __init__(self) -> None:
+        self._is_busy = False
+
+    async def answer(self, question: InspectQuestion) -> CheckReply:
+        """Inspect a job's model; a node that inspects another replies that it is not done."""
+        if self._is_busy:
+            return _UNKNOWN
+        self._is_busy = True
+        try:
+            return await self._inspect(question)
+        finally:
+            self._is_busy = False
+
+    async def _inspect(self, question: InspectQuestion) -> CheckReply:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "tinkermq.actors.model_checks"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**without_secrets(os.environ), **ENVIRONMENT},
+            start_new_session=True,
+            preexec_fn=die_with(os.getpid()),
+        )
+        request: dict[str, Any] = {"config": question.config, "exchanges": []}
+        request |= {"gold": False, "whole": True}
+        output = _Output()
+        try:
+            async with asyncio.timeout(_INSPECT_S):
+                printed, _ = await process.communicate(pack(request))
+        except TimeoutError:
+            late = ModelError(
+                f"the model was not inspected within {_INSPECT_S:.0f} s",
+                hint="the disk of its folder, or the node, may be slow",
+            )
+            return output.reply("model", late)
+        finally:
+            kill_group(process.pid)
+            await process.wait()
+        await output.add_lines(printed.decode(errors="replace").splitlines())
+        ended = ModelError(
+            f"the model cannot be inspected: {output.reason(process.returncode or 0)}"
+        )
+        return output.reply("model", ended)

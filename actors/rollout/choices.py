@@ -1,0 +1,287 @@
+"""Choices of an answer as they grow: from tokens to text, and from text to the parts of a stream.
+
+Served chats and completions and the calls of agent programs are answered with them.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Protocol
+
+from ...schemas.generation import Decoding, Delta
+from ..engine.engine import Drawn, Generation, OnToken, Sampling, tops_of
+from ..policy.chat import ChatTokenizer
+from ..policy.token_text import TextStream
+from .agent_loop import EpisodeSampling
+from .template_facts import Tools, certain_text, hermes_text, read_text, reads_whole
+
+GATHER_S = 0.02
+"""Tokens within this time are sent together: fewer messages, still faster than reading."""
+PART_VALUES = 1 << 17
+"""Log-probs, texts and ids of one message: a few megabytes at most."""
+
+
+def sampling_of(
+    decoding: Decoding,
+    default: EpisodeSampling,
+    *,
+    max_new_tokens: int,
+    stop_token_ids: tuple[int, ...],
+    seed: int | None,
+) -> Sampling:
+    """Return how the tokens of an answer are drawn; `default` has what the request leaves open."""
+
+    def chosen(value: float | None, otherwise: float) -> float:
+        return otherwise if value is None else value
+
+    return Sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=chosen(decoding.temperature, default.temperature),
+        top_p=chosen(decoding.top_p, default.top_p),
+        top_k=int(chosen(decoding.top_k, default.top_k)),
+        stop_token_ids=stop_token_ids,
+        seed=seed,
+        presence_penalty=decoding.presence_penalty,
+        frequency_penalty=decoding.frequency_penalty,
+        repetition_penalty=decoding.repetition_penalty,
+        num_top=decoding.top_logprobs,
+    )
+
+
+class Draw(Protocol):
+    """Draws the tokens of one choice: an engine's `generate` with all but the callback given."""
+
+    async def __call__(self, *, on_token: OnToken | None) -> Generation:
+        """Generate; see `Engine.generate`."""
+        ...
+
+
+class GrowingChoice:
+    """One choice of an answer, token by token."""
+
+    def __init__(
+        self,
+        number: int,
+        chat: ChatTokenizer,
+        decoding: Decoding,
+        tools: Tools = (),
+        *,
+        by_token: bool = True,
+        tells_tokens: bool = False,
+        tells_policy: bool = False,
+    ) -> None:
+        """Begin choice `number`.
+
+        Only with `by_token`, or with stop texts, is text made of each token, which costs more than
+        the whole at once. With `tools`, and a model that writes calls in a format of its own, text
+        that may be a call is held back until the choice ends. `tells_tokens`: its deltas have each
+        token's text and log-prob; `tells_policy`: they have its log-prob and policy version.
+        """
+        self.number = number
+        self.drawn: list[Drawn] = []
+        """Its tokens, up to the one that completes a stop text."""
+        self.text = ""
+        """Its text, as far as it is certain."""
+        self.own_text: str | None = None
+        """Its text once it has ended, if that is not simply the text of its tokens."""
+        self.finish: str | None = None
+        """Why it ended; None: not yet."""
+        self.tells_tokens = tells_tokens
+        self._tells_policy = tells_policy
+        self._num_top = decoding.top_logprobs
+        self._chat = chat
+        self._tools = tools if tools and reads_whole(chat) else ()
+        self._plain = ""
+        self._by_token = by_token or bool(decoding.stop)
+        self._stream = TextStream(chat.decode, decoding.stop)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text was met."""
+        return self._stream.stopped
+
+    async def generate(
+        self, draw: Draw, cancel: Callable[[], None], on_change: Callable[[], None]
+    ) -> Generation:
+        """Draw its tokens; `cancel` ends that at a stop text, `on_change` hears of each token."""
+
+        def add(drawn: Drawn) -> None:
+            self.add(drawn)
+            on_change()
+            if self.stopped:
+                cancel()
+
+        generation = await draw(on_token=add if self._by_token else None)
+        if not self._by_token:
+            columns = (generation.token_ids, generation.logprobs, generation.versions)
+            rows = zip(*(c.tolist() for c in columns), tops_of(generation), strict=True)
+            self.drawn += [Drawn(*row) for row in rows]
+        return generation
+
+    def add(self, drawn: Drawn) -> None:
+        """Take the next token; nothing counts behind a stop text."""
+        if self.stopped:
+            return
+        self.drawn.append(drawn)
+        if self._by_token:
+            self._plain += self._stream.push(drawn.token_id)
+            if not self._tools:
+                self.text = self._plain
+            elif not self._chat.parses_responses:
+                self.text = certain_text(self._chat, self._plain, self._tools)
+
+    def end(self, reason: str, prompt_ids: Callable[[], Sequence[int]]) -> None:
+        """End it for the engine's `reason`; `prompt_ids` returns the tokens of its prompt."""
+        ids = [drawn.token_id for drawn in self.drawn]
+        if self._by_token:
+            self._plain += self._stream.finish()
+        else:
+            self._plain = self._chat.decode(ids)
+        if self.stopped:
+            self.text = hermes_text(self._chat, self._plain, self._tools)
+        elif self._tools:
+            self.text = read_text(self._chat, prompt_ids(), ids, self._tools)
+        else:
+            self.text = self._plain
+        self.own_text = self.text if self.stopped or self._tools else None
+        self.finish = "stop" if self.stopped else reason
+
+    def restore(self, generation: Generation, text: str | None) -> None:
+        """Take an answer that was given before; `text` if it is not that of its tokens."""
+        columns = (generation.token_ids, generation.logprobs, generation.versions)
+        self.drawn = [Drawn(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
+        self.text = self._chat.decode(generation.token_ids) if text is None else text
+        self.own_text, self.finish = text, generation.finish_reason
+
+    def num_whole_tokens(self) -> int:
+        """Return how many tokens say no more than its text: none that reaches into a stop text."""
+        num_tokens = len(self.drawn)
+        ids = [drawn.token_id for drawn in self.drawn]
+        while self.stopped and num_tokens:
+            if len(self._chat.decode(ids[:num_tokens])) <= len(self._plain):
+                break
+            num_tokens -= 1
+        return num_tokens
+
+    def delta(self, num_tokens: int, num_chars: int, *, ends: bool) -> Delta | None:
+        """Return what stands behind so many tokens and characters; None: nothing.
+
+        With `ends` the delta of a choice that has ended says so.
+        """
+        fresh, text = self.drawn[num_tokens:], self.text[num_chars:]
+        finish = self.finish if ends else None
+        if not (fresh or text or finish):
+            return None
+        fields: dict[str, object] = {}
+        if self.tells_tokens or self._tells_policy:
+            fields["logprobs"] = [drawn.logprob for drawn in fresh]
+        if self._tells_policy:
+            fields["versions"] = [drawn.version for drawn in fresh]
+        if self.tells_tokens:
+            pieces = list(self._texts_of(fresh, is_first=not num_tokens))
+            fields["tokens"] = [piece for piece, _ in pieces]
+            fields["token_bytes"] = [encoded for _, encoded in pieces]
+            if self._num_top:
+                tops = [drawn.top for drawn in fresh]
+                chat = self._chat
+                fields["top_tokens"] = [[chat.token_text(t) for t, _ in top] for top in tops]
+                fields["top_bytes"] = [[chat.token_bytes(t) for t, _ in top] for top in tops]
+                fields["top_logprobs"] = [[logprob for _, logprob in top] for top in tops]
+        return Delta.model_validate(
+            {
+                "choice": self.number,
+                "text": text,
+                "token_ids": [drawn.token_id for drawn in fresh],
+                "finish": finish,
+                "stop": self._stream.stop if finish else "",
+                **fields,
+            }
+        )
+
+    def _texts_of(self, fresh: Sequence[Drawn], *, is_first: bool) -> Iterator[tuple[str, bytes]]:
+        """Yield the text and the bytes of each token by itself."""
+        for number, drawn in enumerate(fresh):
+            encoded = self._chat.token_bytes(drawn.token_id, first=is_first and not number)
+            text = encoded.decode(errors="replace") or self._chat.token_text(drawn.token_id)
+            yield text, encoded
+
+
+class DeltaWriter:
+    """What one reader of an answer has had of its choices."""
+
+    def __init__(self, choices: Sequence[GrowingChoice], begun: Sequence[Delta] = ()) -> None:
+        """Begin behind `begun`, the deltas that the reader has already."""
+        self._choices = choices
+        self._sent = [(0, 0)] * len(choices)
+        self._ended: set[int] = set()
+        for delta in begun:
+            if delta.choice < len(choices):
+                self._note(delta.choice, delta)
+
+    def deltas(self, *, ends: bool) -> list[Delta]:
+        """Return what is new; with `ends`, also that choices have ended."""
+        deltas: list[Delta] = []
+        for number, choice in enumerate(self._choices):
+            if number in self._ended:
+                continue
+            delta = choice.delta(*self._sent[number], ends=ends)
+            if delta is not None:
+                self._note(number, delta)
+                deltas.append(delta)
+        return deltas
+
+    async def stream(
+        self,
+        changed: asyncio.Event,
+        is_over: Callable[[], bool],
+        send: Callable[[list[Delta]], Awaitable[None]],
+        *,
+        ends: bool,
+    ) -> None:
+        """Send what is new after each change until `is_over`; the rest goes with the last part."""
+        while not is_over():
+            await changed.wait()
+            changed.clear()
+            if not is_over() and (deltas := self.deltas(ends=ends)):
+                await send(deltas)
+                await asyncio.sleep(GATHER_S)
+
+    async def last_messages(self) -> list[list[Delta]]:
+        """Return what is left, divided into messages, of which the last may be empty."""
+        if any(choice.tells_tokens for choice in self._choices):
+            # in a thread: log-probs of long answers take seconds, and others are answered here
+            return in_messages(await asyncio.to_thread(self.deltas, ends=True))
+        return in_messages(self.deltas(ends=True))
+
+    def _note(self, number: int, delta: Delta) -> None:
+        num_tokens, num_chars = self._sent[number]
+        self._sent[number] = num_tokens + len(delta.token_ids), num_chars + len(delta.text)
+        if delta.finish is not None:
+            self._ended.add(number)
+
+
+def in_messages(deltas: Sequence[Delta]) -> list[list[Delta]]:
+    """Divide deltas into messages: many choices, or log-probs of many tokens, fill several.
+
+    There is always one, which may be empty.
+    """
+    messages: list[list[Delta]] = [[]]
+    room = PART_VALUES
+    for delta in deltas:
+        width = 1 + 3 * len(delta.tokens[:1]) + 3 * max(map(len, delta.top_logprobs), default=0)
+        for piece in cut(delta, max(1, PART_VALUES // width)):
+            num_values = len(piece.text) + width * len(piece.token_ids)
+            if messages[-1] and num_values > room:
+                messages.append([])
+                room = PART_VALUES
+            messages[-1].append(piece)
+            room -= num_values
+    return messages
+
+
+def cut(delta: Delta, num_tokens: int) -> Iterator[Delta]:
+    """Yield a delta in pieces of so many tokens: the first has the text, the last the end."""
+    starts = range(0, len(delta.token_ids), num_tokens) or range(1)
+    for start in starts:
+        text = {} if start == 0 else {"text": ""}
+        end = {} if start == starts[-1] else {"finish": None, "stop": ""}
+        yield delta.of_tokens(start, start + num_tokens, **text, **end)

@@ -1,0 +1,285 @@
+"""The checks of a job by the scheduler and its nodes, for submissions and for dry runs.
+
+A submission raises the error of the first check that fails; a dry run returns all results (see
+`schemas/checks.py`). What no node knows in time passes: the job finds out.
+"""
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple, ParamSpec, TypeVar
+
+from ....broker.client.connection import Broker
+from ....broker.client.rpc import call
+from ....schemas.checks import CheckReply, CheckResult, failed_check, run_check
+from ....schemas.config.algorithm import is_checkpoint
+from ....schemas.config.job import JobConfig
+from ....schemas.config.sections import is_url, model_paths
+from ....schemas.job import ActorPlacement, JobRecord
+from ....schemas.local.disk import DiskThreads
+from ....schemas.node import LookQuestion, ModelQuestion, NodeStatus
+from ....schemas.plan.plan import plan_for_pool
+from ....schemas.plan.settings import refuse_long_contexts
+from ....schemas.wire import errors
+from ....schemas.wire.message import Message
+from ....schemas.wire.subjects import DEFAULT_USER
+from ....schemas.wire.subjects import node as node_subject
+from ...storage.access import shown_from, without_tilde
+from ..jobs import states
+from ..jobs.view import JobsView
+from ..reconciler import Reconciler
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+ANSWER_S = 12.0
+_LOOK_S = 30.0
+"""For what the scheduler itself reads of files: a disk may hang."""
+_MAX_LOOKS = 8
+"""At once, for one user."""
+MAX_ASKED = 8
+"""Nodes that are asked; the others of a larger pool count as not knowing."""
+_SCHEDULER = "scheduler"
+
+
+class Reader(NamedTuple):
+    """Who may know which files the pool's machines have."""
+
+    user: str
+    roots: Sequence[Path]
+    """Folders below which the user's jobs may write; none: the user may read all."""
+
+    def may_know(self, model: str) -> bool:
+        """Return whether the answer may say what is at a path."""
+        try:
+            place = Path(os.path.realpath(without_tilde(model)))
+        except ValueError:  # not a path: it holds a null byte
+            return True
+        return not self.roots or shown_from(place, self.user, self.roots) is not None
+
+
+class JobChecks:
+    """Checks jobs before they are queued."""
+
+    def __init__(self, broker: Broker, view: JobsView, reconciler: Reconciler) -> None:
+        """Check against the quotas of `view`, and the nodes of `reconciler`."""
+        self._broker = broker
+        self._view = view
+        self._reconciler = reconciler
+        self._disks = DiskThreads(_MAX_LOOKS, _LOOK_S)
+
+    async def run(self, record: JobRecord, config: JobConfig) -> AsyncIterator[CheckResult]:
+        """Yield the results for a job whose record names its actors, the quick ones first."""
+        nodes = self._reconciler.nodes()
+        reader = self.reader(record.user, [Path(root) for root in record.output_roots])
+        yield run_check("slots", lambda: self._check_slots(record, nodes), _SCHEDULER)
+        async for result in self._check_memory(record, config, nodes, reader):
+            yield result
+        by_nodes = await asyncio.gather(
+            self._check_models(record, config, nodes, reader),
+            self._check_inputs(record, config, nodes),
+        )
+        for result in itertools.chain(*by_nodes):
+            yield result
+
+    def _check_slots(self, record: JobRecord, nodes: Sequence[NodeStatus]) -> str:
+        self.refuse_placing(record.user, record.actors)
+        available = sum(node.slots for node in nodes)
+        return f"{states.slots_of(record.actors)} of {available} on {len(nodes)} node(s)"
+
+    def refuse_placing(self, user: str, actors: Sequence[ActorPlacement]) -> None:
+        """Raise PlacementError or QuotaError for actors that this pool cannot place."""
+        self._reconciler.refuse_impossible(actors)
+        quota = self._view.quota(user)
+        states.check_room(
+            user, quota, {}, max_slots=states.slots_of(actors), max_actors=len(actors)
+        )
+
+    async def _check_memory(
+        self, record: JobRecord, config: JobConfig, nodes: Sequence[NodeStatus], reader: Reader
+    ) -> AsyncIterator[CheckResult]:
+        """Check what a training job takes on the pool's GPUs.
+
+        Nothing is checked where it may run on a CPU or on machines that are still to come, and for
+        models that the scheduler does not know, or the reader may not.
+        """
+        if not record.trains or self._reconciler.may_grow or not all(node.gpus for node in nodes):
+            return
+        if not await self._may_know_all(models_of(config), reader):
+            return
+        gpus = [(gpu.model, gpu.memory_bytes) for node in nodes for gpu in node.gpus]
+        plan = await self.read_files(reader.user, plan_for_pool, config, gpus)
+        if plan is None:
+            return
+        if plan.refusal is not None:
+            yield failed_check("memory", plan.refusal, _SCHEDULER)
+        else:
+            yield _passed("memory", "\n".join(plan.lines()))
+
+    async def refuse_long_contexts(self, config: JobConfig, reader: Reader) -> None:
+        """Raise ModelError for sequences longer than a model of the job has positions for.
+
+        Models that the scheduler does not know, or the reader may not, are left to the generators.
+        """
+        if await self._may_know_all(models_of(config), reader):
+            await self.read_files(reader.user, refuse_long_contexts, config)
+
+    async def _check_models(
+        self, record: JobRecord, config: JobConfig, nodes: Sequence[NodeStatus], reader: Reader
+    ) -> list[CheckResult]:
+        try:
+            await self.refuse_long_contexts(config, reader)
+        except errors.ModelError as error:
+            return [failed_check("model", error, _SCHEDULER)]
+        if record.fork_dir:
+            text = f"it begins with {record.fork_of}: {record.fork_dir}"
+            return [_passed("model", text)]
+        known = await self._known_models(models_of(config), reader)
+        asking = (self._check_model(nodes, model, known[model]) for model in known)
+        return list(await asyncio.gather(*asking))
+
+    async def _check_model(
+        self, nodes: Sequence[NodeStatus], model: str, may_know: bool
+    ) -> CheckResult:
+        question = ModelQuestion(model=model, alike=not may_know)
+        replies = await self._ask_nodes(nodes, "model", question)
+        return _combine("model", model, nodes, replies)
+
+    async def _check_inputs(
+        self, record: JobRecord, config: JobConfig, nodes: Sequence[NodeStatus]
+    ) -> list[CheckResult]:
+        """Check the data and the game that actors of the pool would read; clients read their own.
+
+        Programs bring their own environment.
+        """
+        files, game = list(config.sft.data) if record.trains else [], ""
+        if any(actor.role == "environment" for actor in record.actors):
+            files += [*config.env.train_data, *config.env.val_data]
+            game = "" if config.agent.runs_programs else config.env.game or ""
+        question = LookQuestion(files=list(dict.fromkeys(files)), game=game)
+        if not files and not game:
+            return []
+        replies = await self._ask_nodes(nodes, "look", question)
+        data = [_combine("data", f"{len(files)} file(s)", nodes, replies)] if files else []
+        return [*data, *([_combine("game", game, nodes, replies)] if game else [])]
+
+    async def nodes_with_inputs(self, record: JobRecord, config: JobConfig) -> list[str]:
+        """Return the nodes that have a job's data and its game; raises DataError or GameError."""
+        nodes = self._reconciler.nodes()
+        files = [*config.env.train_data, *config.env.val_data]
+        question = LookQuestion(files=files, game=str(config.env.game))
+        replies = await self._ask_nodes(nodes, "look", question)
+        names = [
+            node for node, results in replies if results and all(result.ok for result in results)
+        ]
+        if names:
+            return names
+        for result in await self._check_inputs(record, config, nodes):
+            if not result.ok:
+                raise result.error()
+        raise errors.GameError(
+            f"no node has both game {config.env.game} and its data, as far as they could say",
+            hint="`tinkermq train FILE --dry-run` shows what each of them lacks",
+        )
+
+    async def nodes_with_model(self, record: JobRecord, config: JobConfig) -> list[str]:
+        """Return the nodes that have the model of a job, all of which its owner may know."""
+        reader = self.reader(record.user, [Path(root) for root in record.output_roots])
+        if not await self._may_know_all([*model_paths(config).values(), *config.sft.data], reader):
+            return []
+        question = ModelQuestion(model=config.model.path)
+        replies = await self._ask_nodes(self._reconciler.nodes(), "model", question)
+        return [node for node, results in replies if results and results[0].ok]
+
+    async def _ask_nodes(
+        self, nodes: Sequence[NodeStatus], verb: str, question: Message
+    ) -> list[tuple[str, list[CheckResult]]]:
+        """Return the results of the nodes that knew them in time, by node."""
+        names = [node.node for node in nodes[:MAX_ASKED]]
+        asking = (self.ask_node(name, verb, question, timeout_s=ANSWER_S) for name in names)
+        replies = await asyncio.gather(*asking)
+        return [
+            (name, reply.results) for name, reply in zip(names, replies, strict=True) if reply.done
+        ]
+
+    async def ask_node(
+        self, name: str, verb: str, question: Message, *, timeout_s: float
+    ) -> CheckReply:
+        """Return a node's reply; not done from one that is leaving, or knows no such question."""
+        try:
+            return await call(
+                self._broker,
+                node_subject(name, verb),
+                question,
+                CheckReply,
+                timeout_s=timeout_s,
+                waiting_for=f"node {name}",
+                idempotent=True,
+            )
+        except errors.TinkermqError:
+            return CheckReply(done=False)
+
+    # -- files that the scheduler reads itself -----------------------------------------------------
+
+    def reader(self, user: str, roots: Sequence[Path]) -> Reader:
+        """Return the requesting user, with the folders below which the user's jobs may write."""
+        return Reader(user, roots if self._broker.user != DEFAULT_USER else [])
+
+    async def _may_know_all(self, models: Iterable[str], reader: Reader) -> bool:
+        """Return whether the reader may know what is at all of these paths."""
+        return all((await self._known_models(models, reader)).values())
+
+    async def _known_models(self, models: Iterable[str], reader: Reader) -> dict[str, bool]:
+        """Return of each model whether the reader may know what is there. Raises StorageError."""
+        return {
+            model: await self.read_files(reader.user, reader.may_know, model) for model in models
+        }
+
+    async def read_files(
+        self, user: str, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Call `read`, which reads files, in a thread; StorageError if that takes too long."""
+        try:
+            return await self._disks.look(user, read, *args, **kwargs)
+        except TimeoutError as error:
+            raise errors.StorageError(
+                f"the scheduler could not read the job's files or its folder within {_LOOK_S:g} s",
+                hint="their disk, or the scheduler's machine, may be slow: see `ls` and `df` there",
+            ) from error
+
+
+def models_of(config: JobConfig) -> Iterable[str]:
+    """Return the models that a job starts from, but those of a store and of other runs."""
+    paths = model_paths(config)
+    paths.pop("model.tokenizer", None)  # it needs no weights
+    return dict.fromkeys(
+        path for path in paths.values() if not (is_url(path) or is_checkpoint(path))
+    )
+
+
+def _combine(
+    name: str,
+    subject: str,
+    nodes: Sequence[NodeStatus],
+    replies: Sequence[tuple[str, list[CheckResult]]],
+) -> CheckResult:
+    """Return one result for all nodes: passed if it passed on one, failed if it failed on all."""
+    results = [
+        result.model_copy(update={"by": node})
+        for node, results in replies
+        for result in results
+        if result.name == name
+    ]
+    passed = [result for result in results if result.ok]
+    failed_on_all = bool(results) and len(results) == len(nodes)
+    if same := passed or (results if failed_on_all else []):
+        names = ", ".join(result.by for result in same)
+        return same[0].model_copy(update={"by": f"node {names}"})
+    unknown = "no node could say in time" if nodes else "no node is there to ask"
+    return _passed(name, f"{subject}: {unknown}")
+
+
+def _passed(name: str, detail: str) -> CheckResult:
+    return CheckResult(name=name, outcome="ok", detail=detail, by=_SCHEDULER)

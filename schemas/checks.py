@@ -1,0 +1,165 @@
+"""Checks: would a job work, and is a machine in order? One kind of check, one kind of result.
+
+A check has a name and a function. The function returns what it saw, or raises the TinkermqError
+that the job would meet. `run_check` turns both into a `CheckResult`, the only form in which
+results are sent, printed and compared. Each check runs where its subject is:
+
+| module | runs in | checks |
+|---|---|---|
+| `clients/validation.py` | client | files and folders that a configuration names |
+| `envs/check.py` | client, node | a game, its data and rewards, played without a model |
+| `envs/agents/agent_check.py` | client | an agent program, run once against a scripted model |
+| `actors/model_checks.py` | client, node | tokenizer, template, lengths, weights, adapter, saving |
+| `actors/scheduler/submission/checks.py` | scheduler | slots, memory, and what its nodes find |
+| `actors/node/checks.py` | node | whether model, data and game are there; starts the two above |
+| `actors/learner/custom_check.py` | client | a function of the user's for the learner |
+| `actors/gpu_check.py`, `clients/cli/doctor.py` | client | a machine, its GPUs, the pool |
+
+Who runs them: `env check` those of the game and of the model; `agent check` that of the program;
+`train --dry-run` all of these, and those of the scheduler; a submission those of the scheduler,
+after the client has checked files and imports (`clients/cli/checks.py`). A submission is refused
+with the error of the first check that fails.
+
+Checks that need torch, a sandbox or a deadline run in a process of their own, `python -m MODULE`,
+which prints one line for each result (`write_results`, `read_result`). So neither the client nor
+the node imports torch.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, NamedTuple, Self, TypeAlias
+
+from pydantic import Field, ValidationError
+
+from .wire.errors import TinkermqError, error_from_reply
+from .wire.message import Message
+
+Outcome: TypeAlias = Literal["ok", "note", "failed", "skipped"]
+"""Passed; passed, with something worth knowing; would stop the job; does not apply here."""
+MAX_TEXT_CHARS = 1_000
+"""Length of a text that comes from a game's process."""
+_PREFIX = "check-result "
+LAST_LINE = "check-results end"
+"""Printed by a process that ran all its checks."""
+
+
+class CheckResult(Message):
+    """Result of one check."""
+
+    name: str
+    """What was checked."""
+    outcome: Outcome
+    """ok; note: ok, with something worth knowing; failed; skipped: it does not apply here."""
+    detail: str = ""
+    """What was seen, or what is wrong."""
+    hint: str = ""
+    """What to do about it."""
+    by: str = ""
+    """Who checked: `scheduler`, or `node` and names; empty: the machine that shows it."""
+    code: str = ""
+    """Of a failed check: code of the error that a job would end with."""
+    seconds: float = Field(default=0.0, ge=0)
+    """How long it took, where that is measured."""
+    log: str = ""
+    """End of what a failed check's process wrote."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it did not fail."""
+        return self.outcome != "failed"
+
+    def error(self) -> TinkermqError:
+        """Return the error of a failed check."""
+        where = f"{self.by}: " if self.by.startswith("node ") else ""
+        return error_from_reply(self.code, f"{where}{self.detail}", self.hint)
+
+    def bounded(self) -> Self:
+        """Return the result with its texts cut to MAX_TEXT_CHARS."""
+        texts = {name: getattr(self, name) for name in ("name", "detail", "hint")}
+        cut = {
+            name: f"{text[: MAX_TEXT_CHARS - 1]}…"
+            for name, text in texts.items()
+            if len(text) > MAX_TEXT_CHARS
+        }
+        return self.model_copy(update=cut)
+
+
+class CheckReply(Message):
+    """Results of checks that another process ran."""
+
+    done: bool = True
+    """False: not known, since the process is busy or the time is over."""
+    results: list[CheckResult] = Field(default_factory=list[CheckResult])
+    """In the order of the checks."""
+
+
+class CheckSkipped(TinkermqError):
+    """A check does not apply here. The message says why, the hint what would change that."""
+
+
+class Check(NamedTuple):
+    """One check."""
+
+    name: str
+    run: Callable[[], str]
+    """Returns what was seen."""
+    is_required: bool = False
+    """Whether the checks after it make no sense if it fails."""
+
+
+def run_checks(checks: Iterable[Check]) -> Iterator[CheckResult]:
+    """Run checks one after the other, up to a required one that fails."""
+    for check in checks:
+        result = run_check(check.name, check.run)
+        yield result
+        if check.is_required and not result.ok:
+            return
+
+
+def run_check(name: str, run: Callable[[], str], by: str = "") -> CheckResult:
+    """Run one check."""
+    try:
+        return CheckResult(name=name, outcome="ok", detail=run(), by=by)
+    except TinkermqError as error:
+        return failed_check(name, error, by)
+
+
+def failed_check(name: str, error: TinkermqError, by: str = "") -> CheckResult:
+    """Return the result of a check that raised an error."""
+    skipped = isinstance(error, CheckSkipped)
+    return CheckResult(
+        name=name,
+        outcome="skipped" if skipped else "failed",
+        detail=error.message,
+        hint=error.hint,
+        by=by,
+        code="" if skipped else error.code,
+    )
+
+
+def raise_failed(results: Iterable[CheckResult]) -> None:
+    """Raise the error of the first failed check, if there is one."""
+    for result in results:
+        if not result.ok:
+            raise result.error()
+
+
+# -- results of checks that run in a process of their own ------------------------------------------
+
+
+def write_results(results: Iterable[CheckResult]) -> None:
+    """Print each result as a line of its own, between whatever the checked code prints."""
+    for result in results:
+        sys.stdout.write(f"\n{_PREFIX}{result.model_dump_json(exclude_defaults=True)}\n")
+        sys.stdout.flush()
+    sys.stdout.write(f"\n{LAST_LINE}\n")
+
+
+def read_result(line: str) -> CheckResult | None:
+    """Return the result that a line holds; None for any other line."""
+    if not line.startswith(_PREFIX):
+        return None
+    try:
+        return CheckResult.model_validate_json(line.removeprefix(_PREFIX))
+    except ValidationError:  # the checked code printed it
+        return None

@@ -1,0 +1,160 @@
+"""Generated text: the fields of every request for it, and of every part of its answer.
+
+A chat or completion of a served model (`infer.py`) and a model call of an agent program
+(`agent.py`) are such requests. They have the same messages, the same decoding options and the same
+stream of deltas.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field
+
+from .output_format import MAX_PENALTY, MAX_REPETITION, MAX_TOP_LOGPROBS, OutputFormat
+from .wire.message import Message, Part
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_TEMPERATURE = 100.0
+MAX_COUNT = 2**31
+MAX_SEED = 2**63
+TokenId = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
+RequestId = Annotated[str, Field(min_length=1, max_length=64)]
+
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
+
+class ModelMessage(Message):
+    """One message of a conversation, in any of the APIs."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: list[str | bytes] = Field(default_factory=list[str | bytes])
+    """Texts and encoded images, in order."""
+    calls: list[tuple[str, str, str]] = Field(default_factory=list[tuple[str, str, str]])
+    """The assistant's tool calls: name, arguments as written, id."""
+    reasoning: str | None = None
+    """The assistant's reasoning; null: not sent."""
+    call_id: str = ""
+    """Of a tool result: the call that it answers."""
+    extra: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Further fields for the chat template, such as `name`."""
+
+
+class Decoding(Message):
+    """Decoding options of one request."""
+
+    max_tokens: int | None = Field(default=None, ge=0, lt=MAX_COUNT)
+    """Of each answer; null: as the context allows; 0: only prompt log-probs."""
+    temperature: float | None = Field(default=None, ge=0, le=MAX_TEMPERATURE)
+    """0: greedy; null: 1, in an episode as the job says."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Null: 1, in an episode as the job says."""
+    top_k: int | None = Field(default=None, ge=0, lt=MAX_COUNT)
+    """Likeliest tokens to keep; 0: all; null: all, in an episode as the job says."""
+    stop: list[str] = Field(default_factory=list[str], max_length=MAX_STOPS)
+    """Texts that end an answer; not part of it."""
+    seed: int | None = Field(default=None, ge=0, lt=MAX_SEED)
+    """Seed of sampling; null: random. In an episode it has no effect."""
+    num_choices: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    """Answers per prompt."""
+    presence_penalty: float = Field(default=0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    """Subtracted from the logits of the answer's tokens."""
+    frequency_penalty: float = Field(default=0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    """The same, times their number in the answer."""
+    repetition_penalty: float = Field(default=1.0, gt=0, le=MAX_REPETITION)
+    """Divides positive logits of tokens in prompt and answer, multiplies negative ones."""
+    format: OutputFormat | None = None
+    """Required form of the answer."""
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_LOGPROBS)
+    """With `logprobs`: so many of the likeliest tokens at each position."""
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The options of how tokens are drawn that differ from their defaults."""
+        values = {name: getattr(self, name) for name in _SAMPLING}
+        return {
+            name: value
+            for name, value in values.items()
+            if value != Decoding.model_fields[name].default
+        }
+
+
+class TextRequest(Message):
+    """Fields of every request for generated text."""
+
+    request: RequestId
+    """Made by the caller, for cancelling."""
+    decoding: Decoding = Field(default_factory=Decoding)
+    stream: bool = False
+    """Stream tokens."""
+    logprobs: bool = False
+    """Return each token's text and log-prob."""
+    token_ids: bool = False
+    """Return the prompt's token ids."""
+
+
+TOKEN_COLUMNS = (
+    "token_ids",
+    "logprobs",
+    "versions",
+    "tokens",
+    "token_bytes",
+    "top_tokens",
+    "top_logprobs",
+    "top_bytes",
+)
+"""Columns of a delta: each has a value for each token, or is empty."""
+
+
+class Delta(Message):
+    """What one choice of an answer has gained since the previous part."""
+
+    choice: int = Field(ge=0)
+    """Prompt · `num_choices` + number within the prompt."""
+    text: str = ""
+    token_ids: list[int] = Field(default_factory=list[int])
+    """New tokens; their last text may follow in a later part."""
+    logprobs: list[float] = Field(default_factory=list[float])
+    """Log-probs before penalties, form, top-p and top-k, if requested; always in an episode."""
+    versions: list[int] = Field(default_factory=list[int])
+    """Policy version of each new token, in an episode."""
+    tokens: list[str] = Field(default_factory=list[str])
+    """Their texts, with `logprobs`."""
+    token_bytes: list[bytes] = Field(default_factory=list[bytes])
+    """Their bytes, which may be part of a character; empty for what ends a turn."""
+    top_tokens: list[list[str]] = Field(default_factory=list[list[str]])
+    """Texts of the likeliest tokens at each position, best first, if requested."""
+    top_logprobs: list[list[float]] = Field(default_factory=list[list[float]])
+    """Their log-probs."""
+    top_bytes: list[list[bytes]] = Field(default_factory=list[list[bytes]])
+    """Their bytes."""
+    finish: Literal["stop", "length", "cancelled"] | None = None
+    """Why the choice ended; null: not yet."""
+    stop: str = ""
+    """The stop text that ended it."""
+
+    def of_tokens(self, start: int, end: int | None = None, **fields: Any) -> Self:
+        """Return the delta of its tokens from `start` to `end`, with other `fields` replaced."""
+        columns = {name: getattr(self, name)[start:end] for name in TOKEN_COLUMNS}
+        return self.model_copy(update={**columns, **fields})
+
+
+class TextPart(Part):
+    """Part of the answer to a request for generated text."""
+
+    deltas: list[Delta] = Field(default_factory=list[Delta])
+    prompt_tokens: int = 0
+    """Of all prompts; in the first part with content."""
+    prompt_token_ids: list[list[int]] = Field(default_factory=list[list[int]])
+    """Of each prompt, if requested; in the first part with content."""
+    opened: str = ""
+    """The mark with which the prompt opened the reasoning, which the text follows; in the first
+    part with content."""
