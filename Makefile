@@ -31,7 +31,7 @@ test: $(VENV)/dev.stamp programs  ## Run the core of the tests, within five minu
 	$(PYTEST)
 
 test-rest: $(VENV)/dev.stamp programs  ## Run what `make test` leaves out, in about half an hour
-	$(PYTEST) -m full
+	$(PYTEST) -m "full and not long"
 
 test-all: test test-rest  ## Run both: what a change must pass
 

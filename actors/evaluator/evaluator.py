@@ -1,8 +1,8 @@
 """The evaluator: plays evaluation tasks with an engine of its own.
 
-Of a training job that asks for one (`evaluation.slots`) it takes the validation tasks that the
-generators play otherwise. A job of kind `eval` has no learner: its evaluator evaluates a
-checkpoint, or the model of its configuration, once and ends.
+In a training job with `evaluation.slots` it plays the validation tasks, which generators play
+otherwise. A job of kind `eval` has no learner: its evaluator evaluates a checkpoint, or the
+configured model, once and ends.
 """
 
 import asyncio
@@ -19,19 +19,19 @@ from ...schemas.env import DescribeReply
 from ...schemas.metric import EpisodeScore, Metric
 from ...schemas.task import Task
 from ..engine.engine import bytes_of_engines
-from ..engine.weight_updates import WeightFollower
 from ..policy.chat import make_chat
 from ..policy.policies import check_weights, config_of_checkpoint
 from ..rollout.players import start_engines
 from ..rollout.validation import TaskEpisodes, Validator
 from ..runtime import JobContext
+from ..weights.follower import WeightFollower
 from ..weights.job_weights import open_weights
 
 _TOLD_AT_ONCE = 2000
 
 
 async def run_evaluator(context: JobContext) -> None:
-    """Evaluate what is asked for until told to stop."""
+    """Evaluate the job's model, or validation tasks until stopped."""
     config = context.config
     is_job_of_its_own = context.record.kind == "eval"
     await asyncio.to_thread(check_weights, context.record, config)
@@ -64,7 +64,7 @@ def _with_slots(config: JobConfig) -> JobConfig:
 
 
 class EvaluatedEpisode(NamedTuple):
-    """One episode of an evaluation; without a score when every try failed."""
+    """One episode of an evaluation; without a score if every try failed."""
 
     task: int
     sample: int
@@ -102,8 +102,8 @@ async def _play(episodes: TaskEpisodes, tasks: Sequence[Task]) -> list[list[Eval
 
 
 def episode_columns(results: Sequence[EvaluatedEpisode]) -> dict[str, list[Any]]:
-    """Return what counts of each episode that ran, column by column, for an event."""
-    ran = [(one.task, one.sample, one.score) for one in results if one.score is not None]
+    """Return the scored episodes as columns, for an event."""
+    ran = [(task, sample, score) for task, sample, score in results if score is not None]
     return {
         "tasks": [task for task, _, _ in ran],
         "samples": [sample for _, sample, _ in ran],

@@ -2,18 +2,13 @@
 
 Pages run no script and load nothing that this gateway did not serve. A browser's request that
 changes something must come from one of these pages: cookies are `samesite=strict`, and beyond that
-`Sec-Fetch-Site` or `Origin` must say so. Without a log-in only names of this machine are answered,
-so that no web site can reach the gateway under a name of its own.
-
-A client that is answered before all of its request was read is still sending it. A connection
-closed then is reset, and with it goes the answer, unread (RFC 9112, 9.6). So the answer is sent
-whole, the rest of the body is dropped as it comes, within bounds, and only then does the answer
-end.
+`Sec-Fetch-Site` or `Origin` must name it. Without log-ins the gateway answers only under names of
+this machine, so that no web site can reach it under a name of its own.
 """
 
-import asyncio
 import contextlib
 import time
+from email.utils import formatdate
 from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -28,10 +23,7 @@ from .programs import is_of_program
 from .sessions import COOKIE
 
 HELD = "tinkermq.held"
-"""Key in a request's scope: what is held until the request is answered."""
-MAX_DROPPED_BYTES = 64 << 20
-DROPPING_S = 10.0
-"""How much is read, and how long, of a request that has been answered already."""
+"""Key in a request's scope: the context that ends when the request is answered."""
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _POLICY = (
@@ -59,14 +51,25 @@ class Guard:
         self._local_only = local_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse what must not pass, and put the headers on what does."""
+        """Refuse forbidden requests, and add headers to answers."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         started = time.perf_counter()
         status = 500
         held = scope[HELD] = contextlib.ExitStack()
-        body = _Body(receive, scope, _largest(scope))
+        largest = _largest(scope)
+        num_bytes = 0
+
+        async def receive_bounded() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > largest:
+                raise HTTPException(413, f"a request may have {largest:,} bytes")
+            if not message.get("more_body", False) and TAKEN in scope:
+                scope[TAKEN].settle(num_bytes)
+            return message
 
         async def send_guarded(message: Message) -> None:
             nonlocal status
@@ -76,22 +79,19 @@ class Guard:
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
                 headers.setdefault("cache-control", "no-store")
-            elif not message.get("more_body", False) and not body.ended:
-                await send({**message, "more_body": True})
-                held.close()
-                await body.drop_the_rest()
-                message = {"type": "http.response.body"}
+                headers.setdefault("date", formatdate(usegmt=True))
+            elif not message.get("more_body", False):
+                held.close()  # the server may still drop the rest of the request
             await send(message)
 
-        refusal = self._refusal(scope)
-        app = self._app if refusal is None else refusal
+        app = self._refusal(scope, largest) or self._app
         try:
             with held:
-                await app(scope, body.receive, send_guarded)
+                await app(scope, receive_bounded, send_guarded)
         finally:
             self._counters.count(scope, status, time.perf_counter() - started)
 
-    def _refusal(self, scope: Scope) -> JSONResponse | None:
+    def _refusal(self, scope: Scope, largest: int) -> JSONResponse | None:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if self._local_only and _place(f"//{host}").hostname not in LOOPBACK:
@@ -99,23 +99,26 @@ class Guard:
         if scope["method"] in _SAFE:
             return None
         length = headers.get("content-length", "0")
-        largest = _largest(scope)
         if not length.isdigit() or int(length) > largest:
             why = f"a request may have {largest:,} bytes"
             if (path := scope["path"]).startswith("/v1/"):
                 value = api_of(split_path(path)[1]).error(RequestError(why), 413)
                 return JSONResponse(value, status_code=413)
             return _refuse(why, 413)
-        return None if _same_origin(headers, host) else _refuse("the request comes from elsewhere")
+        return (
+            None
+            if _same_origin(headers, host)
+            else _refuse("the request comes from a page of another site")
+        )
 
 
 def _largest(scope: Scope) -> int:
-    """Return the size of the largest body that passes; what reads it for a program is stricter."""
+    """Return the size of the largest body; endpoints of programs have lower bounds."""
     return MAX_PROGRAM_BYTES if is_of_program(scope) else max_body_bytes(scope["path"])
 
 
 def _same_origin(headers: Headers, host: str) -> bool:
-    """Whether a request that changes something comes from our own pages, or from no browser."""
+    """Return whether a request comes from our own pages, or not from a browser."""
     site = headers.get("sec-fetch-site")
     origin = headers.get("origin")
     if site is not None and site not in ("same-origin", "none"):
@@ -126,48 +129,11 @@ def _same_origin(headers: Headers, host: str) -> bool:
 
 
 def _place(url: str) -> SplitResult:
-    """Return the parts of what a visitor says is a URL; those of none where it is none."""
+    """Return the parts of a URL; empty parts for a malformed one."""
     try:
         return urlsplit(url)
     except ValueError:
         return urlsplit("")
-
-
-class _Body:
-    """The body of a request as it comes, which is refused where it is longer than it may be."""
-
-    def __init__(self, receive: Receive, scope: Scope, largest: int) -> None:
-        headers = Headers(scope=scope)
-        content_length = headers.get("content-length", "0")
-        self.ended = content_length == "0" and "transfer-encoding" not in headers
-        """Whether all of it has come."""
-        self._receive = receive
-        self._scope = scope
-        self._largest = largest
-        self._seen = 0
-
-    async def receive(self) -> Message:
-        """Return what came next; HTTPException 413 for more than may come."""
-        message = await self._next()
-        if self._seen > self._largest:
-            raise HTTPException(413, f"a request may have {self._largest:,} bytes")
-        return message
-
-    async def drop_the_rest(self) -> None:
-        """Read to the end of what is still sent, for as long and as much as is bearable."""
-        most = self._seen + MAX_DROPPED_BYTES
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DROPPING_S):
-                while not self.ended and self._seen < most:
-                    await self._next()
-
-    async def _next(self) -> Message:
-        message = await self._receive()
-        self._seen += len(message.get("body", b""))
-        self.ended = message["type"] != "http.request" or not message.get("more_body", False)
-        if self.ended and TAKEN in self._scope:
-            self._scope[TAKEN].settle(self._seen)
-        return message
 
 
 def _refuse(why: str, status: int = 403) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""Limits of the gateway (connections, deadlines, bodies, concurrent requests) and its `/metrics`.
+"""Limits of the gateway (deadlines, bodies, concurrent requests) and its `/metrics`.
 
 `/metrics` is Prometheus' text format. A scrape with a key (`authorization: Bearer …`) also gets the
 jobs, actors and nodes that its user may see; without keys at the broker every scrape does.
@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 from starlette.types import Scope
 
-from ...envs.http_server import ConnectionBounds, Connections, Deadlines
+from ...schemas.http_server import HttpBounds
 from ...schemas.metric import Presence
 from ...schemas.node import NodeStatus
 from ...schemas.wire.errors import BusyError, ConfigError
@@ -21,16 +21,15 @@ from ...schemas.wire.errors import BusyError, ConfigError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MAX_CONNECTIONS = 1024
-MAX_OF_HOLDER = 512
-"""Of one address, as long as it has shown no key, or of one user."""
-NUM_RESERVED = 64
-"""Further ones, for one light request each."""
+MAX_REQUESTS = 1024
+"""Requests that run at once, without light ones."""
+MAX_LOCAL_REQUESTS = 512
+"""The same in a pool without users: half of what its one visitor may have, pages included."""
 RETRY_AFTER_S = 5
 MAX_INFERENCE_BYTES = 8 << 20
 MAX_PROGRAM_BYTES = 1 << 30
-"""Of programs with the key of an episode: beyond the bound of their own endpoints, which say so in
-the words of the API that was called, a body is dropped as it comes."""
+"""Bound on a program's body. The endpoints of programs have lower bounds, and refuse larger bodies
+in the words of the API."""
 MAX_CONFIG_BYTES = 1 << 20
 MAX_FORM_BYTES = 16 << 10
 MAX_RUNNING = 256
@@ -38,11 +37,9 @@ MAX_RUNNING = 256
 MAX_HELD_BYTES = 64 << 20
 """Bytes of bodies of one user at a time."""
 MAX_ANSWER_BYTES = 64 << 20
-"""Bytes of answers of one user at a time: of streams what was not read yet, of others all."""
+"""Bytes of answers of one user at a time: the unread part of streams, and whole other answers."""
 MAX_THREADS = 2
-"""Threads that work for one user at a time; what has to wait does so without a thread."""
-_DEADLINES = Deadlines(head_s=10.0, idle_s=10.0, body_s=15.0, stalled_s=30.0)
-_BOUNDS = ConnectionBounds(MAX_CONNECTIONS, MAX_OF_HOLDER, MAX_OF_HOLDER, NUM_RESERVED)
+"""Threads that work for one user at a time; waiting work has no thread."""
 _CONFIGS = frozenset({"/submit", "/api/v1/jobs", "/api/v1/check"})
 _APIS = ("/v1/", "/tinker/", "/e/")
 _TINKER = "/tinker/api/v1/"
@@ -52,21 +49,20 @@ _LIGHT = tuple(
 )
 
 
-def gateway_connections(
-    bounds: ConnectionBounds = _BOUNDS, deadlines: Deadlines = _DEADLINES
-) -> Connections:
-    """Return what bounds the connections of a gateway."""
-    return Connections(
-        "gateway",
-        bounds=bounds,
-        deadlines=deadlines,
-        retry_after_s=RETRY_AFTER_S,
+def http_bounds(max_running: int = MAX_REQUESTS) -> HttpBounds:
+    """Return the bounds of a gateway's HTTP server."""
+    return HttpBounds(
+        idle_s=10,
+        body_s=15,
+        stalled_s=30,
+        max_running=max_running,
         is_light=_is_light,
+        retry_after_s=RETRY_AFTER_S,
     )
 
 
 def _is_light(scope: Scope) -> bool:
-    """Whether the reserve is for a request: one of a page, of health, or a heartbeat; no stream."""
+    """Return whether a request is short: for a page, health or a heartbeat, and no stream."""
     if any(name == b"accept" and b"event-stream" in value for name, value in scope["headers"]):
         return False
     path: str = scope["path"]
@@ -74,11 +70,19 @@ def _is_light(scope: Scope) -> bool:
 
 
 def content_length(headers: Mapping[str, str]) -> int | None:
-    """Return how large a request says its body is; 0 for no number, None where it says nothing."""
+    """Return the declared length of a body; 0 for a malformed one, None without one."""
     length = headers.get("content-length")
     if length is None:
         return None
     return int(length) if length.isascii() and length.isdigit() and len(length) < 12 else 0
+
+
+def body_bytes(headers: Mapping[str, str], largest: int) -> int:
+    """Return how large the body of a request is, or may be, up to `largest`."""
+    length = content_length(headers)
+    if length is not None:
+        return min(length, largest)
+    return largest if "transfer-encoding" in headers else 0
 
 
 def max_body_bytes(path: str) -> int:
@@ -89,14 +93,14 @@ def max_body_bytes(path: str) -> int:
 
 
 TAKEN = "tinkermq.taken"
-"""Key in a request's scope: its `Taken`, which learns how large the body was."""
+"""Key in a request's scope: its `Taken`."""
 
 
 class Taken:
-    """What one request takes of its user's share."""
+    """One request's part of its user's share."""
 
     def __init__(self, body_bytes: int, running: "set[Taken]") -> None:
-        """Take so many bytes: as many as the body has, or may have where it does not say so.
+        """Count so many bytes: the length of the body, or its bound if that is unknown.
 
         `running` are all requests of the user.
         """
@@ -105,30 +109,29 @@ class Taken:
         self._running = running
 
     def hold(self, num_bytes: int) -> None:
-        """Take more for the answer.
+        """Count more bytes for the answer.
 
-        Raises BusyError where all answers of the user have too much, ConfigError where this one has
-        by itself.
+        Raises BusyError if the user's answers together have too many, ConfigError if this one has.
         """
         if self.answer_bytes + num_bytes > MAX_ANSWER_BYTES:
             raise ConfigError(
-                f"{MAX_ANSWER_BYTES:,} bytes of the answer wait to be read, as many as may",
+                f"{MAX_ANSWER_BYTES:,} bytes of the answer wait to be read, the most allowed",
                 hint="ask for a stream and read it as it comes, or for fewer answers or log-probs "
                 "in one request",
             )
-        if sum(taken.answer_bytes for taken in self._running) + num_bytes > MAX_ANSWER_BYTES:
+        if sum(request.answer_bytes for request in self._running) + num_bytes > MAX_ANSWER_BYTES:
             raise BusyError(
-                f"{MAX_ANSWER_BYTES:,} bytes of your answers wait to be read, as many as may",
+                f"{MAX_ANSWER_BYTES:,} bytes of your answers wait to be read, the most allowed",
                 hint="ask for streams and read them as they come, or send fewer requests at a time",
             )
         self.answer_bytes += num_bytes
 
     def release(self, num_bytes: int) -> None:
-        """Give back what the reader has taken."""
+        """Count bytes no more that were read."""
         self.answer_bytes -= num_bytes
 
     def settle(self, body_bytes: int) -> None:
-        """Take no more than the body had, now that all of it has come."""
+        """Count the received length of the body instead of its bound."""
         self.body_bytes = min(self.body_bytes, body_bytes)
 
 
@@ -138,7 +141,7 @@ class Share:
     def __init__(
         self, max_running: int = MAX_RUNNING, max_held_bytes: int = MAX_HELD_BYTES
     ) -> None:
-        """Bound the number of requests by `max_running`, the bytes of their bodies, too."""
+        """Bound the number of requests, and the bytes of their bodies."""
         self._running: set[Taken] = set()
         self._max_running = max_running
         self._max_held_bytes = max_held_bytes
@@ -146,32 +149,32 @@ class Share:
 
     @property
     def num_running(self) -> int:
-        """How many requests run."""
+        """Number of running requests."""
         return len(self._running)
 
     @contextlib.contextmanager
     def taken(self, body_bytes: int = 0) -> Iterator[Taken]:
-        """Count a request while the block runs; raises BusyError where it is one too many."""
+        """Count a request while the block runs; raises BusyError beyond a bound."""
         if self.num_running >= self._max_running:
             raise BusyError(
-                f"{self.num_running} requests of yours are running, as many as one user may have",
-                hint="send the next one when an answer has come",
+                f"{self.num_running} of your requests are running, the most that one user may have",
+                hint="send the next one after an answer",
             )
-        held_bytes = sum(taken.body_bytes for taken in self._running)
+        held_bytes = sum(request.body_bytes for request in self._running)
         if body_bytes and held_bytes + body_bytes > self._max_held_bytes:
             raise BusyError(
-                f"the bodies of your requests have {held_bytes:,} bytes already",
+                f"the bodies of your running requests have {held_bytes:,} bytes",
                 hint=f"have at most {self._max_held_bytes:,} at a time",
             )
-        taken = Taken(body_bytes, self._running)
-        self._running.add(taken)
+        request = Taken(body_bytes, self._running)
+        self._running.add(request)
         try:
-            yield taken
+            yield request
         finally:
-            self._running.remove(taken)
+            self._running.remove(request)
 
     async def in_thread(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do what takes its time in a thread, for each user few at a time."""
+        """Run slow work in a thread, `MAX_THREADS` of a user at a time."""
         async with self._threads:
             return await asyncio.to_thread(function, *args, **kwargs)
 
@@ -232,7 +235,7 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 
 
 class _Snapshot:
-    """A collector of families that were made beforehand."""
+    """A collector of given families."""
 
     def __init__(self, families: Sequence[GaugeMetricFamily]) -> None:
         self._families = families
@@ -253,7 +256,7 @@ def pool_text(
     """
     families = [_jobs(counts), *_figures(rows), *_nodes(nodes), *_actors(actors)]
     registry = CollectorRegistry()
-    registry.register(_Snapshot(families))  # pyright: ignore[reportArgumentType]  only `collect` is asked for
+    registry.register(_Snapshot(families))  # pyright: ignore[reportArgumentType]  only `collect` is called
     return generate_latest(registry)
 
 
@@ -299,7 +302,7 @@ def _actors(actors: Sequence[tuple[str, Presence]]) -> list[GaugeMetricFamily]:
         labels=["actor", "role", "figure"],
     )
     up = GaugeMetricFamily(
-        "tinkermq_actor_up", "1 for every actor that is heard of", labels=["actor", "role", "state"]
+        "tinkermq_actor_up", "1 for every actor with a heartbeat", labels=["actor", "role", "state"]
     )
     for key, presence in actors:
         up.add_metric([key, presence.role, presence.state], 1)

@@ -1,4 +1,4 @@
-"""Operations on jobs, the same for the forms of the pages and for the REST interface."""
+"""Operations on jobs, for the forms of the pages and the REST interface."""
 
 import time
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ LIST_AGE_S = 1.0
 
 
 class Scheduler(SchedulerCalls):
-    """The scheduler, as one visitor sees it."""
+    """The scheduler, with one visitor's rights."""
 
     def __init__(self, visitor: Visitor) -> None:
         super().__init__(visitor.broker)
@@ -46,22 +46,22 @@ class Scheduler(SchedulerCalls):
         self.share = visitor.share
 
     async def get(self, job: str) -> JobRecord:
-        """Return a job of the visitor; raises NotFoundError, AuthError for that of another.
+        """Return a job of the visitor; raises NotFoundError, AuthError for another user's job.
 
         The scheduler shows it to admins, but this connection cannot read the job's stored data.
         """
         record = await super().get(job)
         if record.user != self._visitor.user:
             raise AuthError(
-                f"job {record.job} is {record.user}'s, and only its owner sees into it here",
+                f"job {record.job} is {record.user}'s, and only its owner can open it here",
                 hint=f"as an admin: TINKERMQ_AS={record.user} tinkermq logs {record.name}",
             )
         return record
 
     async def list_jobs(self, *, archived: bool = False) -> list[JobRecord]:
-        """Return all jobs of the visitor, newest first; as of a second ago at the oldest.
+        """Return all jobs of the visitor, newest first; at most a second old.
 
-        Those that were archived are among them only when they are asked for: there may be many.
+        Archived jobs are included only with `archived`: there may be many.
         """
         if archived:
             return await self.all_jobs(archived=True)
@@ -81,7 +81,7 @@ class Scheduler(SchedulerCalls):
 B = TypeVar("B", bound=BaseModel)
 
 MAX_YAML = 64_000
-"""Characters of a configuration, its overrides with it."""
+"""Characters of a configuration with its overrides."""
 MAX_OVERRIDE = 2000
 
 
@@ -130,12 +130,12 @@ class StopBody(Body):
 
 
 class ScaleBody(Body):
-    """How many of which actors a job shall have."""
+    """How many actors of a role a job should have."""
 
     role: Literal["generator", "environment", "server"]
-    """Which actors."""
+    """The role."""
     count: int = Field(ge=0, le=1024)
-    """How many there shall be."""
+    """The number of actors."""
 
 
 class PriorityBody(Body):
@@ -151,18 +151,18 @@ def _words(value: Any) -> Any:
 
 
 class LabelBody(Body):
-    """What a job is found by."""
+    """Tags, group and notes of a job."""
 
     tags: Annotated[list[Label], Field(max_length=MAX_TAGS), BeforeValidator(_words)] | None = None
-    """All its tags from now on, a list or words; left out: they stay."""
+    """Replaces its tags: a list, or words; left out: unchanged."""
     group: Label | Literal[""] | None = None
-    """Its group; empty: none; left out: it stays."""
+    """Its group; empty: none; left out: unchanged."""
     notes: Annotated[str, Field(max_length=MAX_NOTES)] | None = None
-    """Its notes; left out: they stay."""
+    """Its notes; left out: unchanged."""
 
 
 class EmptyBody(Body):
-    """Nothing has to be said."""
+    """An empty body."""
 
 
 BODIES: dict[str, type[Body]] = {
@@ -180,7 +180,7 @@ BODIES: dict[str, type[Body]] = {
 
 
 async def act(scheduler: Scheduler, job: str, action: str, body: Body) -> JobRecord:
-    """Do one of `BODIES` to a job; raises what the scheduler raises."""
+    """Perform one of `BODIES` on a job; raises the scheduler's errors."""
     if isinstance(body, StopBody):
         return await scheduler.stop(job, now=body.now, complete=body.complete)
     if isinstance(body, ScaleBody):
@@ -204,7 +204,7 @@ async def act(scheduler: Scheduler, job: str, action: str, body: Body) -> JobRec
 
 
 async def submit(scheduler: Scheduler, body: SubmitBody) -> JobRecord:
-    """Submit a job; raises ConfigError, and what the scheduler raises."""
+    """Submit a job; raises ConfigError and the scheduler's errors."""
     config, _ = await checked_config(scheduler.share, body)
     return await scheduler.submit(
         config,
@@ -218,9 +218,9 @@ async def submit(scheduler: Scheduler, body: SubmitBody) -> JobRecord:
 
 
 async def serve_checkpoint(scheduler: Scheduler, record: JobRecord, step: int) -> JobRecord:
-    """Have one server answer with a checkpoint; one that does so already is returned.
+    """Serve a checkpoint with one server; returns the job that serves it already, if any.
 
-    Raises NotFoundError with the steps that there are, and what `submit` raises.
+    Raises NotFoundError with the available steps, and the errors of `submit`.
     """
     what = f"{record.name}@{step}"
     return await _living(scheduler, "infer", what) or await scheduler.submit(
@@ -231,7 +231,7 @@ async def serve_checkpoint(scheduler: Scheduler, record: JobRecord, step: int) -
 
 
 async def evaluate_checkpoint(scheduler: Scheduler, record: JobRecord, step: int) -> JobRecord:
-    """Have a checkpoint evaluated on its run's validation set; raises as `serve_checkpoint`."""
+    """Evaluate a checkpoint on its run's validation set; raises as `serve_checkpoint`."""
     what = f"{record.name}@{step}"
     return await _living(scheduler, "eval", what) or await scheduler.submit(
         record.settings, kind="eval", fork_of=f"{record.job}@{step}"
@@ -239,7 +239,7 @@ async def evaluate_checkpoint(scheduler: Scheduler, record: JobRecord, step: int
 
 
 async def _living(scheduler: Scheduler, kind: str, what: str) -> JobRecord | None:
-    """Return the job that serves or evaluates `run@step` now."""
+    """Return the live job that serves or evaluates `run@step`."""
     for job in await scheduler.list_jobs():
         named = job.serves if kind == "infer" else job.fork_of
         if job.kind == kind and named == what and job.state not in FINAL_STATES:
@@ -248,22 +248,22 @@ async def _living(scheduler: Scheduler, kind: str, what: str) -> JobRecord | Non
 
 
 async def checked_config(share: Share, body: SubmitBody) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the configuration that a submission asks for, as given and with its defaults.
+    """Return the configuration of a submission, as given and with its defaults.
 
-    Raises ConfigError that names the key.
+    Raises ConfigError with the key.
     """
-    given = len(body.config) if isinstance(body.config, str) else 0
-    if given + sum(map(len, body.overrides)) > MAX_YAML:
+    num_chars = len(body.config) if isinstance(body.config, str) else 0
+    if num_chars + sum(map(len, body.overrides)) > MAX_YAML:
         raise ConfigError(
             f"configuration and overrides have more than {MAX_YAML:,} characters",
-            hint="put large values into a file of data",
+            hint="put large values into a data file",
         )
-    return await share.in_thread(_read_config, body)  # reading YAML takes its time
+    return await share.in_thread(_read_config, body)  # reading YAML is slow
 
 
 def _read_config(body: SubmitBody) -> tuple[dict[str, Any], dict[str, Any]]:
-    given = body.config
-    config = parse_yaml(given, "the configuration") if isinstance(given, str) else dict(given)
+    source = body.config
+    config = parse_yaml(source, "the configuration") if isinstance(source, str) else dict(source)
     for override in body.overrides:
         if override.strip():
             apply_override(config, override.strip())
@@ -271,7 +271,7 @@ def _read_config(body: SubmitBody) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def effective(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with every default filled in; as it is where it cannot be read."""
+    """Return a configuration with its defaults; unchanged if it cannot be parsed."""
     try:
         parsed: JobConfig = parse_config(dict(config))
     except ConfigError:
@@ -283,7 +283,7 @@ def body_of(model: type[B], fields: Mapping[str, Any]) -> B:
     """Validate the body of a request; raises MessageError that names the field."""
     if unknown := set(fields) - set(model.model_fields):
         raise MessageError(
-            f"the request is malformed: it has no field {min(unknown)!r}",
+            f"the request is malformed: unknown field {min(unknown)!r}",
             hint="see /api",
         )
     try:

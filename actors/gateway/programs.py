@@ -1,7 +1,7 @@
-"""Requests of agent programs: whatever comes with the key of an episode, under any path.
+"""Requests of agent programs: those with the key of an episode, under any path.
 
-Each episode has a connection of its own to the broker, which accepts the key once the episode's
-host has confirmed it, and grants the rights of this one episode. Connections are bounded, also per
+Each episode has its own connection to the broker, which grants the rights of this one episode, and
+is used once the episode's host has confirmed the key. Connections are bounded, also per
 user, and close when idle. Requests are answered by the same proxy that programs use next to their
 host; they never reach the rest of the gateway.
 """
@@ -12,6 +12,7 @@ from collections import Counter
 from hashlib import blake2b
 
 from cachetools import TTLCache
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...broker.client.connection import connect
@@ -19,21 +20,20 @@ from ...broker.client.fair_queue import end_tasks
 from ...broker.client.keys import EPISODE_KEY, EpisodeIdentity, read_episode_key
 from ...broker.client.login import of_program
 from ...envs.agents.proxy.calls import bare_key
-from ...envs.agents.proxy.exchange import BodyRoom, ClientGone, HttpExchange, KeyRefused
+from ...envs.agents.proxy.exchange import BodyRoom, KeyRefused, error_answer
 from ...envs.agents.proxy.model_calls import MAX_BODY_BYTES
 from ...envs.agents.proxy.remote_episode import RemoteEpisode
 from ...envs.agents.proxy.routes import api_of, presented_keys, split_path
-from ...envs.http_server import give_connection_to
 from ...schemas.wire.errors import BusyError, LogInRefusedError, TinkermqError
-from .limits import TAKEN, Share, content_length
+from .limits import TAKEN, Share, body_bytes
 
 MAX_EPISODES = 1024
 MAX_OF_USER = 512
 """Episodes of one user, and as many requests of their programs at a time."""
 MAX_USER_BYTES = 256 << 20
-"""Of the bodies of one user's programs at a time."""
+"""Bound on the bodies of one user's programs at a time."""
 MAX_BODIES_BYTES = 512 << 20
-"""Of all bodies that are being read."""
+"""Bound on all bodies that are being read."""
 IDLE_S = 120.0
 _OVER_IDLE_S = 10.0
 _REFUSED_S = 10.0
@@ -48,7 +48,7 @@ class ProgramEpisodes:
     """Finds the episode of a key."""
 
     def __init__(self, url: str, *, with_keys: bool) -> None:
-        """Speak to the broker at `url`, which asks for keys or does not; nothing is opened yet."""
+        """Use the broker at `url`, which requires keys or does not; nothing is opened yet."""
         self._url = url
         self._with_keys = with_keys
         self._episodes: dict[str, RemoteEpisode] = {}
@@ -66,9 +66,11 @@ class ProgramEpisodes:
         return len(self._episodes)
 
     def share(self, user: str) -> Share:
-        """Return what counts the requests of one user's programs."""
+        """Return the counter of the requests of one user's programs."""
         if user not in self._shares:
-            self._shares = {one: share for one, share in self._shares.items() if share.num_running}
+            self._shares = {
+                name: share for name, share in self._shares.items() if share.num_running
+            }
             self._shares[user] = Share(MAX_OF_USER, MAX_USER_BYTES)
         return self._shares[user]
 
@@ -95,14 +97,14 @@ class ProgramEpisodes:
             raise
 
     async def sweep(self) -> None:
-        """Close unused connections, for ever."""
+        """Close unused connections, until cancelled."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             now = time.monotonic()
-            for key, one in list(self._episodes.items()):
-                idle_s = _OVER_IDLE_S if one.over else IDLE_S
-                is_idle = not one.num_requests and now - one.used > idle_s
-                if is_idle or one.broker.closed.is_set():
+            for key, episode in list(self._episodes.items()):
+                idle_s = _OVER_IDLE_S if episode.over else IDLE_S
+                is_idle = not episode.num_requests and now - episode.used > idle_s
+                if is_idle or episode.broker.closed.is_set():
                     await self._drop(key)
 
     async def close(self) -> None:
@@ -130,8 +132,7 @@ class ProgramEpisodes:
         return episode
 
     async def _check(self, episode: RemoteEpisode) -> None:
-        """Admit an episode that its host confirms; the broker has checked the key's owner
-        before."""
+        """Admit an episode after its host confirms the key; the broker has checked its owner."""
         user = episode.user
         if self._checking[user] >= _CHECKING_OF_USER:
             raise BusyError("keys of many episodes are being checked", hint="call again")
@@ -153,23 +154,23 @@ class ProgramEpisodes:
         except LogInRefusedError as error:
             raise KeyRefused(
                 "the broker refuses the key of this episode",
-                hint="its job has ended, or the key was changed on its way",
+                hint="its job has ended, or the key is not complete",
             ) from error
         return RemoteEpisode(broker, identity, key, self._room)
 
     async def _make_room(self, user: str) -> None:
-        """Drop the longest idle one, of the user's own if these are too many."""
-        own = {key: one for key, one in self._episodes.items() if one.user == user}
+        """Drop the longest idle episode, of the user's own if these are too many."""
+        own = {key: episode for key, episode in self._episodes.items() if episode.user == user}
         if len(own) >= MAX_OF_USER:
             await self._drop_idle(own, f"{MAX_OF_USER} programs of user {user}")
         elif len(self._episodes) >= MAX_EPISODES:
             await self._drop_idle(self._episodes, f"{MAX_EPISODES} programs")
 
     async def _drop_idle(self, among: dict[str, RemoteEpisode], who: str) -> None:
-        idle = [key for key, one in among.items() if not one.num_requests]
+        idle = [key for key, episode in among.items() if not episode.num_requests]
         if not idle:
             raise BusyError(
-                f"{who} have calls open here, as many as this gateway serves",
+                f"{who} have calls open here, the most that this gateway serves",
                 hint="call again later, or through another gateway",
             )
         await self._drop(min(idle, key=lambda key: among[key].used))
@@ -184,34 +185,31 @@ class ProgramEpisodes:
 
 
 class ProgramRequests:
-    """ASGI middleware that takes the requests of programs out."""
+    """ASGI middleware that answers the requests of programs."""
 
     def __init__(self, app: ASGIApp, *, episodes: ProgramEpisodes) -> None:
-        """Pass what comes without an episode's key on to `app`."""
+        """Pass requests without an episode's key on to `app`."""
         self._app = app
         self._episodes = episodes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a program, or let others be answered."""
+        """Answer a program, or pass the request on."""
         if not is_of_program(scope):
             await self._app(scope, receive, send)
             return
-        exchange = HttpExchange(scope, receive, send)
-        exchange.api = api_of(split_path(exchange.path)[1])
         try:
             episode = await self._episodes.of_key(_key_of(scope))
-            give_connection_to(f"{episode.user}'s programs", scope)
-            with self._episodes.share(episode.user).taken(_body_bytes(exchange)) as taken:
-                scope[TAKEN] = taken
+            num_bytes = body_bytes(Headers(scope=scope), MAX_BODY_BYTES)
+            with self._episodes.share(episode.user).taken(num_bytes) as share:
+                scope[TAKEN] = share
                 await episode(scope, receive, send)
-        except ClientGone:
-            return
         except TinkermqError as error:
-            await exchange.fail(error)
+            api = api_of(split_path(scope["path"])[1])
+            await error_answer(error, api)(scope, receive, send)
 
 
 def is_of_program(scope: Scope) -> bool:
-    """Whether a request comes with the key of an episode, or with one in its path."""
+    """Return whether a request has the key of an episode, in its headers or path."""
     if scope["type"] != "http":
         return False
     return bool(split_path(scope["path"])[0]) or bool(_presented(scope))
@@ -223,14 +221,5 @@ def _key_of(scope: Scope) -> str:
 
 
 def _presented(scope: Scope) -> str:
-    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-    keys = (bare_key(key) for key in presented_keys(headers) if key)
+    keys = (bare_key(key) for key in presented_keys(Headers(scope=scope)) if key)
     return next((key for key in keys if key.startswith(EPISODE_KEY)), "")
-
-
-def _body_bytes(exchange: HttpExchange) -> int:
-    """Return how large a body is, or may be."""
-    length = content_length(exchange.headers)
-    if length is not None:
-        return min(length, MAX_BODY_BYTES)
-    return MAX_BODY_BYTES if "transfer-encoding" in exchange.headers else 0

@@ -59,14 +59,14 @@ REQUESTS: dict[str, tuple[type[Message], type[Message]]] = {
     "revoke": (NameUser, UserReply),
     "quota": (SetQuota, UserReply),
 }
-"""What can be done, by name: what is asked, which is the body of the request, and the answer."""
+"""Operations by name, with the types of request and answer."""
 
 
 async def change(visitor: Visitor, action: str, fields: dict[str, Any]) -> Message:
-    """Do one of `REQUESTS`; raises MessageError for a malformed request."""
+    """Perform one of `REQUESTS`; raises MessageError for a malformed request."""
     if action not in REQUESTS:
         known = ", ".join(REQUESTS)
-        raise NotFoundError(f"{action!r} cannot be done to a user", hint=f"there are {known}")
+        raise NotFoundError(f"{action!r} is not an operation on users", hint=f"there are {known}")
     request, reply = REQUESTS[action]
     return await ask_users(visitor.broker, action, operations.body_of(request, fields), reply)
 
@@ -74,13 +74,13 @@ async def change(visitor: Visitor, action: str, fields: dict[str, Any]) -> Messa
 def _check_keys(request: Request) -> None:
     if not gateway_of(request).sessions.with_keys:
         raise StateError(
-            "this pool has no users: its broker asks for no keys",
-            hint="make some with `tinkermq init`",
+            "this pool has no users: its broker requires no keys",
+            hint="set up users with `tinkermq init`",
         )
 
 
 async def page(request: Request) -> Response:
-    """Show the visitor's own record; to an admin all users and what was written down last."""
+    """Show the visitor's own record; to an admin all users and the last audit entries."""
     _check_keys(request)
     return await _page(request, await visitor_of(request), None)
 
@@ -98,16 +98,16 @@ async def _page(request: Request, visitor: Visitor, made: NewKey | None) -> Resp
 
 
 def _is_look(record: AuditRecord) -> bool:
-    """Whether an admin only looked, as this page does each time."""
+    """Return whether an entry only records a look at this list."""
     return record.what in ("users.list", "users.audit") and record.outcome == "done"
 
 
 async def form(request: Request) -> Response:
-    """Do what a form says; a new key is shown once, on the page that answers."""
+    """Perform the operation of a form; a new key is shown once, on the next page."""
     _check_keys(request)
     visitor, fields = await visitor_of(request), await form_of(request)
-    given: dict[str, Any] = {name: value for name, value in fields.items() if value != ""}
-    reply = await change(visitor, request.path_params["action"], given)
+    filled: dict[str, Any] = {name: value for name, value in fields.items() if value != ""}
+    reply = await change(visitor, request.path_params["action"], filled)
     made = reply if isinstance(reply, NewKey) else None
     if made is not None and made.user == visitor.user:
         return render(request, "users.html", {"user": visitor.user, "me": None, "made": made})
@@ -122,18 +122,18 @@ async def list_users(request: Request) -> Response:
 
 
 async def change_user(request: Request) -> Response:
-    """Do what the end of the path says; answers with the user, or the new key."""
+    """Perform the operation in the path; answers with the user, or the new key."""
     _check_keys(request)
     visitor, action = await visitor_of(request), request.url.path.rpartition("/")[2]
     return Json(await change(visitor, action, await json_of(request)))
 
 
 async def read_audit(request: Request) -> Response:
-    """Answer with what was written down last."""
+    """Answer with the last audit entries."""
     _check_keys(request)
     limit = number_in(request, "limit", 200, least=1) or 200
-    asked, visitor = AuditRequest(limit=min(limit, 2000)), await visitor_of(request)
-    return Json(await ask_users(visitor.broker, "audit", asked, AuditList))
+    request_body, visitor = AuditRequest(limit=min(limit, 2000)), await visitor_of(request)
+    return Json(await ask_users(visitor.broker, "audit", request_body, AuditList))
 
 
 def user_routes() -> list[Route]:
@@ -179,7 +179,7 @@ async def get_job(request: Request) -> Response:
 
 
 async def act_on_job(request: Request) -> Response:
-    """Do what the end of the path says to a job; answers with its record."""
+    """Perform the operation in the path on a job; answers with its record."""
     scheduler = await scheduler_of(request)
     action = "delete" if request.method == "DELETE" else request.url.path.rpartition("/")[2]
     body = operations.body_of(operations.BODIES[action], await json_of(request))
@@ -194,7 +194,7 @@ async def get_config(request: Request) -> Response:
 
 
 async def get_metrics(request: Request) -> Response:
-    """Answer with the curves of a job, down-sampled: some by name, or all."""
+    """Answer with the down-sampled curves of a job: some by name, or all."""
     visitor, record = await rollouts.job_of(request)
     points = await gateway_of(request).histories.points(
         visitor.broker,
@@ -237,7 +237,7 @@ async def get_logs(request: Request) -> Response:
 
 
 async def get_actors(request: Request) -> Response:
-    """Answer with a job's actors, what each does and whom it waits for."""
+    """Answer with a job's actors, their states and what they wait for."""
     visitor, record = await rollouts.job_of(request)
     return Json({"actors": await actors_of(visitor, record)})
 
@@ -281,7 +281,7 @@ async def list_nodes(request: Request) -> Response:
 
 
 async def list_queue(request: Request) -> Response:
-    """Answer with the jobs that wait and the reason of each, an admin's with everybody's."""
+    """Answer with the queued jobs and their reasons; for admins those of all users."""
     records = await (await scheduler_of(request)).all_jobs(widest=True)
     return Json({"queue": [row(record, {}) for record in rollouts.queue_of(records)]})
 
@@ -340,7 +340,7 @@ OPERATIONS: tuple[Operation, ...] = (
         (
             ("state", "string", f"one of {', '.join(STATES)}"),
             ("search", "string", "words that name, id, game, model or reason must contain"),
-            ("offset", "integer", "leave out so many"),
+            ("offset", "integer", "skip so many"),
             _LIMIT,
             ("sort", "string", f"{', '.join((*SORTS, *FIGURES))}; -reward: greatest first"),
         ),
@@ -355,15 +355,15 @@ OPERATIONS: tuple[Operation, ...] = (
         Operation("POST", f"{_JOB}/{name}", act_on_job, text, body=operations.BODIES[name])
         for name, text in (
             ("stop", "Stop a job, with a checkpoint unless `now`"),
-            ("checkpoint", "Have a training job write a checkpoint now"),
-            ("pause", "Let a running job stand still"),
-            ("resume", "Let a job go on: after a pause, or from its last checkpoint"),
+            ("checkpoint", "Write a checkpoint of a training job now"),
+            ("pause", "Pause a running job"),
+            ("resume", "Resume a job after a pause, or from its last checkpoint"),
             ("scale", "Change the number of generators, environment hosts or servers"),
             ("priority", "Change a job's place in the queue"),
             ("label", "Change a job's tags, group and notes"),
             ("archive", "Move an ended job's stored data into its run folder"),
-            ("unarchive", "Bring back what an archived job has stored"),
-            ("delete", "Remove a job that has ended, with all that is stored of it"),
+            ("unarchive", "Restore an archived job's stored data"),
+            ("delete", "Remove an ended job with all its stored data"),
         )
     ),
     Operation("GET", f"{_JOB}/config", get_config, "Configuration, as given and effective"),
@@ -384,7 +384,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "Last lines of the actors",
         (("actor", "string", "only this actor's"), _LIMIT),
     ),
-    Operation("GET", f"{_JOB}/actors", get_actors, "Actors, and what each waits for"),
+    Operation("GET", f"{_JOB}/actors", get_actors, "Actors, and what they wait for"),
     Operation(
         "GET",
         f"{_JOB}/stream",
@@ -400,10 +400,10 @@ OPERATIONS: tuple[Operation, ...] = (
         "Groups of the rollout log",
         (
             ("before", "integer", "entries before this sequence"),
-            ("step", "integer", "only those that this step trained"),
+            ("step", "integer", "groups that this step trained"),
             ("sort", "string", "log or reward"),
-            ("errors", "boolean", "only what failed"),
-            ("q", "string", "words that must all stand in an episode's messages"),
+            ("errors", "boolean", "failures only"),
+            ("q", "string", "words that an episode's messages must contain"),
             ("reward_from", "number", "episodes with at least this reward"),
             ("reward_to", "number", "episodes with at most this reward"),
             ("version", "integer", "episodes of this policy version"),
@@ -425,7 +425,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "A checkpoint as a tar archive",
         reply="application/x-tar",
     ),
-    Operation("GET", "/api/v1/tinker", rest.get_sessions, "One's models under the Tinker API"),
+    Operation("GET", "/api/v1/tinker", rest.get_sessions, "Your models under the Tinker API"),
     Operation(
         "GET",
         "/api/v1/tinker/{job}/{model}/metrics",
@@ -433,18 +433,18 @@ OPERATIONS: tuple[Operation, ...] = (
         "Curves of such a model, at most 256 points each",
     ),
     Operation("GET", "/api/v1/nodes", list_nodes, "Nodes of the pool"),
-    Operation("GET", "/api/v1/queue", list_queue, "Jobs that wait, and why"),
+    Operation("GET", "/api/v1/queue", list_queue, "Queued jobs, with reasons"),
     Operation("GET", "/api/v1/users", list_users, "Users, for admins"),
     *(
         Operation("POST", f"/api/v1/users/{name}", change_user, text, body=REQUESTS[name][0])
         for name, text in (
             ("add", "Make a user; the key is shown once, for admins"),
-            ("rotate", "Replace a key, one's own or as an admin"),
-            ("revoke", "Shut a user out for good, for admins"),
+            ("rotate", "Replace a key: your own, or any as an admin"),
+            ("revoke", "Revoke a user, for admins"),
             ("quota", "Change a user's share of the pool, for admins"),
         )
     ),
-    Operation("GET", "/api/v1/audit", read_audit, "What touched security", (_LIMIT,)),
+    Operation("GET", "/api/v1/audit", read_audit, "The audit log", (_LIMIT,)),
 )
 """Every operation, in the order in which the page lists them."""
 
@@ -455,31 +455,29 @@ def routes() -> list[Route]:
 
 
 def _checked(operation: Operation) -> Handler:
-    """Return the handler of an operation; it refuses what it would ignore of a query."""
+    """Return the handler of an operation; it refuses unknown query keys."""
     known = [name for name, _, _ in operation.query]
 
     async def answer(request: Request) -> Response:
-        for given in request.query_params:
-            if given not in known:
-                raise _unknown(operation, given[:_SHOWN], known)
-            if len(request.query_params.getlist(given)) > 1:
+        for name in request.query_params:
+            if name not in known:
+                raise _unknown(operation, name[:_SHOWN], known)
+            if len(request.query_params.getlist(name)) > 1:
                 raise MessageError(
-                    f"the query key {given!r} is given more than once", hint="give it once"
+                    f"the query key {name!r} is given more than once", hint="give it once"
                 )
         return await operation.handler(request)
 
     return answer
 
 
-def _unknown(operation: Operation, given: str, known: list[str]) -> MessageError:
-    near = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
+def _unknown(operation: Operation, name: str, known: list[str]) -> MessageError:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if near:
         hint = f"did you mean {near[0]}?"
     else:
-        hint = f"it takes {', '.join(known)}" if known else "it takes none"
-    return MessageError(
-        f"{operation.method} {operation.path} has no query key {given!r}", hint=hint
-    )
+        hint = f"it takes {', '.join(known)}" if known else "it has none"
+    return MessageError(f"{operation.method} {operation.path} has no query key {name!r}", hint=hint)
 
 
 # -- the OpenAPI description -----------------------------------------------------------------------
@@ -526,7 +524,7 @@ def description(version: str) -> dict[str, Any]:
     }
 
 
-def _operation(one: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
+def _operation(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
     parameters = [
         {
             "name": name,
@@ -534,20 +532,21 @@ def _operation(one: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
             "required": True,
             "schema": {"type": "integer" if kind == "int" else "string"},
         }
-        for name, kind in _TYPED.findall(one.path)
+        for name, kind in _TYPED.findall(operation.path)
     ]
     parameters += [
         {"name": name, "in": "query", "description": about, "schema": {"type": kind}}
-        for name, kind, about in one.query
+        for name, kind, about in operation.query
     ]
+    place = re.sub(r"[^a-z]+", "_", operation.path[7:])
     fields: dict[str, Any] = {
-        "summary": one.summary,
-        "operationId": f"{one.method.lower()}{re.sub(r'[^a-z]+', '_', one.path[7:])}".rstrip("_"),
+        "summary": operation.summary,
+        "operationId": f"{operation.method.lower()}{place}".rstrip("_"),
         "parameters": parameters,
         "responses": {
-            "201" if one.path.endswith("/jobs") and one.method == "POST" else "200": {
-                "description": one.summary,
-                "content": {one.reply: {}},
+            "201" if operation.path.endswith("/jobs") and operation.method == "POST" else "200": {
+                "description": operation.summary,
+                "content": {operation.reply: {}},
             },
             "default": {
                 "description": "an error",
@@ -555,12 +554,12 @@ def _operation(one: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
             },
         },
     }
-    if one.body is not None:
-        schema = one.body.model_json_schema(ref_template="#/components/schemas/{model}")
+    if operation.body is not None:
+        schema = operation.body.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas.update(schema.pop("$defs", {}))
-        schemas[one.body.__name__] = schema
+        schemas[operation.body.__name__] = schema
         fields["requestBody"] = {
-            "content": {"application/json": {"schema": _ref(one.body.__name__)}}
+            "content": {"application/json": {"schema": _ref(operation.body.__name__)}}
         }
     return fields
 

@@ -9,13 +9,12 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 from urllib.parse import quote
 
 import structlog
-import uvicorn
 from starlette.applications import Starlette
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.exceptions import HTTPException
@@ -35,7 +34,7 @@ from ...broker.client.server_info import read_server_info
 from ...broker.jetstream.kv import Entry
 from ...broker.jetstream.streams import create_shared, wait_for_shared
 from ...broker.presence import PresenceBeat, list_presences
-from ...envs.http_server import MAX_HEAD_BYTES, ConnectionBounds
+from ...schemas.http_server import HttpServer, listening_socket
 from ...schemas.job import FINAL_STATES
 from ...schemas.local.process import notifying_systemd
 from ...schemas.metric import Presence
@@ -102,7 +101,7 @@ def make_app(sessions: Sessions, *, local_only: bool, secure: bool = False) -> S
 
 
 class _Brokers:
-    """The visitors' connections, for the endpoints of OpenAI."""
+    """The visitors' connections, for the model APIs."""
 
     async def broker(self, request: Request) -> Broker:
         """Return the visitor's connection; a missing key is a 401."""
@@ -113,7 +112,7 @@ class _Brokers:
 
 
 class _Number(Convertor[int]):
-    """Numbers in paths: one of thousands of digits is none of ours, and no page."""
+    """Numbers in paths, of up to 15 digits."""
 
     regex = "[0-9]{1,15}"
 
@@ -128,7 +127,7 @@ register_url_convertor("int", _Number())
 
 
 class _Static(StaticFiles):
-    """Files that a browser keeps: their addresses change with their contents."""
+    """Files that a browser caches: their addresses change with their contents."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         reply = await super().get_response(path, scope)
@@ -152,7 +151,7 @@ async def openapi_document(_: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Answer with what Prometheus collects; see `counters`."""
+    """Answer with the figures for Prometheus; see `limits`."""
     gateway = gateway_of(request)
     gateway.counters.sessions.set(gateway.sessions.num_sessions)
     gateway.counters.connections.set(gateway.sessions.num_visitors)
@@ -212,8 +211,8 @@ def _error_response(
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     message = errors.NotFoundError(
-        f"there is no page {request.url.path}" if error.status_code == 404 else error.detail,
-        hint="" if error.status_code != 404 else "begin at /jobs",
+        f"page {request.url.path} does not exist" if error.status_code == 404 else error.detail,
+        hint="" if error.status_code != 404 else "start at /jobs",
     )
     return _error_response(request, message, error.status_code, error.headers)
 
@@ -238,34 +237,34 @@ async def _crash(request: Request, error: Exception) -> Response:
 
 DRAIN_S = 5
 _RETRY_S = 0.5
-_OPEN_FILES = 4 * limits.MAX_CONNECTIONS
-"""Files: one for each connection, and those towards the broker."""
+_OPEN_FILES = 8 * limits.MAX_REQUESTS
+"""Files: one for each connection, idle ones too, and those towards the broker."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Where to listen, and whom to serve."""
+    """Options of the command line."""
 
     nats: str
     host: str = "127.0.0.1"
     port: int = 8780
     name: str = "gateway"
     certificate: str | None = None
-    """PEM files of certificate and key: HTTPS."""
+    """PEM file of a certificate: serve HTTPS."""
     certificate_key: str | None = None
     behind_tls: bool = False
-    """A proxy in front speaks TLS with the browsers."""
+    """A reverse proxy in front terminates TLS."""
     patience_s: float = 30.0
-    """How long the broker is waited for at the start."""
+    """How long to wait for the broker at the start."""
 
 
 async def run(options: Options) -> None:
     """Serve until SIGTERM or SIGINT.
 
-    Raises ConfigError for an address that must not be listened on and for a certificate that
-    cannot be used, StorageError for an address in use, BrokerError when no broker answers.
+    Raises ConfigError for a forbidden address and for a certificate that cannot be used,
+    StorageError for an address in use, BrokerError when no broker answers.
     """
-    login = take_login()  # what visitors do is done with their own keys, never with this one
+    login = take_login()  # visitors use their own keys, never this one
     check_url(options.nats)
     _check_certificate(options)
     with_keys = await _until_broker(options.nats, options.patience_s)
@@ -280,29 +279,15 @@ async def run(options: Options) -> None:
     secure = options.certificate is not None or options.behind_tls
     app = make_app(sessions, local_only=not with_keys, secure=secure)
     gateway: Gateway = app.state.gateway
-    # the proxy's is one
-    of_address = limits.MAX_CONNECTIONS if options.behind_tls else limits.MAX_OF_HOLDER
-    bounds = ConnectionBounds(
-        limits.MAX_CONNECTIONS, of_address, limits.MAX_OF_HOLDER, limits.NUM_RESERVED
+    max_running = limits.MAX_REQUESTS if with_keys else limits.MAX_LOCAL_REQUESTS
+    server = HttpServer(
+        "gateway",
+        app,
+        limits.http_bounds(max_running),
+        ssl_certfile=options.certificate,
+        ssl_keyfile=options.certificate_key,
     )
-    connections = limits.gateway_connections(bounds)
-    with _listen(options.host, options.port) as listener:
-        server = _Server(
-            uvicorn.Config(
-                app,
-                lifespan="off",
-                http=cast("Any", connections.protocol),
-                ws="none",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-                timeout_graceful_shutdown=DRAIN_S,
-                ssl_certfile=options.certificate,
-                ssl_keyfile=options.certificate_key,
-            )
-        )
+    with listening_socket(options.host, options.port) as listener:
         settle_memory()
         _settle_open_files()
         compiling = asyncio.create_task(
@@ -310,31 +295,23 @@ async def run(options: Options) -> None:
         )
         sweeping = asyncio.create_task(sessions.sweep(), name="close idle connections")
         sweeping_programs = asyncio.create_task(gateway.programs.sweep(), name="idle programs")
-        watching = asyncio.create_task(connections.watch(), name="close slow visitors")
         async with _announced(options, gateway, login):
-            _stop_on_signal(server, gateway)
+            _stop_on_signal(gateway)
+            await server.listen(listener)
             scheme = "https" if options.certificate else "http"
             address = f"{scheme}://{options.host}:{listener.getsockname()[1]}"
             _log.info("gateway_listens", url=address, with_keys=with_keys)
-            await server.serve(sockets=[listener])
+            await gateway.stopping.wait()
+            await server.stop(DRAIN_S)
         await compiling
         sweeping.cancel()
         sweeping_programs.cancel()
-        watching.cancel()
         await gateway.histories.close()
         await gateway.programs.close()
         await sessions.close()
 
 
-class _Server(uvicorn.Server):
-    """uvicorn, with its signals left to this module."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _stop_on_signal(server: uvicorn.Server, gateway: Gateway) -> None:
+def _stop_on_signal(gateway: Gateway) -> None:
     """Drain at the first signal; a second one ends at once."""
 
     def stop() -> None:
@@ -343,14 +320,13 @@ def _stop_on_signal(server: uvicorn.Server, gateway: Gateway) -> None:
             os._exit(1)
         _log.info("actor_draining")
         gateway.stopping.set()
-        server.should_exit = True
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
 
 
 async def _until_broker(url: str, patience_s: float) -> bool:
-    """Wait for the broker; return whether it asks for keys."""
+    """Wait for the broker; return whether it requires keys."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -362,13 +338,13 @@ async def _until_broker(url: str, patience_s: float) -> bool:
 
 
 def _settle_open_files() -> None:
-    """Let the process open a file for each connection, as far as the system lets it."""
+    """Raise the limit on open files, as far as the system allows."""
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-    if wanted < _OPEN_FILES:
-        _log.warning("open_files_limited", limit=wanted, wanted=_OPEN_FILES)
+    num_files = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
+    if soft != resource.RLIM_INFINITY and soft < num_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, most))
+    if num_files < _OPEN_FILES:
+        _log.warning("open_files_limited", limit=num_files, wanted=_OPEN_FILES)
 
 
 def _check_certificate(options: Options) -> None:
@@ -377,7 +353,8 @@ def _check_certificate(options: Options) -> None:
         return
     if certificate is None or key is None:
         raise errors.ConfigError(
-            "--certificate and --certificate-key belong together", hint="give both, or neither"
+            "--certificate and --certificate-key must be used together",
+            hint="give both, or neither",
         )
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
@@ -388,27 +365,12 @@ def _check_certificate(options: Options) -> None:
         ) from error
 
 
-@contextlib.contextmanager
-def _listen(host: str, port: int) -> Iterator[socket.socket]:
-    try:
-        listener = socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=256
-        )
-    except OSError as error:
-        raise errors.StorageError(
-            f"the gateway cannot listen on {host}:{port}: {error.strerror}",
-            hint="choose another port: --port N (0 takes a free one)",
-        ) from error
-    with listener:
-        yield listener
-
-
 @contextlib.asynccontextmanager
 async def _announced(options: Options, gateway: Gateway, login: Login) -> AsyncIterator[None]:
-    """Be an actor like others: a micro service with a heartbeat, watched by systemd.
+    """Run a micro service with a heartbeat, as every actor does, watched by systemd.
 
-    Where the broker asks for keys that needs the gateway's own credentials; beside that they are
-    good for fetching a file for which a trainer has signed a ticket.
+    If the broker requires keys, this needs the gateway's own credentials, which also fetch files
+    for which a trainer has signed a ticket.
     """
     sessions = gateway.sessions
     if sessions.with_keys and login.user not in SERVICES:

@@ -1,8 +1,8 @@
 """Sessions of visitors, each with one connection to the broker.
 
-A session is a random id in a cookie; the key it stands for stays in this process's memory. The
-connections are bounded and close when unused for a while. Where the broker asks for
-no keys everyone is the user `local`, without a log-in.
+A session is a random id in a cookie; its key stays in this process's memory. The number of
+connections is bounded, and unused ones are closed. If the broker requires no keys, everyone is the
+user `local`, without a log-in.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from ...schemas.job import JobRecord
 from ...schemas.wire import errors
 from ...schemas.wire.foreign import ends_this_task
 from ...schemas.wire.subjects import DEFAULT_USER
-from .limits import MAX_CONNECTIONS, MAX_RUNNING, Share, Taken
+from .limits import MAX_REQUESTS, MAX_RUNNING, Share, Taken
 
 COOKIE = "tinkermq_session"
 SESSION_S = 12 * 3600.0
@@ -39,31 +39,31 @@ _log = structlog.get_logger()
 
 
 class LogInError(errors.TinkermqError):
-    """No key, an unknown one, or a session that has ended."""
+    """The key is missing or unknown, or the session has ended."""
 
     status = 401
 
 
 @dataclass
 class Visitor:
-    """A user, and the connection that speaks for them."""
+    """A user and their connection to the broker."""
 
     user: str
     broker: Broker
     used: float = field(default_factory=time.monotonic)
     share: Share = field(default_factory=Share)
     listed: tuple[float, list[JobRecord]] | None = None
-    """When the jobs were last listed, and what came: a list that many pages show is asked once."""
+    """When the jobs were last listed, and the list: many pages show it."""
 
     @contextlib.contextmanager
     def held(self, body_bytes: int = 0) -> Iterator[Taken]:
-        """Keep the connection open while the block runs, however long that is.
+        """Keep the connection open while the block runs.
 
-        Raises BusyError where the user has as many requests or bytes as one may have.
+        Raises BusyError if the user has as many requests or bytes as one user may have.
         """
-        with self.share.taken(body_bytes) as taken:
+        with self.share.taken(body_bytes) as share:
             try:
-                yield taken
+                yield share
             finally:
                 self.used = time.monotonic()
 
@@ -79,7 +79,7 @@ class Sessions:
     """The log-ins of this gateway and their connections."""
 
     def __init__(self, url: str, *, with_keys: bool, max_visitors: int = MAX_VISITORS) -> None:
-        """Speak to the broker at `url`; nothing is opened yet."""
+        """Use the broker at `url`; nothing is opened yet."""
         self.url = url
         self.with_keys = with_keys
         self._max_visitors = max_visitors
@@ -102,10 +102,12 @@ class Sessions:
     async def log_in(self, key: str) -> str:
         """Return the id of a new session of the key's user; raises LogInError."""
         if not self.with_keys:
-            raise LogInError("this pool asks for no keys", hint="begin at /jobs")
+            raise LogInError("this pool requires no keys", hint="begin at /jobs")
         user, now = (await self.visitor_of_key(key)).user, time.monotonic()
-        self._sessions = {name: one for name, one in self._sessions.items() if one.until > now}
-        own = [name for name, one in self._sessions.items() if one.user == user]
+        self._sessions = {
+            name: login for name, login in self._sessions.items() if login.until > now
+        }
+        own = [name for name, login in self._sessions.items() if login.user == user]
         for oldest in own[: max(0, len(own) + 1 - MAX_SESSIONS_OF_USER)]:
             del self._sessions[oldest]
         if len(self._sessions) >= MAX_SESSIONS:
@@ -115,7 +117,7 @@ class Sessions:
         return session
 
     async def log_out(self, session: str) -> None:
-        """End a session, and its connection unless another one of the same key goes on."""
+        """End a session, and its connection unless another session has the same key."""
         ended = self._sessions.pop(session, None)
         if ended is not None and all(item.key != ended.key for item in self._sessions.values()):
             await self._drop(ended.key)
@@ -167,7 +169,7 @@ class Sessions:
             ) from error
 
     async def sweep(self) -> None:
-        """Close unused connections, for ever."""
+        """Close unused connections, until cancelled."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             before = time.monotonic() - IDLE_S
@@ -177,7 +179,7 @@ class Sessions:
                     await self._drop(key)
 
     async def close(self) -> None:
-        """End everything."""
+        """Close all connections."""
         self._sessions.clear()
         for key in list(self._visitors):
             await self._drop(key)
@@ -199,18 +201,18 @@ class Sessions:
         return visitor
 
     def _refused(self, key: str, visitor: Visitor, error: errors.BrokerError) -> None:
-        """Close a connection whose key the broker refuses from now on, and with it its streams."""
+        """Close a connection whose key the broker now refuses, and its streams."""
         if isinstance(error, errors.LogInRefusedError) and self._visitors.get(key) is visitor:
             dropping = asyncio.create_task(self._drop(key), name="drop a refused connection")
             self._dropping.add(dropping)
             dropping.add_done_callback(self._dropping.discard)
 
     def _share(self, user: str) -> Share:
-        """Return what counts the requests of a user, whose older key may have some running."""
+        """Return the counter of a user's requests; some may run with an older key."""
         for visitor in self._visitors.values():
             if visitor.user == user:
                 return visitor.share
-        return Share(MAX_RUNNING if self.with_keys else MAX_CONNECTIONS)
+        return Share(MAX_RUNNING if self.with_keys else MAX_REQUESTS)
 
     async def _make_room(self) -> None:
         if len(self._visitors) < self._max_visitors:
@@ -230,7 +232,7 @@ class Sessions:
 
 
 async def _connect_as(url: str, user: str, key: str) -> Broker:
-    """Open a connection with a user's key; the only place that hands a key on."""
+    """Open a connection with a user's key; only this passes a key on."""
     try:
         return await connect(
             url, name=f"gateway-{user}", api_key=key, deadline_s=_CONNECT_DEADLINE_S
@@ -255,7 +257,7 @@ def user_of(key: str) -> str:
 
 
 async def asks_for_keys(url: str) -> bool:
-    """Whether the broker requires authentication, from its INFO.
+    """Return whether the broker requires authentication, from its INFO.
 
     Raises BrokerError if no server answers at `url`.
     """

@@ -1,8 +1,8 @@
-"""`/v1/episodes`: users take episodes of their jobs, and say what they are worth, over HTTP.
+"""`/v1/episodes`: users take episodes of their jobs, and post their rewards, over HTTP.
 
-The job's host in the pool gives them out. What is said of an episode under its user's key goes the
-way of what its program says of it under its own, so it means the same, and any gateway can pass it
-on. This one has the keys of the episodes that it gave out.
+The job's host in the pool assigns them. A request with the user's key is relayed as one with the
+episode's own key, so it means the same. Each gateway knows the keys of the episodes that were taken
+there.
 """
 
 import time
@@ -40,7 +40,7 @@ _POSTS = ("reward", "end", "note")
 
 
 class NoEpisodeYet(errors.TinkermqError):
-    """A job that gives no episode out now: the same request is welcome later."""
+    """A job has no episode now; the request may be repeated later."""
 
     code = "no_episode_yet"
     status = 425
@@ -49,11 +49,11 @@ class NoEpisodeYet(errors.TinkermqError):
 def routes(users: UserBrokers, programs: Callable[[Request], ProgramEpisodes]) -> list[Route]:
     """Return the endpoints, for the gateway's application."""
     api = UserEpisodes(users, programs)
-    one = "/v1/episodes/{episode}"
+    path = "/v1/episodes/{episode}"
     return [
         Route("/v1/episodes", guarded(api.open), methods=["POST"]),
-        Route(one, guarded(api.relay), methods=["GET"]),
-        *(Route(f"{one}/{what}", guarded(api.relay), methods=["POST"]) for what in _POSTS),
+        Route(path, guarded(api.relay), methods=["GET"]),
+        *(Route(f"{path}/{what}", guarded(api.relay), methods=["POST"]) for what in _POSTS),
     ]
 
 
@@ -67,31 +67,31 @@ class UserEpisodes:
         self._keys: FIFOCache[tuple[str, str], str] = FIFOCache(_MAX_KNOWN)
 
     async def open(self, request: Request) -> Response:
-        """Take the next episode of a job: its task, and where its program finds the model."""
+        """Take the next episode of a job; answers with its task and the URLs of the model."""
         broker = await self._users.broker(request)
         name, wait_s = _read_request(await read_body(request))
         record = await JobStore(broker).get(broker.user, name)
         _check(record)
         idempotency = request.headers.get("idempotency-key", "")[:_NAME_CHARS]
-        given = await unless_gone(request, _request_episode(broker, record, idempotency, wait_s))
-        self._keys[broker.user, given.episode] = given.key
-        return JSONResponse(_episode_fields(record, given, str(request.base_url).rstrip("/")), 201)
+        reply = await unless_gone(request, _request_episode(broker, record, idempotency, wait_s))
+        self._keys[broker.user, reply.episode] = reply.key
+        return JSONResponse(_episode_fields(record, reply, str(request.base_url).rstrip("/")), 201)
 
     async def relay(self, request: Request) -> Response:
-        """Let the host of an episode answer, as it answers the episode's program."""
+        """Relay a request to the host of an episode, as from the episode's program."""
         broker = await self._users.broker(request)
         name = str(request.path_params["episode"])
         key = self._keys.get((broker.user, name))
         if key is None:
             raise errors.NotFoundError(
-                f"no episode {name!r:.80} was taken here",
-                hint="ask the gateway at which it was, or use the episode's own key at any of them",
+                f"episode {name!r:.80} was not taken at this gateway",
+                hint="use the gateway at which it was taken, or the episode's own key",
             )
         try:
             episode = await self._programs(request).of_key(key)
         except KeyRefused as error:
             raise EpisodeOver(
-                f"episode {name!r} is over, or begins anew at another host"
+                f"episode {name!r} is over, or was started again at another host"
             ) from error
         what = request.url.path.split("/")[4:]
         return _Relayed(episode, "/".join(("/v1/episode", *what)), key)
@@ -107,7 +107,7 @@ class _Relayed(Response):
         self._key = key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Ask as the episode's program."""
+        """Send the request as the episode's program."""
         others = ("authorization", "x-api-key", "api-key", "cookie")
         headers = [
             (name, value)
@@ -121,9 +121,9 @@ class _Relayed(Response):
 async def _request_episode(
     broker: Broker, record: JobRecord, name: str, wait_s: float
 ) -> GiveReply:
-    """Ask the job's host for an episode until there is one.
+    """Request an episode from the job's host until it has one.
 
-    Raises NoEpisodeYet when none comes in time.
+    Raises NoEpisodeYet after `wait_s`.
     """
     deadline = time.monotonic() + wait_s
     why = "the next tasks wait for the learner or its generators"
@@ -131,7 +131,7 @@ async def _request_episode(
         left_s = max(0.0, deadline - time.monotonic())
         request = GiveRequest(name=name, wait_s=min(_ASK_S, left_s))
         try:
-            given = await call(
+            reply = await call(
                 broker,
                 record.scope.env_give,
                 request,
@@ -139,29 +139,29 @@ async def _request_episode(
                 timeout_s=request.wait_s + _ANSWER_S,
                 waiting_for=f"the host of {record.name}",
             )
-            if given.episode:
-                return given
+            if reply.episode:
+                return reply
         except errors.NobodyAnswersError:
-            why = "its host is not there yet"
+            why = "its host has not started yet"
         if time.monotonic() >= deadline:
             raise NoEpisodeYet(
-                f"job {record.name} gave no episode out for {wait_s:g} s: {why}", hint="ask again"
+                f"job {record.name} had no episode for {wait_s:g} s: {why}", hint="try again"
             )
 
 
 def _check(record: JobRecord) -> None:
     if record.state in FINAL_STATES:
-        raise errors.StateError(f"job {record.name} is {record.state}: it gives no episodes out")
+        raise errors.StateError(f"job {record.name} is {record.state}: it has no more episodes")
     config: dict[str, dict[str, Any]] = record.config
     if not config.get("agent", {}).get("client") or not config.get("env", {}).get("hosts"):
         raise errors.ConfigError(
-            f"job {record.name} gives no episodes out here",
+            f"job {record.name} does not serve episodes here",
             hint="submit it with agent.client=true and env.hosts=1",
         )
 
 
 def _read_request(raw: bytes) -> tuple[str, float]:
-    """Return the job that is named, and how long its episode is waited for."""
+    """Return the job's name, and how long to wait for an episode."""
     try:
         fields = Fields(read_json(raw or b"{}"))
     except errors.MessageError as error:
@@ -179,21 +179,21 @@ def _read_request(raw: bytes) -> tuple[str, float]:
     return job, float(wait_s)
 
 
-def _episode_fields(record: JobRecord, given: GiveReply, url: str) -> dict[str, Any]:
+def _episode_fields(record: JobRecord, reply: GiveReply, url: str) -> dict[str, Any]:
     episode = ProgramEpisode(
-        given.episode, given.task, given.seed, given.split, record.job, key=given.key
+        reply.episode, reply.task, reply.seed, reply.split, record.job, key=reply.key
     )
     return {
-        "id": given.episode,
+        "id": reply.episode,
         "object": "episode",
         "job": record.job,
-        "task": given.task,
-        "prompt": given.prompt,
-        "seed": given.seed,
-        "split": given.split,
-        "api_key": given.key,
+        "task": reply.task,
+        "prompt": reply.prompt,
+        "seed": reply.seed,
+        "split": reply.split,
+        "api_key": reply.key,
         "openai_base_url": f"{url}/v1",
         "anthropic_base_url": url,
         "variables": model_environment(episode, url),
-        "left": {"seconds": round(given.left_s, 1)},
+        "left": {"seconds": round(reply.left_s, 1)},
     }

@@ -1,4 +1,4 @@
-"""What the handlers of pages and of the REST interface have in common."""
+"""Helpers of the handlers of pages and of the REST interface."""
 
 import asyncio
 import json
@@ -14,13 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...broker.client.connection import Broker
-from ...envs.http_server import give_connection_to
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import BrokerError, DeadlineError, MessageError, TinkermqError
 from .data.jobs import Figures
 from .data.metrics import Histories
 from .guard import HELD
-from .limits import TAKEN, Counters, content_length, max_body_bytes
+from .limits import TAKEN, Counters, body_bytes, max_body_bytes
 from .operations import Scheduler
 from .programs import ProgramEpisodes
 from .sessions import COOKIE, LogInError, Sessions, Visitor
@@ -30,7 +29,7 @@ OF_TINKER_SDK = "tml-"
 """Prefix of keys in Tinker's SDK; a key of the pool follows."""
 
 MAX_NAMES, MAX_NAME_CHARS = 512, 256
-"""Of metrics that one request names."""
+"""Bounds on the metrics that one request names."""
 
 
 @dataclass
@@ -46,9 +45,9 @@ class Gateway:
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     trainers: Trainers = field(default_factory=Trainers)
     own: Broker | None = None
-    """The gateway's own connection; where the broker asks for keys it may do very little."""
+    """The gateway's own connection, which may do little if the broker requires keys."""
     secure: bool = False
-    """Served over TLS: cookies are sent over nothing else."""
+    """Served over TLS: cookies are for TLS only."""
 
 
 def gateway_of(request: Request) -> Gateway:
@@ -59,12 +58,11 @@ def gateway_of(request: Request) -> Gateway:
 async def visitor_of(request: Request) -> Visitor:
     """Return the visitor, with a connection that stays until the request is answered.
 
-    A key is a bearer's, or stands in `x-api-key`, where Anthropic's clients write it; it may be
-    written as Tinker's SDK has it. Raises LogInError.
+    The key is a bearer token, or in `x-api-key` as Anthropic's clients send it; the prefix of
+    Tinker's SDK is allowed. Raises LogInError.
     """
     visitor = await _let_in(request)
-    take_connection(request, visitor)
-    held = visitor.held(_body_bytes(request))
+    held = visitor.held(body_bytes(request.headers, max_body_bytes(request.url.path)))
     request.scope[TAKEN] = request.scope[HELD].enter_context(held)
     return visitor
 
@@ -80,7 +78,7 @@ async def _let_in(request: Request) -> Visitor:
 
 
 async def why_it_failed(request: Request, error: TinkermqError) -> TinkermqError:
-    """Return the error to show for one of the broker: a revoked key, if that is the cause."""
+    """Return the error to show for one of the broker: that of a revoked key, if it caused it."""
     of_broker = isinstance(error, BrokerError | DeadlineError)
     if not of_broker or not gateway_of(request).sessions.with_keys:
         return error
@@ -89,25 +87,8 @@ async def why_it_failed(request: Request, error: TinkermqError) -> TinkermqError
     except LogInError as refused:
         return refused
     except TinkermqError:
-        return error  # the broker is away, as the first error says
+        return error  # the broker is away, as the first error states
     return error
-
-
-def take_connection(request: Request, visitor: Visitor) -> None:
-    """Count the connection of a request as its user's; raises BusyError for too many.
-
-    In a pool without users it stays that of its address.
-    """
-    if gateway_of(request).sessions.with_keys:
-        give_connection_to(visitor.user, request.scope)
-
-
-def _body_bytes(request: Request) -> int:
-    """Return how large the body of a request is, or may be."""
-    length = content_length(request.headers)
-    if length is not None:
-        return length
-    return max_body_bytes(request.url.path) if "transfer-encoding" in request.headers else 0
 
 
 async def scheduler_of(request: Request) -> Scheduler:
@@ -149,7 +130,7 @@ def _plain(value: Any) -> Any:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _finite(one) for key, one in cast("dict[Any, Any]", value).items()}
+        return {str(key): _finite(item) for key, item in cast("dict[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in cast("list[Any]", value)]
     if isinstance(value, float):
@@ -162,11 +143,11 @@ def _finite(value: Any) -> Any:
 async def form_of(request: Request) -> dict[str, str]:
     """Return the fields of a form; the last of each name counts.
 
-    Raises MessageError for what is no form.
+    Raises MessageError for another content type.
     """
     kind = request.headers.get("content-type", "").split(";")[0]
     if kind != "application/x-www-form-urlencoded":
-        raise MessageError(f"a form was expected, {kind or 'nothing'} came")
+        raise MessageError(f"the body must be a form, and is {kind or 'empty'}")
     body = (await request.body()).decode("utf-8", "replace")
     return dict(parse_qsl(body, keep_blank_values=True, max_num_fields=64))
 
@@ -195,17 +176,17 @@ async def json_of(request: Request) -> dict[str, Any]:
 def number_in(
     request: Request, name: str, default: int | None = None, *, least: int = 0
 ) -> int | None:
-    """Return a whole number of the query; raises MessageError for what is none."""
+    """Return an integer of the query; raises MessageError."""
     text = request.query_params.get(name, "")
     if not text:
         return default
     if not text.isascii() or not text.isdigit() or len(text) > 15 or int(text) < least:
-        raise MessageError(f"{name}={text!r} is no whole number of at least {least}")
+        raise MessageError(f"{name}={text!r} must be an integer ≥ {least}")
     return int(text)
 
 
 def real_in(request: Request, name: str) -> float | None:
-    """Return a number of the query, None without one; raises MessageError for what is none."""
+    """Return a number of the query, None without one; raises MessageError."""
     text = request.query_params.get(name, "").strip()
     if not text:
         return None
@@ -214,7 +195,7 @@ def real_in(request: Request, name: str) -> float | None:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise MessageError(f"{name}={text[:40]!r} is no number")
+        raise MessageError(f"{name}={text[:40]!r} must be a number")
     return value
 
 
@@ -226,21 +207,22 @@ MAX_TEXT_CHARS = 200
 
 
 def flag_in(request: Request, name: str) -> bool:
-    """Return a yes or no of the query, no without one; raises MessageError for what is neither."""
+    """Return a boolean of the query, False without one; raises MessageError."""
     return _FLAGS[choice_in(request, name, tuple(_FLAGS), "no")]
 
 
 def choice_in(request: Request, name: str, choices: Sequence[str], default: str) -> str:
-    """Return one of `choices`, in whatever case the query has it; raises MessageError for others.
+    """Return one of `choices` from the query, in lower case; raises MessageError for others.
 
-    The default stands for a value that is missing or empty, and need not be one of them.
+    A missing or empty value is the default, which need not be one of them.
     """
     text = request.query_params.get(name, "")
     if not text:
         return default
     if text.lower() not in choices:
         raise MessageError(
-            f"{name}={text[:40]!r} is no value of {name}", hint=f"give one of {', '.join(choices)}"
+            f"{name}={text[:40]!r} is not a value of {name}",
+            hint=f"use one of {', '.join(choices)}",
         )
     return text.lower()
 
@@ -250,22 +232,22 @@ def text_in(request: Request, name: str) -> str:
     text = request.query_params.get(name, "")
     if len(text) > MAX_TEXT_CHARS:
         raise MessageError(
-            f"{name}= has {len(text)} characters; at most {MAX_TEXT_CHARS} are taken",
-            hint="give fewer words",
+            f"{name}= has {len(text)} characters; at most {MAX_TEXT_CHARS} are allowed",
+            hint="use fewer words",
         )
     return text
 
 
 def names_in(request: Request) -> list[str]:
-    """Return the names, or patterns of names, that a query asks for; empty for all.
+    """Return the names or patterns in the query; empty for all.
 
-    Raises MessageError for too many, or too long ones.
+    Raises MessageError for too many or too long ones.
     """
-    given = request.query_params.get("names", "").split(",")
-    names = [name.strip() for name in given if name.strip()]
+    parts = request.query_params.get("names", "").split(",")
+    names = [name.strip() for name in parts if name.strip()]
     if len(names) > MAX_NAMES or any(len(name) > MAX_NAME_CHARS for name in names):
         raise MessageError(
-            f"names= holds {len(names)} names; at most {MAX_NAMES} are taken, of "
+            f"names= holds {len(names)} names; at most {MAX_NAMES} are allowed, of "
             f"{MAX_NAME_CHARS} characters each",
             hint="leave it out for all metrics, or use patterns: `critic/*`",
         )

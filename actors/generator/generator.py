@@ -1,9 +1,9 @@
 """The generator: pulls tasks, runs their episodes, appends groups, and follows the weights.
 
-A task is acked only after its group is confirmed in the log, or another generator's is found there.
-Many groups run at once, so that a slow environment never idles the engine: the bound is the number
-of episodes. Tasks that validate a version go first. At a stop it pulls no more tasks, finishes what
-it can within a grace time, and returns the rest to the queue.
+A task is acknowledged only when the log has its group, or that of another generator. Many groups
+run concurrently, bounded by the number of episodes, so that a slow environment does not idle the
+engine. Validation tasks go first. When stopped, it pulls no more tasks, finishes running ones
+within a grace time, and returns the rest to the queue.
 """
 
 import asyncio
@@ -21,7 +21,6 @@ from ...broker.client.rpc import call
 from ...broker.partial_rollouts import Fenced
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import Lease, TaskQueue
-from ...broker.weights.store import WeightStore
 from ...envs.host_client import Environments
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import SelfPlayConfig
@@ -31,7 +30,6 @@ from ...schemas.rollout import Group
 from ...schemas.wire.errors import BrokerError, DeadlineError, NotFoundError
 from ...schemas.wire.trace import GENERATOR_KINDS
 from ..engine.engine import Engine, bytes_of_engines, report_engine
-from ..engine.weight_updates import WeightFollower, fetch_version
 from ..policy.chat import make_chat
 from ..policy.policies import MAIN, check_weights, opponent_versions
 from ..rollout.agent_loop import EpisodeSampling
@@ -43,10 +41,12 @@ from ..rollout.recording import TaskRecorder, TaskSegments
 from ..rollout.teachers import AskedTeachers, TeacherContext
 from ..rollout.validation import TaskEpisodes, Validator
 from ..runtime import JobContext, settle_memory
+from ..weights.follower import WeightFollower, fetch_version
 from ..weights.job_weights import open_weights
+from ..weights.store import WeightStore
 
-# Opponents from earlier versions: engines of their own, one per policy. The version changes when
-# the policy has moved on; it is swapped in between two decode steps, and running episodes go on
+# Opponents from earlier versions have engines of their own, one per policy. Their version changes
+# as the policy advances. It is swapped in between two decode steps, and running episodes continue
 # with it.
 
 _log = structlog.get_logger()
@@ -71,7 +71,7 @@ class OpponentPoolFollower:
         self._version = -1
 
     async def run(self) -> None:
-        """Draw and load a version of the pool, time and again, for ever."""
+        """Draw and load versions of the pool until cancelled."""
         while True:
             await self._policy.wait_for(0)
             drawn_at = self._policy.version
@@ -79,7 +79,7 @@ class OpponentPoolFollower:
             await self._policy.wait_for(drawn_at + self._config.redraw_every)
 
     async def _draw(self, version: int) -> None:
-        """Load one of the versions that are still there; stay with the old one if none is."""
+        """Load a random version that still exists; keep the old one if none does."""
         candidates = opponent_versions(self._config, version)
         self._rng.shuffle(candidates)
         for chosen in candidates:
@@ -88,7 +88,7 @@ class OpponentPoolFollower:
         _log.warning("pool_is_empty", version=version)
 
     async def _load(self, version: int) -> bool:
-        """Load a version; False when it has been removed, for the policy has moved on."""
+        """Load a version; return False if it was removed meanwhile."""
         manifest = await self._store.manifest(version)
         if manifest is None:
             return False
@@ -108,7 +108,7 @@ _STATS_S = 1.0
 
 
 async def run_generator(context: JobContext) -> None:
-    """Run a generator until it is told to stop."""
+    """Run a generator until it is stopped."""
     config = context.config
     await asyncio.to_thread(check_weights, context.record, config)
     chat = make_chat(config).at(context.record.created)
@@ -124,7 +124,7 @@ async def run_generator(context: JobContext) -> None:
     if turn is not None:
         config = with_share(config, turn)
     elif turns is not None:
-        return  # told to stop before it had the GPU
+        return  # stopped before it had the GPU
     players = await Players.start(config, chat, environments, sampling, time_use, for_teacher)
     teachers = AskedTeachers(context, chat)
     follower = WeightFollower(store, players.engines, config.generator.kv_on_swap)
@@ -191,8 +191,8 @@ class Generator:
         teachers: AskedTeachers,
         validation: TaskEpisodes | None = None,
     ) -> None:
-        """`background` is what runs beside the episodes: following the weights; `validation` plays
-        the tasks that validate a version, in a job whose generators do."""
+        """`background` runs beside the episodes, for example to follow the weights; `validation`
+        plays validation tasks, if the job's generators do."""
         self._time_use = time_use
         self._paused_s = 0.0
         self._background = background
@@ -274,7 +274,7 @@ class Generator:
 
     @property
     def _num_free(self) -> int:
-        """Groups that may be pulled: validation takes the places of some."""
+        """Groups that may be pulled; validation episodes count, too."""
         validating = 0 if self._validator is None else self._validator.num_running
         return self._max_groups - len(self._held) - -(-validating // self._group_episodes)
 
@@ -289,7 +289,7 @@ class Generator:
                     await self._roll_out(lease, recorder)
                 await recorder.end()
                 await lease.done()
-        except Fenced as fenced:  # the lease is somebody else's: neither done nor given back
+        except Fenced as fenced:  # another holder has the lease: neither ack nor return it
             await self._context.event("task_fenced", fenced.message, task=number)
         except asyncio.CancelledError:
             await lease.give_back()
@@ -302,7 +302,7 @@ class Generator:
 
     @asynccontextmanager
     async def _weights_for(self, lease: Lease) -> AsyncIterator[float]:
-        """Have weights as new as the task asks in the block; say how many seconds that took."""
+        """Keep weights as new as the task requires in the block; yield the seconds of waiting."""
         version, started = lease.task.min_version, time.perf_counter()
         async with AsyncExitStack() as stack:
             waiting = self._context.waiting(f"the learner to publish version {version}")
@@ -314,7 +314,7 @@ class Generator:
         return f"{self._context.name}-{self._process}-{lease.num_delivered}"
 
     def _recorder(self, lease: Lease) -> TaskRecorder:
-        """Return what is told of the task's episodes: it writes them down where that is asked."""
+        """Return the recorder of the task's episodes, which stores them if configured."""
         context, config = self._context, self._context.config
         every, attempt = config.generator.segment_tokens, self._attempt(lease)
         of = context.broker, context.scope, self._environments, lease.task, lease.num_delivered
@@ -333,25 +333,25 @@ class Generator:
             timed = group.with_shared_images().model_copy(update=times)
             won = await append_group(self._log, timed, self._context.name, lease.traceparent)
             if won and group.tokens_continued:
-                await self._tell_continued(group)
+                await self._report_continued(group)
         except GroupFailed as failure:
             won = await append_given_up(self._context, self._log, failure)
         self._num_groups += int(won)
         self._context.progressed()
         if not won:
-            reason = f"task {task.task}: another generator's group was there already"
+            reason = f"task {task.task}: the log already has another generator's group"
             await self._context.event("task_fenced", reason, task=task.task)
 
-    async def _tell_continued(self, group: Group) -> None:
+    async def _report_continued(self, group: Group) -> None:
         await self._context.event(
             "task_continued",
-            f"task {group.task.task}: {group.tokens_continued} tokens were there already",
+            f"task {group.task.task}: {group.tokens_continued} tokens were recorded already",
             task=group.task.task,
             tokens=group.tokens_continued,
         )
 
     def _take_time_use(self) -> dict[str, float]:
-        """Say where the time since the last group went; the swaps' pauses are told apart."""
+        """Return the time since the last group by activity, with weight swaps apart."""
         paused_s = self._engine.stats().paused_s
         self._time_use.reassign("generate", "swap", paused_s - self._paused_s)
         self._paused_s = paused_s
@@ -363,7 +363,7 @@ class Generator:
             await lease.keep()
 
     async def _drain(self) -> None:
-        """Finish what runs within the grace time, hand back the rest."""
+        """Finish running tasks within the grace time, return the rest."""
         if self._handling:
             await asyncio.wait(self._handling, timeout=_DRAIN_S)
         for handling in self._handling:
@@ -389,20 +389,20 @@ class Generator:
 
 # -- a GPU that is shared with the learner ---------------------------------------------------------
 # The engines sleep when the learner asks for the GPU, see `actors/learner/memory.py`. While the
-# learner is away they stay as they are.
+# learner is unavailable they stay as they are.
 
 _ANSWER_S = 10.0
 _PAUSE_S = 0.2
 _VERSION_S = 2.0
 _NONE = -1
-"""Number of no turn."""
+"""A number that no turn has."""
 
 
 class LearnerTurns:
-    """What the learner on the same GPU asks for."""
+    """Turns on the GPU that a generator shares with its learner."""
 
     def __init__(self, context: JobContext) -> None:
-        """Ask nothing yet."""
+        """Prepare; `begin` sends the first request."""
         self._context = context
         self._seen = _NONE
         self._asleep = True
@@ -413,29 +413,29 @@ class LearnerTurns:
 
         By then the learner has loaded its models.
         """
-        with self._context.waiting("the learner to give the GPU"):
+        with self._context.waiting("the learner to release the GPU"):
             while True:
-                turn = await self._ask()
+                turn = await self._request_turn()
                 if not turn.asleep:
                     self._asleep = False
                     return turn
 
     async def follow(self, engines: Iterable[Engine], follower: WeightFollower) -> None:
-        """Let the engines sleep and wake as the learner asks, for ever.
+        """Let the engines sleep and wake as the learner asks, until cancelled.
 
-        They wake with the version that the learner has trained meanwhile, or with the one at which
-        they are kept. No weights are loaded while it trains.
+        They wake with the version that the learner has trained meanwhile, or with a pinned version.
+        No weights are loaded while it trains.
         """
         engines = list(engines)
         while True:
-            turn = await self._ask()
+            turn = await self._request_turn()
             if turn.asleep:
                 follower.hold()
             else:
                 follower.release()
             if turn.asleep and not self._asleep:
                 for engine in engines:
-                    # The version that the learner trains now will come before the engine wakes.
+                    # the version that the learner trains now arrives before the engine wakes
                     await engine.sleep(keep_weights=not follower.may_give_up(engine))
                 self._asleep = True
                 self._num_sleeps += 1
@@ -443,18 +443,18 @@ class LearnerTurns:
                 self._context.set_state("sleeping")
             elif not turn.asleep and self._asleep:
                 if not follower.has_weights and turn.version < follower.version:
-                    continue  # a learner that was started again has not come so far yet
+                    continue  # a restarted learner is still repeating earlier steps
                 if not await _arrives(follower, turn.version) or not await follower.regain():
                     await asyncio.sleep(_PAUSE_S)
-                    self._seen = _NONE  # to be answered at once
+                    self._seen = _NONE  # the next request is answered at once
                     continue
                 for engine in engines:
                     await engine.wake()
                 self._asleep = False
                 self._context.set_state("working")
 
-    async def _ask(self) -> GpuTurn:
-        """Ask for the turn; the answer comes with the next one, or after two seconds."""
+    async def _request_turn(self) -> GpuTurn:
+        """Request the turn; the answer comes when it changes, or after two seconds."""
         context = self._context
         while True:
             request = GpuTurnRequest(asleep=self._asleep, seen=self._seen)
@@ -469,14 +469,14 @@ class LearnerTurns:
                     idempotent=True,
                 )
             except (NotFoundError, DeadlineError, BrokerError):
-                await asyncio.sleep(_PAUSE_S)  # it is started again
+                await asyncio.sleep(_PAUSE_S)  # the learner is being restarted
                 continue
             self._seen = turn.number
             return turn
 
 
 async def _arrives(follower: WeightFollower, version: int) -> bool:
-    """Wait a little for a version; False if the learner is to be asked again first."""
+    """Wait shortly for a version; return False if it has not arrived."""
     try:
         async with asyncio.timeout(_VERSION_S):
             await follower.may_wake(version)
@@ -486,7 +486,7 @@ async def _arrives(follower: WeightFollower, version: int) -> bool:
 
 
 def with_share(config: JobConfig, turn: GpuTurn) -> JobConfig:
-    """Return the configuration of engines that share a GPU as a turn says."""
+    """Return the configuration of engines that share a GPU, by the learner's turn."""
     changes = {
         "memory_share": turn.memory_share,
         "sleep": "always" if turn.sleeps else "never",

@@ -25,15 +25,16 @@ from ..policy.policies import opponent_versions
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
 from ..training.checkpoint import CheckpointStore
 from ..training.state import LearnerState
+from ..weights.publisher import Publisher
 from .compute import Compute
 from .curriculum import keeps_of
 from .data_order import TaskOrder
-from .evaluations import Evaluations
+from .evaluations import MOST_EVALUATIONS, Evaluations
 from .failures import Failures, Untrainable
 from .intake import CheckedEntry, Drops, Intake, batch_digest
 from .recorded_steps import RecordedSteps
 from .reporter import Reporter, learner_time_use
-from .saving import Publisher, Saver
+from .saving import Saver
 from .staleness import form_batch, oldest_trained
 from .tasks import Ledger, TaskIssuer
 
@@ -97,7 +98,13 @@ class Learner:
         self._untrainable = Untrainable(
             config.training.batch_size, config.limits.untrainable_groups, state.judged_seq
         )
-        self._publisher = Publisher(context, compute.policies.models, compute.policies.snapshot)
+        self._publisher = Publisher(
+            context,
+            compute.policies.snapshot,
+            compute.policies.snapshot_bytes,
+            kind=compute.policies.kind,
+            num_evaluated=MOST_EVALUATIONS,
+        )
         self._evaluations = Evaluations(
             broker,
             scope,

@@ -371,7 +371,7 @@ class OutputGrammars:
     def _calls(self, output: OutputFormat, tools: Sequence[Mapping[str, Any]]) -> list[str]:
         form = self._form = self._form or call_form(self._chat)
         places = {_function(tool).get("name"): number for number, tool in enumerate(tools)}
-        more = "" if form.is_single or form.separator is None else "more*"
+        more = "" if output.is_single or form.separator is None else "more*"
         rules = [f"calls: call {more}".rstrip()]
         if more:
             rules.append(f"more: {self._with_mark_tokens(form.separator or '')} call")

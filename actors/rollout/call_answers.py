@@ -1,7 +1,7 @@
 """Answers the calls of one episode's program: limits, retries, generation, the log.
 
-A request whose prompt and limits are those of an earlier one is a new sample, unless the program's
-client says that it has asked before, or the earlier answer never arrived: then it is that answer.
+A request with the prompt and limits of an earlier one is a new sample. It gets the earlier answer
+only if the program's client marks it as a retry, or if that answer never arrived.
 """
 
 import asyncio
@@ -38,20 +38,20 @@ from .exact_calls import ExactCalls
 # -- limits and sampling ---------------------------------------------------------------------------
 
 LimitHit: TypeAlias = Literal["", "turns", "length"]
-"""The calls of an episode were used up, or its tokens or those of the model's context."""
+"""The episode's limit of calls, or a limit of tokens."""
 _IMAGES_SHARE = 0.75
-"""Of the message in which a group travels: the rest is for tokens and texts."""
-_NO_MORE = "end the program with what there is"
+"""Share of a group's message; the rest is for tokens and texts."""
+_NO_MORE = "end the program with the results so far"
 
 
 class CallLimits:
-    """The limits of one episode, and which of them was met."""
+    """The limits of one episode, and the one that was reached."""
 
     def __init__(self, config: JobConfig, message_bytes: int | None = None) -> None:
-        """Take the limits of a job.
+        """Read the limits of a job.
 
-        An episode's images get their share of a message of `message_bytes`, in which its group
-        travels; default: no bound.
+        The images of an episode are bounded by its share of its group's message, which may have
+        `message_bytes`; None: no bound.
         """
         self.hit: LimitHit = ""
         self._num_episodes = config.rollout.group_size + (config.algorithm.advantage == "remax")
@@ -71,9 +71,9 @@ class CallLimits:
             raise ContextTooLong.of(num_prompt, self._max_context)
 
     def show(self, pictures: Iterable[Picture]) -> None:
-        """Take notice of images that are shown; each counts once.
+        """Count images that are shown, each once.
 
-        Raises EpisodeLimit when those of the episode are too large together.
+        Raises EpisodeLimit if the images of the episode are too large together.
         """
         fresh = {picture.digest: len(picture.encoded) for picture in pictures}
         shown = self._images | fresh
@@ -81,9 +81,8 @@ class CallLimits:
         if fresh and self._image_bytes is not None and total > self._image_bytes:
             self.hit = "length"
             raise EpisodeLimit(
-                f"the episode's images have {total:,} bytes together, and may have "
-                f"{self._image_bytes:,}: the {self._num_episodes} episodes of a task travel in one "
-                "message",
+                f"the episode's images have {total:,} bytes together, over its share of "
+                f"{self._image_bytes:,}: a task's {self._num_episodes} episodes are one message",
                 hint="send fewer or smaller images, or set a smaller rollout.group_size",
             )
         self._images = shown
@@ -92,12 +91,12 @@ class CallLimits:
         """Return how many tokens each choice of a request may have.
 
         `num_calls` were answered or are being answered, with `num_generated` tokens. Raises
-        EpisodeLimit when the calls or the tokens are used up.
+        EpisodeLimit if no calls or tokens are left.
         """
         if num_calls + decoding.num_choices > self._max_calls:
             self.hit = "turns"
             raise EpisodeLimit(
-                f"the episode has had {num_calls} calls of the model, agent.max_calls is "
+                f"the episode has {num_calls} calls of the model, agent.max_calls is "
                 f"{self._max_calls}",
                 hint=_NO_MORE,
             )
@@ -116,7 +115,7 @@ class CallLimits:
 
 
 class CallDrawing:
-    """How the answers of one episode are drawn."""
+    """Sampling parameters of an episode's answers."""
 
     def __init__(
         self,
@@ -126,14 +125,14 @@ class CallDrawing:
         *,
         obeys_program: bool,
     ) -> None:
-        """Draw as the job says, or with `obeys_program` as the program asks."""
+        """Use the job's sampling, or with `obeys_program` that of each request."""
         self._sampling = sampling
         self._stop_token_ids = stop_token_ids
         self._seed = seed
         self._obeys_program = obeys_program
 
     def sampling(self, decoding: Decoding, room: int, prompt: bytes, number: int) -> Sampling:
-        """Return how a sample is drawn: the same for the same prompt (its digest) and number."""
+        """Return how a sample is drawn; its seed follows from `prompt` (a digest) and `number`."""
         digest = blake2b(f"{self._seed} {number}".encode() + prompt, digest_size=7).digest()
         sampling = sampling_of(
             decoding if self._obeys_program else Decoding(),
@@ -145,108 +144,105 @@ class CallDrawing:
         return replace(sampling, num_top=decoding.top_logprobs)
 
 
-# -- requests that are asked again -----------------------------------------------------------------
-# A request is known by its digest, which equal requests share, by the id that its proxy gave it,
-# and by the names of its choices, once the proxy has them.
+# -- repeated requests -----------------------------------------------------------------------------
+# A request is identified by its digest, which equal requests share, by its proxy's id, and by the
+# names of its choices, once the proxy has them.
 
 
 class KnownAnswers:
-    """The answers of one try so far, by what they answered."""
+    """The answers of one try, by their requests."""
 
     def __init__(self, tree: CallTree) -> None:
-        """`tree` has the calls."""
+        """Find answers among the calls of `tree`."""
         self._tree = tree
         self._by_request: dict[bytes, list[int]] = {}
-        self._by_asking: dict[str, list[int]] = {}
+        self._by_request_id: dict[str, list[int]] = {}
         self._by_name: dict[tuple[bytes, str], list[int]] = {}
-        """With the request: what a dead generator has told and not written down may have a name
-        that its successor gives to another one."""
+        """By digest and name: a dead generator may have sent a name without logging the answer, and
+        its successor may give that name to another one."""
         self._presumed = set[int]()
 
     def restore(self) -> None:
-        """Take the calls of the tree, which were written down; they count as delivered."""
+        """Add the logged calls of the tree, which count as delivered until they are requested."""
         for call in self._tree.calls:
-            if call.delivered is None:  # or its program's proxy asks for it once more
+            if call.delivered is None:
                 self._presumed.add(call.number)
                 call.delivered = True
         for choices in choices_of_answers(self._tree.calls):
             first = choices[0]
-            self.add(first.request, [first.asked], [call.number for call in choices])
+            self.add(first.request_digest, [first.request_id], [call.number for call in choices])
 
-    def add(self, request: bytes, askings: Iterable[str], numbers: Sequence[int]) -> None:
-        """Take notice of an answer, all of whose choices in the tree `numbers` are.
-
-        `askings` are the ids that proxies gave its requests.
-        """
+    def add(self, request: bytes, request_ids: Iterable[str], numbers: Sequence[int]) -> None:
+        """Add an answer; `numbers` are its choices in the tree, `request_ids` come from proxies."""
         self._by_request[request] = known = list(numbers)
-        for asking in askings:
-            self._by_asking[asking] = known
+        for request_id in request_ids:
+            self._by_request_id[request_id] = known
         for number in numbers:
             self._by_name[request, self._tree.calls[number].name] = known
 
     def find(self, request: CallRequest, digest: bytes) -> list[int]:
-        """Return the calls that answer a request, for which no new sample is drawn; else none.
+        """Return the calls that answer a repeated request; empty for a new sample.
 
-        They are fewer than its choices where a generator died between two of them.
+        If a generator died between two choices, there are fewer calls than choices.
         """
         for name in begun_names(request):
             if known := self._by_name.get((digest, name)):
                 return known
-        if is_asked_again(request):
-            return self._by_asking.get(asking_of(request), [])
+        if continues_answer(request):
+            return self._by_request_id.get(first_request_id(request), [])
         last = self._by_request.get(digest, [])
-        lost = all(self._tree.calls[number].delivered is False for number in last)
-        return last if request.is_retry or lost else []
+        undelivered = all(self._tree.calls[number].delivered is False for number in last)
+        return last if request.is_retry or undelivered else []
 
     def note_repeated(self, numbers: Sequence[int]) -> None:
-        """Record that an answer is sent again; whether it arrives is not known yet."""
+        """Record that an answer is sent again, and may not arrive."""
         for call in (self._tree.calls[number] for number in numbers):
             if call.delivered is False or call.number in self._presumed:
                 call.delivered = None
         self._presumed.difference_update(numbers)
 
 
-def asking_of(request: CallRequest) -> str:
-    """Return the id by which a proxy asked for an answer first."""
+def first_request_id(request: CallRequest) -> str:
+    """Return the id of the proxy's first request for an answer."""
     return request.request.partition("-")[0]
 
 
-def is_asked_again(request: CallRequest) -> bool:
-    """Whether a proxy asks for what it lacks of an answer, because its generator has died."""
+def continues_answer(request: CallRequest) -> bool:
+    """Whether a proxy requests the rest of an answer whose generator has died."""
     return "-" in request.request
 
 
 def begun_names(request: CallRequest) -> Sequence[str]:
-    """Return the names of the choices of which a program has a part."""
+    """Return the names of the choices that a program has in part."""
     return request.begun.names if request.begun is not None else ()
 
 
 @dataclass(eq=False)
 class OpenAnswer:
-    """An answer that is being given: its choices, and who waits for them."""
+    """An answer in progress: its choices and its readers."""
 
     digest: bytes
-    """Of the request, by its prompt and limits."""
+    """Of the request's prompt and limits."""
     prompts: list[CallPrompt]
     """Of each choice; they differ in their names."""
     choices: list[GrowingChoice]
     generated: dict[int, Generation]
-    """What is recorded of each choice that has ended, by its place."""
+    """The recorded tokens of each choice that has ended, by its index."""
     opening: CallPart
     """The fields of its first part."""
-    askings: list[str]
-    """Ids by which proxies asked for it; the first began it."""
+    request_ids: list[str]
+    """Ids of the proxies' requests for it; the first one began it."""
     task: "asyncio.Task[list[int]]" = field(init=False)
-    """Generates it and writes it down; its result is the numbers of the calls."""
+    """Generates and logs it; returns the numbers of the calls."""
     num_listeners: int = 0
-    """Its readers; a program that hangs up may come back for the answer."""
+    """Requests that wait for it; a disconnected program may request it again."""
     on_change: "set[asyncio.Event]" = field(default_factory=set["asyncio.Event"])
 
     def is_known_to(self, request: CallRequest) -> bool:
-        """Whether who asks has asked for it before, or has a part of it."""
+        """Whether a request repeats one for this answer, or continues it."""
         names = begun_names(request)
         named = any(prompt.name in names for prompt in self.prompts)
-        return named or asking_of(request) in self.askings
+        return named or first_request_id(request) in self.request_ids
 
     def changed(self, *_: object) -> None:
         """Wake its readers."""
@@ -280,9 +276,9 @@ class OpenAnswer:
 
 
 MAX_OPEN = 64
-"""Answers of one episode that are under way at the same time."""
+"""Concurrent answers of one episode."""
 ADOPT_S = 30.0
-"""An answer whose program has hung up is kept for so long: its client may ask again."""
+"""How long an answer without readers goes on: a disconnected client may ask again."""
 _LARGE_CHARS = 1 << 16
 
 
@@ -301,15 +297,15 @@ class CallAnswers:
         message_bytes: int | None = None,
         grammars: OutputGrammars | None = None,
     ) -> None:
-        """`log` has what was answered before, if another generator began the episode; see
-        `CallLimits` for `message_bytes`."""
+        """`log` has the earlier answers if another generator began the episode; `message_bytes` as
+        in `CallLimits`."""
         self.without_effect: set[str] = set()
-        """What the program has sent that changes nothing."""
+        """Fields of the program's requests without effect."""
         self.num_replayed = 0
-        """Generated tokens that were sent again and not generated again."""
+        """Tokens of earlier answers that were sent to a restarted program."""
         self.generate_s = 0.0
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Fails with what ends the episode here: another generator has it."""
+        """Fails when another generator has taken the episode over."""
         self._episode = episode
         self._engine = engine
         self._chat = chat
@@ -326,7 +322,7 @@ class CallAnswers:
         self._order = asyncio.Lock()
         self._conversations: set[str] = set()
         self._generations = count()
-        """Numbers in the engine; a name may be that of two choices, see `KnownAnswers`."""
+        """Numbers for the engine's request ids; names are not unique, see `KnownAnswers`."""
         self._begin_tree()
         restore_calls(log.segments, self._exact)
         self._known.restore()
@@ -340,16 +336,16 @@ class CallAnswers:
         self._open: list[OpenAnswer] = []
         self._known = KnownAnswers(self.tree)
         self._num_drawn: dict[bytes, int] = {}
-        """How many samples of a prompt were begun."""
+        """Number of samples begun for each prompt."""
 
     @property
     def limit_hit(self) -> LimitHit:
-        """Which limit a call was refused for."""
+        """The limit for which a call was refused."""
         return self._limits.hit
 
     @property
     def tree(self) -> CallTree:
-        """The calls that were answered."""
+        """The answered calls."""
         return self._exact.tree
 
     async def answer(self, request: CallRequest, tell: Tell[CallPart]) -> CallPart:
@@ -364,7 +360,7 @@ class CallAnswers:
         if decoding.format is not None:
             limits.append(decoding.format)
             prompt = replace(prompt, grammar=await self._grammar(request, prompt))
-        digest = prompt.request_digest(*limits)
+        digest = prompt.digest_with(*limits)
         answer = self._earlier(request, prompt, digest) or self._begin(request, prompt, digest)
         answer.num_listeners += 1
         try:
@@ -376,21 +372,21 @@ class CallAnswers:
                 asyncio.get_running_loop().call_later(ADOPT_S, _give_up, answer)
 
     def note_delivered(self, delivered: CallDelivered) -> None:
-        """Take notice of whether answers arrived."""
+        """Record whether answers arrived."""
         for number in delivered.calls:
             if number < len(self.tree.calls):
                 call = self.tree.calls[number]
                 call.delivered = bool(call.delivered) or delivered.whole
 
     async def start_again(self) -> None:
-        """Begin anew, for a program that does: what it asks once more is answered as it was."""
+        """Start again with a restarted program; its repeated requests get the earlier answers."""
         await self._end_open()
         calls = self.tree.calls
         self._begin_tree()
         self._past = PastAnswers(calls)
 
     async def close(self, why: str) -> None:
-        """Answer no more calls, for the reason given; those that are under way end."""
+        """Refuse further calls with the reason, and end those in progress."""
         self._over = why
         await self._end_open()
         for conversation in self._conversations:
@@ -404,12 +400,12 @@ class CallAnswers:
             raise EpisodeOver(f"the episode is over: {self._over}", hint="end the program")
         if len(self._open) >= MAX_OPEN:
             raise errors.BusyError(
-                f"{MAX_OPEN} calls of this episode are under way, the most that there may be",
-                hint="wait for one of them",
+                f"{MAX_OPEN} calls of this episode are in progress, the limit",
+                hint="wait for one of them to end",
             )
 
     async def _prepare(self, request: CallRequest) -> CallPrompt:
-        """Render what is new, beside the event loop where that is much."""
+        """Render the new messages, in a thread if they are long."""
         history = history_of(request)
         previous = None
         if request.previous is not None:
@@ -435,31 +431,31 @@ class CallAnswers:
         return prompt
 
     async def _grammar(self, request: CallRequest, prompt: CallPrompt) -> TokenGrammar | None:
-        """Return what holds an answer to its form; raises ConfigError for one that cannot be.
+        """Return the grammar of the required form; raises ConfigError for an impossible one.
 
-        None where the template writes calls in another form: as all that has no effect, that is
-        reported and no error, because some programs demand a call each time and do without.
+        None if the model's template writes calls in another form. This is reported as a field
+        without effect, not an error, because some programs require calls but work without.
         """
-        wanted = request.decoding.format
-        assert wanted is not None
+        required = request.decoding.format
+        assert required is not None
         if prompt.prefill:
             raise errors.ConfigError(
-                "the program begins the answer itself, and demands a form of it",
-                hint="leave the assistant's message at the end out, or the form",
+                "a request cannot both begin the answer and require a form of it",
+                hint="remove the assistant's message at the end, or the form",
             )
         try:
-            return await self._grammars.of(wanted, request.tools, thinking=bool(prompt.opened))
+            return await self._grammars.of(required, request.tools, thinking=bool(prompt.opened))
         except OtherCallForm:
-            demands_json = wanted.json_schema is not None
-            self.without_effect.add("response_format" if demands_json else "tool_choice")
+            is_json = required.json_schema is not None
+            self.without_effect.add("response_format" if is_json else "tool_choice")
             return None
 
     def _earlier(
         self, request: CallRequest, prompt: CallPrompt, digest: bytes
     ) -> OpenAnswer | None:
-        """Return the answer that this request has already; None: it is a new sample."""
+        """Return the earlier answer to a repeated request; None: it is a new sample."""
         if running := self._running(request, digest):
-            running.askings.append(asking_of(request))
+            running.request_ids.append(first_request_id(request))
             return running
         if past := self._past.next_answer(digest):
             self.num_replayed += sum(call.num_generated for call in past)
@@ -473,16 +469,16 @@ class CallAnswers:
         return None
 
     def _running(self, request: CallRequest, digest: bytes) -> OpenAnswer | None:
-        """Return the answer under way that this request asks for; None: there is none."""
+        """Return the answer in progress that this request repeats; None: there is none."""
         for answer in list(self._open):
-            if answer.task.done():  # what is called then has yet to be
+            if answer.task.done():  # its callback was not called yet
                 self._ended(answer, answer.task)
-        alike = [answer for answer in self._open if answer.digest == digest]
-        asked = [answer for answer in alike if answer.is_known_to(request)]
-        if not asked and not is_asked_again(request):
-            left = [answer for answer in alike if not answer.num_listeners]
-            asked = left or (alike if request.is_retry else [])
-        return asked[-1] if asked else None
+        equal = [answer for answer in self._open if answer.digest == digest]
+        matching = [answer for answer in equal if answer.is_known_to(request)]
+        if not matching and not continues_answer(request):
+            unread = [answer for answer in equal if not answer.num_listeners]
+            matching = unread or (equal if request.is_retry else [])
+        return matching[-1] if matching else None
 
     def _opening(self, request: CallRequest, prompts: Sequence[CallPrompt]) -> CallPart:
         first = prompts[0]
@@ -507,14 +503,14 @@ class CallAnswers:
     ) -> OpenAnswer:
         """Begin an answer: the first choices are `known`, the others are generated.
 
-        Some are known where a generator died between two of them. `prompts` are those of the known
-        ones: calls of the tree, or the same requests of a program that has started again. Raises
-        EpisodeLimit where a choice would be generated and must not be.
+        Some are known if a generator died between two of them. `prompts` are those of the known
+        ones: calls of the tree, or repeated requests of a restarted program. Raises EpisodeLimit if
+        no further choice may be generated.
         """
-        decoding, asking = request.decoding, asking_of(request)
+        decoding, request_id = request.decoding, first_request_id(request)
         in_tree = [call.number for call in prompts if isinstance(call, ModelCall)]
-        if in_tree:  # what was asked then, so that all choices are answers to one request
-            prompt = _as_asked_then(prompt, known[0])
+        if in_tree:  # all choices answer one request, at its place in the tree
+            prompt = _at_place_of(known[0], prompt)
         more = range(len(known), decoding.num_choices)
         names = begun_names(request)
         new_prompts = [self._exact.another(prompt) if number else prompt for number in more]
@@ -545,7 +541,7 @@ class CallAnswers:
             choices,
             {number: call.generated for number, call in enumerate(known)},
             self._opening(request, all_prompts),
-            [known[0].asked if in_tree else asking, asking],
+            [known[0].request_id if in_tree else request_id, request_id],
         )
         samplings = self._samplings(decoding, prompt, len(more), len(in_tree)) if more else []
         for begun in request.begun.deltas if request.begun is not None else ():
@@ -553,8 +549,8 @@ class CallAnswers:
                 for token in zip(begun.token_ids, begun.logprobs, begun.versions, strict=True):
                     choices[begun.choice].add(Drawn(*token))
         if len(in_tree) == len(choices):
-            self._known.add(digest, answer.askings, in_tree)
-            answer.task = asyncio.create_task(_there(in_tree))
+            self._known.add(digest, answer.request_ids, in_tree)
+            answer.task = asyncio.create_task(_known_numbers(in_tree))
             answer.task.add_done_callback(answer.changed)
             return answer
         return self._started(answer, self._generate_all(answer, samplings, in_tree))
@@ -562,9 +558,9 @@ class CallAnswers:
     def _samplings(
         self, decoding: Decoding, prompt: CallPrompt, num: int, num_in_tree: int
     ) -> list[Sampling]:
-        """Return how `num` new choices of a request are drawn; `num_in_tree` others are known.
+        """Return the sampling of `num` new choices of a request with `num_in_tree` others.
 
-        Raises EpisodeLimit when the episode's calls or tokens are used up.
+        Raises EpisodeLimit if the episode has no calls or tokens left.
         """
         num_calls = len(self.tree.calls) - num_in_tree
         num_calls += sum(len(answer.choices) for answer in self._open)
@@ -578,8 +574,8 @@ class CallAnswers:
         return [replace(sampling, grammar=prompt.grammar) for sampling in samplings]
 
     def _count_sample(self, prompt: CallPrompt, num: int = 1) -> tuple[bytes, int]:
-        """Return the digest of a prompt, and how many samples of it were begun before these."""
-        digest = prompt.request_digest()
+        """Count samples of a prompt; return its digest and the number of earlier samples."""
+        digest = prompt.digest_with()
         drawn = self._num_drawn.get(digest, 0)
         self._num_drawn[digest] = drawn + num
         return digest, drawn
@@ -593,13 +589,13 @@ class CallAnswers:
 
     def _ended(self, answer: OpenAnswer, task: "asyncio.Task[list[int]]") -> None:
         if answer not in self._open:
-            return  # it is known already
+            return  # it was handled already
         self._open.remove(answer)
         if task.cancelled():
             return
         error = task.exception()
         if error is None:
-            self._known.add(answer.digest, answer.askings, task.result())
+            self._known.add(answer.digest, answer.request_ids, task.result())
         elif isinstance(error, Fenced) and not self.failed.done():
             self.failed.set_exception(error)
 
@@ -609,9 +605,9 @@ class CallAnswers:
         samplings: Sequence[Sampling],
         numbers: Sequence[int],
     ) -> list[int]:
-        """Generate the last choices, and write down what is not; return the numbers of all.
+        """Generate the last choices and log them; return the call numbers of all choices.
 
-        `numbers` are of the first ones, which are written down.
+        `numbers` are those of the first ones, which are logged already.
         """
         first = len(answer.choices) - len(samplings)
         started = time.perf_counter()
@@ -653,13 +649,13 @@ class CallAnswers:
         answer.changed()
 
     def _conversation(self, prompt: CallPrompt) -> str:
-        """Return under which name the cache of a call is kept: that of its root."""
+        """Return the engine's name of a call's cache, which it shares with its root."""
         name = f"{self._episode}.{(prompt.parent.root if prompt.parent else prompt).name}"
         self._conversations.add(name)
         return name
 
     async def _commit(self, answer: OpenAnswer, start: int) -> list[int]:
-        """Write the choices from `start` on down; only then may the program see the end."""
+        """Log the choices from `start` on, before the program gets the end of the answer."""
         numbers: list[int] = []
         async with self._order:
             for number in range(start, len(answer.choices)):
@@ -667,8 +663,8 @@ class CallAnswers:
                     answer.prompts[number],
                     answer.generated[number],
                     answer.choices[number].own_text,
-                    request=answer.digest,
-                    asked=answer.askings[0],
+                    request_digest=answer.digest,
+                    request_id=answer.request_ids[0],
                 )
                 await self._log.append(call)
                 self.tree.add(call)
@@ -676,8 +672,8 @@ class CallAnswers:
         return numbers
 
 
-def _as_asked_then(prompt: CallPrompt, call: ModelCall) -> CallPrompt:
-    """Return a request at the place in the tree where an earlier answer to it stands."""
+def _at_place_of(call: ModelCall, prompt: CallPrompt) -> CallPrompt:
+    """Return a request at the place in the tree of an earlier answer to it."""
     return replace(
         prompt,
         parent=call.parent,
@@ -689,10 +685,9 @@ def _as_asked_then(prompt: CallPrompt, call: ModelCall) -> CallPrompt:
 
 
 def _recorded(choice: GrowingChoice, generation: Generation) -> Generation:
-    """Return what is recorded of a choice: tokens that reach into a stop text are not.
+    """Return the recorded tokens of a choice, without those that reach into a stop text.
 
-    What a grammar took out of the choice of each token is 0 where another generator drew it,
-    before those of `generation`.
+    `masked` is 0 for tokens that another generator drew, before those of `generation`.
     """
     num, drawn = choice.num_whole_tokens(), choice.drawn
     masked = generation.masked
@@ -715,5 +710,5 @@ def _give_up(answer: OpenAnswer) -> None:
         answer.task.cancel()
 
 
-async def _there(numbers: list[int]) -> list[int]:
+async def _known_numbers(numbers: list[int]) -> list[int]:
     return numbers

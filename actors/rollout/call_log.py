@@ -123,8 +123,8 @@ def _logged(call: ModelCall) -> LoggedCall:
         finish="length" if call.generated.finish_reason == "length" else "stop",
         num_seen=call.num_seen,
         branch=call.branch,
-        request=call.request,
-        asked=call.asked,
+        request=call.request_digest,
+        asked=call.request_id,
         masked=0.0 if masked is None else float(masked.sum()),
     )
 
@@ -155,9 +155,14 @@ def restore_calls(segments: Sequence[Segment], calls: ExactCalls) -> None:
             masked=_spread(call.masked, len(segment.token_ids) - at),
         )
         prompt = calls.under_name(prompt, call.name)
-        calls.tree.add(
-            calls.answered(prompt, generated, call.text, request=call.request, asked=call.asked)
+        answered = calls.answered(
+            prompt,
+            generated,
+            call.text,
+            request_digest=call.request,
+            request_id=call.asked,
         )
+        calls.tree.add(answered)
 
 
 def _spread(masked: float, num: int) -> FloatVector | None:
@@ -172,7 +177,7 @@ def choices_of_answers(calls: Sequence[ModelCall]) -> list[list[ModelCall]]:
     """
     choices = defaultdict[tuple[bytes, str, int], list[ModelCall]](list)
     for call in calls:
-        choices[call.request, call.asked, call.num_seen].append(call)
+        choices[call.request_digest, call.request_id, call.num_seen].append(call)
     return sorted(choices.values(), key=lambda answer: answer[-1].number)
 
 
@@ -183,7 +188,7 @@ class PastAnswers:
         """Keep them in the order in which they ended."""
         self._by_request = defaultdict[bytes, deque[list[ModelCall]]](deque)
         for choices in choices_of_answers(calls):
-            self._by_request[choices[0].request].append(choices)
+            self._by_request[choices[0].request_digest].append(choices)
 
     def next_answer(self, request: bytes) -> list[ModelCall]:
         """Return the choices of the next answer to a request, and remove it; empty: none."""

@@ -97,7 +97,7 @@ class CallPrompt:
         new = [self.given_ids, *([np.array(begun, np.int32)] if begun else [])]
         return np.concatenate(new) if self.parent is None else self.parent.path_ids_with(new)
 
-    def request_digest(self, *limits: object) -> bytes:
+    def digest_with(self, *limits: object) -> bytes:
         """Return 16 bytes that identify a request by its prompt's ids and its limits."""
         digesting = digest_behind(self.parent, self.given_ids)
         digesting.update(repr(limits).encode())
@@ -122,10 +122,10 @@ class ModelCall(CallPrompt):
     """N tokens as the engine drew them."""
     text: str | None = None
     """The text that was sent, if it is not that of the tokens."""
-    request: bytes = b""
-    """Digest of the request."""
-    asked: str = ""
-    """Id by which the program's proxy first asked for it, the same for all choices of an answer."""
+    request_digest: bytes = b""
+    """Identifies equal requests."""
+    request_id: str = ""
+    """Id of the proxy's first request for it, equal for all choices of an answer."""
     reply: CanonicalMessage
     """The answer as a message, as the program got it."""
     number: int = -1
@@ -246,29 +246,31 @@ class CallTree:
             parent.children.append(call)
 
     def _prompt(
-        self, parent: ModelCall | None, given: Sequence[CanonicalMessage], context: bytes
+        self, parent: ModelCall | None, messages: Sequence[CanonicalMessage], context: bytes
     ) -> CallPrompt:
         return CallPrompt(
             parent=parent,
-            given=tuple(given),
+            given=tuple(messages),
             context=context,
-            branch=self._branch(parent, given, context),
+            branch=self._branch(parent, messages, context),
             num_seen=len(self.calls),
         )
 
     def _branch(
-        self, parent: ModelCall | None, given: Sequence[CanonicalMessage], context: bytes
+        self, parent: ModelCall | None, messages: Sequence[CanonicalMessage], context: bytes
     ) -> Branch:
         if parent is not None or not self.calls:
-            same = [call for call in parent.children if _same(call.given, given)] if parent else []
+            same = (
+                [call for call in parent.children if _same(call.given, messages)] if parent else []
+            )
             return "sample" if same else "edited" if parent and parent.children else ""
-        if any(_same(root.given, given) and root.context == context for root in self.roots):
+        if any(_same(root.given, messages) and root.context == context for root in self.roots):
             return "sample"
-        if any(quotes(given, call.reply) for call in self.calls):
+        if any(quotes(messages, call.reply) for call in self.calls):
             return "compacted"
         if all(root.context != context for root in self.roots):
             return "tools"
-        if all(system_of(root.given) != system_of(given) for root in self.roots):
+        if all(system_of(root.given) != system_of(messages) for root in self.roots):
             return "system"
         return "apart"
 
@@ -551,7 +553,7 @@ def _before(call: ModelCall) -> list[ModelCall]:
 
 
 def _nexts(tree: CallTree, trained: Collection[int], end: int) -> dict[int, int]:
-    """Return the next trained call of each trained one; `end` is the last one of the main row.
+    """Map each trained call to the next one; `end` is the last one of the main row.
 
     The next call always ended later, so there is no cycle.
     """

@@ -1,6 +1,6 @@
-"""Chats and completions: from a request to prompts, from tokens to text, choice by choice.
+"""Answers chats and completions of a served model.
 
-Log-probs of prompts are returned in pieces that fit a message.
+Log-probs of prompts are sent in pieces that fit a message.
 """
 
 import asyncio
@@ -36,13 +36,13 @@ TellScores = Callable[[list[PromptScore]], Awaitable[None]]
 async def score_prompts(prompts: Sequence[Sequence[int]], score: Score, tell: TellScores) -> None:
     """Score prompts concurrently, by number and tokens, and send each result at once."""
 
-    async def one(number: int, ids: Sequence[int]) -> None:
+    async def score_prompt(number: int, ids: Sequence[int]) -> None:
         for piece in pieces(number, await score(number, ids)):
             await tell([piece])
 
     async with asyncio.TaskGroup() as group:
         for number, ids in enumerate(prompts):
-            group.create_task(one(number, ids), name=f"score {number}")
+            group.create_task(score_prompt(number, ids), name=f"score {number}")
 
 
 def pieces(prompt: int, scores: PromptScores) -> list[PromptScore]:
@@ -64,7 +64,7 @@ Request = ChatRequest | CompletionRequest
 
 
 class GeneratesTokens(Protocol):
-    """What of an engine is needed to answer."""
+    """The part of an engine that answers need."""
 
     async def generate(
         self,
@@ -85,13 +85,13 @@ class GeneratesTokens(Protocol):
         ...
 
     def cancel(self, request_id: str) -> None:
-        """End a request: its `generate` returns what it has."""
+        """End a request: its `generate` returns the tokens so far."""
         ...
 
 
 @dataclass(frozen=True)
 class _Prompt:
-    """What the engine is given for one prompt."""
+    """The engine's input for one prompt."""
 
     ids: list[int]
     images: Sequence[bytes] = ()
@@ -110,7 +110,7 @@ class _Head:
         }
 
     def next_fields(self) -> dict[str, Any]:
-        """Return it for the next part."""
+        """Return the fields for the next part; empty after the first."""
         fields, self._fields = self._fields, {}
         return fields
 
@@ -127,7 +127,7 @@ class Answers:
         max_context: int,
         max_open: int,
     ) -> None:
-        """`max_open` bounds the choices that are generated or wait at the same time."""
+        """`max_open` bounds the choices that are generated or queued at the same time."""
         self._engine = engine
         self._chat = chat
         self._grammars = OutputGrammars(chat)
@@ -137,11 +137,11 @@ class Answers:
         self._num_open = 0
 
     async def chat(self, request: ChatRequest, tell: Tell[InferPart]) -> InferPart:
-        """Continue a conversation; ModelError for one that the model's template does not take."""
+        """Continue a conversation; ModelError if the model's template does not accept it."""
         return await self._answer(request, [await asyncio.to_thread(self._render, request)], tell)
 
     def _render(self, request: ChatRequest) -> _Prompt:
-        """Return the prompt of a conversation: what an episode's program would be answered to."""
+        """Return the prompt of a conversation, which is the same in an episode."""
         chat = self._chat.at(time.time())
         history = facts_of(self._chat).shaped(history_of(request))
         ids = HistoryRenderer(chat).whole(history, request.tools).tolist()
@@ -149,7 +149,7 @@ class Answers:
         return _Prompt(ids, images, opened=chat.opened(ids))
 
     async def complete(self, request: CompletionRequest, tell: Tell[InferPart]) -> InferPart:
-        """Continue texts as they are."""
+        """Continue texts without a chat template."""
         return await self._answer(request, await asyncio.to_thread(self._encode, request), tell)
 
     def _encode(self, request: CompletionRequest) -> list[_Prompt]:
@@ -222,13 +222,13 @@ class Answers:
         return InferPart(model=self._model_name(), deltas=last, **head.next_fields())
 
     async def _grammar(self, request: Request, prompts: Sequence[_Prompt]) -> TokenGrammar | None:
-        """Return what holds the answers to their form; None: they have none."""
-        wanted = request.decoding.format
-        if wanted is None:
+        """Return the grammar of the answers' required form; None: there is none."""
+        required = request.decoding.format
+        if required is None:
             return None
         tools = request.tools if isinstance(request, ChatRequest) else ()
         thinking = any(prompt.opened.startswith(THINK) for prompt in prompts)
-        return await self._grammars.of(wanted, tools, thinking=thinking)
+        return await self._grammars.of(required, tools, thinking=thinking)
 
     async def _score(
         self,
@@ -236,7 +236,7 @@ class Answers:
         prompts: Sequence[_Prompt],
         tell: Tell[InferPart],
     ) -> None:
-        """Tell the log-probs of the prompts' tokens, if they were asked for."""
+        """Send the log-probs of the prompts' tokens, if requested."""
         top_k = request.prompt_logprobs
         if top_k is None:
             return
@@ -273,10 +273,10 @@ class Answers:
     def _sampling(
         self, decoding: Decoding, prompt_tokens: int, grammar: TokenGrammar | None
     ) -> Sampling:
-        """Return how to sample after a prompt; ConfigError when there is no room."""
+        """Return the sampling after a prompt; ConfigError if the context has no room."""
         room = self._max_context - prompt_tokens
-        wanted = room if decoding.max_tokens is None else decoding.max_tokens
-        if min(room, wanted) < int(decoding.max_tokens != 0) or wanted > room:
+        max_new_tokens = room if decoding.max_tokens is None else decoding.max_tokens
+        if min(room, max_new_tokens) < int(decoding.max_tokens != 0) or max_new_tokens > room:
             limit = f" and max_tokens is {decoding.max_tokens}" if decoding.max_tokens else ""
             raise errors.ConfigError(
                 f"the prompt has {prompt_tokens} tokens{limit}: the context of this model holds "
@@ -286,7 +286,7 @@ class Answers:
         sampling = sampling_of(
             decoding,
             EpisodeSampling(1.0),
-            max_new_tokens=wanted,
+            max_new_tokens=max_new_tokens,
             stop_token_ids=self._chat.stop_token_ids,
             seed=decoding.seed,
         )
@@ -296,15 +296,15 @@ class Answers:
     def _room(self, num_choices: int) -> Iterator[None]:
         if num_choices > self._max_open:
             raise errors.ConfigError(
-                f"{num_choices} answers were asked for by one request, and this server generates "
-                f"or queues {self._max_open} at most",
-                hint="ask for fewer prompts or choices in one request, or serve with more "
-                "generator.max_requests",
+                f"one request asks for {num_choices} answers, this server generates or queues "
+                f"{self._max_open} at most",
+                hint="send fewer prompts or choices in one request, or raise "
+                "generator.max_requests of the server",
             )
         if self._num_open + num_choices > self._max_open:
             raise errors.BusyError(
-                f"this server generates or queues {self._num_open} answers, at most "
-                f"{self._max_open} are allowed, and {num_choices} more were asked for",
+                f"this server generates or queues {self._num_open} of at most {self._max_open} "
+                f"answers, and the request asks for {num_choices} more",
                 hint="ask again later, or add servers: `tinkermq scale RUN servers=N`",
             )
         self._num_open += num_choices
@@ -315,13 +315,13 @@ class Answers:
 
 
 def _draws(request: Request) -> bool:
-    """Whether tokens are generated; ConfigError for a request of nothing."""
+    """Whether tokens are generated; ConfigError if the request asks for nothing."""
     if request.decoding.max_tokens != 0:
         return True
     if isinstance(request, ChatRequest) or request.prompt_logprobs is None:
         raise errors.ConfigError(
-            "max_tokens is 0: nothing would be generated",
-            hint="give 1 or more; 0 is for completions with prompt_logprobs",
+            "max_tokens is 0, so that no token would be generated",
+            hint="give 1 or more; completions with prompt_logprobs may have 0",
         )
     return False
 

@@ -1,9 +1,9 @@
-"""The generator of an SFT job: the episodes that it appends are conversations of the data.
+"""The generator of an SFT job, which appends the conversations of the data as episodes.
 
-A task names a row. Its group is one trajectory whose generated tokens are what the assistant said,
-with log-prob 0 (data are certain) and the version that the task asks for. All behind
-the log is as in any job: batches, checkpoints, resuming, replay, looking at rollouts. A row costs a
-fraction of a millisecond. A model is loaded only where the generators validate.
+A task names a row. Its group is one trajectory, whose generated tokens are those of the assistant,
+with log-prob 0 and the version that the task requires. From the log on, all is as in other jobs:
+batches, checkpoints, resuming, replay, viewing rollouts. A row takes a fraction of a millisecond. A
+model is loaded only if the generators validate.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ from ...schemas.rollout import Group, Trajectory
 from ...schemas.task import Blame, Task
 from ...schemas.wire.errors import DataError, ModelError, TinkermqError
 from ...schemas.wire.foreign import words_of
-from ..engine.weight_updates import WeightFollower
 from ..policy.chat import ChatTokenizer, Conversation, make_chat, open_chat
 from ..policy.policies import check_weights
 from ..runtime import JobContext, settle_memory
+from ..weights.follower import WeightFollower
 from ..weights.job_weights import open_weights
 from .groups import GroupFailed, append_given_up, append_group
 from .players import start_engines
@@ -54,7 +54,7 @@ async def run_demonstrations(context: JobContext) -> None:
 
 
 async def _append_and_validate(context: JobContext, demonstrations: "Demonstrations") -> None:
-    """Append rows, and beside it play the tasks that validate versions with an own engine."""
+    """Append rows, and validate versions with an engine of its own."""
     config = context.config
     await asyncio.to_thread(check_weights, context.record, config)
     chat = make_chat(config).at(context.record.created)
@@ -116,7 +116,7 @@ def demonstrate(
 ) -> Group:
     """Return the group of a task: its row as one trajectory.
 
-    Raises GroupFailed for a row that cannot be learnt from.
+    Raises GroupFailed for a row that cannot be trained on.
     """
     now = time.time()
     try:
@@ -128,11 +128,11 @@ def demonstrate(
     except ModelError as error:
         failure = ModelError(f"row {task.sample} of sft.data: {error.message}", hint=error.hint)
         raise _failed(task, failure, source, now) from error
-    except Exception as error:  # an unforeseen row: it alone is not learned
+    except Exception as error:  # only this row is not trained
         _log.exception("row_failed", sample=task.sample)
         failure = DataError(
-            f"row {task.sample} of sft.data cannot be learnt from: {words_of(error)}",
-            hint="leave the row out; the generator's log has the traceback",
+            f"row {task.sample} of sft.data cannot be trained on: {words_of(error)}",
+            hint="remove the row; the generator's log has the traceback",
         )
         raise _failed(task, failure, source, now) from error
 
@@ -147,35 +147,35 @@ def _trajectory(task: Task, data: ChatData, chat: ChatTokenizer, config: JobConf
     if task.sample is None:
         raise DataError(f"task {task.task} names no row")
     row = data.row(task.sample)
-    spoken = tokenise_row(row, chat, config)
-    is_spoken = spoken.mask == 1
+    conversation = tokenise_row(row, chat, config)
+    is_assistant = conversation.mask == 1
     return Trajectory(
-        token_ids=spoken.token_ids,
-        mask=spoken.mask.astype(np.uint8),
-        logprobs=np.zeros(len(is_spoken), np.float32),
-        versions=np.where(is_spoken, task.min_version, -1).astype(np.int32),
-        turn_ends=spoken.turn_ends,
-        rewards=np.zeros(len(spoken.turn_ends), np.float32),
+        token_ids=conversation.token_ids,
+        mask=conversation.mask.astype(np.uint8),
+        logprobs=np.zeros(len(is_assistant), np.float32),
+        versions=np.where(is_assistant, task.min_version, -1).astype(np.int32),
+        turn_ends=conversation.turn_ends,
+        rewards=np.zeros(len(conversation.turn_ends), np.float32),
         messages=row.messages,
         seed=task.seed,
     )
 
 
 _max_positions = lru_cache(find_max_positions)
-"""A row asks for it, and the configuration of a model does not change."""
+"""Cached, since each row reads it and a model's configuration does not change."""
 
 
 def tokenise_row(row: ChatRow, chat: ChatTokenizer, config: JobConfig) -> Conversation:
     """Tokenise the conversation of a row.
 
-    Raises DataError for one that is longer than the job's limit, ModelError for one longer than the
-    model has positions for, and for what the template does not take; all name the row.
+    Raises DataError if it is longer than the job's limit, ModelError if it is longer than the model
+    has positions for, or if the template does not accept it; all of them name the row.
     """
     try:
-        spoken = chat.conversation(row.messages, row.tools)
+        conversation = chat.conversation(row.messages, row.tools)
     except ModelError as error:
         raise ModelError(f"{row.where}: {error.message}", hint=error.hint) from error
-    length, max_tokens = len(spoken.token_ids), config.rollout.max_tokens
+    length, max_tokens = len(conversation.token_ids), config.rollout.max_tokens
     if length > max_tokens:
         raise DataError(
             f"{row.where} has {length} tokens, rollout.max_prompt_tokens + "
@@ -189,4 +189,4 @@ def tokenise_row(row: ChatRow, chat: ChatTokenizer, config: JobConfig) -> Conver
             f"{max_positions}",
             hint="shorten the data, or take a model with more positions",
         )
-    return spoken
+    return conversation

@@ -104,8 +104,8 @@ class ExactCalls:
         generated: Generation,
         text: str | None = None,
         *,
-        request: bytes = b"",
-        asked: str = "",
+        request_digest: bytes = b"",
+        request_id: str = "",
     ) -> ModelCall:
         """Return the answered call, not yet in the tree; `text` if it differs from the tokens'."""
         reader = prompt.reader()
@@ -117,8 +117,8 @@ class ExactCalls:
             **(own | {"grammar": None}),  # which is large
             generated=generated,
             text=text,
-            request=request,
-            asked=asked,
+            request_digest=request_digest,
+            request_id=request_id,
             reply=reader.reply,
         )
 

@@ -1,8 +1,8 @@
-"""One episode of an agent program: its host runs it, its calls are answered here, rows come out.
+"""One episode of an agent program: answers its model calls and makes rows of them.
 
-The program's host is an environment host. The episode's one step ends when the program has ended
-and its reward is known. Meanwhile its calls come on a subject of the episode's own. When the host
-dies, the program starts again elsewhere, and what it asks once more is answered as it was.
+An environment host runs the program. The episode has one step, which ends when the program has
+ended and its reward is known. Meanwhile its calls arrive on a subject of the episode. If the host
+dies, the program starts again on another one, and its repeated requests get the earlier answers.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from .template_facts import facts_of
 # -- ended episodes --------------------------------------------------------------------------------
 
 _MAX_SHOWN_CALLS = 1000
-"""Calls of an episode that people are shown."""
+"""Calls of an episode that are displayed."""
 
 
 def rows_of_episode(
@@ -48,7 +48,7 @@ def rows_of_episode(
     result: StepResult,
     config: JobConfig,
 ) -> list[Trajectory]:
-    """Return the rows of an episode, the main one first; its reward stands at the end of that."""
+    """Return the rows of an episode, first the main one, which ends with the reward."""
     tree, agent = calls.tree, config.agent
     left_out = _left_out(result.info.get("untrained_calls"))
     posted = call_tree.PostedRewards.of(result.info, tree)
@@ -117,15 +117,15 @@ def _trajectory(
 
 
 def _figures(calls: CallAnswers, tree_rows: call_tree.TreeRows) -> dict[str, float]:
-    """Return numbers of an episode, for the metrics."""
+    """Return figures of an episode for the metrics."""
     tree = calls.tree
     prompts = sum(call.num_tokens - len(call.generated.token_ids) for call in tree.calls)
-    given = sum(len(call.given_ids) for call in tree.calls)
+    num_new = sum(len(call.given_ids) for call in tree.calls)
     branches = Counter(call.branch for call in tree.calls if call.branch)
     return {
         "calls": float(len(tree.calls)),
         "rows": float(len(tree_rows.rows)),
-        "reused_share": (prompts - given) / max(1, prompts),
+        "reused_share": (prompts - num_new) / max(1, prompts),
         "untrained_calls": float(len(tree_rows.untrained)),
         "undelivered": float(sum(not call.delivered for call in tree.calls)),
         "cut_tokens": float(tree_rows.num_cut),
@@ -136,10 +136,7 @@ def _figures(calls: CallAnswers, tree_rows: call_tree.TreeRows) -> dict[str, flo
 
 
 def _masked(tree: call_tree.CallTree, tree_rows: call_tree.TreeRows) -> dict[str, float]:
-    """Return how much formats took out of the choice of trained tokens, if some were demanded.
-
-    Each token counts by the share of the probability that was taken from it.
-    """
+    """Return the probability removed by formats, summed over trained tokens, if there were any."""
     trained = [tree.calls[number].generated for row in tree_rows.rows for number in row.calls]
     if all(generation.masked is None for generation in trained):
         return {}
@@ -149,7 +146,7 @@ def _masked(tree: call_tree.CallTree, tree_rows: call_tree.TreeRows) -> dict[str
 def _branch_figures(
     posted: call_tree.PostedRewards, credit: call_tree.EpisodeCredit
 ) -> dict[str, float]:
-    """Return what parts of the episode were rewarded with, where they were."""
+    """Return the mean posted rewards of calls and branches, if there are any."""
     branches, calls = posted.branches, posted.calls
     return {
         **({"reward_of_calls": sum(calls.values()) / len(calls)} if calls else {}),
@@ -161,7 +158,7 @@ def _branch_figures(
 def _describe_call(
     call: call_tree.ModelCall, tree_rows: call_tree.TreeRows, posted: call_tree.PostedRewards
 ) -> dict[str, Any]:
-    """Return what people are shown of a call (`envs/agents/call_selection.py` reads it)."""
+    """Return a call's fields for display (`envs/agents/call_selection.py` reads them)."""
     rows = [place for place, row in enumerate(tree_rows.rows) if call.number in row.calls]
     return {
         "call": call.number,
@@ -184,9 +181,9 @@ def _describe_call(
 Tell: TypeAlias = Callable[..., Awaitable[None]]
 """`await tell(kind, message, **data)` publishes an event of the job."""
 _MAX_TOLD = 100
-"""Names of fields in the event."""
+"""Field names in the event."""
 _MAX_STARTS = 100
-"""Hosts that one episode may outlive."""
+"""Hosts on which one episode may be started."""
 
 
 class ProgramLoop:
@@ -222,15 +219,15 @@ class ProgramLoop:
         self._service: Service | None = None
 
     async def start(self) -> None:
-        """Get ready to answer, and report what the model's template cannot do."""
+        """Prepare to answer calls, and report limitations of the model's template."""
         if (lacks := "; ".join(facts_of(self._chat).limitations())) and self._tell is not None:
-            await self._tell("agent_template", f"of the model's chat template: {lacks}")
+            await self._tell("agent_template", f"limits of the model's chat template: {lacks}")
         name, description = "tinkermq-calls", f"calls of programs, job {self._scope.job}"
         self._service = await Service.start(self._broker, name=name, description=description)
         self._parts = PartsService(self._broker, self._service)
 
     async def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         if self._service is not None:
             await self._service.stop(0)
 
@@ -242,9 +239,9 @@ class ProgramLoop:
     ) -> list[Trajectory]:
         """Run one episode to its end; return its rows, the main one first.
 
-        Continues from what `recorder`, a `CallLog`, has of the episode. Raises EpisodeFailed,
-        naming the boundary to blame, when there is nothing to train; Fenced when another generator
-        has taken the episode over.
+        Continues from the calls in `recorder`, a `CallLog`. Raises EpisodeFailed with the boundary
+        to blame if there is nothing to train, and Fenced if another generator has taken the episode
+        over.
         """
         del transcript
         log = recorder if isinstance(recorder, CallLog) else CallLog(plan.episode)
@@ -275,16 +272,16 @@ class ProgramLoop:
             await playing.end()
 
     async def _report_without_effect(self, fields: set[str]) -> None:
-        """Tell once what programs send that changes nothing; each episode says it in its info."""
+        """Report once the fields without effect; the `info` of each episode has them, too."""
         fresh = sorted(fields - self._told_without_effect)[:_MAX_TOLD]
         if not fresh or self._tell is None or len(self._told_without_effect) > _MAX_TOLD:
             return
         self._told_without_effect.update(fresh)
-        message = f"programs send what has no effect: {', '.join(fresh)}"
+        message = f"programs send fields without effect: {', '.join(fresh)}"
         await self._tell("agent_params", message, fields=fresh)
 
     async def _report_branch_rewards(self, result: StepResult) -> None:
-        """Tell once that the rewards of branches have no effect."""
+        """Report once that rewards of branches have no effect."""
         is_read = self._config.algorithm.branch_credit != "episode"
         if self._tell is None or is_read or self._told_branch_rewards:
             return
@@ -302,17 +299,17 @@ class ProgramLoop:
         rows = rows_of_episode(calls, plan, started, result, self._config)
         if not rows:
             raise NoCalls(
-                "the program ended without an answer of the model that could be trained: it had "
-                f"{len(calls.tree.calls)}, of which agent.train={self._config.agent.train} takes "
-                "those that arrived",
-                hint="run `tinkermq agent check`: it shows for each call whether it is trained",
+                f"the program ended with {len(calls.tree.calls)} answers of the model, and none of "
+                f"them can be trained: agent.train={self._config.agent.train} selects among those "
+                "that arrived",
+                hint="`tinkermq agent check` shows for each call whether it is trained",
             )
         return rows
 
     async def listen(self, episode: str, calls: CallAnswers, delivery: int) -> list[Listening]:
         """Answer the calls of an episode until the returned subscriptions are stopped.
 
-        `delivery` is how often its task had been handed out when it came here.
+        `delivery` is the number of deliveries of its task, including this one.
         """
         assert self._parts is not None, "start the loop first"
         parts, scope = self._parts, self._scope
@@ -344,7 +341,7 @@ class ProgramLoop:
 
     @property
     def time_use(self) -> TimeUse:
-        """What the episodes wait for."""
+        """Records what the episodes wait for."""
         return self._time_use
 
 
@@ -352,12 +349,12 @@ def _read(model: Any, payload: bytes) -> Any:
     try:
         return model.from_bytes(payload)
     except MessageError:
-        return None  # anybody's word; who sent it gets no answer
+        return None  # untrusted; the sender gets no answer
 
 
 @dataclass(eq=False)
 class _Playing:
-    """The program of one episode, wherever it runs."""
+    """Runs the program of one episode on environment hosts."""
 
     loop: ProgramLoop
     plan: EpisodePlan
@@ -367,7 +364,7 @@ class _Playing:
     ended: bool = False
 
     async def play(self) -> tuple[Started, StepResult]:
-        """Run the program to its end, on another host where one dies."""
+        """Run the program to its end, on another host if one dies."""
         num_starts = 0
         while True:
             try:
@@ -379,13 +376,13 @@ class _Playing:
                     raise
 
     async def end(self) -> None:
-        """Leave the episode: answer no further calls, and notify its host."""
+        """Stop answering calls, and tell the host that the episode is over."""
         await self._stop_listening()
         if self.log.episode and not self.ended:
             self.loop.environments.close(self.log.host, self.log.episode)
 
     async def _start(self, num_starts: int) -> Started:
-        """Find the program that another generator has begun, or start it."""
+        """Rejoin the program that another generator began, or start it."""
         environments, plan, log = self.loop.environments, self.plan, self.log
         if log.episode and not num_starts:
             await self._listen(log.episode)
@@ -410,7 +407,7 @@ class _Playing:
         return result
 
     async def _unless_failed(self, work: Any) -> Any:
-        """Await something, unless the episode is taken away meanwhile."""
+        """Await something, unless another generator takes the episode over."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task, self.calls.failed}, return_when=asyncio.FIRST_COMPLETED)

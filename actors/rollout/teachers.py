@@ -1,12 +1,12 @@
-"""Teachers of a run that score a group before it enters the log, which holds their scores.
+"""Teachers outside the learner: they score a group before it is appended to the log.
 
-So a run is a function of its log although its teachers are elsewhere, and one that is away is
-waited for by the generator that holds the task, which reports it, while its other tasks go on.
+The log holds their scores, so a run remains a function of its log. If a teacher is unavailable, the
+generator that holds the task reports it and waits, while its other tasks go on.
 
 A teacher is an inference job, or a model behind an OpenAI-compatible API. Both score the policy's
-own token ids by one prefill, at temperature 1. Passing failures (unreachable, busy, slow) are
-raised as TeacherAway and asked again; what is not ends the run with its reason. A teacher may read
-a text in the first prompt that the game gives and the policy does not see.
+own token ids with one prefill, at temperature 1. Temporary failures (unreachable, busy, slow) are
+raised as TeacherAway and retried; others end the run with the reason. A teacher's first prompt may
+have a text of the game that the policy does not see.
 """
 
 import asyncio
@@ -47,24 +47,24 @@ from ..runtime import JobContext
 # -- the teachers ----------------------------------------------------------------------------------
 
 ANSWER_S = 600.0
-"""The longest time that one answer may take."""
+"""Longest duration of one answer."""
 _CONNECT_S = 10.0
 _MOST_BYTES = 512 << 20
-"""Of one answer of an API: more than 8,192 tokens with 256 others in the place of each."""
+"""Largest answer of an API; 8,192 tokens with 256 alternatives each are smaller."""
 _PASSING = frozenset({404, 408, 409, 425, 429})
-"""Statuses of an API that may be another one later: its model is being loaded, it is busy."""
+"""Statuses of an API that may be temporary, for example while it loads a model."""
 _COMPARED = 64
 """Tokens whose texts are compared with those of an API."""
 
 
 class TeacherAway(TinkermqError):
-    """A teacher does not answer now; it is asked again."""
+    """A teacher is unavailable; the request is retried."""
 
     code = "teacher_away"
 
 
 class JobTeacher:
-    """A job that serves a model, asked through the broker."""
+    """A job that serves a model, reached through the broker."""
 
     def __init__(self, name: str, broker: Broker, scope: JobScope, chat: ChatTokenizer) -> None:
         """`name` is the teacher in the configuration; `chat` has the policy's tokens."""
@@ -74,7 +74,7 @@ class JobTeacher:
         self._chat = chat
 
     async def score(self, ids: IntVector, top_k: int) -> PromptScores:
-        """Ask any server of the job."""
+        """Request scores from any server of the job."""
         try:
             return await self._request_scores(ids, top_k)
         except (BusyError, DeadlineError, NobodyAnswersError, ConnectionLost, BrokerError) as error:
@@ -122,7 +122,7 @@ class EndpointTeacher:
         self._client = httpx.AsyncClient(headers=headers, timeout=timeout)
 
     async def score(self, ids: IntVector, top_k: int) -> PromptScores:
-        """Ask the API."""
+        """Request scores from the API."""
         body = {
             "model": self._model,
             "prompt": ids.tolist(),
@@ -158,8 +158,8 @@ class EndpointTeacher:
         if status >= 500 or status in _PASSING:
             raise TeacherAway(failure)
         raise ConfigError(
-            f"the teacher cannot be asked: {failure}",
-            hint=f"check model and key: ${TEACHER_KEY} of the submitter goes with the job, sealed",
+            f"the teacher refuses requests: {failure}",
+            hint=f"check model and key; the job has the submitter's ${TEACHER_KEY}, encrypted",
         )
 
     def _read(self, answer: bytes, ids: IntVector, top_k: int) -> PromptScores:
@@ -176,7 +176,7 @@ class EndpointTeacher:
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
                 f"{self._url} returned no prompt_logprobs: {answer[:200].decode(errors='replace')}",
-                hint="a teacher's API must have them, as vLLM's server does",
+                hint="a teacher's API must support them, like vLLM's server",
             ) from error
 
     async def close(self) -> None:
@@ -185,10 +185,10 @@ class EndpointTeacher:
 
 
 def other_tokenizer(name: str) -> ConfigError:
-    """Return what is raised of a teacher that has other tokens than the policy."""
+    """Return the error of a teacher whose tokenizer differs from the policy's."""
     return ConfigError(
         f"the teacher {name} has another tokenizer than the policy",
-        hint="a teacher scores the policy's own token ids: take a model of the same family",
+        hint="a teacher scores the policy's token ids: use a model of the same family",
     )
 
 
@@ -203,7 +203,7 @@ def _whole(pieces: list[infer.PromptScore], num: int, name: str) -> PromptScores
 def _read_rows(
     rows: list[Any], ids: IntVector, top_k: int, chat: ChatTokenizer, name: str
 ) -> PromptScores:
-    """Read what stands for each token: `{id: {logprob, rank, decoded_token}}`."""
+    """Read the row of each token: `{id: {logprob, rank, decoded_token}}`."""
     num = len(ids)
     if len(rows) != num:
         raise other_tokenizer(name)
@@ -227,9 +227,9 @@ def _read_rows(
 
 
 def _is_same(text: Any, token: int, chat: ChatTokenizer) -> bool:
-    """Whether a token has the text that the policy's tokenizer has for it, as far as texts show.
+    """Whether a token's text equals that of the policy's tokenizer.
 
-    Only plain words are compared: servers write blanks and halves of characters in several ways.
+    Only plain words are compared, since servers write blanks and partial characters differently.
     """
     if not isinstance(text, str):
         return True
@@ -240,19 +240,19 @@ def _is_same(text: Any, token: int, chat: ChatTokenizer) -> bool:
 
 
 _AT_ONCE = 32
-"""Episodes that one generator has scored at the same time."""
+"""Episodes of one generator that are scored concurrently."""
 _FIRST_S, _LONGEST_S = 0.5, 20.0
-"""Pauses between two tries."""
+"""First and longest pause between two tries."""
 
 
 Teacher: TypeAlias = JobTeacher | EndpointTeacher
 
 
 class AskedTeachers:
-    """The teachers of a run that generators ask; none, mostly."""
+    """The teachers of a run that its generators request scores from; usually none."""
 
     def __init__(self, context: JobContext, chat: ChatTokenizer) -> None:
-        """Raises ConfigError for what a teacher needs and is not installed."""
+        """Raises ConfigError if a package that a teacher needs is not installed."""
         algorithm = context.config.algorithm
         self._context = context
         self._top_k = algorithm.teacher_top_k if algorithm.teacher_loss == "forward_kl" else 0
@@ -265,9 +265,9 @@ class AskedTeachers:
         self._away: dict[str, float] = {}
 
     async def teach(self, group: Group) -> Group:
-        """Return a group with what its teachers say; waits for those that are away.
+        """Return a group with its teachers' scores; waits for unavailable teachers.
 
-        Raises ConfigError for a teacher that cannot teach this policy.
+        Raises ConfigError for a teacher that does not fit this policy.
         """
         if not self._of_source:
             return group
@@ -313,7 +313,7 @@ class AskedTeachers:
                 return scores
 
     async def _report_away(self, name: str, away: TeacherAway) -> None:
-        """Say once that a teacher does not answer, however many episodes wait for it."""
+        """Report an unavailable teacher once, however many episodes wait for it."""
         if name not in self._away:
             self._away[name] = time.time()
             await self._context.event("teacher_away", f"the teacher {name}: {away}")
@@ -324,7 +324,7 @@ class AskedTeachers:
             await self._context.event("teacher_back", f"the teacher {name}, after {away_s:.0f} s")
 
     async def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         for teacher in self._all:
             await teacher.close()
 
@@ -338,7 +338,7 @@ def _open(name: str, context: JobContext, chat: ChatTokenizer) -> Teacher:
 
 
 def _read_by_teacher(item: Trajectory, prompt: IntVector | None) -> tuple[IntVector, Sequence[int]]:
-    """Return the tokens that a teacher reads, and the places of the generated ones among them."""
+    """Return the tokens that a teacher reads, and the positions of the generated ones."""
     generated = np.flatnonzero(item.mask)
     end = int(generated[-1]) + 1
     if prompt is None:
@@ -348,21 +348,21 @@ def _read_by_teacher(item: Trajectory, prompt: IntVector | None) -> tuple[IntVec
     return ids, (generated - first + len(prompt)).tolist()
 
 
-# -- what only teachers read -----------------------------------------------------------------------
+# -- prompts of teachers ---------------------------------------------------------------------------
 
 
 class TeacherContext:
-    """Makes the first prompts of teachers."""
+    """Renders the first prompts of teachers."""
 
     def __init__(self, key: str, max_tokens: int, chat: ChatTokenizer) -> None:
-        """`key` names the text in a game's `info`; `max_tokens` bounds what it adds."""
+        """`key` names the text in a game's `info`; it may add up to `max_tokens`."""
         self._key = key
         self._max_tokens = max_tokens
         self._chat = chat
 
     @classmethod
     def of(cls, config: AlgorithmConfig, chat: ChatTokenizer) -> "TeacherContext | None":
-        """Return what the configuration asks for; None: teachers read what the policy reads."""
+        """Return the configured context; None: teachers read the policy's prompt."""
         if config.teacher_context is None:
             return None
         return cls(config.teacher_context, config.teacher_context_tokens, chat)
@@ -377,8 +377,8 @@ class TeacherContext:
     ) -> IntVector:
         """Return int32[P]: the first prompt with the text in the game's last `info`.
 
-        `num_prompt` is the length of the policy's, `seconds` its time. Raises DataError where the
-        game has none, or one that is too long.
+        `num_prompt` is the length of the policy's prompt, `seconds` its time. Raises DataError if
+        the game has no such text, or one that is too long.
         """
         text = info.get(self._key)
         if not isinstance(text, str) or not text:
@@ -392,7 +392,7 @@ class TeacherContext:
         more = len(prompt) - num_prompt
         if more > self._max_tokens:
             raise DataError(
-                f"what the teacher reads is {more} tokens longer than the prompt, "
+                f"the teacher's prompt is {more} tokens longer than the policy's, "
                 f"algorithm.teacher_context_tokens is {self._max_tokens}",
                 hint=f"raise it to {more}, with learner.max_row_tokens, or shorten the game's text",
             )
@@ -400,7 +400,7 @@ class TeacherContext:
 
 
 def with_text(messages: Sequence[ChatMessage], text: str) -> list[ChatMessage]:
-    """Return messages with a text at the end of the last one, as part of the user's words."""
+    """Return messages with a text added to the user's last message, or as a new one."""
     last = messages[-1]
     if last.get("role") != "user":
         return [*messages, {"role": "user", "content": text}]

@@ -1,15 +1,14 @@
-"""What a model's chat template can do for programs, found out by rendering, once at start-up.
+"""Shapes and renders conversations for a model's chat template, and finds out what it supports.
 
-What the policy said is never rendered again. To learn what a template writes between the end of a
-turn and the next one, a short conversation with the *shape* of the turn is rendered instead: the
-same calls, with their names and ids, and a mark where the last of it would stand. What follows the
-mark is what follows the turn. Templates look back at names and ids, so a plain text in place of the
-turn would not do; and they rewrite what came long before, so what stands before the mark is not
-looked at.
+Generated text is never rendered again. To find the text between the end of a turn and the next one,
+a short stand-in conversation with the *shape* of the turn is rendered: the same calls with their
+names and ids, and a mark at the end. The text after the mark is the text after the turn. Templates
+refer to names and ids of calls, so a plain text would not do as a stand-in. They may also rewrite
+the earlier history, so the text before the mark is not compared.
 
-Whether that is the true continuation is proved for each template at start-up, by rendering it
-behind other histories. What a template cannot do is logged, and costs rows or tools, never
-exactness: there the whole history is rendered as a root of its own.
+At start-up each template is rendered with other histories to prove that the text after the turn is
+the same. Limitations of a template are logged. They cost rows or tools, never exactness: if a turn
+cannot be continued exactly, the whole history is rendered as a new root.
 """
 
 import json
@@ -44,23 +43,23 @@ _STAND_IN_USER = CanonicalMessage("user", ("stand-in",))
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A rendering, cut behind a turn: the text before it, and the tokens from its end on."""
+    """A rendering, cut after a turn: the text before the turn, and the tokens from its end on."""
 
     before: str
     after: list[int]
 
 
 class HistoryRenderer:
-    """Renders the histories of a program's calls with a model's template."""
+    """Renders conversations with a model's template."""
 
     def __init__(self, chat: ChatTokenizer) -> None:
         """Render with the template of `chat`."""
         self._chat = chat
 
     def whole(self, messages: Sequence[CanonicalMessage], tools: Tools) -> IntVector:
-        """Return int32[T]: a history from its beginning, and the generation prompt.
+        """Return int32[T]: a whole conversation and the generation prompt.
 
-        Raises ModelError for roles, tools or images that the model or its template does not take.
+        Raises ModelError for roles, tools or images that the model or its template does not accept.
         """
         template_messages = [message.for_template() for message in messages]
         return np.array(self._chat.prompt(template_messages, tools), np.int32)
@@ -72,9 +71,9 @@ class HistoryRenderer:
         new: Sequence[CanonicalMessage],
         tools: Tools,
     ) -> IntVector | None:
-        """Return int32[G]: what follows a turn up to the next one; None: this cannot be said.
+        """Return int32[G]: the tokens between a turn and the next one; None: they are unknown.
 
-        G begins with the end of the turn, unless the policy said that itself.
+        They begin with the end of the turn, unless the policy generated it.
         """
         cut = self._cut((_STAND_IN_USER,), reply, new, tools)
         if cut is None:
@@ -89,10 +88,10 @@ class HistoryRenderer:
         new: Sequence[CanonicalMessage],
         tools: Tools,
     ) -> bool:
-        """Whether the template writes behind this history what it writes behind a stand-in."""
+        """Whether the text after the turn is the same with this history and with a stand-in."""
         stand_in = self._cut((_STAND_IN_USER,), reply, new, tools)
-        true = self._cut(history, reply, new, tools)
-        return stand_in is not None and true is not None and stand_in.after == true.after
+        actual = self._cut(history, reply, new, tools)
+        return stand_in is not None and actual is not None and stand_in.after == actual.after
 
     def appends(
         self,
@@ -101,7 +100,7 @@ class HistoryRenderer:
         new: Sequence[CanonicalMessage],
         tools: Tools,
     ) -> bool:
-        """Whether the template leaves the history as it was before `new` came."""
+        """Whether the template renders the history in the same way with and without `new`."""
         now = self._cut(history, reply, (), tools, prompt=False)
         later = self._cut(history, reply, new, tools)
         return now is not None and later is not None and now.before == later.before
@@ -115,8 +114,8 @@ class HistoryRenderer:
         *,
         prompt: bool = True,
     ) -> _Cut | None:
-        """Find the end of the turn: the first token behind it that ends one, or else the first
-        that depends on what follows. None where that is no special token."""
+        """Find the end of the turn: the first token after it that ends a turn, or else the first
+        one that depends on the next message. None if that is not a special token."""
         mark = f"mark{secrets.token_hex(16)}"
         turn = _marked(reply, mark)
         try:
@@ -183,25 +182,25 @@ _REMINDER = "<system-reminder>\n{}\n</system-reminder>"
 
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """What was proved of a template."""
+    """The features of a chat template, found by rendering."""
 
     takes_system: bool
-    """Whether it renders a system message at all."""
+    """It accepts a system message."""
     takes_systems: bool
-    """Whether it renders several, and some in the middle of a history."""
+    """It accepts several system messages, also in the middle of a history."""
     takes_tools: bool
-    """Whether it shows tools, calls and their results."""
+    """It accepts tools, calls and their results."""
     takes_parallel_calls: bool
-    """Whether it shows several calls in one turn."""
+    """It accepts several calls in one turn."""
     continues_users: bool
-    """Whether what it writes behind a turn is the same whatever came before, for a user's words."""
+    """The text between a turn and a user's message is independent of the earlier history."""
     continues_tools: bool
-    """The same for the results of tools."""
+    """The text between a turn and a tool's result is, too."""
     reads_calls: bool
-    """Whether the calls that it writes are read back as they were."""
+    """Calls that it writes are read back unchanged."""
 
     def limitations(self) -> Iterator[str]:
-        """Yield what programs have to do without."""
+        """Yield the limitations for programs."""
         if not self.takes_system:
             yield "system messages are shown as words of the user"
         elif not self.takes_systems:
@@ -218,11 +217,11 @@ class TemplateFacts:
             yield "a call that follows a tool's result is a row of its own"
 
     def shaped(self, messages: Sequence[CanonicalMessage]) -> list[CanonicalMessage]:
-        """Return messages as they are compared and shown: canonical, and as the template takes
-        them, with system messages where it takes them.
+        """Return messages in the form in which they are compared and rendered.
 
-        What is made of a message does not depend on those behind it, so that a history that grows
-        stays the beginning of what follows.
+        They are canonical, and system messages that the template does not accept become words of
+        the user. The result for a message is independent of later messages, so the result for a
+        growing history keeps its beginning.
         """
         history = canonical_history(messages)
         if self.takes_systems:
@@ -241,7 +240,7 @@ class TemplateFacts:
 
 
 def facts_of(chat: ChatTokenizer) -> TemplateFacts:
-    """Return what a template can do, found out once by rendering short conversations with it."""
+    """Return the features of a template, found once by rendering short conversations."""
     if "facts" not in chat.findings:
         chat.findings["facts"] = _find_facts(chat)
     return chat.findings["facts"]
@@ -278,7 +277,7 @@ def _find_facts(chat: ChatTokenizer) -> TemplateFacts:
 
 
 def _reads_calls(chat: ChatTokenizer, turn: CanonicalMessage) -> bool:
-    """Whether a turn with calls, as the template writes it, is read back as it was."""
+    """Whether a turn with calls is read back unchanged from the template's rendering."""
     written = _written(chat, turn)
     if written is None:
         return False
@@ -286,7 +285,7 @@ def _reads_calls(chat: ChatTokenizer, turn: CanonicalMessage) -> bool:
 
 
 def _written(chat: ChatTokenizer, turn: CanonicalMessage) -> tuple[list[int], list[int]] | None:
-    """Return a prompt, and a turn behind it as the template writes it; None where it refuses."""
+    """Return the tokens of a prompt and of a rendered turn; None if the template refuses it."""
     conversation = [_USER.for_template(), turn.for_template()]
     try:
         prompt = chat.render(conversation[:1], prompt=True, tools=_TOOLS)
@@ -300,14 +299,14 @@ def _written(chat: ChatTokenizer, turn: CanonicalMessage) -> tuple[list[int], li
 
 def _has_calls(text: str, turn: CanonicalMessage) -> bool:
     reply = parse_reply(text, "c00000", calls=True)
-    wanted = [(call.name, call.key) for call in turn.calls]
-    return [(call.name, call.key) for call in reply.calls] == wanted
+    expected = [(call.name, call.key) for call in turn.calls]
+    return [(call.name, call.key) for call in reply.calls] == expected
 
 
 def call_format(chat: ChatTokenizer) -> CallFormat | None:
-    """Return what reads calls as the model's template writes them.
+    """Return a reader of the template's format of calls.
 
-    None where they are read as they come (Hermes, Qwen), and where no format is known.
+    None if it is the format that replies are read in (Hermes, Qwen), or unknown.
     """
     if "call_format" not in chat.findings:
         chat.findings["call_format"] = _find_call_format(chat)
@@ -324,18 +323,18 @@ def _find_call_format(chat: ChatTokenizer) -> CallFormat | None:
 
 
 def reads_whole(chat: ChatTokenizer) -> bool:
-    """Whether the calls of an answer are read once it is whole, in a format of the model's own."""
+    """Whether the calls of an answer can be read only when it is complete."""
     return chat.parses_responses or call_format(chat) is not None
 
 
 def hermes_text(chat: ChatTokenizer, text: str, tools: Tools) -> str:
-    """Return the text of an answer with its calls in the one format that replies are read in."""
+    """Return the text of an answer with its calls in the format that replies are read in."""
     read = call_format(chat) if tools else None
     return text if read is None else in_hermes_form(text, read, tools)
 
 
 def certain_text(chat: ChatTokenizer, text: str, tools: Tools) -> str:
-    """Return what `hermes_text` will return of a growing answer, whatever follows."""
+    """Return the part of a growing answer that `hermes_text` will not change."""
     read = call_format(chat) if tools else None
     return text if read is None else text[: certain_length(text, read)]
 
@@ -343,27 +342,27 @@ def certain_text(chat: ChatTokenizer, text: str, tools: Tools) -> str:
 def read_text(
     chat: ChatTokenizer, prompt_ids: Sequence[int], generated_ids: Sequence[int], tools: Tools
 ) -> str:
-    """Return what an answer says, in the one format that replies are read in (`ReplyReader`).
+    """Return an answer in the format that replies are read in (`ReplyReader`).
 
-    Where the model's tokenizer says how its answers are to be parsed, it is translated; else where
-    its template writes calls in a format that is known.
+    It is parsed by the tokenizer's `response_template`, if it has one, or else by the template's
+    known format of calls.
     """
     text = chat.decode(generated_ids)
     parsed = chat.parse_response(prompt_ids, generated_ids, tools) if tools else None
     if not parsed or not _is_whole(parsed, chat.decode_all(generated_ids), chat.template):
         return hermes_text(chat, text, tools)
-    lacking = not all(arguments for _, arguments in _parsed_calls(parsed))
-    if lacking and call_format(chat) is not None:  # which looks at each letter of a call
+    lacks_arguments = not all(arguments for _, arguments in _parsed_calls(parsed))
+    if lacks_arguments and call_format(chat) is not None:  # which reads calls strictly
         return hermes_text(chat, text, tools)
     thinking = chat.opens_thinking(prompt_ids)
     return as_read(parsed, thinking=thinking) or text
 
 
 def as_read(parsed: dict[str, Any], *, thinking: bool = False) -> str:
-    """Return a parsed answer in the one format that replies are read in (`ReplyReader`).
+    """Return a parsed answer in the format that replies are read in (`ReplyReader`).
 
-    `parsed` is what `parse_response` of transformers makes of an answer; with `thinking`, its
-    prompt has opened the reasoning.
+    `parsed` is the result of transformers' `parse_response`; with `thinking`, the prompt has opened
+    the reasoning.
     """
     reasoning = parsed.get("reasoning_content") or parsed.get("thinking") or ""
     text = f"{reasoning}{THOUGHT}" if thinking else ""
@@ -387,10 +386,10 @@ def _parsed_calls(parsed: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _is_whole(parsed: dict[str, Any], text: str, template: str) -> bool:
-    """Whether all that a model wrote beside the template's own words is in the parsed answer.
+    """Whether a parsed answer has all words of the model that are not the template's own.
 
-    A `response_template` finds arguments by patterns, and what they do not match is passed over: a
-    call without arguments, or without some, would be run that the model did not write.
+    A `response_template` finds arguments by patterns and skips text that does not match. A call
+    could then lack arguments that the model wrote.
     """
     calls = list(_parsed_calls(parsed))
     if not all(

@@ -1,9 +1,8 @@
-"""The inference server of a job: loads the models that the job serves, and answers requests.
+"""The inference server of a job: loads the job's models and answers requests.
 
-It serves the model of the configuration, a run's checkpoint (the job's own copy), or the newest
-version of a live run, which it follows as a generator does. Further LoRA checkpoints have an engine
-each, with an adapter of their own and one base for all. Several servers of one job share its
-requests.
+It serves the configured model, a run's checkpoint (the job's own copy), or the newest version of a
+live run, which it follows like a generator. Each further LoRA checkpoint has an engine with its own
+adapter; all of them share one base. Several servers of a job share its requests.
 """
 
 import asyncio
@@ -31,7 +30,6 @@ from ...schemas.infer import (
 from ...schemas.job import JobRecord
 from ...schemas.wire import errors
 from ..engine.engine import Engine, bytes_of_engines, report_engine
-from ..engine.weight_updates import WeightFollower
 from ..policy.chat import ChatTokenizer, make_chat
 from ..policy.lora import config_of
 from ..policy.policies import MAIN, check_weights, config_of_checkpoint, config_of_folder
@@ -46,16 +44,17 @@ from ..rollout.completions import Answers
 from ..rollout.players import load_base, settled_for_gpu, start_engine
 from ..runtime import JobContext, settle_memory
 from ..storage.adapters import base_of, is_adapter
+from ..weights.follower import WeightFollower
 from ..weights.job_weights import follow_weights
 
-# -- whole episodes, played by the generator's agent loop: token ids in and out --------------------
+# -- whole episodes, played by the generator's agent loop ------------------------------------------
 
 _SESSIONS = 64
 _LIMITS = ("max_turns", "max_prompt_tokens", "max_turn_tokens", "max_response_tokens")
 
 
 class EpisodePlayer:
-    """Plays the episodes that callers of one server ask for."""
+    """Plays the episodes that a server's callers request."""
 
     def __init__(
         self, context: JobContext, config: JobConfig, engine: Engine, chat: ChatTokenizer
@@ -69,12 +68,12 @@ class EpisodePlayer:
         self._proven = config.rollout.max_turns > 1
 
     async def play(self, request: PlayRequest) -> PlayPart:
-        """Play one episode, trying again what failed; the last part holds it, or the blame."""
+        """Play one episode with retries; the part has the episode, or its failure."""
         limit = self._config.generator.max_episodes
         if self._num_open >= limit:
             raise errors.BusyError(
-                f"this server plays {self._num_open} episodes, its limit",
-                hint="ask again later; generator.max_episodes raises the limit",
+                f"this server plays {self._num_open} episodes, which is its limit",
+                hint="retry later, or raise generator.max_episodes",
             )
         self._num_open += 1
         try:
@@ -83,7 +82,7 @@ class EpisodePlayer:
         except TimeoutError:
             raise errors.DeadlineError(
                 f"the episode was not over after {request.deadline_s:g} s",
-                hint="see whether its environment host answers, or allow more time",
+                hint="check that its environment host answers, or allow more time",
             ) from None
         finally:
             self._num_open -= 1
@@ -102,10 +101,10 @@ class EpisodePlayer:
         return PlayPart(trajectory=trajectory)
 
     def _rollout(self, request: PlayRequest) -> RolloutConfig:
-        """Return the job's limits with those of the request laid over."""
-        given = {name: getattr(request, name) for name in _LIMITS}
+        """Return the job's limits, overridden by those of the request."""
+        limits = {name: getattr(request, name) for name in _LIMITS}
         rollout = self._config.rollout.model_copy(
-            update={name: value for name, value in given.items() if value is not None}
+            update={name: value for name, value in limits.items() if value is not None}
         )
         longest = self._config.generator.max_context or self._config.rollout.max_tokens
         if rollout.max_tokens > longest:
@@ -125,7 +124,7 @@ class EpisodePlayer:
         if not session and not env.game:
             raise errors.ConfigError(
                 "this job serves a model without a game of its own",
-                hint="bring one: run_inference(…, game_class=…), or `tinkermq infer --game`",
+                hint="pass one: run_inference(…, game_class=…), or `tinkermq infer --game`",
             )
         known = self._environments.get(session)
         if known is None:
@@ -141,11 +140,11 @@ P = TypeVar("P")
 _STATS_S = 1.0
 _DRAIN_S = 20.0
 _QUEUED_PER_ROW = 4
-"""Answers that may wait for each that is generated."""
+"""Queued answers for each concurrent one."""
 
 
 async def run_server(context: JobContext) -> None:
-    """Serve until told to stop."""
+    """Serve until stopped."""
     await context.serve_control()
     await asyncio.to_thread(check_weights, context.record, context.config)
     config = config_of_checkpoint(context.record, context.config)
@@ -177,7 +176,7 @@ def _name(record: JobRecord, adapter: str, engine: Engine) -> str:
 
 
 async def start_engines(record: JobRecord, config: JobConfig) -> dict[str, Engine]:
-    """Start an engine for what is served, named "", and one for each further adapter by its name.
+    """Start an engine for the served model, named "", and one for each further adapter.
 
     They share the weights of one base. Raises ModelError for an adapter of another base.
     """
@@ -196,30 +195,30 @@ async def start_engines(record: JobRecord, config: JobConfig) -> dict[str, Engin
 
 
 def _check_base(record: JobRecord, config: JobConfig) -> None:
-    """Raise ModelError where the engines of what is served cannot share their weights."""
+    """Raise ModelError if the engines cannot share one base."""
     path = config.model.path
     path = base_of(path) if is_adapter(path) else path
     if record.follow is not None and not config.lora.rank:
         raise errors.ModelError(
-            f"{record.serves} trains all weights: they change under the adapters beside it",
+            f"{record.serves} trains all weights, so they do not stay the base of other adapters",
             hint=f"serve one of its checkpoints: {record.serves}@STEP",
         )
     for name, folder in record.adapters.items():
         if Path(base_of(folder)).resolve() != Path(path).resolve():
             raise errors.ModelError(
-                f"adapter {name} belongs to {base_of(folder)}, what is served to {path}",
-                hint=f"serve it by itself: `tinkermq serve {name}`",
+                f"adapter {name} belongs to {base_of(folder)}, the served model to {path}",
+                hint=f"serve it separately: `tinkermq serve {name}`",
             )
 
 
 def served_step(record: JobRecord) -> int:
-    """Return the version that the weights of the served checkpoint had."""
+    """Return the version of the served checkpoint's weights."""
     step = record.serves.rpartition("@")[2]
     return int(step) if record.fork_of and step.isdigit() else 0
 
 
 def served_name(record: JobRecord, version: int) -> str:
-    """Return how answers name the model: `run@step`, or the job's name for a plain model."""
+    """Return the model's name in answers: `run@step`, or the job's name for a plain model."""
     if record.follow is not None:
         return f"{record.serves}@{version}"
     return record.serves or record.name
@@ -235,7 +234,7 @@ class Server:
         answers: Mapping[str, Answers],
         player: EpisodePlayer,
     ) -> None:
-        """Serve with `engine` and `player`; `answers` are by adapter, "" for what is first."""
+        """Serve with `engine` and `player`; `answers` are by adapter, "" for the main model."""
         self._context = context
         self._engine = engine
         self._answers = answers
@@ -243,7 +242,7 @@ class Server:
         self._parts = PartsService(context.broker, context.service)
 
     async def run(self) -> None:
-        """Follow the run that is served, if any, and answer until `stopping` is set."""
+        """Follow the served run, if there is one, and answer until `stopping` is set."""
         context = self._context
         async with asyncio.TaskGroup() as background:
             helpers = [background.create_task(self._report_engine(), name="statistics")]
@@ -298,7 +297,7 @@ class Server:
         return self._answers[adapter]
 
     async def _play(self, request: PlayRequest, tell: object) -> PlayPart:
-        del tell  # an episode is told whole
+        del tell  # an episode is sent as one part
         part = self._finished(await self._player.play(request))
         name = served_name(self._context.record, self._engine.version)
         return part.model_copy(update={"model": name})

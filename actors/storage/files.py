@@ -67,10 +67,10 @@ def check_digests(folder: Path, *, required: bool = False) -> None:
     stamp = (seen.st_mtime_ns, seen.st_ino)
     if _verified.get(folder) == stamp:
         return
-    required = dict(_required(folder))
+    expected = dict(_required(folder))
     with ThreadPoolExecutor(_THREADS) as threads:
-        digests = list(threads.map(_digest_there, [folder / name for name in required]))
-    for (name, digest), there in zip(required.items(), digests, strict=True):
+        digests = list(threads.map(_digest_there, [folder / name for name in expected]))
+    for (name, digest), there in zip(expected.items(), digests, strict=True):
         if there is None:
             raise _damaged(folder, name, "is missing")
         if there != digest:

@@ -10,11 +10,9 @@ from collections import Counter
 from functools import partial
 from typing import Any, cast
 
-from transformers import AutoConfig
-
 from ...broker.client.rpc import RequestContext, Service
 from ...broker.operations import OperationLog, Unreadable
-from ...schemas.config.job import JobConfig, ModelConfig
+from ...schemas.config.job import JobConfig
 from ...schemas.tinker.names import ModelName, OperationName
 from ...schemas.tinker.operation import (
     AboutModel,
@@ -32,6 +30,7 @@ from ...schemas.tinker.operation import (
 from ...schemas.wire.errors import BusyError, MessageError, NotFoundError, StateError
 from ...schemas.wire.subjects import rpc
 from ..policy.devices import own_device
+from ..policy.model_folder import load_model_config
 from ..runtime import JobContext, settle_memory
 from ..storage.tinker_checkpoints import TINKER_FOLDER
 from ..training.numerics import settle_numerics
@@ -213,7 +212,9 @@ class TrainerService:
                 f"there is no model {operation.model}",
                 hint="create_model makes one; models of ended sessions are removed",
             )
-        _check_kind(operation)
+        if operation.kind == "missing":
+            raise MessageError(f"operation {operation.seq} of a model cannot be missing")
+        operation.check_place()
         if model is None:
             self._catalogue.check_owner(context.user, name.model.session)
             await self._make_room(context.user)
@@ -336,13 +337,6 @@ class TrainerService:
             ) from None
 
 
-def _check_kind(operation: ModelOperation) -> None:
-    """Raise MessageError for an operation that clients cannot submit."""
-    if operation.kind == "missing":
-        raise MessageError(f"operation {operation.seq} of a model cannot be missing")
-    operation.check_place()
-
-
 # -- starting a service ----------------------------------------------------------------------------
 
 
@@ -351,8 +345,8 @@ async def run_trainer(context: JobContext) -> None:
     await context.serve_control()
     config = context.config
     settle_numerics(config.learner, on_gpu=own_device().type == "cuda")
-    base = await asyncio.to_thread(base_info, config)
-    adapters = await once_in_torch(config.learner.threads, partial(open_trainer, config))
+    base = await asyncio.to_thread(_base_info, config)
+    adapters = await once_in_torch(config.learner.threads, partial(_open_trainer, config))
     name = base.base
     folder = context.run_dir / TINKER_FOLDER
     states = AdapterStates(folder)
@@ -363,19 +357,15 @@ async def run_trainer(context: JobContext) -> None:
     await TrainerService(context, adapters, applying, states, catalogue).run()
 
 
-def _about(model: ModelConfig) -> Any:
-    """Return the configuration of a model's language part."""
-    read = cast(Any, AutoConfig).from_pretrained
-    return read(model.path, trust_remote_code=model.trust_remote_code).get_text_config()
-
-
-def base_info(config: JobConfig) -> ModelInfo:
-    """Return the information of each model of a service, with its base."""
-    arch, folder = str(_about(config.model).model_type), config.model.path
+def _base_info(config: JobConfig) -> ModelInfo:
+    """Return the information of a service's models, apart from their names and adapters."""
+    folder = config.model.path
+    read = load_model_config(folder, trust_remote_code=config.model.trust_remote_code)
+    arch = str(cast(Any, read).get_text_config().model_type)
     return ModelInfo(model="-", base=config.tinker.base, folder=folder, arch=arch, rank=1)
 
 
-def open_trainer(config: JobConfig) -> AdapterTrainer:
+def _open_trainer(config: JobConfig) -> AdapterTrainer:
     """Load the base model of a service; raises ModelError."""
     return AdapterTrainer.open(
         config.model.path,

@@ -119,7 +119,7 @@ SAVE_OPERATIONS, SAVE_BYTES = 64, 32 << 20
 """A model's state is written when its log has grown so long since the last one."""
 _IDLE_S = 5.0
 GAP_S = 600.0
-"""How long operations wait for one that has not come."""
+"""How long operations wait for one that has not arrived."""
 _CHECK_S = 1.0
 _SWEEP_S = 30.0
 _NO_ROOM_S = 0.05

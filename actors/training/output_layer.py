@@ -147,8 +147,8 @@ class _ScoreTokens(torch.autograd.Function):
                 log_softmax_UV = _log_softmax(part_UD, half, bias_V, ctx.layer)
             by_entropy_UV: Tensor | None = None
             if ctx.entropy_gradient:
-                by_entropy_UV = log_softmax_UV + entropy_U[first:end, None]
-                by_entropy_UV = by_entropy_UV.mul_(slope_U[first:end, None])
+                log_and_entropy_UV: Tensor = log_softmax_UV + entropy_U[first:end, None]
+                by_entropy_UV = log_and_entropy_UV.mul_(slope_U[first:end, None])
             slope_UV = _slope_of_logits(
                 log_softmax_UV.exp(),
                 row_M[first_m:end_m] - first,

@@ -13,7 +13,7 @@ _DEADLINE_S = 5.0
 
 
 async def read_server_info(url: str) -> dict[str, Any]:
-    """Return the INFO of a NATS server, the first of several that answers.
+    """Return the INFO of the first NATS server that answers.
 
     Raises BrokerError.
     """

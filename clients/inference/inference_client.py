@@ -21,7 +21,7 @@ from ..opentinker import as_tree, translate, warn_needless
 from ..pool import Pool, is_token
 from ..scheduler_client import AsyncSchedulerClient, job_failure
 
-# The model to serve: a model folder, a run, or `run@step`.
+# The model to serve: a model folder, a model of the hub, a run, or `run@step`.
 
 DEFAULT_CONTEXT = 4096
 
@@ -37,7 +37,7 @@ class ModelSource(NamedTuple):
 async def find_source(pool: Pool, name: str) -> ModelSource:
     """Return the submission that serves `name`.
 
-    A live run is followed; of a run that has ended, the last checkpoint is served. A run takes
+    A live run is followed; of an ended run the last checkpoint is served. A run takes
     precedence over a folder of that name; write `./name` for the folder. Raises NotFoundError or
     ModelError with suggestions.
     """
@@ -57,7 +57,7 @@ async def find_source(pool: Pool, name: str) -> ModelSource:
             f"there is no model folder {name!r}",
             hint="give a Hugging Face folder, a model of the hub (owner/name), a run, or RUN@STEP",
         )
-    return ModelSource(model_config(name, None))  # the pool's own folder, or the hub's
+    return ModelSource(model_config(name, None))  # a folder in the pool, or a model of the hub
 
 
 def _folder(name: str) -> Path | None:
@@ -84,11 +84,11 @@ async def _run_source(pool: Pool, name: str) -> ModelSource:
         ) from error
     if record.kind == "infer" or not record.configured:
         raise ConfigError(
-            f"{record.name} is a job of kind {record.kind} that trains nothing",
-            hint="name a training run, or the model folder",
+            f"{record.name} is a job of kind {record.kind}, which trains no model",
+            hint="give a training run, or the model folder",
         )
     config = record.settings
-    if config.get("generator", {}).get("count") == 0:  # its rollouts came from external agents
+    if config.get("generator", {}).get("count") == 0:  # external agents made its rollouts
         config = merged(config, {"generator": {"count": 1}})
     if step is None and record.state not in FINAL_STATES:
         return ModelSource(config, follow=record.job)
@@ -113,13 +113,13 @@ def model_config(
 
 def _lengths(context: int) -> dict[str, Any]:
     """Divide a context between prompt and response, with the default lengths if they fit."""
-    usual = RolloutConfig()
-    response = min(usual.max_response_tokens, max(1, context // 2))
+    default = RolloutConfig()
+    response = min(default.max_response_tokens, max(1, context // 2))
     return {
         "rollout": {
-            "max_prompt_tokens": min(usual.max_prompt_tokens, context - response),
+            "max_prompt_tokens": min(default.max_prompt_tokens, context - response),
             "max_response_tokens": response,
-            "max_turn_tokens": min(usual.max_turn_tokens, response),
+            "max_turn_tokens": min(default.max_turn_tokens, response),
         },
         "generator": {"max_context": context},
     }
@@ -134,7 +134,7 @@ def _positions(folder: Path | None) -> int:
         text = (folder / "config.json").read_text(encoding="utf-8") if folder else "{}"
         return int(json.loads(text).get("max_position_embeddings", DEFAULT_CONTEXT))
     except (OSError, ValueError, TypeError, KeyError):
-        return DEFAULT_CONTEXT  # the server says what is wrong with the folder
+        return DEFAULT_CONTEXT  # the server reports what is wrong with the folder
 
 
 def with_options(
@@ -186,7 +186,7 @@ class AsyncInferenceSchedulerClient(AsyncSchedulerClient):
         *,
         url: str = "",
     ) -> None:
-        """Name the pool's broker and, if it cannot be found, the gateway's `http://…`."""
+        """Connect to the pool's broker; `gateway_url` is its gateway, if it cannot be found."""
         super().__init__(scheduler_url, api_key, timeout, poll_interval, url=url)
         self._gateway = gateway_url
 
@@ -207,14 +207,14 @@ class AsyncInferenceSchedulerClient(AsyncSchedulerClient):
         """Serve a model; return a dict with `job_id`, `name`, `status` and `vllm_server_url`.
 
         `model_path` is a Hugging Face folder, a model of the hub, `RUN@STEP` (a checkpoint), or a
-        run: a live one is followed, its newest version answers; of one that has ended the last
+        run. A live run is followed and its newest version answers; of an ended run the last
         checkpoint is served. `vllm_server_url` is the OpenAI-compatible base URL of the pool's
         gateway, or the job's `nats://` URL where no gateway is known; `run_inference` takes both.
         `num_gpus` servers share the requests. `max_model_len` bounds prompt and answer together.
-        `adapters` are checkpoints of LoRA runs (`RUN@STEP`) that are served beside it on one base,
-        each under that name. `config` holds further keys of the job (`generator.max_episodes` …).
+        `adapters` are checkpoints of LoRA runs (`RUN@STEP`), served on the same base, each under
+        its name. `config` holds further keys of the job (`generator.max_episodes` …).
 
-        Raises NotFoundError or ModelError for a model that is not there, PlacementError,
+        Raises NotFoundError or ModelError for an unknown model, PlacementError,
         JobFailedError with the server's reason, DeadlineError after `timeout`.
         """
         _refuse_ineffective(tensor_parallel_size, gpu_memory_utilization)
@@ -239,7 +239,7 @@ class AsyncInferenceSchedulerClient(AsyncSchedulerClient):
         return self.describe_job(await pool.find(job_id))
 
     def describe_job(self, record: JobRecord) -> dict[str, Any]:
-        """Return a job as `submit_inference_job` does."""
+        """Return a job's dict, as `submit_inference_job` does."""
         summary = self._summary(record)
         url = find_openai(self._gateway) or summary["server_url"]
         return {**summary, "vllm_server_url": url, "model": record.serves or record.name}
@@ -258,7 +258,7 @@ class InferenceSchedulerClient(SyncTwin[AsyncInferenceSchedulerClient]):
         *,
         url: str = "",
     ) -> None:
-        """Name the pool; `timeout` bounds the wait for a model to be served, in seconds."""
+        """Connect to a pool; `timeout` bounds the wait for a served model, in seconds."""
         super().__init__(
             AsyncInferenceSchedulerClient(
                 scheduler_url, api_key, timeout, poll_interval, gateway_url, url=url
@@ -330,7 +330,7 @@ async def wait_until_served(pool: Pool, record: JobRecord, timeout_s: float) -> 
             raise DeadlineError(
                 f"job {record.name} is {record.state} and does not serve after {timeout_s:g} s: "
                 f"{why}",
-                hint=f"it goes on; see `tinkermq logs {record.name}`, or stop it: "
+                hint=f"the job continues; see `tinkermq logs {record.name}`, or stop it: "
                 f"`tinkermq stop {record.name}`",
             )
         await asyncio.sleep(_POLL_S)
@@ -339,9 +339,9 @@ async def wait_until_served(pool: Pool, record: JobRecord, timeout_s: float) -> 
 def _refuse_ineffective(tensor_parallel_size: int, gpu_memory_utilization: float | None) -> None:
     if tensor_parallel_size != 1:
         raise ConfigError(
-            f"tensor_parallel_size={tensor_parallel_size} has no effect here",
-            hint="num_gpus starts so many servers, which share the requests; in vLLM one model "
-            "spans several GPUs with generator.slots and generator.tensor_parallel in config",
+            f"tensor_parallel_size={tensor_parallel_size} has no effect",
+            hint="num_gpus servers share the requests; for a model on several GPUs in vLLM, set "
+            "generator.slots and generator.tensor_parallel in config",
         )
     if gpu_memory_utilization is not None:
-        warn_needless({"gpu_memory_utilization": "the engine takes what it needs"})
+        warn_needless({"gpu_memory_utilization": "the engine chooses its share of memory"})

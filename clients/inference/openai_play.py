@@ -1,8 +1,8 @@
 """Play a game with a model behind an OpenAI-compatible URL, without a pool.
 
-The games run in this process as in an environment host; the conversations travel as text, so the
-endpoint renders and tokenises each of them anew. For the tokens of training serve the model with
-`tinkermq serve` and play with `tinkermq infer`.
+The games run in this process as in an environment host. The conversations are sent as text, so the
+endpoint renders and tokenises them. To play with the same tokens as in training, serve the model
+with `tinkermq serve` and play with `tinkermq infer`.
 """
 
 import asyncio
@@ -49,22 +49,22 @@ _SHOWN = 300
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a model answers."""
+    """A model behind an OpenAI-compatible API."""
 
     url: str
     """Base URL: `http://host:8000/v1`."""
     model: str
-    """Name of the model there."""
+    """Name of the model at that URL."""
 
     @classmethod
     def find(cls, url: str, model: str | None) -> "Endpoint":
-        """Name the model, or take the only one that the endpoint serves.
+        """Return the endpoint of `model`, or of the only model that it serves.
 
-        The key is that of $OPENAI_API_KEY. Raises ConfigError, NotFoundError, AuthError.
+        The key is $OPENAI_API_KEY. Raises ConfigError, NotFoundError, AuthError.
         """
         url = url.rstrip("/")
         if not url.startswith(("http://", "https://")):
-            raise errors.ConfigError(f"{url!r} is no URL", hint="write http://HOST:PORT/v1")
+            raise errors.ConfigError(f"{url!r} must be a URL", hint="write http://HOST:PORT/v1")
         if model is not None:
             return cls(url, model)
         served = [
@@ -101,7 +101,7 @@ class ChatAnswer:
     num_tokens: int
     model: str
     cut: bool = False
-    """It ends at its limit of tokens."""
+    """It reached its limit of tokens."""
 
 
 class _Transient(Exception):
@@ -116,7 +116,7 @@ def _send(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
                 return _send_once(url, body)
     except _Transient as error:
         raise errors.NotFoundError(
-            f"{url} does not answer: {error}", hint="see whether the model is served there"
+            f"{url} does not answer: {error}", hint="check that the model is served at this URL"
         ) from error
     raise AssertionError("an attempt returns or raises")
 
@@ -136,34 +136,34 @@ def _send_once(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         raise _Transient(str(error)) from error
     except TypeError as error:
         raise errors.ConfigError(
-            f"the conversation has content that is no text: {error}",
+            f"the conversation has content other than text: {error}",
             hint="serve the model with `tinkermq serve` and play with `tinkermq infer`",
         ) from error
     except json.JSONDecodeError as error:
-        raise errors.EngineError(f"{url} answered something else than JSON: {error}") from error
+        raise errors.EngineError(f"{url} did not answer with JSON: {error}") from error
 
 
 @cache
 def _trusted() -> ssl.SSLContext:
-    """Return the authorities that are trusted, whose reading takes some milliseconds."""
+    """Return the trusted certificate authorities; cached, since loading takes milliseconds."""
     return httpx.create_ssl_context()
 
 
-def _refusal(url: str, code: int, said: str) -> Exception:
+def _refusal(url: str, code: int, body: str) -> Exception:
     if code == 429 or code >= 500:
-        return _Transient(f"{code} {said}")
+        return _Transient(f"{code} {body}")
     if code in (401, 403):
-        return errors.AuthError(f"{url} refuses the key: {said}", hint=f"set ${KEY_VARIABLE}")
+        return errors.AuthError(f"{url} refuses the key: {body}", hint=f"set ${KEY_VARIABLE}")
     return errors.ConfigError(
-        f"{url} answered {code}: {said}", hint="see the endpoint's own documentation"
+        f"{url} answered {code}: {body}", hint="see the endpoint's own documentation"
     )
 
 
 async def play_with_endpoint(endpoint: Endpoint, options: PlayOptions) -> InferenceReport:
-    """Play episodes of `options.game_class`, many at once.
+    """Play episodes of `options.game_class` concurrently.
 
-    Raises ConfigError, DataError, GameError for a game that cannot be made, and what
-    `Endpoint.answer` raises. Episodes whose game fails are listed in the report.
+    Raises ConfigError, DataError, GameError for a game that cannot be created, and the errors of
+    `Endpoint.answer`. Episodes whose game fails are listed in the report.
     """
     game_class = options.game_class
     env = hosted_env(game_class, options.data_path, options.game_kwargs)
@@ -198,7 +198,7 @@ async def _running(env: EnvConfig, game_class: type[AbstractGame]) -> AsyncItera
     facts = await runner.start()
     if facts.tools or facts.roles:
         await runner.stop()
-        what = "roles" if facts.roles else "tools, which the endpoint would render in its own way"
+        what = "roles" if facts.roles else "tools, which each endpoint renders in its own way"
         raise errors.ConfigError(
             f"{facts.name} has {what}: it cannot be played with a URL",
             hint="serve the model in a pool: `tinkermq serve`, then `tinkermq eval` or `infer`",
@@ -298,4 +298,4 @@ class _Played:
     num_tokens: int
     model: str
     cut: bool
-    """The last answer was."""
+    """The last answer was cut at its limit."""

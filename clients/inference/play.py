@@ -1,4 +1,4 @@
-"""Play the episodes of an inference, many at once, and store their results."""
+"""Play the episodes of an inference concurrently, and store their results."""
 
 import asyncio
 import contextlib
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from ...envs import AbstractGame
 
 
-# The results of an inference on disk: one JSON object a line, written as they come.
+# The results of an inference on disk: one JSON object per line, in the order in which they end.
 #
-# A file goes on where it ended: what is in it is not played again, a last line that was cut off
-# is dropped, and episodes that failed are tried anew. Each line says which settings made it, so
-# that two inferences never mix in one file.
+# A repeated inference continues the file: it plays only missing and failed episodes, and drops an
+# incomplete last line. Each line has a digest of the settings, so that a file never has results of
+# two different inferences.
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -54,7 +54,7 @@ class EpisodeResult:
     type: str = ""
     """Type of the task, or source of its data."""
     finish: str = ""
-    """Why it ended: `done`, `turns`, or `length` where the last answer was cut."""
+    """Why it ended: `done`, `turns`, or `length` if the last answer was cut."""
     num_turns: int = 0
     """Answers of the policy."""
     num_tokens: int = 0
@@ -62,15 +62,15 @@ class EpisodeResult:
     messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """The conversation."""
     info: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What the game said at the last step."""
+    """`info` of the game's last step."""
     model: str = ""
-    """What played: `run@step`, or the name of the job."""
+    """The model: `run@step`, or the name of the job."""
     token_ids: list[int] | None = None
-    """Tokens of the whole conversation, where they were asked for."""
+    """Tokens of the whole conversation, if requested."""
     mask: list[int] | None = None
     """1 where the policy generated the token."""
     error: str | None = None
-    """Why there is no episode; reward and success then mean nothing."""
+    """Why the episode failed; then reward and success have no meaning."""
 
     @property
     def key(self) -> Key:
@@ -91,12 +91,12 @@ class EpisodeResult:
 
 
 class ResultFile:
-    """A JSONL file of results; without a path, nothing is written."""
+    """A JSONL file of results; without a path nothing is written."""
 
     def __init__(self, path: str | Path | None, settings: Mapping[str, Any]) -> None:
         """Read the results of an earlier inference with the same settings from `path`.
 
-        Raises ConfigError for a file of other settings, StorageError.
+        Raises ConfigError for a file with other settings, StorageError.
         """
         self._path = None if path is None else Path(path).expanduser()
         self._digest = hashlib.sha256(pack(dict(settings))).hexdigest()[:12]
@@ -119,7 +119,7 @@ class ResultFile:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Nothing is held back."""
+        """Do nothing: each result is on disk already."""
 
     def add(self, result: EpisodeResult) -> None:
         """Append one result; it is on disk when this returns."""
@@ -136,16 +136,16 @@ class ResultFile:
     def _read(self, path: Path) -> None:
         raw = path.read_bytes()
         whole = raw.rfind(b"\n") + 1
-        if whole < len(raw):  # a line that was cut off
+        if whole < len(raw):  # an incomplete line
             with path.open("r+b") as file:
                 file.truncate(whole)
         for number, line in enumerate(raw[:whole].splitlines(), 1):
-            if line.startswith(b"{") and not line.endswith(b"}"):  # as a death left it
+            if line.startswith(b"{") and not line.endswith(b"}"):  # cut when a process died
                 _log.warning("line_cut", file=str(path), line=number)
                 continue
-            self._take(line, f"line {number} of {path}")
+            self._read_line(line, f"line {number} of {path}")
 
-    def _take(self, line: bytes, where: str) -> None:
+    def _read_line(self, line: bytes, where: str) -> None:
         try:
             fields = cast("dict[str, Any]", json.loads(line))
             digest = fields.pop("settings")
@@ -154,20 +154,20 @@ class ResultFile:
             result = EpisodeResult(**fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"{where} is no result of an inference",
+                f"{where} is not a result of an inference",
                 hint="choose another output_path; nothing was changed",
             ) from error
         if digest != self._digest:
             raise ConfigError(
                 f"{where} was made with other settings (model, game, data or sampling)",
-                hint="choose another output_path, or repeat the settings to go on with the file",
+                hint="choose another output_path, or use those settings to continue the file",
             )
         self.done[result.key] = result
 
 
 def _unwritable(path: Path, error: OSError) -> StorageError:
     message = f"{path} cannot be written: {error.strerror}"
-    refusal = StorageError(message, hint="choose another path, or make room there")
+    refusal = StorageError(message, hint="choose another path, or free space there")
     refusal.is_full = is_full(error)
     return refusal
 
@@ -188,18 +188,18 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Tasks:
-    """Which episodes are played."""
+    """The episodes to play."""
 
     split: str
-    """Data that the rows are of."""
+    """Data set of the rows."""
     tasks: Sequence[int]
     """Rows, or seeds of a generated game."""
     rows: bool
     """Whether tasks are rows."""
     seed: int
-    """Seed from which those of rows and of validation tasks follow."""
+    """Determines the seeds of rows and validation tasks."""
     numbered: bool = False
-    """Tasks only number the seeds: the validation of a generated game."""
+    """Tasks are numbers of seeds, in the validation of a generated game."""
 
     def start(self, task: int) -> dict[str, Any]:
         """Return the fields of a play request for the episode's start."""
@@ -213,11 +213,11 @@ def hosted_env(
     data_path: str | Path | Sequence[str | Path] | None,
     game_kwargs: Mapping[str, Any] | None,
 ) -> EnvConfig | None:
-    """Return how the game is hosted here, or None where the pool hosts it."""
+    """Return the configuration of a game hosted in this process; None: the pool hosts it."""
     if game_class is None:
         if data_path is not None or game_kwargs:
             raise ConfigError(
-                "data_path and game_kwargs need a game that is hosted here",
+                "data_path and game_kwargs need a game hosted in this process",
                 hint="give game_class as well",
             )
         return None
@@ -233,23 +233,23 @@ def hosted_env(
 
 
 def chosen_tasks(
-    tasks: Sequence[int] | None, there: int | None, max_samples: int | None
+    tasks: Sequence[int] | None, num_rows: int | None, max_samples: int | None
 ) -> Sequence[int]:
-    """Return the rows or seeds to play; `there` is the number of rows, None without data."""
+    """Return the rows or seeds to play; `num_rows` is None without data."""
     if tasks is None:
-        if there is None:
+        if num_rows is None:
             if max_samples is None:
                 raise ConfigError(
-                    "the game generates its states, and it was not said how many to play",
+                    "the game generates its states, so the number of episodes must be given",
                     hint="give max_samples, or tasks: a list of seeds",
                 )
             return range(max_samples)
-        return range(there if max_samples is None else min(there, max_samples))
-    wrong = [task for task in tasks if task < 0 or (there is not None and task >= there)]
-    if wrong:
+        return range(num_rows if max_samples is None else min(num_rows, max_samples))
+    unknown = [task for task in tasks if task < 0 or (num_rows is not None and task >= num_rows)]
+    if unknown:
         raise ConfigError(
-            f"task {wrong[0]} does not exist"
-            + ("" if there is None else f": there are {there} rows"),
+            f"task {unknown[0]} does not exist"
+            + ("" if num_rows is None else f": there are {num_rows} rows"),
             hint="tasks are rows of the data, from 0, or seeds of a generated game",
         )
     unique = list(dict.fromkeys(tasks))
@@ -258,24 +258,24 @@ def chosen_tasks(
 
 @dataclass(frozen=True)
 class PlayOptions:
-    """Which episodes are played, and how; None means as the job is configured."""
+    """The episodes to play, and their sampling; None: as the job is configured."""
 
     game_class: "type[AbstractGame] | None" = None
-    """The game, hosted here; None: the job's own, hosted by the pool."""
+    """The game, hosted in this process; None: the job's own, hosted by the pool."""
     game_kwargs: Mapping[str, Any] | None = None
     """Arguments of its constructor."""
     data_path: str | Path | Sequence[str | Path] | None = None
     """Parquet or JSONL files of its rows; None: it generates its states from seeds."""
     output_path: str | Path | None = None
-    """JSONL file of the results, which is gone on with."""
+    """JSONL file of the results, which is continued."""
     tasks: Sequence[int] | None = None
     """A fixed list of rows or seeds."""
     max_samples: int | None = None
-    """Tasks that are played at most."""
+    """Largest number of tasks."""
     samples_per_task: int = 1
-    """Episodes of a task; over 1 gives pass@k."""
+    """Episodes per task; over 1 gives pass@k."""
     seed: int = 0
-    """Seed from which those of the rows follow."""
+    """Determines the seeds of the rows."""
     temperature: float = 0.0
     """0 is greedy."""
     top_p: float = 1.0
@@ -283,17 +283,17 @@ class PlayOptions:
     max_turns: int | None = None
     """Answers of the policy per episode."""
     max_tokens_per_turn: int | None = None
-    """Tokens that the policy may generate in one turn."""
+    """Generated tokens per turn."""
     max_tokens: int | None = None
-    """Tokens after the first prompt, observations included."""
+    """Tokens after the first prompt, including observations."""
     success_reward: float = 0.5
-    """An episode whose return is above this is solved, unless its game says so itself."""
+    """An episode with a larger return is solved, unless its game sets `info["success"]`."""
     max_concurrent: int = 256
-    """Episodes that are played at the same time."""
+    """Concurrent episodes."""
     token_ids: bool = False
     """Keep the token ids in the results."""
     on_start: Callable[[int, int], None] | None = None
-    """Called with the number of episodes, and of those that are there already."""
+    """Called with the number of episodes, and of those already in the file."""
     on_result: Callable[[EpisodeResult], None] | None = None
     """Called with each episode."""
 
@@ -327,7 +327,7 @@ class PlayOptions:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """How episodes are sampled; a result file has one sampling only."""
+        """The sampling of all episodes of a result file."""
         return {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -343,22 +343,22 @@ class InferenceReport:
     """The result of an inference."""
 
     results: list[EpisodeResult] = field(default_factory=list[EpisodeResult])
-    """The episodes, by task and sample; also those of an earlier start."""
+    """The episodes by task and sample, including those already in the file."""
     failed: list[EpisodeResult] = field(default_factory=list[EpisodeResult])
-    """Episodes that could not be played; `error` says why."""
+    """Failed episodes, with `error`."""
     samples: int = 1
 
     def __iter__(self) -> Iterator[EpisodeResult]:
-        """Return the episodes one by one."""
+        """Yield the episodes."""
         return iter(self.results)
 
     def __len__(self) -> int:
-        """Return the number of episodes that were played."""
+        """Return the number of episodes."""
         return len(self.results)
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Mean reward and accuracy with 95 % intervals, pass@k, the same by type."""
+        """Mean reward and accuracy with 95 % intervals, pass@k, in total and by type."""
         scores = summarize((result.scored for result in self.results), self.samples)
         return {**scores, "failed_episodes": len(self.failed)}
 
@@ -369,17 +369,17 @@ async def play_all(
     settings: Mapping[str, Any],
     play: Callable[[int, int], Awaitable[EpisodeResult]],
 ) -> InferenceReport:
-    """Play the episodes that have no result in the file yet; a file has results of one `settings`.
+    """Play the episodes without a result in the file, whose results all have the same `settings`.
 
-    `play` is called with task and sample. Raises ConfigError for a file of other settings,
-    StorageError, and what `play` raises, in a group.
+    `play` is called with task and sample. Raises ConfigError for a file with other settings,
+    StorageError, and errors of `play` in a group.
     """
-    wanted = [(task, sample) for task in chosen.tasks for sample in range(options.samples_per_task)]
+    keys = [(task, sample) for task in chosen.tasks for sample in range(options.samples_per_task)]
     failed: list[EpisodeResult] = []
     with ResultFile(options.output_path, settings) as file:
         if options.on_start is not None:
-            options.on_start(len(wanted), sum(key in file.done for key in wanted))
-        left = iter([key for key in wanted if key not in file.done])
+            options.on_start(len(keys), sum(key in file.done for key in keys))
+        left = iter([key for key in keys if key not in file.done])
 
         async def play_next() -> None:
             for task, sample in left:
@@ -391,14 +391,14 @@ async def play_all(
                     options.on_result(result)
 
         async with asyncio.TaskGroup() as group:
-            for number in range(min(options.max_concurrent, len(wanted))):
+            for number in range(min(options.max_concurrent, len(keys))):
                 group.create_task(play_next(), name=f"player {number}")
-    results = [file.done[key] for key in wanted if key in file.done]
+    results = [file.done[key] for key in keys if key in file.done]
     return InferenceReport(results, failed, options.samples_per_task)
 
 
 async def _store_results(file: ResultFile, result: EpisodeResult) -> None:
-    """Write a result once there is disk space."""
+    """Write a result, after waiting for disk space if there is none."""
 
     async def add() -> None:
         file.add(result)

@@ -1,7 +1,7 @@
-"""Play a game with a model that is served: `run_inference`, many episodes at once.
+"""Play a game with a served model: `run_inference`.
 
 The game is the class used in training, hosted in this process or by the pool. The servers use the
-generator's code, with token ids in and out, so prompts and turns are the same as in training.
+generator's code with token ids in and out, so prompts and turns are the same as in training.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ...envs import AbstractGame
 
 
-# The inference job that a caller means: by URL, by name, or one made for the occasion.
+# The inference job of a caller: by URL, by name, or one started for the call.
 
 _HTTP = {"http", "https"}
 
@@ -62,8 +62,8 @@ async def open_served(
     """
     if (model_path is None) == (server is None and job is None):
         raise errors.ConfigError(
-            "it was not said which model plays",
-            hint="give either vllm_server_url (or job_id), or model_path",
+            "the model must be given by exactly one of vllm_server_url, job_id and model_path",
+            hint="give vllm_server_url (or job_id), or model_path",
         )
     broker_url, user, name = _address(server, job, url)
     async with await open_broker(broker_url, api_key, user) as broker:
@@ -82,7 +82,7 @@ async def _serving(pool: Pool, name: str) -> JobRecord:
     record = await pool.find(name)
     if record.kind != "infer":
         raise errors.ConfigError(
-            f"{record.name} is a job of kind {record.kind}: it serves no model",
+            f"{record.name} is a job of kind {record.kind}, which serves no model",
             hint=f"serve it: model_path={record.name!r}, or `tinkermq serve {record.name}`",
         )
     return await wait_until_served(pool, record, START_S)
@@ -95,7 +95,7 @@ def _address(server: str | None, job: str | None, url: str | None) -> tuple[str,
     if urlsplit(server).scheme in _HTTP:
         if job is None:
             raise errors.ConfigError(
-                f"{server} does not say which job is meant",
+                f"{server} does not name a job",
                 hint="give job_id as well; submit_inference_job returned it",
             )
         return find_url(url), None, job
@@ -142,9 +142,9 @@ async def run_inference_async(
     on_result: Callable[[EpisodeResult], None] | None = None,
     **others: Any,
 ) -> InferenceReport:
-    """Play a game with a served model, many episodes at once; return results and summary.
+    """Play a game with a served model; return results and summary.
 
-    `vllm_server_url` is what `submit_inference_job` returned, or a job's id or name; with
+    `vllm_server_url` is the URL from `submit_inference_job`, or a job's id or name; with
     `job_id` the gateway's URL is enough. `model_path` instead serves a model folder, a run or
     `RUN@STEP` for the duration of the call. `game_class` is the class used in training, hosted here
     with `data_path` (parquet or JSONL) or on seeds; without it, the pool plays the job's own game
@@ -155,7 +155,7 @@ async def run_inference_async(
 
     `game_kwargs` are arguments of the game's constructor. At most `max_samples` tasks are played,
     or `tasks`, a fixed list of rows or seeds; each `samples_per_task` times (2 or more for
-    pass@k), with `max_concurrent` episodes at once. `seed` determines the seeds of the rows.
+    pass@k), with `max_concurrent` concurrent episodes. `seed` determines the seeds of the rows.
     `temperature` 0 is greedy. `max_turns`, `max_tokens` (after the first prompt) and
     `max_tokens_per_turn` default to those of training. An episode counts as solved above
     `success_reward`, unless the game sets `info["success"]`. `token_ids` adds token ids to the
@@ -220,7 +220,7 @@ run_inference = make_blocking(run_inference_async)
 
 
 class _Hosting(NamedTuple):
-    """How the game is hosted: in a session of this process, or, without one, by the pool."""
+    """The host of the game: a session of this process, or without one the pool."""
 
     session: str = ""
     num_rows: int | None = None
@@ -237,7 +237,7 @@ class _Inference:
 
     @contextlib.asynccontextmanager
     async def hosting(self, env: EnvConfig | None) -> AsyncIterator[_Hosting]:
-        """Host the game here for as long as the block runs; without one the pool does."""
+        """Host the game in this process during the block; without `env` the pool hosts it."""
         if env is None:
             yield _Hosting()
             return
@@ -257,7 +257,7 @@ class _Inference:
             yield _Hosting(session, host.num_train)
 
     async def play(self, env: EnvConfig | None, host: _Hosting) -> InferenceReport:
-        """Play the episodes that have no result yet."""
+        """Play the episodes without a result."""
         record, options = self._record, self._options
         settings = {
             "model": record.serves or str(record.config.get("model", {}).get("path")),
@@ -282,7 +282,7 @@ class _Inference:
         config = EnvConfig.model_validate(record.config["env"])
         if not (config.game and config.hosts):
             raise errors.ConfigError(
-                f"job {record.name} has no game that the pool could host",
+                f"job {record.name} has no game for the pool to host",
                 hint="give game_class, or on the command line --game",
             )
         hosts = Environments(self._pool.broker, self._scope, config, _unnamed)
@@ -292,7 +292,7 @@ class _Inference:
 
     async def _episode(self, chosen: Tasks, task: int, sample: int, session: str) -> EpisodeResult:
         """Play one episode; retry if its server is busy or has died."""
-        lost = 0
+        num_lost = 0
         while True:
             options = self._options
             request = PlayRequest(
@@ -302,19 +302,19 @@ class _Inference:
                 **options.limits,
             )
             try:
-                return self._result(task, sample, await self._ask(request))
+                return self._result(task, sample, await self._play_on_server(request))
             except errors.BusyError:
                 await asyncio.sleep(_BUSY_S)
             except _LOST:
-                lost += 1
+                num_lost += 1
                 record = await self._pool.find(self._record.job)
                 if record.state in FINAL_STATES:
                     raise job_failure(record) from None
-                if lost >= _MAX_LOST:
+                if num_lost >= _MAX_LOST:
                     raise
-                await asyncio.sleep(min(2.0**lost, 10.0))
+                await asyncio.sleep(min(2.0**num_lost, 10.0))
 
-    async def _ask(self, request: PlayRequest) -> PlayPart:
+    async def _play_on_server(self, request: PlayRequest) -> PlayPart:
         scope: JobScope = self._scope
         cancel = CancelInference(request=request.request)
         return await last_part(

@@ -136,7 +136,7 @@ def check_tasks(job: JobConfig, seed: int = 0) -> tuple[list[CheckResult], int |
             "ok" if trained else "failed",
             "tasks",
             f"{len(rows)} of {len(tasks)} Harbor tasks run here, in {where}"
-            + (f" ({planner.lacking})" if planner.lacking else ""),
+            + (f" ({planner.missing_engine})" if planner.missing_engine else ""),
         ),
         _result("ok", "tasks", "their reward is that of tests/test.sh, in /logs/verifier"),
         *(_result("note", "tasks", error.message, error.hint) for error in refused[:_MAX_REFUSED]),

@@ -1,10 +1,10 @@
-"""Selects which calls of a program's episode are trained, and finds its main conversation.
+"""Select which calls of a program's episode are trained, and find its main conversation.
 
-Pure. `agent.train` selects: all answers that arrived (the default), those of the main conversation,
-those of conversations whose opening matches a pattern or does not, or (`alive`) those that can have
-contributed to the outcome, as far as requests show it.
+Pure. `agent.train` selects all answers that arrived (the default), those of the main conversation,
+those of conversations whose opening matches a pattern or does not, or (`alive`) those that may have
+contributed to the outcome, judging by later requests.
 
-`call_lines` shows an episode's calls, and why some are not trained, as lines of text.
+`call_lines` formats an episode's calls, and why some are not trained.
 """
 
 import json
@@ -23,19 +23,19 @@ from numpy.typing import NDArray
 from ...schemas.config.agent import train_pattern
 from ...schemas.model_apis.canonical import MIN_QUOTE, CanonicalMessage, marks_of
 
-# Who read an answer: a request that holds the id of one of its tool calls, the answer itself, or a
-# new part of it: a run of 16 characters (all of a shorter answer) that is in no request made before
-# the answer came, and neither in its own prompt.
+# A request has read an answer if it holds the id of one of its tool calls, the answer itself, or a
+# new part of it: a run of 16 characters (all of a shorter answer) that is neither in a request made
+# before the answer, nor in the answer's own prompt.
 
 _FACTOR = 0x9E3779B97F4A7C15
 
 
 class Answered(Protocol):
-    """A call of the model that was answered, as far as reading goes."""
+    """An answered call of the model, as `Readers` needs it."""
 
     @property
     def number(self) -> int:
-        """Its place among the calls of the episode, in the order in which they ended."""
+        """Its index among the calls of the episode, in the order in which they ended."""
         ...
 
     @property
@@ -50,7 +50,7 @@ class Answered(Protocol):
 
     @property
     def num_seen(self) -> int:
-        """Calls that had ended when it was asked for."""
+        """Number of calls that had ended when it was made."""
         ...
 
 
@@ -58,7 +58,7 @@ OneCall = TypeVar("OneCall", bound=Answered)
 
 
 class Readers(Generic[OneCall]):
-    """The readers of the answers of an episode; sets of calls are integers, a bit for each."""
+    """The readers of an episode's answers; sets of calls are integers, with one bit per call."""
 
     def __init__(self, calls: Sequence[OneCall]) -> None:
         """`calls` are all calls of the episode, by number."""
@@ -67,14 +67,14 @@ class Readers(Generic[OneCall]):
         self._with_short: dict[str, int] = {}
 
     def of(self, answer: OneCall) -> list[OneCall]:
-        """Return the calls that were given an answer to read, in the order of their numbers."""
-        found = self._of(answer)
-        return [call for call in self._calls if found >> call.number & 1]
+        """Return the calls that read an answer, in the order of their numbers."""
+        readers = self._of(answer)
+        return [call for call in self._calls if readers >> call.number & 1]
 
     def any(self, answers: Collection[OneCall], readers: Collection[OneCall]) -> bool:
-        """Whether one of the answers was read by one of the calls."""
-        wanted = _bits(readers)
-        return any(self._of(answer) & wanted for answer in answers)
+        """Return whether one of the calls read one of the answers."""
+        reader_bits = _bits(readers)
+        return any(self._of(answer) & reader_bits for answer in answers)
 
     def _of(self, answer: OneCall) -> int:
         if answer.number not in self._known:
@@ -87,25 +87,25 @@ class Readers(Generic[OneCall]):
             return 0
         earlier = _bits(self._calls) & ~later
         parts = (part for text in _texts(answer.reply) for part in self._with_parts(text))
-        found = self._with_whole(answer.reply)
+        all_readers = self._with_whole(answer.reply)
         for readers in parts:
             if not readers & earlier:
-                found |= readers
-        return found & later
+                all_readers |= readers
+        return all_readers & later
 
     def _with_whole(self, reply: CanonicalMessage) -> int:
-        """Return the calls that were given an answer as it was, or an id of its calls."""
+        """Return the calls whose prompt has the whole answer, or an id of its tool calls."""
         marks = marks_of(reply)
-        found = self._given.get(reply.key, (reply, 0))[1]
+        all_readers = self._given.get(reply.key, (reply, 0))[1]
         for call in reply.calls:
-            found |= self._by_id.get(call.id, 0) if call.id else 0
+            all_readers |= self._by_id.get(call.id, 0) if call.id else 0
         for message, readers in self._given.values() if marks else ():
             if any(mark in message.text for mark in marks):
-                found |= readers
-        return found
+                all_readers |= readers
+        return all_readers
 
     def _with_parts(self, text: str) -> Iterator[int]:
-        """Yield the calls that were given each part of a text, which may be there already."""
+        """Yield the calls whose prompts have each part of a text."""
         if len(text) >= MIN_QUOTE:
             yield from (self._with_run.get(run, 0) for run in _runs(text).tolist())
         elif text:
@@ -122,41 +122,41 @@ class Readers(Generic[OneCall]):
 
     @cached_property
     def _given(self) -> dict[bytes, tuple[CanonicalMessage, int]]:
-        """Each message that a call was given, by its key, and the calls that were."""
-        given: dict[bytes, tuple[CanonicalMessage, int]] = {}
+        """Messages of prompts by their keys, with the calls that had them."""
+        by_key: dict[bytes, tuple[CanonicalMessage, int]] = {}
         for call in self._calls:
             for message in call.given:
-                _, readers = given.get(message.key, (message, 0))
-                given[message.key] = message, readers | 1 << call.number
-        return given
+                _, readers = by_key.get(message.key, (message, 0))
+                by_key[message.key] = message, readers | 1 << call.number
+        return by_key
 
     @cached_property
     def _by_id(self) -> dict[str, int]:
-        """The calls that were given a tool call or its result, by its id."""
+        """Calls whose prompt has a tool call or its result, by its id."""
         counts = defaultdict[str, int](int)
         for call in self._calls:
             for message in call.given:
-                for call_id in (message.call_id, *(one.id for one in message.calls)):
+                for call_id in (message.call_id, *(tool_call.id for tool_call in message.calls)):
                     counts[call_id] |= 1 << call.number
         return counts
 
     @cached_property
     def _with_run(self) -> dict[int, int]:
-        """The calls that were given each run of the answers."""
+        """Calls whose prompt has each run of the answers."""
         texts = {text for call in self._calls for text in _texts(call.reply)}
-        wanted = np.unique(np.concatenate([*map(_runs, texts), np.empty(0, np.uint64)]))
+        answer_runs = np.unique(np.concatenate([*map(_runs, texts), np.empty(0, np.uint64)]))
         counts = defaultdict[int, int](int)
         for message, readers in self._given.values():
             runs = _runs(message.text)
-            at = np.searchsorted(wanted, runs)
-            inside = at < len(wanted)
-            for run in runs[inside][wanted[at[inside]] == runs[inside]].tolist():
+            at = np.searchsorted(answer_runs, runs)
+            inside = at < len(answer_runs)
+            for run in runs[inside][answer_runs[at[inside]] == runs[inside]].tolist():
                 counts[run] |= readers
         return counts
 
 
 def _texts(reply: CanonicalMessage) -> Iterator[str]:
-    """Yield what an answer says: its text, and what it fills into the arguments of its calls."""
+    """Yield the text of an answer, and the values of its calls' arguments."""
     yield reply.text.strip()
     for call in reply.calls:
         yield from _words(call.value)
@@ -167,8 +167,8 @@ def _words(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         value = list(cast("dict[str, Any]", value).values())
     if isinstance(value, list):
-        for one in cast("list[Any]", value):
-            yield from _words(one)
+        for item in cast("list[Any]", value):
+            yield from _words(item)
     elif isinstance(value, str | int | float) and not isinstance(value, bool):
         yield str(value).strip()
 
@@ -177,7 +177,7 @@ def _runs(text: str) -> NDArray[np.uint64]:
     """Return uint64[R]: digests of all distinct runs of 16 characters, sorted."""
     raw = text.encode("utf-32-le", errors="surrogatepass")
     digests = np.frombuffer(raw, np.uint32).astype(np.uint64)
-    for width in (1, 2, 4, 8):  # runs of twice the width, of those of the width
+    for width in (1, 2, 4, 8):  # runs of twice the width, from runs of the width
         factor = np.uint64(pow(_FACTOR, width, 1 << 64))
         digests = digests[:-width] * factor + digests[width:]
     return np.unique(digests)
@@ -191,12 +191,12 @@ def _bits(calls: Collection[Answered]) -> int:
 
 
 WhyNot: TypeAlias = Literal["", "undelivered", "left out", "other", "pattern", "apart"]
-"""Why a call is not trained: its answer did not arrive, the program took it out, it is not of the
-main conversation, by a pattern, or nothing of it was read; empty: it is trained."""
+"""Why a call is not trained: its answer did not arrive, the program excluded it, it is outside of
+the main conversation, a pattern excludes it, or nothing of it was read; empty: it is trained."""
 
 
 class AnsweredCall(Answered, Protocol):
-    """A call of the model that was answered, and where it stands in the tree of its episode."""
+    """An answered call of the model, and its place in the tree of its episode."""
 
     @property
     def parent(self) -> Self | None:
@@ -205,7 +205,7 @@ class AnsweredCall(Answered, Protocol):
 
     @property
     def follows(self) -> Self | None:
-        """Of a root: the call that its history continues, though not its tokens."""
+        """For a root: the call that its history continues, though not its tokens."""
         ...
 
     @property
@@ -230,17 +230,17 @@ class AnsweredCall(Answered, Protocol):
 
     @property
     def delivered(self) -> bool | None:
-        """Whether its program has the answer."""
+        """Whether its program received the answer."""
         ...
 
     @property
     def num_generated(self) -> int:
-        """Tokens of the answer."""
+        """Number of the answer's tokens."""
         ...
 
     @property
     def digest(self) -> bytes:
-        """The same however calls of one episode interleave."""
+        """Independent of how the calls of an episode interleave."""
         ...
 
 
@@ -252,8 +252,8 @@ def why_untrained(
 ) -> dict[Call, WhyNot]:
     """Return for each call why it is not trained, by the value of `agent.train`.
 
-    Those whose numbers are in `left_out` are trained in no case. Raises ValueError for a value that
-    is none.
+    Calls whose numbers are in `left_out` are never trained. Raises ValueError for an unknown
+    value.
     """
     why_not = _why_not(calls, which)
 
@@ -266,7 +266,7 @@ def why_untrained(
 
 
 def _why_not(calls: Sequence[Call], which: str) -> Callable[[Call], WhyNot]:
-    """Return the reason why `which` leaves a call out."""
+    """Return the reason why `which` excludes a call."""
     if which == "all":
         return lambda _: ""
     if which == "main":
@@ -284,26 +284,26 @@ def _why_not(calls: Sequence[Call], which: str) -> Callable[[Call], WhyNot]:
     return by_opening
 
 
-def opening_of(given: Sequence[CanonicalMessage]) -> str:
-    """Return the text of a conversation's first messages that patterns are matched with.
+def opening_of(messages: Sequence[CanonicalMessage]) -> str:
+    """Return the text of a conversation that patterns are matched with.
 
-    It is that of its system messages, or where there are none of its first message.
+    It is that of its system messages or, without any, of its first message.
     """
-    systems = [message.text for message in given if message.role == "system"]
-    return "\n".join(systems or [message.text for message in given[:1]])
+    systems = [message.text for message in messages if message.role == "system"]
+    return "\n".join(systems or [message.text for message in messages[:1]])
 
 
 # -- the main conversation -------------------------------------------------------------------------
 
 
 def main_root(calls: Sequence[Call]) -> Call | None:
-    """Return the first call of the main conversation: the one from which all others come.
+    """Return the first call of the main conversation: the one from which all others derive.
 
-    A conversation comes from another that goes on with its answers (a helper of it), and from one
-    whose answers it begins with (what sums it up, or works on its history after its end); one
-    without tools is nothing that one with tools begins with, however. Of several that come from
-    none it is the one with tools, then with most calls, then with most generated tokens: that does
-    not depend on how calls interleave.
+    A conversation derives from another that continues with its answers (which it helps), and from
+    one whose answers it begins with (it summarizes that, or works on its history after its end);
+    but one with tools never derives from one without. Of several that derive from none, the one
+    with tools is the main one, then the one with most calls, then with most generated tokens: this
+    does not depend on how calls interleave.
     """
     histories: dict[Call, list[Call]] = {}
     for call in calls:
@@ -322,10 +322,10 @@ def main_root(calls: Sequence[Call]) -> Call | None:
 
 
 def _main_origins(calls: Sequence[Call]) -> set[Call]:
-    """Return the origins of the main conversation and of those that go on with it.
+    """Return the origins of the main conversation and of those that continue it.
 
-    Those begin with its answers, as after a compaction, and have its system message; where there is
-    none, its tools.
+    These begin with its answers, as after a compaction, and have its system message or, without
+    one, its tools.
     """
     main = main_root(calls)
     if main is None:
@@ -337,18 +337,18 @@ def _main_origins(calls: Sequence[Call]) -> set[Call]:
         for call in begun
         if system_of(call.given) == systems and (systems or call.context == main.context)
     }
-    readers, found = Readers(calls), {main}
+    readers, origins = Readers(calls), {main}
     while more := {
         call
-        for call in like_main - found
-        if readers.any([one for one in calls if one.origin in found], [call])
+        for call in like_main - origins
+        if readers.any([earlier for earlier in calls if earlier.origin in origins], [call])
     }:
-        found |= more
-    return found
+        origins |= more
+    return origins
 
 
 def _derived(calls: Sequence[Call]) -> set[Call]:
-    """Return the origins of the conversations that come from another."""
+    """Return the origins of the conversations that derive from another."""
     readers = Readers(calls)
     derived: set[Call] = set()
     for answer in calls:
@@ -364,15 +364,15 @@ def _derived(calls: Sequence[Call]) -> set[Call]:
     return derived
 
 
-# -- what can have had a part in the outcome -------------------------------------------------------
+# -- what may have contributed to the outcome ------------------------------------------------------
 
 
 class _Counting(Generic[Call]):
-    """Finds the roots of the calls that can have had a part in the outcome.
+    """Finds the roots of the calls that may have contributed to the outcome.
 
-    A conversation counts that the program went on with, and the main one. So does what belongs to
-    one that counts: what it has read, what is asked of the same agent, and what goes on from it.
-    There each answer that arrived counts, one that the program threw away too: it acted upon it.
+    The main conversation counts, and each one that the program continued. So do those that belong
+    to one that counts: which it has read, of the same agent, or which continue it. In these each
+    answer that arrived counts, even one that the program discarded: it acted upon it.
     """
 
     def __init__(self, calls: Sequence[Call], main: Call | None) -> None:
@@ -386,22 +386,22 @@ class _Counting(Generic[Call]):
         if main is not None:
             self.roots.add(main)
         apart = {root for root in self._calls if root not in self.roots}
-        while found := {root for root in apart if self._has_part(root)}:
-            self.roots |= found
-            apart -= found
+        while more := {root for root in apart if self._has_part(root)}:
+            self.roots |= more
+            apart -= more
 
     def _has_part(self, root: Call) -> bool:
         if root.follows is not None and root.follows.root in self.roots:
             return True
-        if any(self._is_same_agent(root, one) for one in self.roots):
+        if any(self._is_same_agent(root, counted) for counted in self.roots):
             return True
-        counting = [call for one in self.roots for call in self._calls[one]]
+        counting = [call for counted in self.roots for call in self._calls[counted]]
         return self._readers.any(self._calls[root], counting) or self._takes_over(root, counting)
 
     def _is_same_agent(self, root: Call, other: Call) -> bool:
-        """Whether two have the same tools, and, where they have none, the same system message.
+        """Return whether two have the same tools or, without tools, the same system message.
 
-        Where the program goes on with no conversation, each of its prompts may be a new one.
+        If the program continues no conversation, each of its prompts may be a new one.
         """
         if root.context != other.context:
             return False
@@ -409,7 +409,7 @@ class _Counting(Generic[Call]):
         return same or system_of(root.given) == system_of(other.given)
 
     def _takes_over(self, root: Call, counting: Sequence[Call]) -> bool:
-        """Whether one reads what counts and has its tools, or the last word."""
+        """Return whether one reads what counts and has its tools, or is the last call."""
         mine = self._calls[root]
         same_tools = [call for call in counting if call.context == root.context]
         if self._readers.any(same_tools, mine):
@@ -424,7 +424,7 @@ def system_of(messages: Sequence[CanonicalMessage]) -> list[bytes]:
 
 
 def digest_of(tools: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return a call's context, which distinguishes sets of tools, also by order."""
+    """Return a call's context: a digest of its tools, in their order."""
     text = json.dumps([dict(tool) for tool in tools], sort_keys=True)
     return blake2b(text.encode(), digest_size=16).digest()
 
@@ -446,7 +446,7 @@ WHY_NOT = {
     "left out": "taken out by the program",
     "cut": "behind the longest row",
 }
-"""Why a call is not trained, in words."""
+"""Texts of the reasons."""
 _BRANCHES = {
     "sample": "another answer to the same request",
     "edited": "the history was edited",
@@ -465,23 +465,23 @@ class CallLine:
     call: int
     """Its number in the episode."""
     depth: int
-    """How many branches lie above it."""
+    """Number of branches above it."""
     branch: str
-    """Why it is not the only continuation of what came before; empty: it is."""
+    """Why it is a branch of its own; empty: it continues the call before."""
     row: int | None
-    """In which row of the episode it is trained; None: in none."""
+    """The row of the episode that trains it; None: no row."""
     why_not: str
     """Why it is not trained; empty: it is."""
     tokens: int
-    """Tokens that were generated."""
+    """Number of generated tokens."""
     given_tokens: int
-    """Tokens that were new in its prompt."""
+    """Number of new tokens in its prompt."""
     reward: float | None
-    """A reward of its own; None: it has none."""
+    """Its own reward, if any."""
     branch_reward: float | None
-    """What the branch that begins with it was rewarded with; None: nothing."""
+    """The reward of the branch that begins with it, if any."""
     name: str
-    """What the program calls the branch that begins with it."""
+    """The program's name for the branch that begins with it."""
     finish: str
     """Why it ended: stop or length."""
     text: str
@@ -491,9 +491,9 @@ class CallLine:
 
 
 def call_lines(info: Mapping[str, Any]) -> list[CallLine]:
-    """Return the calls of an episode of a program, in order; none of any other episode.
+    """Return the calls of a program's episode, in order; empty for other episodes.
 
-    `info` is that of its main row; whatever in it is no call is passed over.
+    `info` is that of its main row; malformed calls are skipped.
     """
     calls = info.get("calls")
     if not isinstance(calls, list):

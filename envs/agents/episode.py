@@ -1,4 +1,4 @@
-"""An episode of an agent program, as its host, its proxy and its API share it, and its errors."""
+"""The state of an agent program's episode, shared by host, proxy and API, and its errors."""
 
 import asyncio
 import secrets
@@ -11,12 +11,12 @@ from ...schemas.env import Split
 from ...schemas.wire.errors import GameError, TinkermqError
 
 Outcome: TypeAlias = Literal["done", "failed", "timeout", "stuck", "crash"]
-"""How a program that counts has ended: well, by its own word not, over its time, without a call
-for too long, or with an error. That the model's limits ended it is known where they bind."""
+"""How a program that counts has ended: done, failed by its own post, over its time, without a call
+for too long, or with an error. The model's limits are recorded where they apply."""
 
 
 class EpisodeOver(TinkermqError):
-    """A call of a program whose episode has ended, or whose key is that of another try."""
+    """A call of a program whose episode has ended, or with the key of another try."""
 
     code = "episode_over"
     status = 410
@@ -32,7 +32,7 @@ class EpisodeLimit(TinkermqError):
 
 
 class ContextTooLong(TinkermqError):
-    """A history that, with room for an answer, is longer than the model's context."""
+    """A history that exceeds the model's context, with room for an answer."""
 
     code = "context_length_exceeded"
     status = 400
@@ -40,7 +40,7 @@ class ContextTooLong(TinkermqError):
 
     @classmethod
     def of(cls, num_tokens: int, most: int) -> Self:
-        """Return the error of a prompt with so many tokens; each API has its own words for it."""
+        """Return the error of a prompt with so many tokens; each API words it differently."""
         return cls(f"{num_tokens} tokens > {most} maximum")
 
 
@@ -53,10 +53,10 @@ class NoCalls(GameError):
 
 @dataclass(eq=False)
 class ProgramEpisode:
-    """One try of an episode: what its program may ask for, and what it and others say of it."""
+    """One try of an episode: its task, its calls, and what was posted about it."""
 
     episode: str
-    """Its id, unique in the job: another try has another one."""
+    """Its id, unique in the job and for each try."""
     task_input: dict[str, Any]
     """The row of the data without its gold answer, or the arguments of the task."""
     seed: int = 0
@@ -65,46 +65,46 @@ class ProgramEpisode:
     deadline: float = float("inf")
     """Monotonic time at which it is over."""
     key: str = field(default_factory=lambda: EPISODE_KEY + secrets.token_urlsafe(24))
-    """What its program proves itself by; worth nothing for any other episode."""
+    """The program's key, valid for this episode only."""
 
     num_calls: int = 0
-    """Calls of the model that were answered."""
+    """Number of answered calls of the model."""
     num_open: int = 0
-    """Calls that are being answered."""
+    """Number of calls that are being answered."""
     last_call: float = field(default_factory=time.monotonic)
     """Monotonic time at which the last call began or ended."""
 
     limit: str = ""
-    """Which of the model's limits has refused its last call; empty: none."""
+    """The model's limit that refused its last call; empty: none."""
 
     reward: float | None = None
-    """What was posted last as the reward of the whole episode."""
+    """The last reward posted for the whole episode."""
     call_rewards: dict[int, float] = field(default_factory=dict[int, float])
     """Rewards of single calls, by their numbers."""
     branch_rewards: dict[int, float] = field(default_factory=dict[int, float])
     """Rewards of branches, by the calls that they begin with."""
     untrained: set[int] = field(default_factory=set[int])
-    """Calls that were taken out of the training."""
+    """Calls excluded from training."""
     notes: dict[int, str] = field(default_factory=dict[int, str])
     """Names given to the branches that begin with a call."""
     info: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Whatever else was said of the episode."""
+    """Further data posted about the episode."""
     status: Literal["", "done", "failed"] = ""
-    """How the program says that it has ended; empty: it has not said so."""
+    """The end that the program has posted; empty: none."""
     said_end: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once it has."""
+    """Set when the program has posted its end."""
     over: str = ""
-    """Why no call is answered any more; empty while calls are."""
+    """Why calls are no longer answered; empty while they are."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set at each call and post, for who waits for one."""
+    """Set at each call and post."""
 
     @property
     def has_partial_rewards(self) -> bool:
-        """Whether calls or branches have rewards, so that the whole may go without one."""
+        """Whether calls or branches have rewards, so that the episode needs none."""
         return bool(self.call_rewards or self.branch_rewards)
 
     def forget_rewards(self) -> None:
-        """Drop what was posted of reward and success: a grader alone gives them."""
+        """Drop posted rewards and success: only a grader may set them."""
         posted = len(self.call_rewards) + len(self.branch_rewards) + (self.reward is not None)
         self.reward = None
         self.call_rewards.clear()
@@ -114,7 +114,7 @@ class ProgramEpisode:
             self.info["uncounted_rewards"] = posted
 
     def to_info(self) -> dict[str, Any]:
-        """Return what the generator gets of the calls, in `info`."""
+        """Return the data on the calls for the generator, in `info`."""
         facts: dict[str, Any] = {**self.info}
         if self.call_rewards:
             facts["call_rewards"] = {

@@ -1,4 +1,4 @@
-"""Episodes that a program elsewhere runs: leased with a key on request, ended with a reward."""
+"""Episodes of programs elsewhere: leased with a key on request, ended with a reward."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ _LONGEST_LOOK_S = 1.0
 
 
 class OuterEndpoint(ModelEndpoint, Protocol):
-    """One that programs elsewhere may find, too."""
+    """A proxy that programs elsewhere can reach."""
 
     @property
     def outer_url(self) -> str:
@@ -54,35 +54,35 @@ class Slots(Protocol):
         ...
 
     def release(self) -> None:
-        """Give a place back."""
+        """Release a place."""
         ...
 
 
 @dataclass(eq=False)
 class EpisodeLease:
-    """One try of an episode, for its runner; of the host's event loop."""
+    """One try of an episode, for its runner; used in the host's event loop."""
 
     episode: ProgramEpisode
-    """Its key, its task, and what is posted for it."""
+    """Its key, its task, and its posts."""
     prompt: list[ChatMessage]
-    """The chat messages by which its task is known."""
+    """The chat messages that identify its task."""
     base_url: str
-    """Where its program finds the model, without `/v1`."""
+    """The URL of the model for its program, without `/v1`."""
     variables: dict[str, str]
-    """The environment variables by which programs find it."""
+    """The environment variables for its program."""
     error: str = ""
-    """What ended its program, if it was an error."""
+    """The error that ended its program, if any."""
     on_drop: list[Callable[[], object]] = field(default_factory=list[Callable[[], object]])
-    """Called when the episode is over, whether or not its program is."""
+    """Called when the episode is over, even if its program still runs."""
 
     def crash(self, error: str) -> None:
-        """Say that its program has ended with an error."""
+        """Record that its program has ended with an error."""
         self.error = error or "an error"
         self.episode.said_end.set()
 
 
 class LeaseRunner:
-    """Gives the episodes of one host to callers in this process."""
+    """Runs the episodes of one host for callers in this process."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class LeaseRunner:
     ) -> None:
         """`give` is called on the event loop with each episode that starts.
 
-        `places` are waited for in place of as many as `agent.per_host` says.
+        `places` bounds the episodes; by default `agent.per_host` does.
         """
         self._config = config
         self._endpoint = endpoint
@@ -110,12 +110,12 @@ class LeaseRunner:
         self._running: dict[str, asyncio.Task[StepResult]] = {}
 
     async def start(self) -> GameFacts:
-        """Open the endpoint at which the model is found."""
+        """Open the endpoint of the model."""
         await self._opened.enter_async_context(self._endpoint)
         return GameFacts(_NAME, [], [])
 
     def reset(self, opening: Opening) -> Awaitable[list[ChatMessage]]:
-        """Start an episode once a slot is free; raises NoFreeSlot when none is in time."""
+        """Start an episode once a place is free; raises NoFreeSlot after a while."""
         return self._reset(opening)
 
     async def _reset(self, opening: Opening) -> list[ChatMessage]:
@@ -126,7 +126,7 @@ class LeaseRunner:
         except TimeoutError:
             raise NoFreeSlot(
                 f"no place for an episode became free within {config.setup_timeout_s:g} s: "
-                f"agent.per_host={config.per_host} are running, or no caller asks for more",
+                f"agent.per_host={config.per_host} are running, or no caller requests more",
                 hint="end them sooner, or raise agent.per_host",
             ) from None
         try:
@@ -150,11 +150,11 @@ class LeaseRunner:
         """Wait for the episode's end."""
         running = self._running.get(episode)
         if running is None:
-            raise NotFoundError(f"episode {episode!r} is not under way here")
+            raise NotFoundError(f"episode {episode!r} is not running here")
         return await asyncio.shield(running)
 
     async def finish(self, episode: str) -> StepResult:
-        """Refuse: no limit of games ends a program."""
+        """Refuse: limits of games do not apply to programs."""
         raise StateError(f"the program of episode {episode!r} has no turns to be cut")
 
     async def turn(self, episode: str) -> tuple[str, list[ChatMessage]]:
@@ -167,7 +167,7 @@ class LeaseRunner:
             running.cancel()
 
     def end_overdue(self) -> None:
-        """Do nothing: each episode looks after its own time."""
+        """Do nothing: each episode has its own deadline."""
 
     async def stop(self) -> None:
         """End all episodes."""
@@ -206,7 +206,7 @@ class LeaseRunner:
         return StepResult("", reward, done=True, info=info)
 
     async def _until_over(self, episode: ProgramEpisode) -> How:
-        """Wait until the caller ends it, or its time is over."""
+        """Wait until the caller ends it, or until its deadline."""
         while True:
             now = time.monotonic()
             if episode.said_end.is_set():
@@ -226,43 +226,43 @@ class LeaseRunner:
 
 
 class LeaseRequests:
-    """Who asks for episodes: the places of a host are those that are asked for."""
+    """Requests for episodes: each one is a place of the host."""
 
     def __init__(self, most: int) -> None:
-        """Have at most so many under way."""
+        """Allow at most so many requests and episodes."""
         self._most = most
         self._unclaimed: deque[EpisodeLease] = deque()
-        self._asked: deque[asyncio.Future[EpisodeLease]] = deque()
+        self._waiters: deque[asyncio.Future[EpisodeLease]] = deque()
         self._named: dict[str, EpisodeLease] = {}
         self._num_open = 0
-        self._wanted = 0
+        self._num_requested = 0
         self._changed = asyncio.Event()
 
     async def acquire(self) -> None:
-        """Wait for a caller."""
-        while not self._wanted:
+        """Wait for a request."""
+        while not self._num_requested:
             self._changed.clear()
             await self._changed.wait()
-        self._wanted -= 1
+        self._num_requested -= 1
         self._num_open += 1
 
     def release(self) -> None:
-        """Take note that an episode has ended."""
+        """Count an ended episode."""
         self._num_open -= 1
 
     def give(self, lease: EpisodeLease) -> None:
-        """Give a started episode to a waiting caller; keep it for the next if that one has left."""
-        while self._asked:
-            waiter = self._asked.popleft()
+        """Give a started episode to a waiting caller; keep it for the next if none waits."""
+        while self._waiters:
+            waiter = self._waiters.popleft()
             if not waiter.done():
                 waiter.set_result(lease)
                 return
         self._unclaimed.append(lease)
 
     async def answer(self, request: GiveRequest) -> GiveReply:
-        """Return the next episode, or none after a while; the same once more for the same name.
+        """Return the next episode, or none after a while; the same name gets the same one again.
 
-        Raises BusyError for one more than there may be.
+        Raises BusyError beyond the bound.
         """
         lease = self._named.get(request.name) if request.name else None
         if lease is None or lease.episode.over:
@@ -288,31 +288,32 @@ class LeaseRequests:
             lease = self._unclaimed.popleft()
             if not lease.episode.over:
                 return lease
-        if self._num_open + self._wanted >= self._most:
+        if self._num_open + self._num_requested >= self._most:
+            num = self._num_open + self._num_requested
             raise BusyError(
-                f"{self._num_open + self._wanted} episodes are open or asked for, as many as "
-                f"agent.per_host={self._most} allows",
+                f"{num} episodes are open or requested, as many as agent.per_host={self._most} "
+                "allows",
                 hint="end some, or raise agent.per_host",
             )
         waiter: asyncio.Future[EpisodeLease] = asyncio.get_running_loop().create_future()
-        self._asked.append(waiter)
-        self._wanted += 1
+        self._waiters.append(waiter)
+        self._num_requested += 1
         self._changed.set()
         try:
             await asyncio.wait({waiter}, timeout=wait_s)
             return waiter.result() if waiter.done() else None
         finally:
-            if not waiter.done():  # an episode that starts all the same waits for the next
+            if not waiter.done():  # an episode that starts later waits for the next request
                 waiter.cancel()
-                self._wanted -= bool(self._wanted)
+                self._num_requested -= bool(self._num_requested)
                 with contextlib.suppress(ValueError):
-                    self._asked.remove(waiter)
+                    self._waiters.remove(waiter)
 
 
-# The runners of an environment host, with the proxy at which programs find the model.
+# The runners of an environment host, with the proxy for their programs.
 
 _ANYWHERE = "http://gateway"
-"""Programs find the gateway by the address at which their user has asked for them."""
+"""Programs use the gateway's address that their user has used."""
 
 
 def make_program_runner(
@@ -325,9 +326,9 @@ def make_program_runner(
     has_tasks: bool = False,
     builds: bool = True,
 ) -> ProgramRunner:
-    """Return what runs the programs of a job; see `ProgramRunner`.
+    """Return the runner of a job's programs; see `ProgramRunner`.
 
-    Raises ConfigError where the packages of the proxy are not installed.
+    Raises ConfigError if the packages of the proxy are not installed.
     """
     from .proxy.proxy import ModelProxy  # hosts of games need no HTTP server
 
@@ -346,7 +347,7 @@ def make_program_runner(
 def make_lease_runner(
     config: AgentConfig, broker: Broker, scope: JobScope, *, max_tries: int = 1
 ) -> tuple[LeaseRunner, LeaseRequests]:
-    """Return the leases of a job's episodes, and the source of its callers."""
+    """Return the leases of a job's episodes, and their requests."""
     from .proxy.proxy import ModelProxy  # hosts of games need no HTTP server
 
     requests = LeaseRequests(config.per_host)

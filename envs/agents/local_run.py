@@ -1,4 +1,4 @@
-"""Runs a job's program on this machine, with a model of the caller's in the pool's place."""
+"""Run a job's program on this machine, with the caller's model in place of the pool's."""
 
 import asyncio
 import contextlib
@@ -28,14 +28,13 @@ from ..running.episodes import Opening
 from .call_selection import digest_of
 from .episode import EpisodeLimit, ProgramEpisode
 from .programs.runner import ProgramRunner
-from .proxy.exchange import HttpExchange
 from .proxy.proxy import ModelProxy
 
 SCOPE = JobScope("local", "agent-check")
 MAX_CALLS = 64
-"""Calls that are answered, unless the job allows fewer."""
+"""Bound on answered calls, unless the job allows fewer."""
 _PIECE_CHARACTERS = 8
-"""Of a streamed answer, in one part; each is a token."""
+"""Characters of a streamed answer in one part; each is a token."""
 
 
 @dataclass(eq=False)
@@ -43,22 +42,22 @@ class LocalCall:
     """One call of the model by the program."""
 
     number: int
-    """Its place in the order in which the calls came."""
+    """Its index in the order of the calls."""
     request: CallRequest
     history: Sequence[CanonicalMessage]
-    """All that it was given."""
+    """All its messages."""
     parent: "LocalAnswer | None"
     """The answer that it continues; None: a root."""
     num_seen: int
-    """Answers that there were when it came."""
+    """Number of answers before it."""
     answers: "Sequence[LocalAnswer]" = ()
-    """None where it was refused."""
+    """Empty if it was refused."""
     refusal: str = ""
-    """The code of the error that it got."""
+    """The code of its error."""
 
     @property
     def new_messages(self) -> Sequence[CanonicalMessage]:
-        """The messages of its history behind the answer that it continues."""
+        """The messages of its history after the answer that it continues."""
         return self.history[0 if self.parent is None else len(self.parent.path) :]
 
 
@@ -68,15 +67,15 @@ class LocalAnswer:
 
     call: LocalCall
     number: int
-    """Its place among all answers of the episode."""
+    """Its index among all answers of the episode."""
     reply: CanonicalMessage
     follows: "LocalAnswer | None" = None
-    """None: without a chat template no history is rendered anew."""
+    """None: without a chat template no history is rendered again."""
     delivered: bool = True
 
     @property
     def path(self) -> list[CanonicalMessage]:
-        """The history with which a call continues it."""
+        """The history of a call that continues it."""
         return [*self.call.history, self.reply]
 
     @property
@@ -111,12 +110,12 @@ class LocalAnswer:
 
     @property
     def num_seen(self) -> int:
-        """Answers that there were when it was asked for."""
+        """Number of answers before its call."""
         return self.call.num_seen
 
     @property
     def num_generated(self) -> int:
-        """Characters of the answer, in the place of tokens."""
+        """Characters of the answer, in place of tokens."""
         return max(1, len(self.reply.text))
 
     @property
@@ -126,32 +125,34 @@ class LocalAnswer:
 
 
 Speak: TypeAlias = Callable[[LocalCall], Awaitable[str]]
-"""Returns an answer, in the form in which models write tool calls; may raise a refusal."""
+"""Returns an answer, with tool calls as models write them; may raise a refusal."""
 
 
 def num_common(history: Sequence[CanonicalMessage], path: Sequence[CanonicalMessage]) -> int:
-    """Return how many messages at the beginning agree."""
+    """Return the number of first messages that agree."""
     pairs = zip(history, path, strict=False)
-    agreeing = (number for number, (one, other) in enumerate(pairs) if not one.agrees(other))
+    agreeing = (
+        number for number, (message, other) in enumerate(pairs) if not message.agrees(other)
+    )
     return next(agreeing, min(len(history), len(path)))
 
 
 class LocalModel:
-    """Answers the calls of one program in a generator's place."""
+    """Answers the calls of one program in place of a generator."""
 
     def __init__(self, broker: Broker, speak: Speak, max_calls: int) -> None:
-        """Answer what `speak` returns, `max_calls` times."""
+        """Answer with what `speak` returns, up to `max_calls` times."""
         self.calls: list[LocalCall] = []
-        """In the order in which they came."""
+        """Calls, in their order."""
         self.answers: list[LocalAnswer] = []
-        """In the order in which they were given."""
+        """Answers, in their order."""
         self._broker = broker
         self._speak = speak
         self._max_calls = max_calls
 
     @contextlib.asynccontextmanager
     async def answering(self, episode: str) -> AsyncIterator[None]:
-        """Within, the calls of an episode are answered."""
+        """Answer the calls of an episode while the context runs."""
         service = await Service.start(
             self._broker, name="tinkermq-model", description=f"the model of episode {episode}"
         )
@@ -206,20 +207,20 @@ class LocalModel:
             return new
         if request.previous >= len(self.answers):
             raise NotFoundError(
-                f"the episode has no answer {request.previous} that could be continued",
+                f"the episode has no answer {request.previous} to continue",
                 hint="send the whole history",
             )
         return [*self.answers[request.previous].path, *new]
 
     def _enter(self, request: CallRequest, history: list[CanonicalMessage]) -> LocalCall:
-        """Add a call; it continues the longest path that its history begins with."""
+        """Add a call; it continues the longest path at the beginning of its history."""
         continued = [
             answer
             for answer in self.answers
             if answer.call.request.tools == request.tools
             and num_common(history, answer.path) == len(answer.path)
         ]
-        parent = max(continued, key=lambda one: len(one.path), default=None)
+        parent = max(continued, key=lambda answer: len(answer.path), default=None)
         call = LocalCall(len(self.calls), request, history, parent, len(self.answers))
         self.calls.append(call)
         return call
@@ -257,13 +258,13 @@ class LocalRun:
     model: LocalModel
     """Its calls."""
     episode: ProgramEpisode | None
-    """What it posted; None: it did not start."""
+    """The episode with its posts; None: it did not start."""
     requests: Counter[tuple[str, int]]
-    """How often it sent which HTTP request (`POST /v1/responses`) and got which status."""
+    """Number of its HTTP requests (`POST /v1/responses`) by request and status."""
     result: StepResult | None
     """Its end and its reward; None: the episode does not count."""
     error: TinkermqError | None = None
-    """Why not."""
+    """Why it does not count."""
 
 
 @dataclass(eq=False)
@@ -283,9 +284,9 @@ class _ObservedProxy(ModelProxy):
         self.seen.episode = episode
         super().open(episode)
 
-    def _record(self, exchange: HttpExchange, path: str) -> None:
-        request = f"{exchange.method} /v1/{path}"[:200] if path else f"{exchange.method} /"
-        self.seen.requests[request, exchange.status] += 1
+    def _record(self, method: str, path: str, status: int) -> None:
+        request = f"{method} /v1/{path}"[:200] if path else f"{method} /"
+        self.seen.requests[request, status] += 1
 
 
 class LocalProgram:
@@ -294,7 +295,7 @@ class LocalProgram:
     def __init__(
         self, broker: Broker, job: JobConfig, runner: ProgramRunner, proxy: _ObservedProxy
     ) -> None:
-        """Take what `open_program` has prepared."""
+        """Use the parts that `open_program` has prepared."""
         self._broker = broker
         self._job = job
         self._runner = runner
@@ -328,13 +329,15 @@ class LocalProgram:
         with contextlib.closing(HostData(self._job.env, seed, needs_answers=False)) as data:
             if data.num_train is None and row is not None:
                 raise DataError(
-                    f"row {row} was asked for, and the job has no env.train_data",
+                    f"row {row} was requested, but the job has no env.train_data",
                     hint="its tasks have seeds",
                 )
             if data.num_train is not None and row is None:
                 row = seed % data.num_train
             if data.num_train is not None and not 0 <= (row or 0) < data.num_train:
-                raise DataError(f"there is no row {row}: the training data has {data.num_train}")
+                raise DataError(
+                    f"row {row} does not exist: the training data has {data.num_train} rows"
+                )
             record = data.record("train", row)
         return Opening(f"check{self._num_runs}-1", seed, record)
 
@@ -343,15 +346,15 @@ class LocalProgram:
 async def open_program(
     broker: Broker, job: JobConfig, *, limit_s: float | None = None
 ) -> AsyncIterator[LocalProgram]:
-    """Prepare to run a job's program here, in the sandbox that it has in a pool.
+    """Prepare to run a job's program here, in the same sandbox as in a pool.
 
     It may take `limit_s` at most, if that is less than the job allows. Raises ConfigError for a job
-    without a program, or whose command is not there, and SandboxError for a machine that cannot run
+    without a program, or whose command does not exist, and SandboxError if the machine cannot run
     it.
     """
     if not job.agent.command:
         raise ConfigError(
-            "this is no job with a program: agent.command is empty",
+            "this job has no program: agent.command is empty",
             hint="set agent.command, or make an example: `tinkermq agent new NAME`",
         )
     limits = {} if limit_s is None else {"timeout_s": limit_s, "idle_s": limit_s}

@@ -1,7 +1,7 @@
-"""The games of running episodes: made, played and dropped in a worker thread or process.
+"""The games of running episodes, in a worker thread or process.
 
-This is the named boundary at which a game may do anything: whatever it raises becomes a
-GameError that carries the end of the game's own traceback.
+A game may do anything here: whatever it raises becomes a GameError with the end of the game's own
+traceback.
 """
 
 import ast
@@ -57,7 +57,7 @@ _TRIES = 5
 def global_draws(game_class: type) -> list[str]:
     """Return where the class's module calls functions of `random`, at most five places.
 
-    Nothing where there is no source.
+    Empty without source code.
     """
     module = sys.modules.get(game_class.__module__)
     try:
@@ -74,7 +74,7 @@ def global_draws(game_class: type) -> list[str]:
 
 
 def _parsed(source: str) -> ast.Module:
-    """Parse, again where another thread parses too: CPython 3.11 counts their depths together."""
+    """Parse, and retry if another thread parses too: CPython 3.11 counts their depths together."""
     for _ in range(_TRIES):
         with contextlib.suppress(SystemError):
             return ast.parse(source)
@@ -129,25 +129,25 @@ class Opening:
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
     """Further arguments of the game's `reset`."""
     split: Split = "train"
-    """Which data its task is of."""
+    """The data that its task belongs to."""
 
 
 class GameFacts(NamedTuple):
-    """What is the same in all episodes of a game."""
+    """What all episodes of a game share."""
 
     name: str
     """Its name."""
     tools: list[dict[str, Any]]
     """The tools that its policy may call."""
     roles: list[str]
-    """The names of its players; none for a game for one."""
+    """The names of its players; empty for a game with one player."""
     rewards_ends: bool = False
-    """Whether an episode that a limit ends still has a reward to get, from `finish_early`."""
+    """Whether an episode that a limit ends gets a last reward from `finish_early`."""
     environments: Mapping[str, list[dict[str, Any]]] = MappingProxyType({})
-    """Where rows choose an environment by their column `environment`: the tools of each."""
+    """Tools by environment, where rows name one in their column `environment`."""
 
     def tools_of(self, record: Record | None) -> list[dict[str, Any]]:
-        """Return the tools of an episode on a row."""
+        """Return the tools of an episode that plays a row."""
         name = record.columns.get("environment") if record is not None else None
         return self.environments.get(str(name), self.tools)
 
@@ -157,11 +157,11 @@ class _Turns:
     """The conversations of the roles of one game."""
 
     prompt: list[ChatMessage]
-    """The first prompt of the role that begins."""
+    """The first prompt of the first role."""
     addressed: set[str] = field(default_factory=set[str])
     """Roles that have had their first prompt."""
     observation: str = ""
-    """What the last action led to."""
+    """The observation after the last action."""
 
 
 class Episodes:
@@ -175,7 +175,7 @@ class Episodes:
         self._turns: dict[str, _Turns] = {}
 
     def probe(self) -> GameFacts:
-        """Make one instance to see that it can be made; return what all episodes share."""
+        """Make one instance as a trial; return what all episodes share."""
         game = self._make()
         if draws := global_draws(self._class):
             _log.warning("game_draws_from_random", game=self._name, where=draws, hint=DRAWS_HINT)
@@ -219,7 +219,7 @@ class Episodes:
         return self._after(episode, result)
 
     def finish(self, episode: str) -> StepResult:
-        """Return what an episode earns that a limit ends; its game is dropped."""
+        """Return the last result of an episode that a limit ends; its game is dropped."""
         game = self.running(episode)
         with self._blaming("finish_early"):
             result = check_result(game, game.finish_early())
@@ -233,13 +233,13 @@ class Episodes:
         return self._after(episode, replace(result, done=True))
 
     def gold_action(self, episode: str) -> str:
-        """Return what the game says is the right answer to its present state."""
+        """Return the right answer to the present state, as the game gives it."""
         game: Any = self.running(episode)
         with self._blaming("gold_action"):
             return check_text(game, "gold_action", game.gold_action())
 
     def turn(self, episode: str) -> tuple[str, list[ChatMessage]]:
-        """Say whose turn it is in a game with roles, with its first prompt if it has had none."""
+        """Return the role whose turn it is, with its first prompt if it has had none."""
         game, turns = self._games.get(episode), self._turns.get(episode)
         if game is None or turns is None:
             raise NotFoundError(f"episode {episode!r} has no running game with roles here")
@@ -288,7 +288,7 @@ class Episodes:
         return result
 
     def _blaming(self, method: str) -> AbstractContextManager[None]:
-        """Blame the game for whatever the block raises, which calls this method of it."""
+        """Turn what the block raises, in this method of the game, into a GameError."""
         return blaming(lambda error: game_failure(self._name, method, error))
 
     def _make(self) -> AbstractGame:
@@ -300,7 +300,7 @@ class Episodes:
         return game_failure(self._name, "step", error)
 
     def _plays_rows(self) -> bool:
-        """Whether `reset` needs arguments that the game does not draw itself."""
+        """Return whether `reset` needs arguments that the game does not generate itself."""
         if self._class.generate_initial_state is not AbstractGame.generate_initial_state:
             return False
         parameters = list(inspect.signature(self._class.reset).parameters.values())[1:]
@@ -323,12 +323,12 @@ class Episodes:
 
 
 def is_async(game_class: type[AbstractGame]) -> bool:
-    """Whether a game's `reset` or `step` is a coroutine."""
+    """Return whether a game's `reset` or `step` is a coroutine function."""
     return any(inspect.iscoroutinefunction(m) for m in (game_class.reset, game_class.step))
 
 
 def refuse_async(game_class: type[AbstractGame]) -> None:
-    """Raise GameError for an async game that is to run in a process of its own."""
+    """Raise GameError for an async game that should run in a process of its own."""
     if is_async(game_class):
         raise GameError(
             f"{game_class.__name__} is async, and isolation is process",
@@ -338,7 +338,7 @@ def refuse_async(game_class: type[AbstractGame]) -> None:
 
 
 def _played(game: AbstractGame, answer: Any) -> StepResult:
-    """Return what `step` answered if it is well formed, and says whose turn it is."""
+    """Return the result of `step`; GameError for a malformed one."""
     result = check_result(game, answer)
     if game.roles and not result.done:
         check_role(game)
@@ -346,7 +346,7 @@ def _played(game: AbstractGame, answer: Any) -> StepResult:
 
 
 def _whose_turn(game: AbstractGame, messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Return the first prompt of a game that says whose turn it is."""
+    """Return the first prompt; GameError if a game with roles does not name whose turn it is."""
     if game.roles:
         check_role(game)
     return messages
@@ -356,14 +356,14 @@ def _start(opening: Opening) -> dict[str, Any]:
     return {"seed": opening.seed, "record": opening.record, "kwargs": opening.kwargs}
 
 
-# How long a call of a game may take, and whether it has run past that.
+# Time limits of a game's calls.
 #
-# A runner is asked to `end_overdue` a few times a second. What it does with an overdue call
-# follows from how it plays: a thread is given up and replaced, a process killed, a coroutine
-# cancelled. The limit counts from when the game began, not from when it was asked.
+# A runner's `end_overdue` is called a few times a second. It abandons and replaces an overdue
+# thread, kills a process, cancels a coroutine. The limit counts from when the game began the call,
+# not from when it was queued.
 
 LOOK_S = 0.1
-"""Seconds between two looks for overdue calls."""
+"""Seconds between two checks for overdue calls."""
 _OF_STEPS = frozenset({"step", "turn", "finish", "drop"})
 
 
@@ -377,7 +377,7 @@ class TimedOut(StepResult):
 
 
 def end_of_hung(config: EnvConfig, error: GameHung) -> TimedOut:
-    """Return what stands for the answer to an action that hung; raises `error` for `retry`."""
+    """Return the result of an action that hung; raises `error` for `retry`."""
     if config.on_step_timeout == "retry":
         raise error
     is_penalty = config.on_step_timeout == "penalty"
@@ -388,9 +388,9 @@ class TimeLimits(NamedTuple):
     """Seconds that calls of a game may take."""
 
     reset_s: float
-    """A reset, and the making of a game."""
+    """For a reset, and for making a game."""
     step_s: float
-    """A step, and whatever else an episode is asked."""
+    """For a step and any other call of an episode."""
 
     def of(self, verb: str) -> float:
         """Return the limit of a kind of call."""
@@ -399,18 +399,18 @@ class TimeLimits(NamedTuple):
 
 @dataclass
 class Call:
-    """One call of a game, and who waits for it."""
+    """One call of a game, and the future of its result."""
 
     verb: str
     episode: str
     limit_s: float
     future: "asyncio.Future[Any]"
     started: float | None = field(default=None, kw_only=True)
-    """When the game began with it, by the monotonic clock; None: it waits for its turn."""
+    """When the game began it, by the monotonic clock; None: it is queued."""
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the game has been at it for longer than it may."""
+        """Whether it has run past its limit."""
         return self.started is not None and time.monotonic() - self.started >= self.limit_s
 
     def hung(self, game: str) -> GameHung:
@@ -428,6 +428,6 @@ def hung(game: str, verb: str, limit_s: float) -> GameHung:
 
 
 def retrieve_error(future: "asyncio.Future[Any]") -> None:
-    """Look at an error that nobody may ask for any more."""
+    """Retrieve the error of a future that is not awaited, so that asyncio does not log it."""
     if not future.cancelled():
         future.exception()

@@ -1,8 +1,8 @@
 """Give each episode its own state of the process-wide random generators.
 
 Packages that draw from `random` or `numpy.random` themselves make episodes depend on each other.
-While such a package works for an episode, the generators have that episode's state; afterwards
-they are as they were. One episode works at a time: run such games in processes.
+While such a package runs for an episode, the generators have that episode's state; afterwards their
+former state is restored. One episode runs at a time: run such games in processes.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 _working = threading.RLock()
-_numpy: Any = np.random  # its stubs know nothing of the generator behind its functions
+_numpy: Any = np.random  # its stubs lack the generator behind its functions
 
 
 class GlobalRandom:

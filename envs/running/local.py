@@ -1,6 +1,6 @@
 """Play a game in this process, without broker and model: for `env check`, `env play`, tests.
 
-Each call into the game runs in a thread that is left behind when it takes longer than an
+Each call into the game runs in a thread, which is abandoned when it takes longer than an
 environment host would wait.
 """
 
@@ -36,7 +36,7 @@ class LocalGame:
     """Starts episodes of a configuration's game, one at a time."""
 
     def __init__(self, config: EnvConfig, game_class: type[AbstractGame], data: HostData) -> None:
-        """Prepare; `game_class` stands for `config.game`, `data` are its rows."""
+        """Prepare; `game_class` replaces `config.game`, `data` holds its rows."""
         self.config = config
         self.game_class = game_class
         self.data = data
@@ -54,14 +54,14 @@ class LocalGame:
         return self.facts().name
 
     def describe(self) -> dict[str, str]:
-        """Return what a game with tools says of its environment, by topic. Raises GameError."""
+        """Return a tool game's description of its environment, by topic. Raises GameError."""
 
-        def asked() -> dict[str, str]:
+        def describe() -> dict[str, str]:
             game = self.game_class(**self.config.kwargs)
             with blaming(lambda error: game_failure(type(game).__name__, "describe", error)):
                 return game.describe() if isinstance(game, ToolGame) else {}
 
-        return self._limited("reset", asked)
+        return self._limited("reset", describe)
 
     def facts(self) -> GameFacts:
         """Make one instance; return what all episodes share. Raises GameError."""
@@ -137,15 +137,15 @@ class LocalEpisode:
         """Chat messages of the first prompt."""
         begun: Any = self._episodes.running(self._name)
         self.roles: tuple[str, ...] = begun.roles
-        """The players of a game for several."""
+        """The players of a game with several."""
         with blaming(lambda error: game_failure(type(begun).__name__, "max_return", error)):
             self.max_return = float(getattr(begun, "max_return", FULL_MARKS))
-        """The best return that there is."""
+        """The best possible return."""
         self.results: list[StepResult] = []
         """The game's answers so far."""
 
     def turn(self) -> tuple[str, list[ChatMessage]]:
-        """In a game with roles: whose turn it is, and its first prompt if it has had none."""
+        """Return the role whose turn it is, and its first prompt if it has had none."""
         return self._episodes.turn(self._name)
 
     @property
@@ -169,12 +169,12 @@ class LocalEpisode:
         return result
 
     def gold_action(self) -> str:
-        """Return what the game says is the right answer now."""
+        """Return the right answer now, as the game gives it."""
         return self._episodes.gold_action(self._name)
 
 
 def _settle(outcome: "Future[T]", call: Callable[[], T]) -> None:
     try:
         outcome.set_result(call())
-    except BaseException as error:  # noqa: BLE001 - handed on to the thread that waits
+    except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
         outcome.set_exception(error)

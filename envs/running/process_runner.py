@@ -1,12 +1,11 @@
-"""Run games in processes of their own: a game that hangs is killed, one that crashes is survived.
+"""Run games in processes of their own, so that games may hang and crash.
 
-A process is killed with those that its games have started, such as a tool that hangs.
+A process is killed together with the processes that its games started, such as a tool that hangs.
 
 `num_workers` processes hold many episodes each and play one call at a time. When a process is
-killed or dies, the episodes that lived in it fail with the reason, the others go on, and the next
-reset starts a new process in its place, for which it waits. What comes while a process is dying
-waits for its end: a step then fails with the reason, and a reset that had not begun goes to the
-process that takes its place.
+killed or dies, its episodes fail with the reason, the others continue, and the next reset starts a
+new process in its place. Calls that are made while a process is dying wait for its end: a step then
+fails with the reason, and a reset that had not begun goes to the new process.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ from .worker import LENGTH
 START_TIMEOUT_S = 60.0
 """A worker process that has not answered by then, or within the time of a reset, is killed."""
 MAX_ANSWER_BYTES = 4 * MAX_MESSAGE_BYTES
-"""Of what a process may answer, which has looked itself at what its games return."""
+"""Bound on an answer of a process, which has checked itself what its games return."""
 _RESET_TRIES = 3
 _EXIT_S = 2.0
 """A process that has closed its socket is killed after this time."""
@@ -40,7 +39,7 @@ SLOW_S = 0.5
 
 
 class WorkerGone(errors.GameError):
-    """The process that held an episode, or was to, has ended because of another."""
+    """The process that held an episode, or should have, was ended because of another episode."""
 
 
 @dataclass
@@ -53,15 +52,15 @@ class _Process:
     writer: asyncio.StreamWriter
     calls: dict[int, Call] = field(default_factory=dict[int, Call])
     late: list[Call] = field(default_factory=list[Call])
-    """Calls that came when it was closing: none of them is to blame for its end."""
+    """Calls made when it was closing: none of them caused its end."""
     episodes: set[str] = field(default_factory=set[str])
     reader: "asyncio.Task[None] | None" = None
     is_closing: bool = False
-    """Whether it hears nothing any more: it is about to be dead."""
+    """Whether it reads no more calls and is about to end."""
     death: errors.GameError | None = None
-    """Why it is dead, for the episodes that only lived in it."""
+    """Why it ended, for its other episodes."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once it is dead."""
+    """Set once it has ended."""
 
     @property
     def lives(self) -> bool:
@@ -71,9 +70,9 @@ class _Process:
         return next(iter(self.calls.values()), None)
 
     def kill(self) -> None:
-        """End it with all that it has started; harmless once it has ended."""
+        """Kill it with all processes that it started; does nothing once it has ended."""
         with contextlib.suppress(ProcessLookupError):
-            self.child.send_signal(signal.SIGSTOP)  # it starts no more of them
+            self.child.send_signal(signal.SIGSTOP)  # so that it starts no more
             started = set(descendants(self.child.pid)) - {self.child.pid}
             self.child.kill()
             for pid in started:
@@ -81,7 +80,7 @@ class _Process:
                     os.kill(pid, signal.SIGKILL)
 
     async def hang_up(self) -> None:
-        """Let its socket end with it: what its games have forked may hold the other end for long.
+        """Close its socket when it ends: a process that its games forked may hold the other end.
 
         What it has sent can still be read.
         """
@@ -104,7 +103,7 @@ class _Slot:
         return self.num_opening + (len(living.episodes) if living else 0)
 
     def is_slow(self, now: float) -> bool:
-        """Whether the process has been at one call for so long that others should not queue."""
+        """Return whether the process has run one call for so long that others should not queue."""
         call = self.process.head() if self.process else None
         began = call.started if call else None
         return began is not None and now - began >= SLOW_S
@@ -137,7 +136,8 @@ class ProcessRunner:
     async def reset(self, opening: Opening) -> list[ChatMessage]:
         """Start an episode in the process that holds the fewest, among those that are not slow.
 
-        Where the process ends before it begins, because of another episode, the next one is asked.
+        If the process ends before the reset begins, because of another episode, another one is
+        used.
         """
         for _ in range(_RESET_TRIES - 1):
             with contextlib.suppress(WorkerGone):
@@ -199,7 +199,7 @@ class ProcessRunner:
         return process
 
     def drop(self, episode: str) -> None:
-        """Forget an episode, here and in its process."""
+        """Forget an episode, also in its process."""
         process = self._homes.get(episode)
         self._forget(episode)
         if process is not None and process.lives:
@@ -255,14 +255,14 @@ class ProcessRunner:
             undone.enter_context(ours)
             child = await asyncio.create_subprocess_exec(
                 sys.executable,
-                "-P",  # a file of the working folder, as queue.py, hides no module of Python's
+                "-P",  # a working folder's queue.py must not hide Python's
                 "-m",
                 f"{__package__}.worker",
                 str(theirs.fileno()),
                 str(os.getpid()),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=2,  # what a game prints goes where the host's log goes
+                stdout=2,  # what a game prints goes to the host's log
             )
             undone.pop_all()
         incoming, writer = await asyncio.open_connection(sock=ours)
@@ -290,7 +290,7 @@ class ProcessRunner:
         return future
 
     async def _read(self, process: _Process, incoming: asyncio.StreamReader) -> None:
-        """Hand on the answers of a process until it ends, then say how it ended."""
+        """Deliver the answers of a process until it ends, then record how it ended."""
         hanging_up = asyncio.create_task(process.hang_up(), name="env_worker_end")
         try:
             while True:
@@ -345,7 +345,7 @@ class ProcessRunner:
         )
 
     def _end(self, process: _Process, culprit: Call | None, error: errors.GameError) -> None:
-        """Fail the call that is to blame with `error`, and the process's others with why."""
+        """Fail the call that caused the end with `error`, and the others with WorkerGone."""
         if culprit is not None and not culprit.future.done():
             culprit.future.set_exception(error)
         self._bury(
@@ -383,7 +383,7 @@ def _result(
     rewards: Any,
     tool_results: Any,
 ) -> StepResult:
-    """Return what a process answers to a step; TypeError for what none of ours says."""
+    """Return a process's answer to a step; TypeError for one of another form."""
     if not (
         isinstance(observation, str)
         and isinstance(reward, float)
@@ -394,7 +394,7 @@ def _result(
         and isinstance(tool_results, list)
         and all(isinstance(text, str) for text in cast("list[Any]", tool_results))
     ):
-        raise TypeError("no answer to a step")
+        raise TypeError("not an answer to a step")
     plain_info, by_role = cast("dict[str, Any]", info), cast("dict[str, float]", rewards)
     texts = cast("list[str]", tool_results)
     return StepResult(observation, reward, done, plain_info, role, by_role, texts)

@@ -1,4 +1,4 @@
-"""Runs a host's games off its event loop: in threads, in processes, or in a loop of their own.
+"""Run a host's games off its event loop: in threads, in processes, or in a loop of their own.
 
 `make_runner` chooses by `env.isolation` and by whether the game is async; `process_runner.py` has
 the processes.
@@ -42,7 +42,7 @@ class Runner(Protocol):
     """Plays the games of many episodes off the event loop."""
 
     async def start(self) -> GameFacts:
-        """Get ready, make one game as a trial, return its description."""
+        """Start, make one game as a trial, and return its description."""
         ...
 
     def reset(self, opening: Opening) -> Awaitable[list[ChatMessage]]:
@@ -54,11 +54,11 @@ class Runner(Protocol):
         ...
 
     def finish(self, episode: str) -> Awaitable[StepResult]:
-        """Return what an episode earns that a limit ends; GameError when the game fails."""
+        """Return the last result of an episode that a limit ends; GameError when the game fails."""
         ...
 
     def turn(self, episode: str) -> Awaitable[tuple[str, list[ChatMessage]]]:
-        """Say whose turn it is in a game with roles, and what opens that role's conversation."""
+        """Return the role whose turn it is, and the messages that open that role's conversation."""
         ...
 
     def drop(self, episode: str) -> None:
@@ -66,16 +66,16 @@ class Runner(Protocol):
         ...
 
     def end_overdue(self) -> None:
-        """Deal with calls that have run past their limit; called every `LOOK_S`."""
+        """End calls that have run past their limit; called every `LOOK_S`."""
         ...
 
     async def stop(self) -> None:
-        """End whatever plays games."""
+        """End the threads or processes that play games."""
         ...
 
 
 class BoundedRunner(Runner, Protocol):
-    """A runner that says how many episodes it runs at the same time."""
+    """A runner with a bound on the episodes that run at the same time."""
 
     @property
     def places(self) -> int:
@@ -84,7 +84,7 @@ class BoundedRunner(Runner, Protocol):
 
 
 class TimedRunner:
-    """A runner that measures how long games play, and how long all its workers do.
+    """A runner that measures for how long games are playing, and all its workers busy.
 
     A step that takes too long ends its episode here as the configuration says.
     """
@@ -92,12 +92,12 @@ class TimedRunner:
     def __init__(
         self, runner: Runner, config: EnvConfig, num_workers: int, time_use: TimeUse
     ) -> None:
-        """`time_use` has `full` and `play`: a game has been called and has not answered."""
+        """`time_use` measures `play` (a game was called and has not answered) and `full`."""
         self._runner = runner
         self._config = config
         self._time_use = time_use
         self._room = math.inf if isinstance(runner, AsyncRunner) else num_workers
-        self._num_asked = 0
+        self._num_open = 0
         self.start = runner.start
         self.drop = runner.drop
         self.end_overdue = runner.end_overdue
@@ -112,7 +112,7 @@ class TimedRunner:
         return self._timed(self._step(episode, action))
 
     def finish(self, episode: str) -> Awaitable[StepResult]:
-        """Return what an episode earns that a limit ends; GameError when the game fails."""
+        """Return the last result of an episode that a limit ends; GameError when the game fails."""
         return self._timed(self._runner.finish(episode))
 
     async def _step(self, episode: str, action: str) -> StepResult:
@@ -122,32 +122,32 @@ class TimedRunner:
             return end_of_hung(self._config, error)
 
     def turn(self, episode: str) -> Awaitable[tuple[str, list[ChatMessage]]]:
-        """Say whose turn it is in a game with roles, and what opens that role's conversation."""
+        """Return the role whose turn it is, and the messages that open that role's conversation."""
         return self._timed(self._runner.turn(episode))
 
     def _timed(self, answer: Awaitable[T]) -> "asyncio.Future[T]":
-        self._num_asked += 1
+        self._num_open += 1
         self._time_use.begin("play")
-        if self._num_asked == self._room:
+        if self._num_open == self._room:
             self._time_use.begin("full")
         future = asyncio.ensure_future(answer)
         future.add_done_callback(self._played)
         return future
 
     def _played(self, _: "asyncio.Future[T]") -> None:
-        if self._num_asked == self._room:
+        if self._num_open == self._room:
             self._time_use.end("full")
-        self._num_asked -= 1
+        self._num_open -= 1
         self._time_use.end("play")
 
 
 def make_runner(config: EnvConfig, game_class: type[AbstractGame] | None = None) -> Runner:
-    """Return the runner that `config.isolation` asks for, or else the game's class.
+    """Return the runner for `config.isolation` or, where it is unset, for the game's own.
 
-    Where steps are expected to hang (`config.on_step_timeout`) that is a process, which can be
-    ended, unless the configuration asks for threads.
+    Games whose steps may hang (`config.on_step_timeout`) run in processes, which can be killed,
+    unless the configuration asks for threads.
 
-    `game_class` stands for `config.game` where a client hosts a class of its own. Raises GameError.
+    `game_class` replaces `config.game` where a client hosts a class of its own. Raises GameError.
     """
     limits = TimeLimits(config.reset_timeout_s, config.step_timeout_s)
     if config.isolation == "process" and game_class is None:
@@ -193,7 +193,7 @@ def _importable(game_class: type[AbstractGame]) -> str:
 # thread cannot be killed: one that hangs past its limit is replaced, a bounded number of times.
 
 MAX_GIVEN_UP = 16
-"""Threads hung at the same time that are replaced; past it the host says it cannot go on."""
+"""Threads hung at the same time that are replaced; beyond that the host refuses calls."""
 
 
 @dataclass
@@ -210,7 +210,7 @@ class _Work(Call):
             self.outcome = self.call()
         except TinkermqError as error:
             self.error = error
-        except BaseException as error:  # noqa: BLE001 - handed on to the one who asked
+        except BaseException as error:  # noqa: BLE001 - raised where the call was made
             self.error = game_failure("the game", self.verb, error)
 
     def finish(self) -> None:
@@ -224,7 +224,7 @@ class _Work(Call):
 
 @dataclass
 class _Worker:
-    """One thread, and the work that it is at."""
+    """One thread and its current work."""
 
     thread: threading.Thread = field(init=False)
     work: _Work | None = None
@@ -272,11 +272,11 @@ class ThreadRunner:
         return self._submit("step", episode, lambda: self._episodes.step(episode, action))
 
     def finish(self, episode: str) -> "asyncio.Future[StepResult]":
-        """Return what an episode earns that a limit ends."""
+        """Return the last result of an episode that a limit ends."""
         return self._submit("finish", episode, lambda: self._episodes.finish(episode))
 
     def turn(self, episode: str) -> "asyncio.Future[tuple[str, list[ChatMessage]]]":
-        """Say whose turn it is, and what opens that role's conversation."""
+        """Return the role whose turn it is, and the messages that open its conversation."""
         return self._submit("turn", episode, lambda: self._episodes.turn(episode))
 
     def drop(self, episode: str) -> None:
@@ -284,7 +284,7 @@ class ThreadRunner:
         self._episodes.drop(episode)
 
     def end_overdue(self) -> None:
-        """Give up threads whose game has hung past its limit, and fail its episode."""
+        """Abandon threads whose game has hung past its limit, and fail its episode."""
         for worker in list(self._workers):
             if (work := worker.work) is not None and work.is_overdue:
                 self._give_up(worker, work)
@@ -337,7 +337,7 @@ class ThreadRunner:
                     return
 
     def _wake_loop(self) -> None:
-        """Wake the event loop unless it has been woken already and not yet looked."""
+        """Wake the event loop, unless it was woken and has not collected yet."""
         if self._waking.acquire(blocking=False):
             self._on_loop(self._collect)
 
@@ -356,12 +356,12 @@ class ThreadRunner:
         self._num_given_up += 1
         if self._num_given_up <= MAX_GIVEN_UP:
             self._add_worker()
-            self._wakes.put(True)  # for what it may have left in the queue
+            self._wakes.put(True)  # for work that it may have left in the queue
         work.error = work.hung(self._name)
         work.finish()
 
     def _return_thread(self) -> None:
-        """A thread that had been given up came back, and ended: its place is free again."""
+        """Free the place of an abandoned thread that has ended after all."""
         self._num_given_up -= 1
         if len(self._workers) < self._num_workers:
             self._add_worker()
@@ -423,25 +423,25 @@ class AsyncRunner:
         return await self._play("step", episode, lambda: episodes.step_async(episode, action))
 
     async def finish(self, episode: str) -> StepResult:
-        """Return what an episode earns that a limit ends."""
+        """Return the last result of an episode that a limit ends."""
         episodes = self._episodes
         return await self._play("finish", episode, lambda: episodes.finish_async(episode))
 
     async def turn(self, episode: str) -> tuple[str, list[ChatMessage]]:
-        """Say whose turn it is, and what opens that role's conversation."""
-        found = self._episodes.turn
+        """Return the role whose turn it is, and the messages that open its conversation."""
+        play = self._episodes.turn
 
-        async def asked() -> tuple[str, list[ChatMessage]]:
-            return found(episode)
+        async def turn() -> tuple[str, list[ChatMessage]]:
+            return play(episode)
 
-        return await self._play("turn", episode, asked)
+        return await self._play("turn", episode, turn)
 
     def drop(self, episode: str) -> None:
         """Forget an episode."""
         self._episodes.drop(episode)
 
     def end_overdue(self) -> None:
-        """Give the loop up if it has not turned for as long as a call may take."""
+        """Abandon the loop if it has been blocked for as long as a call may take."""
         if not self._loop.is_stuck(self._longest_s):
             return
         stuck, self._num_given_up = self._loop, self._num_given_up + 1
@@ -452,7 +452,7 @@ class AsyncRunner:
             stuck.give_up(self._blocked(f"it was given {MAX_GIVEN_UP} new ones before"))
 
     async def stop(self) -> None:
-        """Cancel what runs and end the loop."""
+        """Cancel the running calls and end the loop."""
         await asyncio.to_thread(self._loop.end)
 
     def _begin(self) -> None:
@@ -462,8 +462,8 @@ class AsyncRunner:
     def _blocked(self, outcome: str) -> GameError:
         return GameError(
             f"{self._class.__name__} held up its event loop for {self._longest_s:g} s: {outcome}",
-            hint="an async game must await whatever takes long; write one that computes without "
-            "async",
+            hint="an async game must await what takes long; write a game that computes "
+            "without async",
         )
 
     async def _play(self, verb: str, episode: str, call: Callable[[], Awaitable[Any]]) -> Any:
@@ -485,8 +485,8 @@ class AsyncRunner:
         return await self._loop.submit(limited, lambda error: game_failure(name, verb, error))
 
 
-# The event loop for coroutines of users, in its own thread. What they raise becomes an error of
-# ours.
+# An event loop for coroutines of users, in its own thread. What they raise becomes a
+# TinkermqError.
 
 _END_S = 5.0
 
@@ -501,7 +501,7 @@ class ForeignLoop:
         self._loop = asyncio.new_event_loop()
         self._waiting: set[asyncio.Future[Any]] = set()
         self._running: set[asyncio.Task[None]] = set()
-        self._asked: float | None = None
+        self._probed_at: float | None = None
         self._ended = False
         self._thread = threading.Thread(target=self._turn, name=name, daemon=True)
         self._thread.start()
@@ -509,7 +509,7 @@ class ForeignLoop:
     def submit(self, call: Callable[[], Awaitable[Any]], blame: Blame) -> "asyncio.Future[Any]":
         """Run a coroutine in the loop; return a future of the caller's loop.
 
-        To cancel the future cancels the coroutine. Whatever it raises comes back as `blame` says.
+        Cancelling the future cancels the coroutine. `blame` turns what it raises into an error.
         """
         future: asyncio.Future[Any] = self._home.create_future()
         self._waiting.add(future)
@@ -518,15 +518,15 @@ class ForeignLoop:
         return future
 
     def is_stuck(self, limit_s: float) -> bool:
-        """Whether the loop has not turned for so long; asked again and again."""
-        asked, now = self._asked, time.monotonic()  # the loop's thread may answer meanwhile
-        if asked is None:
-            self._asked = now
+        """Return whether the loop has been blocked for so long; to be called repeatedly."""
+        probed_at, now = self._probed_at, time.monotonic()  # the loop's thread may answer meanwhile
+        if probed_at is None:
+            self._probed_at = now
             self._loop.call_soon_threadsafe(self._answer)
-        return asked is not None and now - asked >= limit_s
+        return probed_at is not None and now - probed_at >= limit_s
 
     def give_up(self, error: TinkermqError) -> None:
-        """Fail whatever is waited for; the thread ends if the loop ever turns again."""
+        """Fail all calls; the thread ends if the loop ever runs again."""
         self._ended = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         for future in list(self._waiting):
@@ -534,7 +534,7 @@ class ForeignLoop:
                 future.set_exception(error)
 
     def end(self) -> None:
-        """Cancel what runs, stop the loop and wait a few seconds for its thread."""
+        """Cancel running coroutines, stop the loop and wait a few seconds for its thread."""
         self._ended = True
         with contextlib.suppress(RuntimeError):  # it is closed already
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -543,7 +543,7 @@ class ForeignLoop:
     def _turn(self) -> None:
         """Turn until the end, also after a coroutine has stopped the loop, or raised SystemExit.
 
-        Those two asyncio lets through; the task that awaits them gets them as well.
+        asyncio lets these two through; the task that awaits them gets them as well.
         """
         with (
             contextlib.suppress(BaseException),
@@ -555,7 +555,7 @@ class ForeignLoop:
                     loop.run_forever()
 
     def _answer(self) -> None:
-        self._asked = None
+        self._probed_at = None
 
     def _start(
         self, call: Callable[[], Awaitable[Any]], blame: Blame, future: "asyncio.Future[Any]"
@@ -572,7 +572,7 @@ class ForeignLoop:
         error: TinkermqError | None = None
         try:
             outcome = await call()
-        except BaseException as raised:  # noqa: BLE001 - handed on to the one who asked
+        except BaseException as raised:  # noqa: BLE001 - raised where the call was made
             ended = StateError(f"the event loop {self._name} has ended")
             error = ended if self._ended else blame(raised)
         self._on_home(_settle, future, outcome, error)

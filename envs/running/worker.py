@@ -1,8 +1,8 @@
 """The process in which games run under `isolation: process`: one socket, one call at a time.
 
 Started by `process_runner` as `python -m tinkermq.envs.running.worker <fd> <parent pid>`. Frames
-are a length of four bytes and a body. The host's frames are pickled, since it may be trusted; the
-answers are msgpack, since the code that makes them is the game's.
+are a length of four bytes and a body. The host's frames are pickled, since the host is trusted; the
+answers are msgpack, since the game's code makes them.
 """
 
 import pickle
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _pass(*_: Any) -> None:
-    """Do nothing at Ctrl-C: the host, which gets it, too, decides what ends."""
+    """Ignore Ctrl-C: the host gets it as well, and decides what ends."""
 
 
 def _start(
@@ -65,7 +65,7 @@ def _start(
 
 
 def _bound_memory(megabytes: int) -> None:
-    """Let what is allocated from now on be so much at most. Raises GameError off Linux."""
+    """Bound the memory that is allocated from now on. Raises GameError except on Linux."""
     statm = Path("/proc/self/statm")
     if not statm.is_file():
         raise GameError(
@@ -80,12 +80,12 @@ def _attempt(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any,
     try:
         return call(*arguments), None
     except TinkermqError as error:
-        return None, _told(error)
-    except BaseException as error:  # noqa: BLE001 - one call's failure: the others go on
-        return None, _told(game_failure("the game", call.__name__, error))
+        return None, _error_fields(error)
+    except BaseException as error:  # noqa: BLE001 - one call's failure must not end the others
+        return None, _error_fields(game_failure("the game", call.__name__, error))
 
 
-def _told(error: TinkermqError) -> list[str]:
+def _error_fields(error: TinkermqError) -> list[str]:
     reply = ErrorReply.of(error.code, error.message, error.hint)
     return [reply.code, reply.message, reply.hint]
 
@@ -104,7 +104,7 @@ def _answer(number: int, outcome: Any, error: Any) -> bytes:
     try:
         return pack([number, outcome, error])
     except MessageError as failure:
-        return pack([number, None, _told(failure)])
+        return pack([number, None, _error_fields(failure)])
 
 
 def _send(sock: socket.socket, payload: bytes) -> None:

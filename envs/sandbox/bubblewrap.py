@@ -1,12 +1,12 @@
-"""Starts programs in a `Sandbox`: the command line of bubblewrap, the start, the end.
+"""Start programs in a `Sandbox` with bubblewrap, and end them.
 
 Run by an ordinary user, bubblewrap makes a user namespace. Run by root it needs none, and the
 program inside gets an unused user id. No control groups are needed.
 
-`inside.py` runs first in the sandbox. It takes its orders over a socket, so neither the program nor
-its environment stands in the command line or environment of bubblewrap, and nothing runs if this
-process ends before it has sent them. The first process of the sandbox ends with its program and
-takes along whatever the program left running; bubblewrap ends with this process.
+`inside.py` runs first in the sandbox. It reads the program and its environment from a socket, so
+they do not appear in the command line or environment of bubblewrap, and nothing runs if this
+process ends before it has sent them. The first process of the sandbox ends with its program, and
+every process that the program left running with it; bubblewrap ends with this process.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class SandboxStartError(SandboxError):
 
     def __init__(self, output: str) -> None:
         """`output` is what bubblewrap and Python printed."""
-        printed = output.strip() or "it ended without a word"
+        printed = output.strip() or "it ended without output"
         super().__init__(f"the sandbox does not start: {printed}", hint=remedy(printed))
         self.output = output
         """What bubblewrap and Python printed."""
@@ -61,14 +61,14 @@ class CommandError(SandboxError):
 
 @dataclass(frozen=True)
 class Program:
-    """What is run in a sandbox: a command, or Python code that `inside.py` runs itself."""
+    """A program for a sandbox: a command, or Python code that `inside.py` runs itself."""
 
     command: Sequence[str] = ()
     source: str = ""
     arguments: Sequence[str] = ()
     """`sys.argv[1:]` of the source."""
     environment: Mapping[str, str] | None = None
-    """None: that of the sandbox's Python."""
+    """None: the environment of the sandbox's Python."""
 
 
 class SandboxProcess:
@@ -77,12 +77,12 @@ class SandboxProcess:
     def __init__(
         self, process: "subprocess.Popen[bytes]", first: int, sockets: list[socket.socket]
     ) -> None:
-        """`first` is the first process inside."""
+        """`first` is the sandbox's first process."""
         self.pid = process.pid
-        """Of bubblewrap, which leads a process group and ends with its sandbox."""
+        """The process of bubblewrap, which leads a process group and ends with its sandbox."""
         self.first = first
         self.sockets = sockets
-        """Those that listen inside, in the order of `Sandbox.listens`; the caller's to close."""
+        """Sockets that listen inside, in the order of `Sandbox.listens`; the caller closes them."""
         self.stdin = process.stdin
         self._process = process
         self._handles = [os.pidfd_open(process.pid)]
@@ -97,7 +97,7 @@ class SandboxProcess:
     def terminate(self) -> None:
         """Ask the program and the processes of its group to end (SIGTERM).
 
-        Bubblewrap hands no signal on, and its own end would end all at once.
+        Bubblewrap does not forward signals, and its own end would kill all of them at once.
         """
         program = self.program
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -106,31 +106,31 @@ class SandboxProcess:
                 (os.killpg if is_group else os.kill)(program, signal.SIGTERM)
 
     def kill(self) -> None:
-        """End every process of the sandbox; harmless when repeated."""
+        """Kill every process of the sandbox; may be repeated."""
         if not self._handles:
             return
         with contextlib.suppress(ProcessLookupError):
-            # the end of the first process of a namespace is the end of all; bubblewrap follows it
+            # a namespace ends with its first process; bubblewrap follows
             signal.pidfd_send_signal(self._handles[-1], signal.SIGKILL)
 
     def wait(self) -> int:
-        """Block until no process of it is left; return its exit code.
+        """Block until no process of the sandbox is left; return its exit code.
 
-        Of a program that a signal has ended it is 128 and the signal's number, and minus that
-        number where bubblewrap itself was ended.
+        The code of a program that a signal ended is 128 plus the signal's number, or minus that
+        number if bubblewrap itself was ended.
         """
         for handle in self._handles:
             _is_readable(handle, None)
         return self._process.wait()
 
     async def ended(self) -> int:
-        """Wait until no process of it is left; return its exit code, as `wait`."""
+        """Do the same as `wait` without blocking the event loop."""
         for handle in self._handles:
             await _readable(handle)
         return self._process.wait()
 
     def close(self) -> None:
-        """Close what is held here; it has ended. Harmless when repeated."""
+        """Close the files of an ended sandbox; may be repeated."""
         for handle in self._handles:
             os.close(handle)
         self._handles = []
@@ -143,14 +143,14 @@ def bubblewrap_program() -> str:
     program = shutil.which("bwrap")
     if program is None:
         raise SandboxError(
-            "there is no bubblewrap on this machine: programs of others cannot be sandboxed",
+            "bubblewrap is not installed here, so programs of others cannot be sandboxed",
             hint="apt-get install bubblewrap (dnf install bubblewrap) where environment hosts run",
         )
     return program
 
 
 def remedy(output: str) -> str:
-    """Return what to do about an error of bubblewrap."""
+    """Return the hint for an error of bubblewrap."""
     if "namespace" in output or "Operation not permitted" in output or "uid map" in output:
         return (
             "let processes make namespaces: sysctl kernel.unprivileged_userns_clone=1 (Debian), "
@@ -174,7 +174,7 @@ def start(
 
     The program has the given output, `stdin` (or a pipe to it: `subprocess.PIPE`) and the
     descriptors `keep` under their own numbers, and no other open file. Raises SandboxStartError,
-    CommandError for a command that cannot be run, SandboxError, and OSError as the machine has it.
+    CommandError for a command that cannot be run, SandboxError, and OSError.
     """
     files = _Files.make(stdout, stderr)
     try:
@@ -193,8 +193,8 @@ def start(
             raise _start_error(refusal, process, files)
         return SandboxProcess(process, first, sockets)
     except BaseException as error:
-        for one in sockets:
-            one.close()
+        for sock in sockets:
+            sock.close()
         process.kill()
         process.wait()
         if process.stdin is not None:
@@ -218,7 +218,7 @@ async def start_in_thread(
     stderr: int,
     executor: Executor | None = None,
 ) -> SandboxProcess:
-    """Start a program as `start` does; one whose start is cancelled does not run on."""
+    """Start a program as `start` does; end it again if the start is cancelled."""
     starting = asyncio.get_running_loop().run_in_executor(
         executor, lambda: start(sandbox, program, stdout=stdout, stderr=stderr)
     )
@@ -227,8 +227,8 @@ async def start_in_thread(
     except asyncio.CancelledError:
         if starting.exception() is None:
             process = starting.result()
-            for one in process.sockets:
-                one.close()
+            for sock in process.sockets:
+                sock.close()
             process.kill()
             await finish(process.ended())
             process.close()
@@ -236,7 +236,7 @@ async def start_in_thread(
 
 
 async def finish(work: Awaitable[T]) -> T:
-    """Finish what must be finished, also in a task that is cancelled meanwhile."""
+    """Await something to its end, even if this task is cancelled meanwhile."""
     task = asyncio.ensure_future(work)
     cancelled = False
     while not task.done():
@@ -261,7 +261,7 @@ def command_line(sandbox: Sandbox) -> list[str]:
         words += ["--hostname", sandbox.hostname]
     for name, value in sandbox.variables.items():
         words += ["--setenv", name, value]
-    if sandbox.root is not None:  # first: what is mounted later lies in it
+    if sandbox.root is not None:  # first: later mounts are below it
         words += ["--bind", str(sandbox.root), "/"]
     if sandbox.has_proc:
         words += ["--proc", "/proc"]
@@ -272,7 +272,7 @@ def command_line(sandbox: Sandbox) -> list[str]:
 
 
 def _mount_words(mounts: Sequence[Mount]) -> Iterator[str]:
-    """Yield what makes mounts, and the folders above them, so that anybody may go through them."""
+    """Yield the options for mounts, and for the folders above them, which all users may enter."""
     made = {"/"}
     for mount in mounts:
         for parent in reversed(Path(mount.path).parents):
@@ -293,7 +293,7 @@ def _mount_words(mounts: Sequence[Mount]) -> Iterator[str]:
 
 
 def _rights(sandbox: Sandbox) -> list[str]:
-    """Return what drops the rights of root; those needed to change the user go later."""
+    """Return the options that drop root's capabilities; those to change the user go later."""
     if sandbox.is_caller:
         who = ["--uid", str(os.getuid()), "--gid", str(os.getgid())]
         return ["--unshare-user", *who, "--cap-drop", "ALL"]
@@ -306,7 +306,7 @@ def _rights(sandbox: Sandbox) -> list[str]:
 def _orders(
     sandbox: Sandbox, program: Program, output: Sequence[int], keep: Sequence[int]
 ) -> bytes:
-    """Return what `inside.py` reads; marshal is read there without an import."""
+    """Return the message to `inside.py`, by marshal, which needs no slow import there."""
     user = 0 if sandbox.is_caller else sandbox.user or unprivileged_user() or 0
     environment = program.environment
     orders = {
@@ -358,7 +358,7 @@ def _launch(
 
 @dataclass
 class _Files:
-    """What leads to a sandbox while it starts, and the other ends."""
+    """The pipes and sockets to a sandbox that starts, and their other ends."""
 
     channel: socket.socket
     theirs: socket.socket
@@ -366,16 +366,16 @@ class _Files:
     """Where bubblewrap reports the first process."""
     about_in: int
     output: int
-    """What is printed until the program runs."""
+    """Output until the program runs."""
     output_in: int
     program_output: Sequence[int]
-    """Where the program's own output and errors go, once it runs."""
+    """The program's own output and errors, once it runs."""
     deadline: float
 
     @classmethod
     def make(cls, stdout: int, stderr: int) -> "_Files":
         """Open them."""
-        own = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 3) for one in (stdout, stderr)]
+        own = [fcntl.fcntl(output, fcntl.F_DUPFD_CLOEXEC, 3) for output in (stdout, stderr)]
         deadline = time.monotonic() + START_S
         return cls(*socket.socketpair(), *os.pipe(), *os.pipe(), own, deadline)
 
@@ -391,9 +391,9 @@ class _Files:
         return int(report.split(b'"child-pid":')[1].split(b",")[0].strip(b" \n}"))
 
     def give(self, orders: bytes, sockets: list[socket.socket]) -> str | None:
-        """Give `inside.py` its orders once it runs, and collect the sockets that it hands out.
+        """Send `inside.py` its message once it runs, and receive the sockets that listen inside.
 
-        Returns None once the program runs, else why it cannot. Raises EOFError.
+        Returns None once the program runs, else the reason why it cannot. Raises EOFError.
         """
         if self._receive(sockets) != b"R":  # bubblewrap ends with this process from here on
             raise EOFError
@@ -411,20 +411,20 @@ class _Files:
         return data
 
     def printed(self) -> str:
-        """Return what was printed; everything that could print has ended."""
+        """Return the output, after everything that could print has ended."""
         os.set_blocking(self.output, False)
         with contextlib.suppress(BlockingIOError):
             return os.read(self.output, 1 << 16).decode(errors="replace")
         return ""
 
     def close_theirs(self) -> None:
-        """Close the ends that the sandbox has."""
+        """Close the sandbox's ends."""
         self.theirs.close()
         for file in (self.about_in, self.output_in, *self.program_output):
             os.close(file)
 
     def close(self) -> None:
-        """Close our ends; harmless when repeated."""
+        """Close our ends; may be repeated."""
         if self.channel.fileno() >= 0:
             self.channel.close()
             for file in (self.about, self.output):
@@ -446,7 +446,7 @@ def _is_readable(file: int, timeout_s: float | None) -> bool:
 def _start_error(
     refusal: str | None, process: "subprocess.Popen[bytes]", files: _Files
 ) -> SandboxError:
-    """Return why a program does not run; ends what was started."""
+    """Return the error for a program that does not run, and kill what was started."""
     process.kill()
     process.wait()
     if refusal:
@@ -458,7 +458,7 @@ def _start_error(
 
 
 async def _readable(file: int) -> None:
-    """Wait until a descriptor can be read: one of a process, until it has ended."""
+    """Wait until a descriptor can be read; that of a process, until it has ended."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
 
@@ -478,7 +478,7 @@ async def _readable(file: int) -> None:
 #
 # Refused to all: new namespaces and mounts, access to other processes, kernel interfaces that no
 # game needs, and files that run as their owner or group. Programs with limits on memory may not use
-# memory files and System V segments, which evade them. Code of a model may use Unix sockets only;
+# memory files and System V segments, which evade them. A model's code may use Unix sockets only;
 # agent programs, hosted games and learners also IP sockets.
 
 _LOAD, _JUMP_EQUAL, _JUMP_ANY_BIT, _JUMP_FROM, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
@@ -494,7 +494,7 @@ _SET_ID = 0o6000
 _CREATES = 0o100 | 0o20000000
 """O_CREAT and O_TMPFILE: with other flags the mode is not used."""
 _OPENAT2 = 437
-"""Its mode stands in memory, where no filter can look."""
+"""Its mode is in memory, which no filter can read."""
 
 
 class _Machine(NamedTuple):
@@ -504,11 +504,11 @@ class _Machine(NamedTuple):
     clone: int
     refused: tuple[int, ...]
     past_limits: tuple[int, ...]
-    """What reaches past the limits on memory: refused to programs that have such limits."""
+    """System calls that evade limits on memory; refused to programs with such limits."""
     modes: tuple[tuple[int, int], ...]
-    """What sets the mode of a file: its number, and which argument the mode is, from 0."""
+    """System calls that set the mode of a file, and the index of the argument `mode`."""
     opens: tuple[tuple[int, int], ...]
-    """What opens files: its number, and which argument the flags are; the mode is the next."""
+    """System calls that open files, and the index of the argument `flags`; `mode` follows."""
 
 
 _COMMON = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442, 447)
@@ -557,10 +557,10 @@ _MACHINES = {
 
 
 def system_call_filter(*, internet_sockets: bool, memory_files: bool) -> bytes:
-    """Return the filter of a sandbox; SandboxError for a machine that has none.
+    """Return the filter of a sandbox; SandboxError for another kind of machine.
 
-    `internet_sockets` allows sockets other than Unix ones, `memory_files` what holds memory past
-    the limits of a process.
+    `internet_sockets` allows sockets other than Unix ones, `memory_files` files in memory, which
+    no limit of a process counts.
     """
     machine = _machine()
     refused = machine.refused if memory_files else machine.refused + machine.past_limits
@@ -571,8 +571,8 @@ def _machine() -> _Machine:
     machine = _MACHINES.get(platform.machine())
     if machine is None:
         raise SandboxError(
-            f"there is no table of system calls for {platform.machine()}: programs of others "
-            "cannot be sandboxed",
+            f"system calls of {platform.machine()} are unknown, so programs of others cannot be "
+            "sandboxed",
             hint=f"run the environment host on {' or '.join(_MACHINES)}",
         )
     return machine
@@ -589,7 +589,7 @@ def _filter(machine: _Machine, refused: tuple[int, ...], families: tuple[int, ..
         _step(_JUMP_FROM, _X32, 0, 1),
         absent,
         _step(_JUMP_EQUAL, _CLONE3, 0, 1),
-        absent,  # the C library then calls clone, whose flags can be looked at
+        absent,  # the C library then calls clone, whose flags can be checked
         _step(_JUMP_EQUAL, _OPENAT2, 0, 1),
         absent,  # programs fall back to openat
     ]
@@ -599,7 +599,7 @@ def _filter(machine: _Machine, refused: tuple[int, ...], families: tuple[int, ..
         program += [
             _step(_JUMP_EQUAL, number, 0, len(families) + 3),
             _step(_LOAD, _FIRST_ARGUMENT),
-            *(_step(_JUMP_EQUAL, one, len(families) - n) for n, one in enumerate(families)),
+            *(_step(_JUMP_EQUAL, family, len(families) - n) for n, family in enumerate(families)),
             refuse,
             _step(_RETURN, _ALLOW),
         ]

@@ -1,10 +1,10 @@
-"""What runs first in every sandbox: it takes its orders, then becomes the program.
+"""The first program of every sandbox: it reads what to run, then becomes the program.
 
 Started as `python -c <this file> FD` by `bubblewrap.py`; it imports nothing of ours, and little at
-all, since each start waits for it. Its orders come by marshal after a length of four bytes, over a
-socket that closes as the program begins; a message before that, after a `!`, says why it cannot.
-Where a program is to reach something outside of its own network, it listens in here and hands the
-sockets out: connections are accepted outside.
+all, since each start waits for it. It reads a marshalled message after a length of four bytes, from
+a socket that closes as the program begins; a reply before that, after a `!`, says why it cannot.
+For a program that must reach something outside of its own network, it listens in here and passes
+the sockets out: connections are accepted outside.
 """
 
 import marshal
@@ -22,7 +22,7 @@ _MANY_FILES = 1 << 20
 
 
 def main() -> None:
-    """Take orders and become the program."""
+    """Read what to run and become the program."""
     channel = int(sys.argv[1])
     os.set_inheritable(channel, False)
     os.write(channel, b"R")
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def received(channel: int) -> "dict[str, Any]":
-    """Read the orders; end when the parent has ended."""
+    """Read the message; exit if the parent has ended."""
     head = read_exactly(channel, 4)
     return marshal.loads(read_exactly(channel, int.from_bytes(head, "little")))
 
@@ -71,24 +71,24 @@ def read_exactly(channel: int, length: int) -> bytes:
 
 
 def hand_out(channel: int, places: "list[str]") -> None:
-    """Listen in here, and let the outside accept."""
+    """Listen in here, and pass the sockets to the outside."""
     import socket
 
     listening: list[socket.socket] = []
     for place in places:
         host, _, port = place.rpartition(":")
-        one = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        one.bind((host, int(port)))
-        one.listen(128)
-        listening.append(one)
+        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        sock.bind((host, int(port)))
+        sock.listen(128)
+        listening.append(sock)
     with socket.socket(fileno=os.dup(channel)) as out:
-        socket.send_fds(out, [b"L"], [one.fileno() for one in listening])
-    for one in listening:
-        one.close()
+        socket.send_fds(out, [b"L"], [sock.fileno() for sock in listening])
+    for sock in listening:
+        sock.close()
 
 
 def be_ended_first() -> None:
-    """Let the kernel end this process before the host where memory runs out."""
+    """Let the kernel end this process before the host's when memory runs out."""
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
@@ -97,7 +97,7 @@ def be_ended_first() -> None:
 
 
 def become(user: int) -> None:
-    """Give up the number of root and every right, for good."""
+    """Give up root's user id and every capability."""
     import ctypes
 
     libc, right = ctypes.CDLL(None), 0
@@ -110,7 +110,7 @@ def become(user: int) -> None:
 
 
 def take_limits(limits: "dict[str, int]") -> None:
-    """Take on what the kernel bounds; nothing that is bounded already is raised."""
+    """Set the kernel's limits; a limit that is lower already is not raised."""
     for name, most in limits.items():
         which = getattr(resource, "RLIMIT_" + name)
         hard = resource.getrlimit(which)[1]
@@ -127,9 +127,9 @@ def lead_session() -> None:
 
 
 def take_files(channel: int, output: "list[int]", keep: "list[int]") -> None:
-    """Have the program's output and what it is to keep, and no other file.
+    """Leave open the program's output and the files it keeps, and close all others.
 
-    Folders that bubblewrap was handed open would lead out of the sandbox by `..`.
+    Open folders of bubblewrap would lead out of the sandbox by `..`.
     """
     os.dup2(output[0], 1)
     os.dup2(output[1], 2)

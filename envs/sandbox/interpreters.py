@@ -4,8 +4,8 @@ The sandbox shows no folder of users, no /etc and no programs: its root is empty
 system's libraries (/usr/lib), this interpreter (/python) and the packages asked for (/packages),
 all of it read-only, and a /tmp in memory. It has no network and only Unix sockets.
 
-What comes out of an interpreter is bounded and not trusted: what it prints goes to `text`, a byte
-on `done` ends a program, and all else (limits, the end of its processes) is decided out here.
+The output of an interpreter is bounded and not trusted: what it prints goes to `text`, a byte on
+`done` ends a program, and all else (limits, the end of its processes) is decided outside.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from .sandbox import (
 from .self_test import prove
 
 MAX_CODE_BYTES = 60_000
-"""A longer program is refused: it is no answer of a model."""
+"""A longer program is refused: no model answers so much."""
 
 Status = Literal["ok", "error", "exited", "time", "memory", "output", "disk"]
 _UNBOUNDED = 1 << 20
@@ -66,10 +66,10 @@ _VARIABLES = {
 
 
 class SandboxSettings(Section):
-    """Limits of one program, and what it finds; `sandbox` among the arguments of a game."""
+    """Limits of one program, and its packages; the argument `sandbox` of a game."""
 
     backend: Literal["bubblewrap"] = "bubblewrap"
-    """What the sandbox is made with."""
+    """What makes the sandbox."""
     time_s: float = Field(default=10.0, gt=0, le=3600)
     """Seconds that the programs of one turn may run, by the clock."""
     memory_mb: int = Field(default=512, ge=64, le=1 << 20)
@@ -79,9 +79,9 @@ class SandboxSettings(Section):
     output_kb: int = Field(default=64, ge=1, le=1024)
     """A program that prints more is stopped."""
     disk_mb: int = Field(default=64, ge=1, le=1 << 20)
-    """Room in its own /tmp, which is memory and gone with it."""
+    """Size of its own /tmp, in memory."""
     packages: list[str] = Field(default_factory=lambda: ["numpy", "sympy"])
-    """Installed packages that programs may import, with all that these need."""
+    """Installed packages that programs may import, with their requirements."""
     keep_state: bool = False
     """Let the turns of an episode share variables and files, as the cells of a notebook do."""
     at_once: int = Field(default=0, ge=0, le=1024)
@@ -105,7 +105,7 @@ class SandboxSettings(Section):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one program."""
+    """The outcome of one program."""
 
     text: str
     """What it printed, errors included, up to the limit."""
@@ -121,21 +121,21 @@ class Outcome:
 
 
 def too_long(code: str) -> Outcome | None:
-    """Return what becomes of a program that is too long to be run."""
+    """Return the outcome of a program that is too long to be run."""
     if len(code.encode("utf-8", "replace")) <= MAX_CODE_BYTES:
         return None
     return Outcome(f"the program is longer than {MAX_CODE_BYTES} bytes", "error", 0.0)
 
 
 class CodeSession(Protocol):
-    """One episode's interpreter; closed at the latest when it is forgotten."""
+    """One episode's interpreter; closed at the latest when it is garbage collected."""
 
     def run(self, code: str, time_s: float | None = None) -> Outcome:
         """Run a program, for `time_s` at most; SandboxError when the sandbox itself fails."""
         ...
 
     def close(self) -> None:
-        """End whatever runs in it."""
+        """Kill what runs in it."""
         ...
 
 
@@ -147,7 +147,7 @@ class CodeSandbox(Protocol):
         ...
 
     def self_test(self) -> str:
-        """Prove the sandbox and describe it. SandboxError says what fails and the remedy."""
+        """Test the sandbox and describe it. SandboxError says what fails and what to do."""
         ...
 
 
@@ -212,7 +212,7 @@ class Interpreter:
         self._first = self._process.first
 
     def run(self, code: str, time_s: float | None = None) -> Outcome:
-        """Run a program within the limits; after a limit or an exit the sandbox is dead."""
+        """Run a program within the limits; a limit or an exit ends the sandbox."""
         time_s = min(self._settings.time_s, time_s or self._settings.time_s)
         encoded = code.encode("utf-8", "replace")
         frame = len(encoded).to_bytes(4, "little") + encoded
@@ -222,14 +222,14 @@ class Interpreter:
             status = self._wait(frame, printed, started + time_s)
         except BrokenPipeError:
             status = "exited"
-        if status not in ("ok", "error"):  # the program is still running, or gone with all else
+        if status not in ("ok", "error"):  # the program is still running, or the sandbox has ended
             self.kill()
         most = self._settings.output_kb << 10
         text = printed[:most].decode("utf-8", "replace")
         return Outcome(text, status, time.monotonic() - started)
 
     def freeze(self) -> None:
-        """Let nothing run between two programs: end what was left running, stop the rest.
+        """Let nothing run between two programs: kill what was left running, stop the interpreter.
 
         A sandbox that makes new processes faster than they can be ended is killed.
         """
@@ -247,13 +247,13 @@ class Interpreter:
         self.kill()
 
     def thaw(self) -> None:
-        """Let the interpreter go on after `freeze`."""
+        """Resume the interpreter after `freeze`."""
         interpreter = first_child(self._first)
         if interpreter is not None:
             _signal(interpreter, signal.SIGCONT)
 
     def kill(self) -> None:
-        """End every process of the sandbox; returns when all are gone."""
+        """Kill every process of the sandbox; returns when all have ended."""
         if not self.alive:
             return
         self.alive = False
@@ -264,7 +264,7 @@ class Interpreter:
         os.close(self._done)
 
     def _wait(self, frame: bytes, printed: bytearray, deadline: float) -> Status:
-        """Send a program, and collect what it prints until it has ended or is beyond a limit."""
+        """Send a program, and collect its output until it has ended or exceeds a limit."""
         settings = self._settings
         look = time.monotonic() + _LOOK_S
         self._poll.register(self._programs, select.POLLOUT)
@@ -291,7 +291,7 @@ class Interpreter:
                 look = now + _LOOK_S
 
     def _collect(self, printed: bytearray) -> bool:
-        """Read what there is, as far as it is wanted; return whether there may be more."""
+        """Read available output, up to the limit; return whether there may be more."""
         while len(printed) <= self._settings.output_kb << 10:
             try:
                 chunk = os.read(self._text, _CHUNK)
@@ -325,10 +325,10 @@ class LocalCodeSandbox:
         return Interpreter(self._sandbox, self._settings)
 
     def self_test(self) -> str:
-        """Prove that the sandbox holds; SandboxError says what fails and the remedy.
+        """Test that the sandbox holds; SandboxError says what fails and what to do.
 
         Some machines refuse a host name (ProtectHostname of systemd) or a new /proc (containers
-        with a masked one). Programs can do without: they see the machine's name, or no /proc.
+        with a masked one). Programs then see the machine's name, or no /proc.
         """
         while True:
             try:
@@ -348,7 +348,7 @@ class LocalCodeSandbox:
 
 
 class LocalCodeSession:
-    """A sandbox that is kept between programs, in which nothing runs meanwhile."""
+    """A sandbox that is kept between programs, frozen meanwhile."""
 
     def __init__(
         self,
@@ -365,7 +365,7 @@ class LocalCodeSession:
         ) = None
 
     def run(self, code: str, time_s: float | None = None) -> Outcome:
-        """Run a program after those before it; one that was stopped takes its state with it."""
+        """Run a program after those before it; a limit that stops it also ends the state."""
         if (refused := too_long(code)) is not None:
             return refused
         with self._places:
@@ -398,7 +398,7 @@ class LocalCodeSession:
         except BaseException:
             self._sessions.release()
             raise
-        # an episode that is forgotten takes its sandbox with it
+        # the sandbox of a forgotten episode ends
         self._finalizer = weakref.finalize(self, _end, self._interpreter, self._sessions)
         return self._interpreter
 
@@ -423,7 +423,7 @@ def _interpreter_mounts() -> Iterator[Mount]:
 
 
 def _package_mounts(names: list[str]) -> Iterator[Mount]:
-    """Yield installed packages and all that these need; ConfigError for one that is not there."""
+    """Yield installed packages and their requirements; ConfigError for one not installed."""
     yield Mount("folder", _PACKAGES)
     for top in sorted(_top_level(names)):
         yield readable(f"{_PACKAGES}/{top.name}", top)
@@ -432,9 +432,9 @@ def _package_mounts(names: list[str]) -> Iterator[Mount]:
 def _top_level(names: list[str]) -> set[Path]:
     """Return the files and folders in site-packages that belong to packages and their needs."""
     distributions: dict[str, Distribution] = {}
-    wanted = list(names)
-    while wanted:
-        name = wanted.pop()
+    unresolved = list(names)
+    while unresolved:
+        name = unresolved.pop()
         if name in distributions:
             continue
         try:
@@ -445,10 +445,14 @@ def _top_level(names: list[str]) -> set[Path]:
                 hint=f"pip install {name}, or take it out of env.kwargs.sandbox.packages",
             ) from None
         required = distributions[name].requires or []
-        wanted += [re.split(r"[^\w.-]", one)[0] for one in required if ";" not in one]
+        unresolved += [
+            re.split(r"[^\w.-]", requirement)[0]
+            for requirement in required
+            if ";" not in requirement
+        ]
     tops: set[Path] = set()
-    for one in distributions.values():
-        for file in one.files or []:
+    for installed in distributions.values():
+        for file in installed.files or []:
             if file.parts[0] not in ("..", "__pycache__") and not file.parts[0].endswith(".pth"):
-                tops.add(Path(str(one.locate_file(file.parts[0]))))
+                tops.add(Path(str(installed.locate_file(file.parts[0]))))
     return {top for top in tops if top.exists()}

@@ -1,9 +1,9 @@
-"""An interpreter that runs the programs that come, one after the other, as cells of a notebook.
+"""An interpreter that runs programs one after the other, as cells of a notebook.
 
 `inside.py` runs it in a sandbox for `interpreters.py`; it imports nothing of ours. It reads a
 length of four bytes and a program on standard input; a byte on the descriptor `done` says that the
-program has ended. The value of a last expression is printed. What runs here may do anything to this
-process, so nothing outside trusts it: it only ever costs the episode its own output.
+program has ended. The value of a last expression is printed. A program may do anything to this
+process, so nothing outside trusts it: at worst the episode loses its own output.
 """
 
 import _ast
@@ -14,7 +14,7 @@ import types
 
 
 def main() -> None:
-    """Run what comes until standard input ends."""
+    """Run programs until standard input ends."""
     done = int(sys.argv[1])
     incoming = os.dup(0)
     os.set_inheritable(done, False)
@@ -61,12 +61,12 @@ def run(source: str, names: dict[str, object], file: str) -> bool:
         return ended.code in (None, 0)
     except BaseException as error:
         flush()
-        tell(error, source, file)
+        print_traceback(error, source, file)
         return False
 
 
 def reap() -> None:
-    """Take notice of processes that were ended since the last program."""
+    """Reap processes that ended since the last program."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -75,7 +75,7 @@ def reap() -> None:
 
 
 def flush() -> bool:
-    """Write what stands in the buffers; return whether that was possible."""
+    """Flush the buffers; return whether that was possible."""
     try:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -84,7 +84,7 @@ def flush() -> bool:
     return True
 
 
-def tell(error: BaseException, source: str, file: str) -> None:
+def print_traceback(error: BaseException, source: str, file: str) -> None:
     """Print the traceback without the frames of this file."""
     try:
         import linecache

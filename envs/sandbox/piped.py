@@ -1,9 +1,9 @@
-"""Programs that are spoken to over their standard input and output, each in a sandbox of its own.
+"""Programs that talk over their standard input and output, each in a sandbox of its own.
 
 A program sees the system's programs and libraries, this interpreter with its packages and the
-folders that are named for it, all read-only; a /tmp, which is its home and working folder, in
-memory; its own processes; and of variables what is set for it. It has no network unless the
-settings say so. One socket is its input and its output: what it says there is the caller's to read.
+folders of its settings, all read-only; a /tmp in memory, which is its home and working folder; its
+own processes; and the variables of its settings. It has no network unless the settings say so. The
+caller reads its output.
 """
 
 import hashlib
@@ -49,24 +49,24 @@ class PipedSettings(Section):
     command: list[str] = Field(min_length=1, max_length=1024)
     """Program and arguments; `{python}` stands for this interpreter."""
     environment: dict[str, str] = Field(default_factory=dict[str, str])
-    """Its environment variables, beside PATH, LANG and TZ."""
+    """Its environment variables, in addition to PATH, LANG and TZ."""
     read: list[str] = Field(default_factory=list[str])
     """Further files and folders that it may read."""
     network: Literal["none", "open"] = "none"
-    """open: it reaches what the machine reaches."""
+    """open: the machine's network."""
     memory_mb: int = Field(default=512, ge=64, le=1 << 20)
     """Memory of all its processes."""
     processes: int = Field(default=128, ge=1, le=4096)
     """Concurrent processes and threads."""
     disk_mb: int = Field(default=64, ge=1, le=1 << 20)
-    """Room in its /tmp, which is memory."""
+    """Size of its /tmp, in memory."""
 
 
 class PipedProgram(Protocol):
-    """A program that runs."""
+    """A running program."""
 
     def end(self, grace_s: float = 0.0) -> str:
-        """Wait so long for its own end, then end it; return how it ended. Blocks; repeatable."""
+        """Wait so long for its end, then kill it; return how it ended. Blocks; may be repeated."""
         ...
 
 
@@ -74,9 +74,9 @@ class LocalPipedProgram:
     """A program that this process has started."""
 
     def __init__(self, settings: PipedSettings, stdio: int, errors: int) -> None:
-        """Start it with two descriptors, which stay the caller's; blocks.
+        """Start it with two descriptors, which the caller closes; blocks.
 
-        Raises SandboxError where it does not start, ConfigError for settings that cannot be used.
+        Raises SandboxError if it does not start, ConfigError for settings that cannot be used.
         """
         self._settings = settings
         sandbox = piped_sandbox(settings)
@@ -89,7 +89,7 @@ class LocalPipedProgram:
         _watch(self)
 
     def end(self, grace_s: float = 0.0) -> str:
-        """Wait so long for its own end, then end it; return how it ended. Blocks; repeatable."""
+        """Wait so long for its end, then kill it; return how it ended. Blocks; may be repeated."""
         with self._lock:
             if not self._ended:
                 is_over = _ends_within(self._process.pid, grace_s)
@@ -99,8 +99,8 @@ class LocalPipedProgram:
                 self._ended = f"exited with code {exit_code}" if is_over else "was ended"
         return self._over_limit() or self._ended
 
-    def look(self) -> bool:
-        """End it if it is over a limit; return whether it runs on."""
+    def check(self) -> bool:
+        """Kill it if it is over a limit; return whether it still runs."""
         if self._ended:
             return False
         self._exceeded = exceeded(self._process.first, self._settings.memory_mb << 20)
@@ -142,11 +142,11 @@ def piped_sandbox(settings: PipedSettings) -> Sandbox:
 
 
 def _named(folders: list[str]) -> Iterator[Path]:
-    for one in folders:
-        path = Path(one).expanduser()
+    for folder in folders:
+        path = Path(folder).expanduser()
         if not path.is_absolute() or not path.exists():
             raise ConfigError(
-                f"read: there is no {one!r} that the program could be shown",
+                f"read: {folder!r} does not exist",
                 hint="name files and folders by absolute paths, as they are where the game runs",
             )
         yield path
@@ -157,8 +157,8 @@ def _command(settings: PipedSettings) -> list[str]:
 
 
 def _variables(settings: PipedSettings) -> Mapping[str, str]:
-    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-    return {"PATH": os.defpath, **kept, **_OWN, **settings.environment}
+    inherited = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    return {"PATH": os.defpath, **inherited, **_OWN, **settings.environment}
 
 
 _checked: set[bytes] = set()
@@ -166,7 +166,7 @@ _check_lock = threading.Lock()
 
 
 def _check_once(settings: PipedSettings, sandbox: Sandbox) -> None:
-    """Prove the sandbox of these settings, and that the command is there, once in a process."""
+    """Test the sandbox of these settings, and that the command exists, once in a process."""
     command, environment = _command(settings)[0], dict(_variables(settings))
     kind = f"{command} {settings.model_dump_json(exclude={'command', 'environment'})}"
     key = hashlib.sha256(kind.encode(errors="replace")).digest()
@@ -184,7 +184,7 @@ def _check_once(settings: PipedSettings, sandbox: Sandbox) -> None:
 
 
 def _ends_within(pid: int, wait_s: float) -> bool:
-    """Wait for the end of a child that nobody else waits for; return whether it came."""
+    """Wait for the end of a child; return whether it has ended."""
     handle = os.pidfd_open(pid)
     try:
         poll = select.poll()
@@ -194,8 +194,8 @@ def _ends_within(pid: int, wait_s: float) -> bool:
         os.close(handle)
 
 
-# One thread looks after the memory and files of all programs of this process: a few times a second,
-# or as often as takes a tenth of the time.
+# One thread checks the memory and files of all programs of this process: a few times a second, or
+# as often as takes a tenth of its time.
 
 _running: set[LocalPipedProgram] = set()
 _running_lock = threading.Lock()
@@ -211,7 +211,7 @@ def _watch(program: LocalPipedProgram) -> None:
 def _look_after() -> None:
     while True:
         begun = time.monotonic()
-        over = {program for program in list(_running) if not program.look()}
+        over = {program for program in list(_running) if not program.check()}
         with _running_lock:
             _running.difference_update(over)
             if not _running:

@@ -5,7 +5,7 @@ Python code that a model writes (`interpreters.py`), for programs of agent jobs
 (`envs/agents/programs`), and for hosted games and learners with functions of users (`actors/node`).
 
 Every sandbox has its own processes, IPC and host name, a user without rights, no new privileges, a
-filter of system calls and an environment of its own. Nothing of the host is seen but the mounts.
+filter of system calls and its own environment. Of the host only the mounts are visible.
 """
 
 import os
@@ -26,12 +26,12 @@ SYSTEM_ETC = (
     *("ld.so.conf.d", "localtime", "mime.types", "nsswitch.conf", "pki", "protocols"),
     *("services", "ssl", "timezone"),
 )
-"""What programs ask /etc for that says nothing of users and hosts."""
+"""Files of /etc that programs read and that name no users or hosts."""
 
 
 @dataclass(frozen=True)
 class Mount:
-    """What is seen at one path of a sandbox."""
+    """What a program sees at one path."""
 
     kind: Literal["read", "write", "device", "tmpfs", "folder", "link"]
     """A file or folder of the host, a device of it, memory, an empty folder, or a symbolic link."""
@@ -39,11 +39,11 @@ class Mount:
     source: str = ""
     """The path on the host; the target of a link."""
     is_optional: bool = False
-    """Left out if the host does not have it."""
+    """Skip it if the host does not have it."""
     mode: int = 0o755
-    """Of a folder or a tmpfs."""
+    """Mode of a folder or a tmpfs."""
     size_bytes: int = 0
-    """Of a tmpfs; 0: as the kernel has it."""
+    """Size of a tmpfs; 0: the kernel's default."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,15 @@ class Sandbox:
     """What a program sees, may do and may use."""
 
     python: Sequence[str]
-    """The words that start Python inside, with its options; it runs `inside.py` first."""
+    """The command of Python inside, with its options; it runs `inside.py` first."""
     mounts: Sequence[Mount]
     """In the order in which they are mounted; folders above them are made."""
     folder: str
     """The working folder."""
     root: Path | None = None
-    """A folder of the host that is seen as `/`; without one `/` holds the mounts alone."""
+    """A folder of the host that becomes `/`; without one `/` holds the mounts alone."""
     is_read_only: bool = True
-    """Whether `/` itself can not be written."""
+    """Whether `/` itself is read-only."""
     has_proc: bool = True
     hostname: str = ""
     """Empty: the host's."""
@@ -72,7 +72,7 @@ class Sandbox:
     user: int | None = None
     """The user id for a root process; None: another unused one at each start."""
     is_caller: bool = False
-    """Whether it keeps the number of the user who starts it, without any right."""
+    """Whether it keeps the user id of the user who starts it, without any right."""
     has_network: bool = False
     """Whether it shares the host's network; else it has an empty one."""
     listens: Sequence[str] = ()
@@ -81,9 +81,9 @@ class Sandbox:
     has_internet_sockets: bool = True
     """Whether it may make sockets other than Unix ones."""
     has_memory_files: bool = False
-    """Whether it may make memory that no limit counts: files without a name, System V segments."""
+    """Whether it may use memory that no limit counts: unnamed files, System V segments."""
     fds: Sequence[int] = ()
-    """Descriptors that sources of mounts name; the program does not inherit them."""
+    """Descriptors that the mounts' sources name; the program does not inherit them."""
 
 
 def unprivileged_user() -> int | None:
@@ -153,19 +153,19 @@ def descendants(pid: int) -> Iterator[int]:
     """Yield a process and its running descendants; those that end meanwhile may be left out."""
     waiting = [pid]
     while waiting:
-        one = waiting.pop()
+        pid = waiting.pop()
         try:
-            if (_PROC / str(one) / "stat").read_text().rpartition(") ")[2][0] in "ZX":
+            if (_PROC / str(pid) / "stat").read_text().rpartition(") ")[2][0] in "ZX":
                 continue
-            yield one
-            for task in (_PROC / str(one) / "task").iterdir():
+            yield pid
+            for task in (_PROC / str(pid) / "task").iterdir():
                 waiting += map(int, (task / "children").read_text().split())
         except OSError:
             continue  # it has ended
 
 
 def first_child(pid: int) -> int | None:
-    """Return the oldest child of a process: in a sandbox's first one, the program that it runs."""
+    """Return the oldest child of a process: in a sandbox's first pid, the program that it runs."""
     try:
         children = (_PROC / str(pid) / "task" / str(pid) / "children").read_text()
     except OSError:  # it has ended

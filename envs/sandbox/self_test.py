@@ -1,7 +1,7 @@
 """The self-test of a sandbox: a program inside tries what its description forbids.
 
-Every process that starts programs in a sandbox runs it once for each kind before anything of others
-runs there.
+Every process that starts programs in a sandbox runs it once for each kind of sandbox, before any
+program of others.
 """
 
 import contextlib
@@ -126,13 +126,13 @@ if expected["commands"]:
     absent = [one for one in expected["commands"] if shutil.which(one) is None]
 print(json.dumps([failed, absent]), flush=True)
 """
-"""Runs inside; it prints what fails, and which commands are absent, as JSON."""
+"""Runs inside; prints failures and absent commands as JSON."""
 
 
 def prove(sandbox: Sandbox, *, hidden: Sequence[Path] = ()) -> None:
     """Run the probe in a sandbox; blocks.
 
-    `hidden` paths may not be seen inside. Raises SandboxError with what fails and what to do.
+    `hidden` paths must not exist inside. Raises SandboxError with what fails and what to do.
     """
     absent_commands(sandbox, (), {}, hidden=hidden)
 
@@ -144,7 +144,7 @@ def absent_commands(
     *,
     hidden: Sequence[Path] = (),
 ) -> list[str]:
-    """Run the probe, as `prove`; return which commands programs do not find there."""
+    """Run the probe, as `prove`; return the commands that programs do not find."""
     limits = dict(sandbox.limits)
     if "NPROC" in limits:
         limits["NPROC"] = min(limits["NPROC"], _PROCESSES)  # so that the probe is quick
@@ -154,7 +154,7 @@ def absent_commands(
 
 
 def check_answer(answer: str) -> list[str]:
-    """Return which commands are absent; SandboxError unless everything else held."""
+    """Return the absent commands; SandboxError if anything else failed."""
     try:
         failed, absent = cast("list[list[str]]", json.loads(answer))
     except ValueError:
@@ -162,7 +162,7 @@ def check_answer(answer: str) -> list[str]:
             f"the self-test of the sandbox ended early: {answer.strip()[-1000:]!r}", hint=_HINT
         ) from None
     if failed:
-        hint = next((_HINTS[one] for one in failed if one in _HINTS), _HINT)
+        hint = next((_HINTS[failure] for failure in failed if failure in _HINTS), _HINT)
         raise SandboxError(f"the sandbox does not hold: {'; '.join(failed)}", hint=hint)
     return absent
 
@@ -170,12 +170,12 @@ def check_answer(answer: str) -> list[str]:
 def _expected(
     sandbox: Sandbox, limits: dict[str, int], commands: Sequence[str], hidden: Sequence[Path]
 ) -> dict[str, Any]:
-    """Return what the probe is to find."""
+    """Return what the probe expects."""
     shown = {Path(mount.path).parts[1] for mount in sandbox.mounts if mount.path != "/"}
-    sizes = (one.size_bytes for one in sandbox.mounts if one.path == sandbox.folder)
+    sizes = (mount.size_bytes for mount in sandbox.mounts if mount.path == sandbox.folder)
     return {
         "root": None if sandbox.root is not None else sorted(shown | {"proc", "dev"}),
-        "hidden": [str(one) for one in hidden],
+        "hidden": [str(path) for path in hidden],
         "commands": list(commands),
         "is_caller": sandbox.is_caller,
         "is_read_only": sandbox.is_read_only,
@@ -188,7 +188,7 @@ def _expected(
 
 
 def _answer(sandbox: Sandbox, program: Program) -> str:
-    """Run a program to its end, and return what it printed."""
+    """Run a program to its end, and return its output."""
     reading, writing = os.pipe()
     try:
         try:

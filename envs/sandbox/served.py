@@ -1,15 +1,14 @@
-"""Interpreters and programs for games that are in a sandbox themselves: they run outside of it.
+"""Interpreters and programs for games that are in a sandbox themselves.
 
 A sandbox in a sandbox would need namespaces, which a hosted game may not make. So the node offers a
-socket, and starts `python -m tinkermq.envs.sandbox.served FD` to serve it: outside of the game's
-sandbox and as the node's user, so that each interpreter is started and bounded as for any game.
-A connection is a session: the settings go ahead, then programs and their outcomes, as JSON after a
-length of four bytes. With `piped` ahead it is one program that is spoken to over descriptors, which
-come with the message; it ends with the connection. It is shown what the operator shows to games,
-and has a network only where the game has one (`served FD network`).
+socket, and starts `python -m tinkermq.envs.sandbox.served FD` to serve it, outside of the game's
+sandbox and as the node's user. A connection is a session: first the settings, then programs and
+their outcomes, as JSON after a length of four bytes. After `piped` it is one program that talks
+over descriptors, which come with the message; it ends with the connection, sees what the operator
+shows to games, and has a network only if the game has one (`served FD network`).
 
-The game at the other end is code of a user: whatever it sends costs at most its own session, and
-the numbers of sessions and of kinds of settings are bounded.
+The game is a user's code: whatever it sends costs at most its own session, and the numbers of
+sessions and of kinds of settings are bounded.
 """
 
 import contextlib
@@ -31,16 +30,16 @@ from .interpreters import CodeSandbox, LocalCodeSandbox, Outcome, SandboxSetting
 from .piped import LocalPipedProgram, PipedProgram, PipedSettings
 
 SOCKET = Path("/sandbox.socket")
-"""Where a game in a sandbox finds the socket."""
+"""The socket's path in a game's sandbox."""
 SHORT_FOLDER = "set TMPDIR to a short folder of this machine's own disk, as /tmp"
 _MAX_NAME_BYTES = 107
-"""Of the name of a Unix socket."""
+"""Bound on the name of a Unix socket."""
 MAX_FRAME_BYTES = 8 << 20
-"""A program or an answer, at most, as JSON."""
+"""Bound on a program or an answer, as JSON."""
 BACKENDS: dict[str, Callable[[SandboxSettings], CodeSandbox]] = {"bubblewrap": LocalCodeSandbox}
 """What `backend` may name."""
 FOLDERS_VARIABLE = "TINKERMQ_GAME_FOLDERS"
-"""Further folders for games, joined by `:`, such as packages and data of theirs."""
+"""Variable with further folders for games, joined by `:`, such as packages and data."""
 NETWORK = "network"
 """Argument of the server of a game that has a network."""
 _NUM_FDS = 2
@@ -57,8 +56,8 @@ _proven_lock = threading.Lock()
 def shared_sandbox(settings: SandboxSettings) -> CodeSandbox:
     """Return the sandbox of this process for these settings, which has passed its self-test.
 
-    A game in a sandbox may make none itself and is served one from outside. Raises SandboxError
-    with the remedy where programs cannot be sandboxed.
+    A game in a sandbox gets one from the server outside. Raises SandboxError with what to do if
+    programs cannot be sandboxed.
     """
     key = settings.model_dump_json()
     with _proven_lock:
@@ -82,7 +81,7 @@ class ServedCodeSandbox:
         return ServedCodeSession(self._settings)
 
     def self_test(self) -> str:
-        """Let the server prove its sandbox; SandboxError says what fails and the remedy."""
+        """Let the server test its sandbox; SandboxError says what fails and what to do."""
         _connected(self._settings.model_dump(exclude_defaults=True)).close()
         return "the node runs programs in sandboxes that enclose them, outside of this game's"
 
@@ -105,16 +104,16 @@ class ServedCodeSession:
         return Outcome(reply["text"], reply["status"], reply["seconds"])
 
     def close(self) -> None:
-        """End whatever runs in it."""
+        """Kill what runs in it."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
 
 def start_piped(settings: PipedSettings, stdio: int, errors: int) -> PipedProgram:
-    """Start a program with two descriptors, which stay the caller's; blocks.
+    """Start a program with two descriptors, which the caller closes; blocks.
 
-    A game in a sandbox has it started outside. Raises SandboxError where it does not start,
+    For a game in a sandbox the server starts it. Raises SandboxError if it does not start,
     ConfigError for settings that cannot be used.
     """
     program = ServedPipedProgram if SOCKET.exists() else LocalPipedProgram
@@ -125,12 +124,12 @@ class ServedPipedProgram:
     """A program that the server behind the socket has started."""
 
     def __init__(self, settings: PipedSettings, stdio: int, errors: int) -> None:
-        """Have it started with two descriptors, which stay the caller's; blocks."""
+        """Let the server start it with two descriptors, which the caller closes; blocks."""
         self._connection = _connected({"piped": settings.model_dump()}, (stdio, errors))
         self._ended = ""
 
     def end(self, grace_s: float = 0.0) -> str:
-        """Wait so long for its own end, then end it; return how it ended. Blocks; repeatable."""
+        """Wait so long for its end, then kill it; return how it ended. Blocks; may be repeated."""
         if not self._ended:
             try:
                 self._ended = str(_request(self._connection, {"grace_s": grace_s})["ended"])
@@ -143,8 +142,8 @@ class ServedPipedProgram:
 def listen_at(path: Path) -> socket.socket:
     """Return a Unix socket that listens at `path`, however long its folder's name is.
 
-    The kernel takes names of 107 bytes, so the folder is named by a handle on it where it is
-    longer. Raises OSError that says what is to be done where there can be no socket.
+    The kernel takes names of up to 107 bytes, so a longer folder is named by a handle on it.
+    Raises OSError that says what to do if no socket can be made.
     """
     listening = socket.socket(socket.AF_UNIX)
     try:
@@ -167,7 +166,7 @@ def listen_at(path: Path) -> socket.socket:
 
 
 def send_frame(connection: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-    """Send one message, and descriptors with it; OSError when the other side has gone."""
+    """Send one message, and descriptors with it; OSError if the other side has disconnected."""
     encoded = json.dumps(message).encode()
     head = len(encoded).to_bytes(4, "little")
     if fds:
@@ -179,14 +178,14 @@ def send_frame(connection: socket.socket, message: dict[str, Any], fds: Sequence
 def receive_frame(connection: socket.socket, head: bytes = b"") -> dict[str, Any]:
     """Wait for one message, whose first bytes may have been read already.
 
-    Raises EOFError when the other side has gone, ValueError for what is no message.
+    Raises EOFError if the other side has disconnected, ValueError for a malformed message.
     """
     length = int.from_bytes(head + _exactly(connection, 4 - len(head)), "little")
     if length > MAX_FRAME_BYTES:
         raise ValueError(f"a message of {length} bytes")
     message = json.loads(_exactly(connection, length))
     if not isinstance(message, dict):
-        raise ValueError("a message that is no object")
+        raise ValueError("a message must be a JSON object")
     return cast(dict[str, Any], message)
 
 
@@ -208,7 +207,7 @@ def _connected(settings: dict[str, Any], fds: Sequence[int] = ()) -> socket.sock
         _request(connection, settings, fds)
     except OSError as error:
         connection.close()
-        raise _lost() from error
+        raise _node_error() from error
     except TinkermqError:
         connection.close()
         raise
@@ -222,16 +221,14 @@ def _request(
         send_frame(connection, message, fds)
         reply = receive_frame(connection)
     except (OSError, EOFError) as error:
-        raise _lost() from error
+        raise _node_error() from error
     if "error" in reply:
         raise error_from_reply(reply["code"], reply["error"], reply["hint"])
     return reply
 
 
-def _lost() -> SandboxError:
-    return SandboxError(
-        "the node runs no programs for this game any more", hint="see the node's log"
-    )
+def _node_error() -> SandboxError:
+    return SandboxError("the node no longer runs programs for this game", hint="see the node's log")
 
 
 # -- the server ------------------------------------------------------------------------------------
@@ -249,7 +246,7 @@ def main() -> None:
 
 
 def _serve(connection: socket.socket) -> None:
-    """Serve one session to its end; what is no request ends it."""
+    """Serve one session to its end; a malformed request ends it."""
     try:
         with connection, contextlib.suppress(OSError, EOFError, ValueError, RecursionError):
             _session(connection)
@@ -266,8 +263,8 @@ def _session(connection: socket.socket) -> None:
         if is_piped and len(fds) == _NUM_FDS:
             program = _started(connection, settings["piped"], fds)
     finally:
-        for one in fds:  # the program alone has them from here on
-            os.close(one)
+        for fd in fds:  # only the program has them from here on
+            os.close(fd)
     if program is not None:
         _serve_piped(connection, program)
     if is_piped:
@@ -294,7 +291,7 @@ def _session(connection: socket.socket) -> None:
 def _started(
     connection: socket.socket, values: Any, fds: Sequence[int]
 ) -> LocalPipedProgram | None:
-    """Start a program; None where it does not start, and the game has been told why."""
+    """Start a program; None if it does not start, after the reason was sent to the game."""
     try:
         return LocalPipedProgram(_allowed_settings(values), *fds)
     except TinkermqError as error:
@@ -305,7 +302,7 @@ def _started(
 
 
 def _serve_piped(connection: socket.socket, program: PipedProgram) -> None:
-    """Let a program run until the game ends it, or is gone."""
+    """Let a program run until the game ends it or disconnects."""
     try:
         send_frame(connection, {})
         grace_s = receive_frame(connection).get("grace_s")
@@ -316,29 +313,31 @@ def _serve_piped(connection: socket.socket, program: PipedProgram) -> None:
 
 
 def _allowed_settings(values: Any) -> PipedSettings:
-    """Read the settings of a game's program; ConfigError for what the game may not have."""
+    """Read the settings of a game's program; ConfigError for a setting it may not use."""
     try:
         settings = PipedSettings.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"the program's settings cannot be used: {error}") from error
     if settings.network == "open" and NETWORK not in sys.argv[2:]:
         raise ConfigError(
-            "network=open: what runs here has no network itself", hint="remove the key network"
+            "network=open: this game has no network itself", hint="remove the key network"
         )
     shown = [
-        Path(one).resolve() for one in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep) if one
+        Path(name).resolve()
+        for name in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep)
+        if name
     ]
-    for one in settings.read:
-        if not any(Path(one).resolve().is_relative_to(folder) for folder in shown):
+    for name in settings.read:
+        if not any(Path(name).resolve().is_relative_to(folder) for folder in shown):
             raise ConfigError(
-                f"read: programs of hosted games may not be shown {one!r}",
+                f"read: programs of hosted games may not see {name!r}",
                 hint=f"let the operator name it in {FOLDERS_VARIABLE} of the node",
             )
     return settings
 
 
 def _checked_sandbox(values: dict[str, Any]) -> CodeSandbox:
-    """Return the sandbox for these settings; SandboxError or ConfigError says why there is none."""
+    """Return the sandbox for these settings; raises SandboxError, ConfigError."""
     settings = SandboxSettings.parse(values)
     cores = len(os.sched_getaffinity(0))
     settings = settings.model_copy(update={"at_once": min(settings.at_once or cores, cores)})

@@ -301,4 +301,4 @@ def test_a_first_prompt_is_counted_with_the_schemas_of_its_tools() -> None:
 
 def test_a_template_without_a_place_for_tools_is_refused_for_a_game_that_has_some() -> None:
     with_tool = replace(PLAY, tools=[TOOL])
-    assert "has no place for tools" in ask(play=with_tool)[PROMPTS]
+    assert "omits tools" in ask(play=with_tool)[PROMPTS]

@@ -35,6 +35,8 @@ from tests.support.processes import alive
 from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.waiting import PATIENCE_S, until
 
+pytestmark = pytest.mark.full
+
 
 async def start(broker: Broker, scope: JobScope, game: str) -> Process:
     """Store a job for `game` and start its environment host."""

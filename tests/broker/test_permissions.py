@@ -32,6 +32,7 @@ from tinkermq.schemas.wire.errors import AuthError
 from tinkermq.schemas.wire.subjects import REFUSALS, STREAM_AUDIT, STREAM_REFUSALS
 
 from tests.support.permission_matrix import ROLES, TABLE, ask_server, everybody, table
+from tests.support.snapshots import assert_snapshot
 
 JOB = "tmq.v1.job.ada.j1"
 GUESTS = ("user", "admin", "invited", "environment", "environment+judge", "program")
@@ -41,8 +42,7 @@ GUESTS = ("user", "admin", "invited", "environment", "environment+judge", "progr
 async def test_the_broker_grants_to_each_kind_of_connection_what_the_table_says(
     tmp_path: Path,
 ) -> None:
-    again = "python -m tests.support.permission_matrix writes the table anew"
-    assert table(await ask_server(tmp_path)) == TABLE.read_text(), again
+    assert_snapshot(TABLE, table(await ask_server(tmp_path)))
 
 
 def test_guests_have_no_right_to_ask_jetstream_nor_to_hear_or_answer_who_looks_for_services() -> (

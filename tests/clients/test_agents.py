@@ -97,7 +97,7 @@ def test_a_check_is_told_in_lines(cli: Cli, made: Path) -> None:
     assert "asks   POST /v1/chat/completions  2 times" in lines
     assert any(line.startswith("call   1   continues 0") for line in lines)
     assert "ok   end     ends by itself, exit code 0" in lines
-    assert "ok     each call continues the one before it: one row" in lines
+    assert "ok   rows    each call continues the one before it: one row" in lines
     assert "ok     has the reward 0" in lines
 
 
@@ -117,7 +117,7 @@ def test_a_game_is_no_agent(cli: Cli, tmp_path: Path) -> None:
     config.write_text("env: {game: guess}\n")
     done = cli("agent", "check", str(config))
     assert done.code == 2
-    assert "this is no job with a program: agent.command is empty" in done.err
+    assert "this job has no program: agent.command is empty" in done.err
 
 
 # -- other commands --------------------------------------------------------------------------------
@@ -398,7 +398,7 @@ async def test_a_folder_of_files_that_is_not_there_is_told(
     async with started(broker, tmp_path, record.name) as process:
         _, errors = await process.communicate()
     assert process.returncode == 2
-    assert "agent.files='nowhere' is no folder on this host" in " ".join(errors.decode().split())
+    assert "agent.files='nowhere' is not a folder on this host" in " ".join(errors.decode().split())
 
 
 async def test_a_run_that_has_ended_is_hosted_no_more(broker: Broker, scope: JobScope) -> None:

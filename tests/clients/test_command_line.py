@@ -20,7 +20,6 @@ from tinkermq.clients.base import parse_broker_url, parse_server_url
 from tinkermq.clients.cli.app import EXAMPLES, build_app
 from tinkermq.clients.cli.decode import render
 from tinkermq.clients.cli.dry_run import check_model_files, needed_slots
-from tinkermq.clients.cli.evaluation import read_tasks
 from tinkermq.clients.cli.live import render as render_live
 from tinkermq.clients.cli.new_package import write_package
 from tinkermq.clients.cli.output import (
@@ -44,35 +43,11 @@ from tinkermq.schemas.wire.errors import ConfigError, MessageError, ModelError, 
 
 from tests.clients.command import command, tinkermq
 from tests.clients.conftest import Cli
-from tests.support.hollow_model import make_hollow
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.full
 
 CONFIG = "model:\n  path: some/model\nenv:\n  game: bandit\n"
-COMMANDS = [
-    "up",
-    "down",
-    "doctor",
-    "version",
-    "train",
-    "sft",
-    "ps",
-    "watch",
-    "stop",
-    "resume",
-    "fork",
-    "scale",
-    "serve",
-    "infer",
-    "logs",
-    "rollouts",
-    "eval",
-    "replay",
-    "decode",
-    "config",
-    "env",
-]
 
 
 @pytest.fixture
@@ -80,12 +55,6 @@ def config(tmp_path: Path) -> Path:
     file = tmp_path / "job.yaml"
     file.write_text(CONFIG)
     return file
-
-
-def test_every_command_is_there_and_has_help() -> None:
-    app = build_app()
-    for name in COMMANDS:
-        assert app[name].help
 
 
 def test_version_starts_within_a_third_of_a_second() -> None:
@@ -111,57 +80,6 @@ def _processor_s(words: list[str]) -> float:
     subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-
-
-def test_a_wrong_command_ends_with_2_and_names_the_closest(cli: Cli) -> None:
-    outcome = cli("trian", "x.yaml")
-    assert outcome.code == 2
-    assert "train" in outcome.err + outcome.out
-
-
-def test_a_wrong_option_ends_with_2(cli: Cli) -> None:
-    assert cli("version", "--jsno").code == 2
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("rollouts run --limit 0", "--limit. Must be >= 1"),
-        ("rollouts run --limit -1", "--limit. Must be >= 1"),
-        ("logs run --attempt 0", "--attempt. Must be >= 1"),
-        ("sweep c.yaml seed=1,2 --name s --at-once 0", "--at-once. Must be >= 1"),
-        ("up --port -1", "--port. Must be >= 0"),
-        ("up --port 65536", "--port. Must be <= 65535"),
-        ("up --gateway-port -1", "--gateway-port. Must be >= 0"),
-        ("agent check c.yaml --timeout nan", "--timeout. Must be > 0"),
-        ("env serve guess --openenv --idle-s nan", "--idle-s. Must be > 0"),
-        ("env serve guess --openenv --max-sessions 0", "--max-sessions. Must be >= 1"),
-        ("env eval guess --model http://x --max-samples 0", "max_samples=0 must be at least 1"),
-        ("env eval guess --model http://x --max-turns 0", "max_turns: Input should be greater"),
-        ("env eval guess --model http://x --tasks=", "'' is no list of tasks"),
-        ("env eval guess --model http://x --tasks 1.7", "1.7 is no whole number"),
-    ],
-)
-def test_a_number_that_an_option_does_not_take_is_refused_and_not_replaced(
-    cli: Cli, words: str, said: str
-) -> None:
-    outcome = cli(*words.split())
-    assert outcome.code == 2
-    assert said in " ".join(re.sub("[│\\n]", " ", outcome.err).split())
-
-
-def test_a_file_of_tasks_without_one_is_refused_as_it_would_mean_all(tmp_path: Path) -> None:
-    (tmp_path / "tasks").write_text("\n")
-    with pytest.raises(ConfigError, match="holds no tasks"):
-        read_tasks(str(tmp_path / "tasks"))
-
-
-def test_an_error_is_printed_with_its_remedy_and_no_traceback(cli: Cli) -> None:
-    outcome = cli("ps")
-    assert outcome.code in (1, 2)
-    assert outcome.out == ""
-    assert "Traceback" not in outcome.err
-    assert "error:" in outcome.err
 
 
 def test_what_the_system_refuses_is_named_without_a_traceback(tmp_path: Path) -> None:
@@ -256,20 +174,6 @@ def test_debug_lets_the_error_through_with_its_traceback(cli: Cli) -> None:
         cli("config", "show", "/no/such.yaml", "--debug")
 
 
-def test_without_a_stack_a_command_says_how_to_start_one(cli: Cli, config: Path) -> None:
-    for words in (["ps"], ["train", str(config)], ["watch", "some-run"]):
-        outcome = cli(*words)
-        assert outcome.code == 1
-        assert "no stack is up" in outcome.err
-        assert "`tinkermq up`" in outcome.err
-
-
-def test_an_unreachable_broker_is_named(cli: Cli) -> None:
-    outcome = cli("ps", "--nats-url", "nats://127.0.0.1:1")
-    assert outcome.code == 1
-    assert "nats://127.0.0.1:1" in outcome.err
-
-
 def test_piped_output_has_no_colour_and_no_frames(cli: Cli, config: Path) -> None:
     for words in (["env", "list"], ["config", "schema"], ["config", "show", str(config)]):
         outcome = cli(*words)
@@ -278,28 +182,10 @@ def test_piped_output_has_no_colour_and_no_frames(cli: Cli, config: Path) -> Non
         assert "│" not in outcome.out
 
 
-def test_config_show_prints_the_effective_configuration(cli: Cli, config: Path) -> None:
-    outcome = cli("config", "show", str(config), "learner.lr=1e-4", "--json")
-    shown = json.loads(outcome.out)
-    assert shown["learner"]["lr"] == 1e-4
-    assert shown["rollout"]["group_size"] == 8
-
-
-def test_an_unknown_key_ends_with_2_and_names_the_closest(cli: Cli, config: Path) -> None:
-    outcome = cli("config", "show", str(config), "learner.lrr=1")
-    assert outcome.code == 2
-    assert "did you mean learner.lr?" in outcome.err
-
-
 def test_config_schema_lists_every_key(cli: Cli) -> None:
     out = cli("config", "schema").out
     assert all(f"{key}: " in out for key in all_keys())
     assert json.loads(cli("config", "schema", "--json").out)["properties"]["learner"]
-
-
-def test_env_list_names_the_games(cli: Cli) -> None:
-    games = json.loads(cli("env", "list", "--json").out)
-    assert {"addition", "bandit", "calculator", "guess"} <= {game["name"] for game in games}
 
 
 def test_env_check_proves_a_game_and_makes_its_data_if_none_is_given(cli: Cli) -> None:
@@ -310,82 +196,12 @@ def test_env_check_proves_a_game_and_makes_its_data_if_none_is_given(cli: Cli) -
         assert "gold answers score full marks" in {check["name"] for check in checks}
 
 
-def test_env_check_of_an_unknown_game_fails_and_names_the_closest(cli: Cli) -> None:
-    outcome = cli("env", "check", "bandti")
-    assert outcome.code == 1
-    assert "did you mean bandit?" in outcome.out
-
-
-def test_a_dry_run_names_what_is_wrong_and_submits_nothing(cli: Cli, config: Path) -> None:
-    outcome = cli("train", str(config), "model.path=/no/model", "--dry-run")
-    assert outcome.code == 2
-    assert "there is no model folder '/no/model'" in outcome.err
-    assert re.search(r"^ok   the game imports +tinkermq", outcome.out, re.MULTILINE)
-
-
-def test_a_dry_run_refuses_sequences_longer_than_the_models_positions(
-    cli: Cli, config: Path, tmp_path: Path
-) -> None:
-    folder = make_hollow(tmp_path / "short")
-    (folder / "tokenizer.json").touch()
-    (folder / "config.json").write_text('{"max_position_embeddings": 512}')
-    lengths = ("rollout.max_prompt_tokens=512", "rollout.max_response_tokens=1")
-    lengths += ("rollout.max_turn_tokens=1",)
-    outcome = cli("train", str(config), f"model.path={folder}", *lengths, "--dry-run")
-    assert outcome.code == 2
-    assert f"of up to 513 tokens are asked for, model {folder} has positions for 512" in outcome.err
-
-
-def test_a_dry_run_of_a_sound_configuration_ends_with_0(cli: Cli, config: Path) -> None:
-    outcome = cli("train", str(config), "--dry-run", "--json")
-    assert outcome.code == 0, outcome.err
-    told = json.loads(outcome.out)
-    assert all(check["ok"] for check in told["checks"])
-    assert told["config"]["env"]["game"] == "bandit"
-
-
-def test_a_dry_run_reads_every_conversation(cli: Cli, tmp_path: Path) -> None:
-    chats, file = tmp_path / "chats.jsonl", tmp_path / "sft.yaml"
-    asked = {"role": "user", "content": "2+2"}
-    rows = [[asked, {"role": "assistant", "content": "4"}], [asked]]
-    chats.write_text("".join(f"{json.dumps({'messages': row})}\n" for row in rows[:1]))
-    file.write_text(f"model:\n  path: some/model\nsft:\n  data: [{chats}]\n")
-    sound = cli("sft", str(file), "--from", "other-run@40", "--dry-run", "--json")
-    assert sound.code == 0, sound.err
-    told = json.loads(sound.out)
-    assert {check["name"] for check in told["checks"]} == {"model", "data", "slots"}
-    assert told["config"]["model"]["path"] == "other-run@40"
-    chats.write_text("".join(f"{json.dumps({'messages': row})}\n" for row in rows))
-    silent = cli("sft", str(file), "--dry-run")
-    assert silent.code == 2
-    assert "no assistant message has text in row 1 of" in silent.err
-
-
-def test_an_sft_job_needs_conversations(cli: Cli, config: Path) -> None:
-    outcome = cli("sft", str(config))
-    assert outcome.code == 2
-    assert "names no conversations to learn from" in outcome.err
-
-
 def test_a_dry_run_leaves_the_folders_of_a_pool_elsewhere_to_the_pool() -> None:
     given = {"model": {"path": "/pool/models/small"}, "env": {"game": "bandit"}}
     told = check_model_files(parse_config(given), "tls://pool.example.org:4222")
     assert "the pool's own" in told
     with pytest.raises(ModelError, match="there is no model folder"):
         check_model_files(parse_config(given), "nats://127.0.0.1:4222")
-
-
-def test_a_tinker_service_takes_a_model_of_the_catalogue_by_its_name(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("TINKERMQ_CACHE", str(tmp_path))
-    up = ("tinker", "up", "--model")
-    assert "a model of the catalogue (smollm2" in cli(*up, "smollm").err
-    for named in ("smollm2", "org/base=smollm2"):
-        assert "run `tinkermq model get smollm2` here" in cli(*up, named).err
-    make_hollow(tmp_path / "models" / "smollm2")
-    for named in ("smollm2", "org/base=smollm2"):
-        assert "no stack is up" in cli(*up, named).err
 
 
 def test_a_dry_run_counts_what_each_actor_holds() -> None:
@@ -513,7 +329,7 @@ MODULES = (
     "tinkermq.clients.cli.train",
     "tinkermq.clients.cli.supervisor",
     "tinkermq.envs.host",
-    "tinkermq.schemas.local.tracking",
+    "tinkermq.broker.tracking",
 )
 
 

@@ -456,7 +456,7 @@ def test_results_of_other_settings_are_never_mixed(tmp_path: Path) -> None:
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes.jsonl"
     path.write_text('{"hello": 1}\n')
-    with pytest.raises(ConfigError, match="is no result of an inference"):
+    with pytest.raises(ConfigError, match="is not a result of an inference"):
         ResultFile(path, SETTINGS)
     assert path.read_text() == '{"hello": 1}\n'
 

@@ -134,7 +134,7 @@ async def test_an_inference_job_trains_nothing_that_could_be_served(
     broker: Broker, scope: JobScope
 ) -> None:
     serving = await JobStore(broker).create(new_record(scope, kind="infer"), "test")
-    with pytest.raises(ConfigError, match="of kind infer that trains nothing"):
+    with pytest.raises(ConfigError, match="of kind infer, which trains no model"):
         await find_source(Pool(broker), serving.name)
 
 
@@ -183,9 +183,9 @@ def test_an_option_that_run_inference_does_not_have_is_refused_with_the_closest(
 @pytest.mark.parametrize(
     ("server", "job", "model", "said"),
     [
-        (None, None, None, "not said which model plays"),
-        ("job", None, "model", "not said which model plays"),
-        ("http://pool:8080/v1", None, None, "does not say which job is meant"),
+        (None, None, None, "must be given by exactly one"),
+        ("job", None, "model", "must be given by exactly one"),
+        ("http://pool:8080/v1", None, None, "does not name a job"),
         ("nats://pool:4222/local/a", "b", None, "names job a, job_id is 'b'"),
     ],
 )
@@ -220,13 +220,13 @@ def test_tasks_are_all_rows_a_list_or_as_many_seeds_as_asked_for() -> None:
     assert list(chosen_tasks(None, None, 4)) == [0, 1, 2, 3]
     with pytest.raises(ConfigError, match="task 3 does not exist: there are 3 rows"):
         chosen_tasks([3], 3, None)
-    with pytest.raises(ConfigError, match="how many to play"):
+    with pytest.raises(ConfigError, match="number of episodes must be given"):
         chosen_tasks(None, None, None)
 
 
 def test_data_needs_a_game_that_is_hosted_here() -> None:
     assert hosted_env(None, None, None) is None
-    with pytest.raises(ConfigError, match="need a game that is hosted here"):
+    with pytest.raises(ConfigError, match="need a game hosted in this process"):
         hosted_env(None, "rows.jsonl", None)
     env = hosted_env(BanditGame, "rows.jsonl", {"arms": 3})
     assert env is not None

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.full]
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("away_s", [45, 450])
+@pytest.mark.parametrize("away_s", [45, pytest.param(450, marks=pytest.mark.long)])
 async def test_a_job_goes_on_after_its_broker_was_away(
     away_s: float, tmp_path: Path, model: Path
 ) -> None:

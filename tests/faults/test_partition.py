@@ -27,7 +27,7 @@ from tests.support.proofs import (
 from tests.support.stack import Stack
 from tests.support.waiting import PATIENCE_S, until
 
-pytestmark = [pytest.mark.faults, pytest.mark.full]
+pytestmark = [pytest.mark.faults, pytest.mark.long]
 
 
 class CutOff(Stack):

@@ -406,6 +406,7 @@ async def test_the_store_answers_whatever_it_is_asked(pool: SecuredPool) -> None
     await fuzz_store(pool, 4 * FEW)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("topic", TOPICS, ids=shown)
 async def test_ten_thousand_messages_on_every_subject(
@@ -422,6 +423,7 @@ async def test_ten_thousand_messages_on_every_subject(
     assert max(jobs.memory_mb().values()) < max(before.values()) + MAX_GROWTH_MB
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 async def test_ten_thousand_questions_to_the_store(pool: SecuredPool) -> None:
     await fuzz_store(pool, MANY)

@@ -202,6 +202,7 @@ async def test_after_all_of_it_the_gateway_has_grown_by_little(gateway: Gateway)
     assert peak_mb(gateway.process.pid) < MAX_MB
 
 
+@pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("method", "path"), all_routes())
 async def test_every_route_answers_ten_thousand_requests(

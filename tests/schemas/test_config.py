@@ -1,24 +1,32 @@
 """The configuration: order, rules, YAML values, and what each mistake is answered with."""
 
+import math
+import shlex
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from tinkermq.envs.registry import GROUP
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.load_config import (
     all_keys,
     apply_override,
     check_keys,
+    core_value,
     load_config,
     parse_config,
     parse_yaml,
+    read_yaml,
+    write_yaml,
 )
-from tinkermq.schemas.config.rules import RULES
-from tinkermq.schemas.config.sections import Rule
+from tinkermq.schemas.config.rules import RULES, why_no_rows
+from tinkermq.schemas.machines import MachinesConfig
 from tinkermq.schemas.wire.errors import ConfigError
+
+from tests.support.snapshots import assert_transcript
 
 LEAST = ["model.path=m", "env.game=bandit"]
 
@@ -28,53 +36,6 @@ def test_defaults_then_file_then_overrides(tmp_path: Path) -> None:
     file.write_text("model: {path: m}\nenv: {game: bandit}\nlearner: {lr: 1e-4, eps: 1e-6}\n")
     config = load_config(file, ["learner.lr=1e-5"])
     assert (config.learner.lr, config.learner.eps, config.learner.grad_clip) == (1e-5, 1e-6, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("override", "message", "hint"),
-    [
-        ("learner.lrr=1", "unknown configuration key learner.lrr", "did you mean learner.lr?"),
-        ("learnr.lr=1", "unknown configuration key learnr", "learner"),
-        ("clip_high=0.3", "unknown configuration key clip_high", "algorithm.clip_high"),
-        ("learner.lr", "has no '='", "learner.lr=1e-5"),
-    ],
-)
-def test_an_unknown_key_names_the_closest_known_one(override: str, message: str, hint: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        load_config(None, [*LEAST, override])
-    assert message in raised.value.message
-    assert hint in raised.value.hint
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["algorithm.loss=reinforce", "algorithm.clip_high=0.3"],
-            "clip_high has no effect while loss is 'reinforce'",
-        ),
-        (
-            ["algorithm.kl_in=reward"],
-            "kl_in has no effect while kl_coef is 0.0: remove it, or set kl_coef",
-        ),
-        (["lora.alpha=8"], "alpha has no effect while rank is 0"),
-        (["self_play.pool_size=3"], "pool_size has no effect while past_share is 0"),
-        (["algorithm.overlong_factor=2"], "overlong_factor has no effect while overlong_buffer"),
-        (["weights.transport=file", "weights.chunk_bytes=65536"], "chunk_bytes has no effect"),
-        (["weights.transport=nccl", "weights.differences=true"], "differences has no effect"),
-        (
-            ["weights.transport=nccl", "weights.full_snapshot_every=4"],
-            "remove it, or set transport to",
-        ),
-        (["algorithm.turn_reward=reward"], "turn_reward has no effect while sample is 'episode'"),
-        (["learner.min_lr_ratio=0.1"], "min_lr_ratio has no effect while schedule is 'constant'"),
-        (["learner.lr=-1"], "learner.lr=-1"),
-    ],
-)
-def test_a_value_without_effect_or_sense_is_refused(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        load_config(None, [*LEAST, *overrides])
-    assert message in raised.value.message
 
 
 @pytest.mark.parametrize(
@@ -179,13 +140,9 @@ def test_what_is_said_of_a_wrong_value_is_short(values: dict[str, Any]) -> None:
     assert len(str(raised.value)) < 5000
 
 
-def test_an_override_that_is_not_yaml_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"override 'learner\.lr=\[1' is not valid YAML"):
-        load_config(None, [*LEAST, "learner.lr=[1"])
-
-
 def test_every_key_has_a_text() -> None:
     from pydantic import BaseModel
+    from tinkermq.schemas.config.job import JobConfig
     from tinkermq.schemas.wire.field_docs import field_docs
 
     def check(model: type[BaseModel]) -> None:
@@ -223,160 +180,331 @@ def test_an_override_may_end_with_a_colon() -> None:
     assert values == {"storage": {"url": "broker:"}}
 
 
-# -- Each rule of the configuration's table refuses an example of its own, and says why ------------
+# -- What is refused: each rule of the table with an example of its own, and every other mistake ---
 
-SFT_KEYS = ["sft.data=[chats.jsonl]"]
-AGENT = ["env.game=agent", "agent.command=[run.sh]"]
-BY_TURN = ["algorithm.advantage=gae", "algorithm.sample=turn"]
-GDPO = ["algorithm.advantage=gdpo", "algorithm.reward_components={correct: 1}"]
-REPLAY = ["algorithm.router_replay=true"]
-REFUSED = [
-    ["algorithm.loss=sft"],
-    ["policies.low=m", *SFT_KEYS],
-    ["self_play.past_share=0.5", *SFT_KEYS],
-    ["algorithm.reference.path=m"],
-    ["model.attn_implementation=flash_attention_2", "learner.dtype=float32"],
-    ["policies.low=m", "lora.rank=4"],
-    ["env.game=mcp"],
-    ["algorithm.loss=gspo", "algorithm.own_loss=m:f"],
-    ["algorithm.correction=icepop", "algorithm.own_correction=m:f"],
-    [
-        "algorithm.correction=decoupled",
-        "algorithm.proximal=loglinear",
-        "algorithm.correction_normalise=true",
-    ],
-    ["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"],
-    [
-        "algorithm.correction=decoupled",
-        "algorithm.proximal=loglinear",
-        "lora.rank=4",
-        "lora.dropout=0.1",
-    ],
-    ["algorithm.advantage=maxrl", "algorithm.overlong_buffer=64"],
-    ["algorithm.advantage=maxrl", "algorithm.length_coef=0.1"],
-    ["algorithm.advantage=maxrl", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
-    [*GDPO, "algorithm.overlong_buffer=64"],
-    [*GDPO, "algorithm.length_coef=0.1"],
-    [*GDPO, "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
-    [*GDPO, "algorithm.filter_equal_rewards=true"],
-    ["algorithm.advantage=passk", "rollout.group_size=1"],
-    ["algorithm.sample=turn", "algorithm.advantage=remax"],
-    ["algorithm.gamma=0.9"],
-    ["algorithm.filter_equal_rewards=true", "rollout.group_size=1"],
-    ["algorithm.length_coef=0.1", "rollout.group_size=1"],
-    [*BY_TURN, "algorithm.turn_gamma=0.9"],
-    [*BY_TURN, "algorithm.turn_lambda=0.9"],
-    [
-        "algorithm.advantage=gae",
-        "algorithm.turn_lambda=0.9",
-        "algorithm.gae_lambda_length=0.1",
-    ],
-    [*BY_TURN, "critic.bootstrap_cut=true"],
-    ["critic.lr=1e-4"],
-    ["algorithm.advantage=gae", "critic.warmup_steps=20", "training.num_steps=20"],
-    ["algorithm.teacher=t", "algorithm.reward_coef=0", "algorithm.filter_equal_rewards=true"],
-    ["algorithm.teacher=job:t", "rollout.temperature=0.7"],
-    ["algorithm.teacher=job:t", "training.tasks=external", "training.num_steps=3"],
-    [*AGENT, "algorithm.teacher=t", "algorithm.teacher_context=solution"],
-    [
-        "algorithm.teacher=self",
-        "algorithm.teacher_context=solution",
-        "algorithm.teacher_context_tokens=4096",
-    ],
-    [*REPLAY, "generator.engine=vllm", "generator.slots=2", "generator.tensor_parallel=2"],
-    [*REPLAY, *AGENT],
-    [*REPLAY, "policies.low=m"],
-    [*REPLAY, "training.tasks=external", "training.num_steps=3"],
-    [*REPLAY, "generator.segment_tokens=2"],
-    [*REPLAY, "learner.compile=true"],
-    ["rollout.max_turn_tokens=512", "rollout.max_response_tokens=256"],
-    ["learner.max_row_tokens=4096", "learner.microbatch_tokens=2048"],
-    ["learner.ranks=2"],
-    ["learner.ranks=3", "learner.slots=3", "learner.replicas=2"],
-    ["learner.ranks=2", "learner.slots=3"],
-    ["learner.machines=2"],
-    ["learner.context_parallel=2"],
-    ["learner.ranks=3", "learner.slots=3", "learner.context_parallel=2"],
-    ["learner.ranks=2", "learner.slots=2", "learner.context_parallel=2", "algorithm.loss=gspo"],
-    ["learner.ranks=2", "learner.slots=2", "learner.context_parallel=2", "learner.compile=true"],
-    ["learner.offload_activations=true", "learner.gradient_checkpointing=false"],
-    ["learner.optimizer=muon", "learner.cpu_offload=true"],
-    ["learner.optimizer=muon", "tinker.base=m"],
-    ["placement=colocated", "learner.slots=2"],
-    ["placement=colocated", "generator.slots=2"],
-    ["placement=colocated", "generator.count=2"],
-    ["placement=separate", "generator.sleep=always"],
-    ["placement=colocated", "sft.data=[a.jsonl]", "env.num_val=0"],
-    ["generator.sleep=always", "sft.data=[a.jsonl]", "env.game=bandit"],
-    ["generator.engine=vllm", "generator.tensor_parallel=2"],
-    [
-        "evaluation.slots=1",
-        "generator.engine=vllm",
-        "generator.slots=2",
-        "generator.tensor_parallel=2",
-    ],
-    ["generator.max_context=1024"],
-    ["algorithm.overlong_buffer=4096"],
-    ["learner.max_row_tokens=100"],
-    ["rollout.group_size=4000", "rollout.oversample=97"],
-    ["training.tasks=external"],
-    ["training.tasks=external", "training.num_steps=3", "training.max_staleness=auto"],
-    [
-        "training.tasks=external",
-        "training.num_steps=3",
-        "training.curriculum=success_rate",
-        "env.train_data=[x]",
-    ],
-    ["training.curriculum=success_rate"],
-    ["training.curriculum=success_rate", "training.curriculum_tasks=3", "env.train_data=[x]"],
-    ["rollout.oversample=2", *SFT_KEYS],
-    ["rollout.oversample=2", "policies.low=m"],
-    ["generator.segment_tokens=2", *SFT_KEYS],
-    ["generator.segment_tokens=2", "self_play.past_share=0.5"],
-    ["rollout.oversample=2", "algorithm.advantage=remax"],
-    ["limits.segment_bytes=65536"],
-    ["env.reward.source=function"],
-    ["env.reward.source=endpoint"],
-    ["env.reward.source=judge", "env.reward.url=http://x"],
-    ["env.train_data=[harbor:a]"],
-    [*AGENT, "env.train_data=[harbor:a]", "env.val_data=[b.jsonl]"],
-    [*AGENT, "env.train_data=[harbor:a]", "agent.reward=[sh]"],
-    [*AGENT, "env.train_data=[harbor:a]", "agent.image=b"],
-    [*AGENT, "algorithm.loss=gspo"],
-    [*AGENT, "algorithm.advantage=grpo_per_step"],
-    [*AGENT, "algorithm.correction=mis"],
-    [*AGENT, "algorithm.correction_masks=[{over: sequence_mean, high: 2}]"],
-    [*AGENT, "algorithm.correction_level=sequence"],
-    [*AGENT, "algorithm.sample=turn"],
-    [*AGENT, "algorithm.overlong_buffer=64"],
-    [*AGENT, "algorithm.length_coef=0.1"],
-    ["algorithm.branch_credit=own"],
-    [*AGENT, "algorithm.branch_credit=own", "algorithm.advantage=remax"],
-    [*AGENT, "algorithm.branch_credit=both", "algorithm.advantage=gae"],
-    [*AGENT, "algorithm.branch_credit=own", "algorithm.filter_equal_rewards=true"],
-    [*AGENT, "policies.low=m"],
-    [*AGENT, "self_play.past_share=0.5"],
-    [*AGENT, "rollout.oversample=2"],
-    [*AGENT, "generator.segment_tokens=2"],
-    [*AGENT, "env.reward.source=function", "env.reward.function=package.module:score"],
-]
+REFUSED = Path(__file__).with_name("refused.txt")
 
 
-@pytest.mark.parametrize(("rule", "example"), list(zip(RULES, REFUSED, strict=True)))
-def test_each_rule_refuses_its_example_and_nothing_else_does(
-    rule: Rule, example: list[str]
-) -> None:
+def refusal(line: str) -> str:
+    """Return what is said of a configuration, beside a model and a game."""
     with pytest.raises(ConfigError) as raised:
-        load_config(None, [*LEAST, *example])
-    assert raised.value.message.startswith(rule.key.partition("{")[0])
-    assert rule.because.partition("{")[0] in raised.value.message
-    assert "; " not in raised.value.message, "another rule speaks, too"
+        load_config(None, [*LEAST, *shlex.split(line)])
+    return f"{raised.value.message}\n  {raised.value.hint}"
 
 
-def test_each_rule_that_is_broken_is_told_at_once() -> None:
-    with pytest.raises(ConfigError) as raised:
-        load_config(None, [*LEAST, "learner.ranks=2", "training.tasks=external"])
-    assert raised.value.message == (
-        "learner.ranks (2) is over learner.slots (1); training.tasks=external needs "
-        "training.num_steps"
+def test_each_mistake_is_refused_with_its_reason() -> None:
+    assert_transcript(REFUSED, refusal)
+
+
+def test_each_rule_refuses_its_example_and_nothing_else_does() -> None:
+    of_rules = REFUSED.read_text().partition("\n# ")[0]
+    examples = [line[2:] for line in of_rules.splitlines() if line.startswith("$ ")]
+    for rule, example in zip(RULES, examples, strict=True):
+        message, _, _ = refusal(example).partition("\n  ")
+        assert message.startswith(rule.key.partition("{")[0])
+        assert rule.because.partition("{")[0] in message
+        assert "; " not in message, "another rule speaks, too"
+
+
+# -- What an agent job implies, and what it cannot have --------------------------------------------
+
+
+LEAST_AGENT = ["model.path=m", "env.game=agent", "agent.command=[run.sh]"]
+
+
+def test_an_episode_of_several_rows_can_be_trained_by_what_an_agent_job_may_have() -> None:
+    assert why_no_rows(load_config(None, LEAST_AGENT)) is None
+    assert why_no_rows(load_config(None, [*LEAST_AGENT, "algorithm.advantage=gae"])) is None
+    assert why_no_rows(load_config(None, ["model.path=m", "env.game=bandit"])) is None
+
+
+def test_a_games_job_is_told_why_it_cannot_train_such_episodes() -> None:
+    config = load_config(None, ["model.path=m", "env.game=bandit", "algorithm.advantage=gae"])
+    assert (why_no_rows(config) or "").startswith(
+        "algorithm.advantage=gae follows rewards from turn to"
     )
+
+
+def test_a_generator_begins_no_more_episodes_of_programs_than_have_a_place() -> None:
+    def at_once(agent: dict[str, Any], **sections: Any) -> int:
+        tree = {"model": {"path": "m"}, "agent": {"per_host": 6, **agent}, **sections}
+        return JobConfig.model_validate(tree).episodes_at_once
+
+    command = {"command": ["run.sh"]}
+    assert at_once({"client": True}) == 6
+    assert at_once(command, env={"hosts": 4}) == 24
+    assert at_once(command, env={"hosts": 4}, generator={"count": 3}) == 8
+    assert at_once(command, env={"hosts": 4}, generator={"max_episodes": 10}) == 10
+
+
+def test_what_is_trained_is_a_word_or_a_pattern() -> None:
+    assert load_config(None, LEAST_AGENT).agent.train == "all"
+    for known in ("all", "main", "alive", "/a|b/", "not /Write a title/"):
+        assert load_config(None, [*LEAST_AGENT, f"agent.train={known}"]).agent.train == known
+
+
+# -- What the configuration of an SFT job implies, and what it refuses -----------------------------
+
+
+Job = dict[str, dict[str, object]]
+SFT: Job = {"model": {"path": "m"}, "sft": {"data": ["chats.jsonl"]}}
+
+
+def test_conversations_are_all_that_an_sft_job_must_name() -> None:
+    config = parse_config(SFT)
+    assert (config.algorithm.loss, config.algorithm.correction) == ("sft", "none")
+    assert (config.env.game, config.env.hosts, config.env.num_val) == ("", 0, 0)
+    assert (config.rollout.group_size, config.training.staleness_policy) == (1, "train")
+    assert parse_config(config.model_dump(exclude_unset=True)) == config
+    with_game = parse_config({**SFT, "env": {"game": "bandit", "num_val": 8}})
+    assert with_game.env.num_val == 8
+
+
+def test_an_sft_section_without_conversations_needs_a_game() -> None:
+    with pytest.raises(ConfigError, match="env is missing"):
+        parse_config({**SFT, "sft": {}})
+
+
+# -- Values of YAML are read by the type of their key, in files and in `key=value` alike -----------
+
+
+LEAST_YAML = "model: {path: m}\nenv: {game: bandit}\n"
+
+
+def both(key: str, text: str) -> Any:
+    """Read a value in a file and as an argument; they must be the same."""
+    names = key.split(".")
+    lines = [f"{'  ' * depth}{name}:" for depth, name in enumerate(names)]
+    in_file: Any = parse_yaml("\n".join(lines) + f" {text}", "it")
+    given: Any = {}
+    apply_override(given, f"{key}={text}")
+    for name in names:
+        in_file, given = in_file[name], given[name]
+    assert repr(in_file) == repr(given)
+    return in_file
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("2024-11-25", "007", "yes", "no", "on", "off", "true", "1.10", "1e5", "1e-3", "0o17"),
+        *("0x1f", "1_000", "12:30:00", ".inf", "3.0", "+5", "2024-11-25T10:00:00Z", "nan", "y"),
+        *("v1.10", "1.2.3", "00", "-1", "=", "a-b_c", "'quoted'", '"007"', "'yes'", "<<", "10e"),
+    ],
+)
+def test_a_text_key_gets_the_text_as_it_is_written(text: str) -> None:
+    wanted = text.strip("'\"")
+    assert both("notes", text) == wanted
+    assert both("model.path", text) == wanted
+    assert both("env.train_data", f"[{text}]") == [wanted]
+    assert both("agent.environment", f"{{KEY: {text}}}") == {"KEY": wanted}
+
+
+@pytest.mark.parametrize(
+    "name", ["2024-11-25", "007", "yes", "1e5", "0o17", "no", "on", "1_000", "true", "12"]
+)
+def test_a_run_has_the_name_that_is_written(tmp_path: Path, name: str) -> None:
+    (tmp_path / "job.yaml").write_text(f"{LEAST_YAML}name: {name}\ntags: [{name}]\n")
+    in_file = load_config(tmp_path / "job.yaml")
+    given = load_config(None, ["model.path=m", "env.game=bandit", f"name={name}", f"tags=[{name}]"])
+    assert (in_file.name, in_file.tags) == (given.name, given.tags) == (name, [name])
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("learner.lr", "1e-5", 1e-5),
+        ("learner.lr", "1E-5", 1e-5),
+        ("learner.lr", ".5", 0.5),
+        ("learner.lr", "1", 1.0),
+        ("learner.lr", "'1e-5'", 1e-5),
+        ("learner.lr", '"0.1"', 0.1),
+        ("learner.betas", "[0.9, 1e-1]", (0.9, 0.1)),
+        ("learner.betas", "['.9', .95]", (0.9, 0.95)),
+        ("training.num_steps", "1_000", 1000),
+        ("training.num_steps", "1e3", 1000),
+        ("training.num_steps", "0x10", 16),
+        ("training.num_steps", "0o17", 15),
+        ("training.num_steps", "017", 17),
+        ("training.num_steps", "'7'", 7),
+        ("training.max_staleness", "3", 3),
+        ("training.max_staleness", "auto", "auto"),
+        ("algorithm.gamma", "null", None),
+        ("algorithm.gamma", "~", None),
+        ("algorithm.kl_coef", "1", 1.0),
+        ("model.trust_remote_code", "yes", True),
+        ("model.trust_remote_code", "Off", False),
+        ("model.trust_remote_code", "TRUE", True),
+        ("model.trust_remote_code", "'false'", False),
+        ("model.tokenizer", "null", None),
+        ("model.tokenizer", "'null'", "null"),
+        ("lora.targets", "all-linear", "all-linear"),
+        ("lora.targets", "[q_proj, 1]", ["q_proj", "1"]),
+    ],
+)
+def test_other_keys_get_their_type_from_whatever_says_it(key: str, text: str, value: Any) -> None:
+    given: dict[str, Any] = {"model": {"path": "m"}, "env": {"game": "g"}, "lora": {"rank": 4}}
+    section, name = key.split(".")
+    given.setdefault(section, {})[name] = both(key, text)
+    read = getattr(JobConfig.model_validate({"model": {"path": "m"}, **given}), section)
+    found = getattr(read, name)
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("[1e-3]", [1e-3]),
+        ("{a: [1e-3, 2]}", {"a": [1e-3, 2]}),
+        ("007", 7),
+        ("1.10", 1.1),
+        ("0o17", 15),
+        ("0x1F", 31),
+        ("1_000", "1_000"),
+        ("1e5", 1e5),
+        ("+12", 12),
+        (".inf", math.inf),
+        ("-.INF", -math.inf),
+        ("null", None),
+        ("~", None),
+        ("true", True),
+        ("False", False),
+        ("yes", "yes"),
+        ("on", "on"),
+        ("2024-11-25", "2024-11-25"),
+        ("12:30:00", "12:30:00"),
+        ("'007'", "007"),
+        ('"1e-3"', "1e-3"),
+        ("'true'", "true"),
+        ("!!str 007", "007"),
+        ("{1: a, yes: b, null: c}", {"1": "a", "yes": "b", "null": "c"}),
+    ],
+)
+def test_in_a_free_map_the_core_schema_says_what_a_value_is(text: str, value: Any) -> None:
+    found = both("env.kwargs.x", text)
+    assert (found, type(found)) == (value, type(value))
+    assert both("evaluation.reset_kwargs.x", text) == value
+    given: dict[str, Any] = {}
+    apply_override(given, f"x={text}", None)
+    assert given == {"x": value}
+
+
+def test_values_of_python_and_json_keep_their_types() -> None:
+    values = {"a": "1e-3", "b": "007", "c": 1.5, "d": ["1e5"]}
+    config = JobConfig.model_validate(
+        {"model": {"path": "m"}, "env": {"game": "g", "kwargs": values}}
+    )
+    assert config.env.kwargs == values
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("notes=run #3", "run #3"),
+        ("notes=a: b", "a: b"),
+        ("notes=[draft] x", "[draft] x"),
+        ("notes={", "{"),
+        ("notes=*bold*", "*bold*"),
+        ("notes=it's", "it's"),
+        ("notes='a' and 'b'", "'a' and 'b'"),
+        ('notes="two words"', "two words"),
+        ("notes=100%", "100%"),
+        ("notes=@you", "@you"),
+        ("notes=a=b", "a=b"),
+        ("notes=", ""),
+        ("notes=broker:", "broker:"),
+    ],
+)
+def test_a_text_on_the_command_line_needs_no_quotes(argument: str, value: str) -> None:
+    given: dict[str, Any] = {}
+    apply_override(given, argument)
+    assert given == {"notes": value}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        LEAST_YAML.replace("\n", "\r\n").encode(),
+        b"\xef\xbb\xbf" + LEAST_YAML.encode(),
+        b"---\n" + LEAST_YAML.encode() + b"...\n",
+        b"# only\n\n" + LEAST_YAML.encode(),
+        b"%YAML 1.1\n---\n" + LEAST_YAML.encode(),
+    ],
+    ids=["windows", "byte order mark", "document", "comment", "directive"],
+)
+def test_a_file_may_come_from_any_editor(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "job.yaml").write_bytes(content)
+    assert read_yaml(tmp_path / "job.yaml") == {"model": {"path": "m"}, "env": {"game": "bandit"}}
+
+
+def test_a_section_whose_keys_are_commented_out_has_its_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(f"{LEAST_YAML}training:\nlora: ~\nlearner:\n  # lr: 1\n")
+    assert load_config(file) == load_config(None, LEAST)
+    assert load_config(file, ["training.num_steps=7"]).training.num_steps == 7
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"# nothing\n", b"\xef\xbb\xbf", b"---\n", b"~"])
+def test_an_empty_file_says_nothing(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "job.yaml").write_bytes(content)
+    assert read_yaml(tmp_path / "job.yaml") == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"- a\n- b\n", "holds a list, not a map"),
+        (b"just words\n", "holds a single value"),
+        (b"a: 1\na: 2\n", "key 'a' twice, in lines 1 and 2"),
+        (b"env:\n  game: x\n  kwargs: {b: 1, 'b': 2}\n", "key 'b' twice"),
+        (b"model:\n  path: x\nmodel:\n  path: y\n", "key 'model' twice, in lines 1 and 3"),
+        (b"model:\n\tpath: x\n", "not valid YAML"),
+        (b"a: 1\n---\nb: 2\n", "more than one document"),
+        (b"a: !!python/object:os.system 1\n", "the tag 'tag:yaml.org,2002:python/object"),
+        (b"a: !mine 1\n", "the tag '!mine'"),
+        (b"a: !!binary aGk=\n", "the tag"),
+        (b"? [a, b]\n: 1\n", "no text"),
+        (b"a: \xff\n", "is not UTF-8"),
+        ("a: 1\n".encode("utf-16"), "is not UTF-8"),
+        (b"a: \x00\n", "not valid YAML"),
+        (b"<<: {a: 1}\n<<: {b: 1}\n", "key '<<' twice"),
+    ],
+)
+def test_a_file_that_cannot_be_meant_is_refused_with_the_reason(
+    tmp_path: Path, content: bytes, words: str
+) -> None:
+    (tmp_path / "job.yaml").write_bytes(content)
+    with pytest.raises(ConfigError) as raised:
+        read_yaml(tmp_path / "job.yaml")
+    assert words in raised.value.message
+
+
+def test_tabs_are_named_as_the_likely_reason() -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_yaml("model:\n\tpath: x\n", "it")
+    assert raised.value.hint == "indent with spaces: YAML takes no tabs there"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("1e-3", "007", "yes", "no", "null", "~", "", "1_000", "0o17", "0x1f", "2024-11-25", "on"),
+        *("12:30", "true", "a: b", "# x", "- a", "'q'", "1.10", ".inf", "é", "a\nb", " lead", "!x"),
+        *(1, 1.5, 1e-5, 1e300, True, False, None, [], {}, [1, "1", {"a": None}]),
+    ],
+)
+def test_what_is_written_is_read_as_the_same_again(value: Any) -> None:
+    text = write_yaml({"env": {"kwargs": {"x": value}}, "notes": str(value)})
+    assert parse_yaml(text, "it") == {"env": {"kwargs": {"x": value}}, "notes": str(value)}
+    assert yaml.safe_load(text)["env"]["kwargs"]["x"] == value  # and by YAML 1.1 alike
+
+
+def test_other_files_are_read_by_the_types_of_their_keys(tmp_path: Path) -> None:
+    (tmp_path / "machines.yaml").write_text("kind: slurm\npartition: 0123\nmost: 1_0\n")
+    values = read_yaml(tmp_path / "machines.yaml", MachinesConfig)
+    assert values == {"kind": "slurm", "partition": "0123", "most": 10}
+
+
+def test_a_number_without_end_stays_a_text() -> None:
+    assert core_value("9" * 100_000) == "9" * 100_000

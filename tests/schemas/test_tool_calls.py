@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,6 @@ from tinkermq.schemas.tool_calls import (
     CallFormat,
     ToolText,
     certain_length,
-    deepseek,
-    glm,
     in_hermes_form,
     llama,
     mistral,
@@ -25,6 +24,17 @@ from tinkermq.schemas.tool_calls import (
     read_call,
 )
 
+CASES: list[dict[str, Any]] = [
+    {**case, "calls": [tuple(call) for call in case["calls"]]}
+    for case in map(
+        json.loads, Path(__file__).with_name("tool_calls.jsonl").read_text().splitlines()
+    )
+]
+"""What models write in a tag, or in a format of their own, and the calls that it is."""
+READ = {case["tag"]: case["calls"] for case in CASES if "tag" in case and case["calls"]}
+TEXTS = [case["tag"] for case in CASES if "tag" in case and not case["calls"]] + ["[" * 3000]
+OWN = [case for case in CASES if "format" in case]
+BY_NAME = {read.__name__: read for read in FORMATS}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'
 
 
@@ -68,83 +78,6 @@ def test_several_calls_keep_their_order_and_have_ids_of_their_own() -> None:
 )
 def test_what_is_no_well_formed_call_stays_text(text: str) -> None:
     assert parse_tool_calls(text) == (text, [])
-
-
-READ = {
-    '{"name": "add", "arguments": {"a": 1}}': [("add", {"a": 1})],
-    '{"arguments": {"a": null}, "name": "add"}': [("add", {"a": None})],
-    '{"name": "add", "parameters": {"a": 1}}': [("add", {"a": 1})],
-    '{"name": "add", "arguments": "{\\"a\\": 1}"}': [("add", {"a": 1})],
-    '{"name": "add", "parameters": "{}"}': [("add", {})],
-    '{"name": "add", "arguments": {}}': [("add", {})],
-    '{"name": "add", "arguments": {"raw": "{\\"b\\": 2}"}}': [("add", {"raw": '{"b": 2}'})],
-    '{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}': [("add", {"a": 1})],
-    '{"id": "c1", "function": {"name": "add", "arguments": "{}"}}': [("add", {})],
-    '[{"name": "add", "arguments": {"a": 1}}, {"name": "sub", "parameters": {}}]': [
-        ("add", {"a": 1}),
-        ("sub", {}),
-    ],
-    '{"name": "say", "arguments": {"text": "a </tool_call> b"}}': [
-        ("say", {"text": "a </tool_call> b"})
-    ],
-    '{"name": "say", "arguments": {"text": "<tool_call>{\\"</tool_call>"}}': [
-        ("say", {"text": '<tool_call>{"</tool_call>'})
-    ],
-    '\n {"name": "add",\n "arguments": {"a": [1, {"b": true}]}} \n': [
-        ("add", {"a": [1, {"b": True}]})
-    ],
-}
-"""What a tag may hold, and the calls that it is."""
-TEXTS = [
-    "{}",
-    "[]",
-    "null",
-    '["add"]',
-    "<tool_call>",
-    '"name"',
-    '{"arguments": {}}',
-    '{"name": "add"}',
-    '{"name": "", "arguments": {}}',
-    '{"name": "  ", "arguments": {}}',
-    '{"name": null, "arguments": {}}',
-    '{"name": 3, "arguments": {}}',
-    '{"name": ["add"], "arguments": {}}',
-    '{"name": "add", "args": {"a": 1}}',
-    '{"name": "add", "input": {"a": 1}}',
-    '{"name": "add", "a": 1}',
-    '{"name": "add", "arguments": null}',
-    '{"name": "add", "parameters": null}',
-    '{"name": "add", "arguments": []}',
-    '{"name": "add", "arguments": [1]}',
-    '{"name": "add", "arguments": 3}',
-    '{"name": "add", "arguments": true}',
-    '{"name": "add", "arguments": ""}',
-    '{"name": "add", "arguments": "a=1"}',
-    '{"name": "add", "arguments": "[1]"}',
-    '{"name": "add", "arguments": "\\"{}\\""}',
-    '{"name": "add", "arguments": {}, "parameters": {"a": 1}}',
-    '{"name": "add", "name": "sub", "arguments": {}}',
-    '{"name": "add", "arguments": {"a": 1, "a": 2}}',
-    '{"name": "add", "arguments": {"a": NaN}}',
-    '{"name": "add", "arguments": {"a": Infinity}}',
-    "{'name': 'add', 'arguments': {}}",
-    '{"name": "add", "arguments": {}} and more',
-    'now {"name": "add", "arguments": {}}',
-    '{"name": "add", "arguments": {}}\n{"name": "sub", "arguments": {}}',
-    '[{"name": "add", "arguments": {}}, {"name": "sub"}]',
-    '[{"name": "add", "arguments": {}}] more',
-    '[{"name": "add", "arguments": {}}], "x": [1]',
-    '[[{"name": "add", "arguments": {}}]]',
-    '{"name": "add", "arguments": {"a": 1}',
-    '{"name": "add", "arguments": {"a": 1}}}',
-    '{"name": "add", "arguments": {"a": "\\ud83d"}}',
-    '{"function": "add", "arguments": {"a": 1}}',
-    '{"function": {"name": "add"}, "arguments": {"a": 1}}',
-    "add(a=1)",
-    "<function=add><parameter=a>1</parameter></function>",
-    "[" * 3000,
-]
-"""What a tag may hold that is no call."""
 
 
 @pytest.mark.parametrize("body", READ)
@@ -259,165 +192,28 @@ TOOLS = [
     },
     {"type": "function", "function": {"name": "now"}},
 ]
-BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-ONE, SEP, STOP = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+ONE = "<｜tool▁call▁begin｜>"
 
 
-def xml(body: str) -> str:
-    return f"<tool_call>\n<function=write>\n{body}</function>\n</tool_call>"
-
-
-def parameter(key: str, value: str) -> str:
-    return f"<parameter={key}>\n{value}\n</parameter>\n"
-
-
-def argument(key: str, value: str) -> str:
-    return f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
-
-
-def fenced(name: str, arguments: str) -> str:
-    return f"{ONE}function{SEP}{name}\n```json\n{arguments}\n```{STOP}"
-
-
-WRITE = ("write", {"path": "a"})
-KNOWN: list[tuple[CallFormat, str, str, list[tuple[str, Any]]]] = [
-    (llama, '{"name": "write", "parameters": {"path": "a"}}', "", [WRITE]),
-    (llama, '\n{"name": "write", "arguments": {"path": "a"}}<|eot_id|>', "", [WRITE]),
-    (llama, '<|python_tag|>{"name": "write", "parameters": {"path": "a"}}<|eom_id|>', "", [WRITE]),
-    (llama, '{"name": "now", "parameters": {}}', "", [("now", {})]),
-    (
-        llama,
-        '{"name": "write", "parameters": {"path": "a"}}; {"name": "now", "parameters": {}}',
-        "",
-        [WRITE, ("now", {})],
-    ),
-    (mistral, '[TOOL_CALLS] [{"name": "write", "arguments": {"path": "a"}}]</s>', "", [WRITE]),
-    (
-        mistral,
-        'So [TOOL_CALLS][{"name": "write", "arguments": {"path": "a"}, "id": "abcdefghi"}]',
-        "So",
-        [WRITE],
-    ),
-    (mistral, ' [{"name": "now", "arguments": {}}]', "", [("now", {})]),
-    (mistral, '[TOOL_CALLS]write{"path": "a"}', "", [WRITE]),
-    (
-        mistral,
-        '[TOOL_CALLS]write[ARGS]{"path": "a"}[TOOL_CALLS]now[ARGS]{}',
-        "",
-        [WRITE, ("now", {})],
-    ),
-    (mistral, '[TOOL_CALLS]write[CALL_ID]abcdefghi[ARGS]{"path": "a"}</s>', "", [WRITE]),
-    (qwen_xml, f"So\n{xml(parameter('path', 'a'))}", "So", [WRITE]),
-    (qwen_xml, xml("<parameter=path>a</parameter>"), "", [WRITE]),
-    (qwen_xml, xml(""), "", [("write", {})]),
-    (
-        qwen_xml,
-        xml(parameter("n", "3") + parameter("x", "0.5") + parameter("ok", "True")),
-        "",
-        [("write", {"n": 3, "x": 0.5, "ok": True})],
-    ),
-    (
-        qwen_xml,
-        xml(parameter("all", "[1, 2]") + parameter("map", '{"a": null}')),
-        "",
-        [("write", {"all": [1, 2], "map": {"a": None}})],
-    ),
-    (
-        qwen_xml,
-        xml(parameter("map", "None") + parameter("maybe", "null") + parameter("any", "3")),
-        "",
-        [("write", {"map": None, "maybe": None, "any": "3"})],
-    ),
-    (qwen_xml, xml(parameter("path", '{"a": 1}')), "", [("write", {"path": '{"a": 1}'})]),
-    (qwen_xml, xml(parameter("n", "three")), "", [("write", {"n": "three"})]),
-    (
-        qwen_xml,
-        xml(parameter("path", "a\n\n  b </parameter> c")),
-        "",
-        [("write", {"path": "a\n\n  b </parameter> c"})],
-    ),
-    (qwen_xml, xml("") + "\n" + xml(parameter("path", "a")), "", [("write", {}), WRITE]),
-    (glm, f"<tool_call>write\n{argument('path', 'a')}</tool_call>", "", [WRITE]),
-    (glm, "<tool_call>now\n</tool_call>", "", [("now", {})]),
-    (glm, "<tool_call>now</tool_call>", "", [("now", {})]),
-    (
-        glm,
-        f"So\n<tool_call>write\n{argument('n', '3')}{argument('all', '[true]')}</tool_call>",
-        "So",
-        [("write", {"n": 3, "all": [True]})],
-    ),
-    (deepseek, f"So{BEGIN}{fenced('write', json.dumps(WRITE[1]))}{END}", "So", [WRITE]),
-    (
-        deepseek,
-        f"{BEGIN}{fenced('write', json.dumps(WRITE[1]))}\n{fenced('now', '{}')}{END}",
-        "",
-        [WRITE, ("now", {})],
-    ),
-    (deepseek, f'{BEGIN}{ONE}write{SEP}{{"path": "a"}}{STOP}{END}', "", [WRITE]),
-]
-
-
-@pytest.mark.parametrize(("read", "text", "said", "calls"), KNOWN)
+@pytest.mark.parametrize("case", OWN, ids=lambda case: f"{case['format']} {case['text']}")
 @pytest.mark.parametrize("thought", ["", "<think>\nhm\n</think>\n\n"])
-def test_a_call_is_read_in_the_format_of_its_model(
-    read: CallFormat, text: str, said: str, calls: list[tuple[str, Any]], thought: str
+def test_a_call_is_read_in_the_format_of_its_model_and_all_else_stays_text(
+    case: dict[str, Any], thought: str
 ) -> None:
-    told = in_hermes_form(thought + text, read, TOOLS)
+    told = in_hermes_form(thought + case["text"], BY_NAME[case["format"]], TOOLS)
     reply = parse_reply(told, "c", calls=True)
-    assert (reply.text, [(call.name, call.value) for call in reply.calls]) == (said, calls)
-    assert reply.reasoning == ("hm" if thought else None)
-
-
-PLAIN_TEXTS: list[tuple[CallFormat, str]] = [
-    (llama, '{"name": "write"}'),
-    (llama, '{"name": "", "parameters": {}}'),
-    (llama, '{"name": "write", "parameters": "a"}'),
-    (llama, '{"name": "write", "parameters": [1]}'),
-    (llama, '{"name": "ada", "parameters": {"age": 36}}'),  # no tool: some JSON that is an answer
-    (llama, 'So {"name": "write", "parameters": {"path": "a"}}'),
-    (llama, '{"name": "write", "parameters": {"path": "a"}} is what I would call'),
-    (llama, '{"name": "write", "parameters": {"path": "a"}'),
-    (llama, '{"name": "write", "parameters": {"path": "a", "path": "b"}}'),
-    (llama, 'write(path="a")'),
-    (mistral, '[{"name": "ada", "arguments": {}}]'),
-    (mistral, '[TOOL_CALLS] [{"name": "write"}]'),
-    (mistral, '[TOOL_CALLS] [{"name": "write", "arguments": {}}'),
-    (mistral, "[TOOL_CALLS] []"),
-    (mistral, "[TOOL_CALLS]write"),
-    (mistral, '[TOOL_CALLS]write{"path": '),
-    (mistral, '[TOOL_CALLS]write{"path": "a"} and more'),
-    (mistral, 'write{"path": "a"}'),
-    (qwen_xml, xml('{"path": "a"}')),
-    (qwen_xml, xml(parameter("path", "a") + "more")),
-    (qwen_xml, xml("more" + parameter("path", "a"))),
-    (qwen_xml, xml(parameter("path", "a") * 2)),
-    (qwen_xml, xml("<parameter=path>\na\n")),
-    (qwen_xml, f"<tool_call>\n<function=write>\n{parameter('path', 'a')}"),
-    (qwen_xml, "<tool_call>\n<function=>\n</function>\n</tool_call>"),
-    (qwen_xml, f"<function=write>\n{parameter('path', 'a')}</function>"),
-    (glm, '<tool_call>write\n{"path": "a"}</tool_call>'),
-    (glm, "<tool_call>write\n<arg_key>path</arg_key>\n</tool_call>"),
-    (glm, f"<tool_call>write\n{argument('path', 'a')}"),
-    (glm, f"<tool_call>write it\n{argument('path', 'a')}</tool_call>"),
-    (glm, "<tool_call>\n</tool_call>"),
-    (deepseek, f"{BEGIN}{ONE}function{SEP}write\n```json\n[1]\n```{STOP}{END}"),
-    (deepseek, f"{BEGIN}{ONE}function{SEP}write\n{STOP}{END}"),
-    (deepseek, f"{BEGIN}{ONE}function{SEP}\n```json\n{{}}\n```{STOP}{END}"),
-    (deepseek, f'{BEGIN}{ONE}function{SEP}write\n```json\n{{"path": "a"}}'),
-]
-
-
-@pytest.mark.parametrize(("read", "text"), PLAIN_TEXTS)
-def test_what_is_not_well_formed_stays_text(read: CallFormat, text: str) -> None:
-    assert in_hermes_form(text, read, TOOLS) == text
-    assert not parse_reply(text, "c", calls=True).calls
+    assert [(call.name, call.value) for call in reply.calls] == case["calls"]
+    if case["calls"]:
+        assert (reply.text, reply.reasoning) == (case["said"], "hm" if thought else None)
+    else:
+        assert told == thought + case["text"]
 
 
 @pytest.mark.parametrize("read", FORMATS)
 def test_a_call_that_is_only_thought_of_is_no_call(read: CallFormat) -> None:
-    for own, text, _, _ in KNOWN:
-        if own is read:
-            thought = f"<think>\nI could write {text}"
+    for case in OWN:
+        if case["calls"] and case["format"] == read.__name__:
+            thought = f"<think>\nI could write {case['text']}"
             assert in_hermes_form(thought, read, TOOLS) == thought
 
 
@@ -425,9 +221,7 @@ def test_a_call_that_is_only_thought_of_is_no_call(read: CallFormat) -> None:
 @given(data=st.data(), cut=st.floats(0, 1))
 @pytest.mark.parametrize("read", FORMATS)
 def test_what_is_told_of_a_growing_answer_stays(read: CallFormat, data: Any, cut: float) -> None:
-    own = [text for of, text, *_ in KNOWN if of is read] + [
-        text for of, text in PLAIN_TEXTS if of is read
-    ]
+    own = [case["text"] for case in OWN if case["format"] == read.__name__]
     bits = [*own, "<think>", "</think>", " \n", "a < b", "{", "[", "x", "<tool_c", "[TOOL"]
     whole = "".join(data.draw(st.lists(st.sampled_from(bits), max_size=5)))
     begun = whole[: round(cut * len(whole))]

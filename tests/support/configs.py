@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.load_config import load_config
 
 REPOSITORY = Path(__file__).parents[2]
@@ -41,3 +42,16 @@ def example(name: str, *overrides: str) -> dict[str, Any]:
     """Return the configuration of an example as a user's client sends it."""
     config = load_config(REPOSITORY / "examples" / f"{name}.yaml", list(overrides))
     return config.model_dump(mode="json", exclude_unset=True)
+
+
+def learner_job(folder: Path | str = "none", **sections: Mapping[str, Any]) -> JobConfig:
+    """Return a job whose updates are nearly proportional to gradients; sections are laid over."""
+    config: dict[str, Any] = {
+        "model": {"path": str(folder)},
+        "env": {"game": "none"},
+        "rollout": {"max_prompt_tokens": 16, "max_turn_tokens": 16, "max_response_tokens": 48},
+        "learner": {"lr": 0.1, "eps": 1.0, "grad_clip": 1e9},
+    }
+    for name, section in sections.items():
+        config[name] = {**config.get(name, {}), **section}
+    return JobConfig.model_validate(config)

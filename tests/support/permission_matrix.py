@@ -1,16 +1,13 @@
 """Who may publish to which subject and listen to which: asked of a broker, as a table.
 
 The subjects are all that `schemas/wire/subjects.py` builds for a job, and what JetStream is asked
-about each of its streams and buckets. `python -m tests.support.permission_matrix` writes the table
-that `tests/broker/test_permissions.py` compares with.
+about each of its streams and buckets.
 """
 
-import asyncio
 import inspect
 import itertools
 import json
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -256,8 +253,3 @@ def in_table(name: str) -> Rights:
         for part in (publish, listen)
     ]
     return Rights(*granted)
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        TABLE.write_text(table(asyncio.run(ask_server(Path(folder)))))

@@ -132,7 +132,7 @@ async def test_conversations_are_validated_by_an_engine_on_the_learners_slot(
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("transport", ["object", pytest.param("nccl", marks=pytest.mark.full)])
+@pytest.mark.parametrize("transport", ["object", "nccl"])
 async def test_a_generator_and_a_learner_killed_while_the_engine_sleeps(
     stack: Stack, model: Path, transport: str
 ) -> None:

@@ -480,7 +480,7 @@ async def test_a_job_of_somebody_else_cannot_be_attached_to(stack: Stack) -> Non
 
 
 async def test_a_training_job_is_no_server(stack: Stack, trained: Job) -> None:
-    with pytest.raises(ConfigError, match="of kind train: it serves no model"):
+    with pytest.raises(ConfigError, match="of kind train, which serves no model"):
         await run_inference_async(
             job_id=trained.record.name, game_class=BanditGame, scheduler_url=stack.server.url
         )

@@ -141,23 +141,13 @@ async def test_a_machine_that_dies_and_a_link_that_is_cut_cost_a_checkpoints_way
             small_job(model, env=SLOW, learner=learner, training={"num_steps": 30})
         )
         await job.until_step(4)
-        away = next(
-            actor.node
-            for actor in (await job.read()).actors
-            if actor.role == "rank" and actor.node != learners_node(job)
-        )
-        assert away is not None
+        away = await node_of_a_rank(job)
         stack.kill(away)
         await job.until_event("training_started", count=2)
         assert (await job.read()).losses == 1
         assert away not in {actor.node for actor in job.record.actors}
         await job.until_step(job_step(await job.read()) + 3)
-        cut = next(
-            actor.node
-            for actor in (await job.read()).actors
-            if actor.role == "rank" and actor.node != learners_node(job)
-        )
-        assert cut is not None
+        cut = await node_of_a_rank(job)
         network.cut(cut)
         stack.start("node", away)
         await job.until_event("training_started", count=3)
@@ -197,12 +187,7 @@ async def test_a_machine_that_drains_takes_its_learner_along_with_a_checkpoint(
         training = {"num_steps": 24, "save_freq": 100}
         job = await stack.submit(small_job(model, env=SLOW, learner=APART, training=training))
         await job.until_step(4)
-        leaving = next(
-            actor.node
-            for actor in (await job.read()).actors
-            if actor.role == "rank" and actor.node != learners_node(job)
-        )
-        assert leaving is not None
+        leaving = await node_of_a_rank(job)
         stack.terminate(leaving)
         saved = await job.until_event("checkpoint_saved")
         assert int(saved.data["step"]) >= 4
@@ -211,6 +196,13 @@ async def test_a_machine_that_drains_takes_its_learner_along_with_a_checkpoint(
         await job.until("COMPLETED")
         assert (await job.read()).losses == 0
         await assert_every_task_once(job)
+
+
+async def node_of_a_rank(job: Job) -> str:
+    """Return a node of the job that has a rank and not the learner."""
+    await job.read()
+    nodes = (actor.node for actor in job.record.actors if actor.role == "rank")
+    return next(node for node in nodes if node and node != learners_node(job))
 
 
 def job_step(record: Any) -> int:

@@ -24,13 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ....broker.weights.shared_memory import is_in_memory
 from ....schemas.config.sections import LoraConfig
 from ....schemas.wire.errors import ModelError
 from ...policy.adapted_layers import AdaptedLayers, LowRank, OneAdapter
 from ...policy.lora import PREFIX, layer_of
-from ...weights.tensors import TensorSource, as_tensor, bytes_of, dtype_of
-from ..weight_updates import WeightNames
+from ...weights.shared_memory import is_in_memory
+from ...weights.tensors import TensorSource, WeightNames, as_tensor, bytes_of, dtype_of
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _MAX_UNUSED = 2
@@ -243,8 +242,7 @@ class DoubleBuffer:
 
         Raises EngineError listing the names that are missing, unknown, or of the wrong shape.
         """
-        self._names.check(tensors)
-        given = self._names.once(tensors)
+        given = self._names.checked(tensors)
         shared = _in_shared_memory(given.values(), self._names.tensors)
         self._is_shared = shared is not None
         if shared is not None:
@@ -320,12 +318,11 @@ def _in_shared_memory(
     not as the model computes with them."""
     found: list[torch.Tensor] = []
     for source, tensor in zip(sources, live, strict=True):
-        if isinstance(source, torch.Tensor) or tensor.is_cuda or dtype_of(source) != tensor.dtype:
+        if isinstance(source, Tensor) or tensor.is_cuda or dtype_of(source) != tensor.dtype:
             return None
-        view = source[2]
-        if not isinstance(view, memoryview) or not is_in_memory(view) or not tensor.numel():
+        if not is_in_memory(source.data) or not tensor.numel():
             return None
-        shared = torch.frombuffer(view, dtype=torch.uint8)
+        shared = torch.frombuffer(source.data, dtype=torch.uint8)
         if shared.data_ptr() % tensor.itemsize or shared.numel() != tensor.nbytes:
             return None
         found.append(shared.view(tensor.dtype).view(tensor.shape))

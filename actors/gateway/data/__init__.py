@@ -1,1 +1,1 @@
-"""What pages and REST interface show of a run, read from the broker and the run folder."""
+"""Data of runs for pages and the REST interface, from the broker and the run folder."""

@@ -1,6 +1,6 @@
-"""Jobs as pages and the REST interface show them: the table, configurations, logs and checkpoints.
+"""Jobs for pages and the REST interface: the table, configurations, logs and checkpoints.
 
-Checkpoints lie in the run's folder, on this machine or on a disk shared with the pool, or in the
+Checkpoints are in the run's folder, on this machine or on a disk shared with the pool, or in the
 run's store, which is read with the gateway's own credentials. A download packs only folders
 `checkpoints/step_*` of the run, and only regular files that really lie in them.
 """
@@ -46,9 +46,9 @@ GROUPS: dict[str, frozenset[str]] = {
     "failed": frozenset({"FAILED"}),
     "cancelled": frozenset({"CANCELLED"}),
 }
-"""What the page filters by, and the states each stands for."""
+"""The page's filters, and the states of each."""
 STATES = tuple(dict.fromkeys((*GROUPS, ARCHIVED, *(state.lower() for state in get_args(JobState)))))
-"""What a query may ask for."""
+"""The values of the query."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class Query:
     state: str = ""
     """A state, a group of `GROUPS`, or `archived`; empty for all that are not archived."""
     search: str = ""
-    """Words that each must be part of name, id, kind, owner, game, model, reason, tags, group or
-    notes; `tag:x` and `group:x` are one of the tags, and the group, as they are."""
+    """Words that name, id, kind, owner, game, model, reason, tags, group or notes must contain;
+    `tag:x` and `group:x` must match a tag or the group exactly."""
     offset: int = 0
     limit: int = PAGE
     sort: str = ""
     """One of `SORTS`, with a `-` before it for the greatest first; empty: newest first."""
     folded: bool = False
-    """Tell what serves or evaluates a run with the run, and not by itself."""
+    """List jobs that serve or evaluate a run with the run, and not by themselves."""
 
 
 SORTS: dict[str, Callable[[JobRecord], Any]] = {
@@ -76,9 +76,9 @@ SORTS: dict[str, Callable[[JobRecord], Any]] = {
     "slots": lambda record: sum(actor.slots for actor in record.actors),
     "age": lambda record: -(record.started or record.created),
 }
-"""What a job's record is sorted by."""
+"""Sort keys that are in a job's record."""
 FIGURES: dict[str, str] = {"step": "step", "reward": "reward", "validation": "validation"}
-"""What jobs are sorted by that stands in their figures, and its name in a row."""
+"""Sort keys that are figures, and their names in a row."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ class JobPage:
     total: int
     """Jobs that match."""
     counts: dict[str, int]
-    """Jobs by group of states, whatever is filtered."""
+    """Jobs by group of states, without the filter."""
     helpers: dict[str, list[JobRecord]] = field(default_factory=dict[str, list[JobRecord]])
-    """By job, those that serve or evaluate it, which are listed with it."""
+    """By job, the jobs that serve or evaluate it and are listed with it."""
 
 
 def select(records: Sequence[JobRecord], query: Query) -> JobPage:
-    """Return the jobs that match a query, a page of them."""
+    """Return a page of the jobs that match a query."""
     archived = [record for record in records if record.archived is not None]
     records = [record for record in records if record.archived is None]
     by_state = Counter(record.state for record in records)
@@ -121,7 +121,7 @@ def select(records: Sequence[JobRecord], query: Query) -> JobPage:
 
 
 def fold(records: Sequence[JobRecord]) -> tuple[list[JobRecord], dict[str, list[JobRecord]]]:
-    """Return jobs without those that serve or evaluate another of them, and these by that job."""
+    """Return the jobs without those that serve or evaluate another, and these by that job."""
     runs = {name: item for item in records if not _helps(item) for name in (item.job, item.name)}
     left: list[JobRecord] = []
     helpers: dict[str, list[JobRecord]] = {}
@@ -135,7 +135,7 @@ def fold(records: Sequence[JobRecord]) -> tuple[list[JobRecord], dict[str, list[
 
 
 def _helps(record: JobRecord) -> str:
-    """Return the run, by id or name, whose versions a job serves or evaluates; or nothing."""
+    """Return the id or name of the run that a job serves or evaluates; or nothing."""
     if record.kind not in ("infer", "eval"):
         return ""
     return record.follow or (record.serves or record.fork_of or "").rpartition("@")[0]
@@ -144,10 +144,9 @@ def _helps(record: JobRecord) -> str:
 async def select_rows(
     figures: "Figures", broker: Broker, records: Sequence[JobRecord], query: Query
 ) -> tuple[JobPage, list[dict[str, Any]]]:
-    """Return the jobs that match a query, a page of them, and the row of each.
+    """Return a page of the jobs that match a query, and their rows.
 
-    Sorted by a figure, those whose figure is not known yet come last. Raises MessageError for a
-    sort that there is not.
+    In an order by a figure, jobs without it come last. Raises MessageError for an unknown order.
     """
     key = FIGURES.get(query.sort.removeprefix("-"))
     if key is None:
@@ -156,7 +155,7 @@ async def select_rows(
     page = select(records, replace(query, offset=0, limit=len(records)))
     rows = await figures.rows(broker, page.records)
     sign = -1 if query.sort.startswith("-") else 1
-    rows.sort(key=lambda one: (one[key] is None, sign * (one[key] or 0.0)))
+    rows.sort(key=lambda row: (row[key] is None, sign * (row[key] or 0.0)))
     return page, with_helpers(rows[query.offset : query.offset + query.limit], page)
 
 
@@ -207,7 +206,7 @@ def _expiry(key: _RunEnd, _: dict[str, float], now: float) -> float:
 
 
 class Figures:
-    """The newest numbers of jobs; those of jobs that have ended are read once."""
+    """The newest figures of jobs; those of ended jobs are read once."""
 
     def __init__(self) -> None:
         self._cached: TLRUCache[_RunEnd, dict[str, float], float] = TLRUCache(
@@ -217,7 +216,7 @@ class Figures:
         self._free = asyncio.Semaphore(_READING_AT_ONCE)
 
     async def rows(self, broker: Broker, records: Sequence[JobRecord]) -> list[dict[str, Any]]:
-        """Return what the table shows of each job; figures that take long come next time."""
+        """Return the rows of jobs; figures that take long are in the next call's."""
         if not records:
             return []
         reading = [asyncio.ensure_future(self.values(broker, record)) for record in records]
@@ -231,7 +230,7 @@ class Figures:
         ]
 
     async def values(self, broker: Broker, record: JobRecord) -> dict[str, float]:
-        """Return the newest value of each metric of a job; none where its feed is gone."""
+        """Return the newest value of each metric of a job; empty if its feed was removed."""
         finished = record.finished if record.state in FINAL_STATES else None
         key = (record.user, record.job, record.attempt, finished)
         cached = self._cached.get(key)
@@ -279,9 +278,9 @@ def _whole(value: Any) -> int | None:
 # -- differences between configurations ------------------------------------------------------------
 
 MAX_RUNS = 20
-"""Runs that one page lays over each other."""
+"""Runs that one page compares."""
 _OF_THE_RUN = frozenset({"name", "tags", "group", "notes"})
-"""What differs anyway."""
+"""Keys that always differ."""
 
 
 class ConfigDifference(NamedTuple):
@@ -345,7 +344,7 @@ async def tail_of_events(
 
 
 async def bottleneck_of(broker: Broker, record: JobRecord) -> str:
-    """Return the newest line that says what holds a run up; empty for none."""
+    """Return the newest line on a run's bottleneck; empty without one."""
     for event in await tail_of_events(broker, record, quiet=False):
         if event.kind == "bottleneck":
             return event.message
@@ -373,7 +372,7 @@ def _level(line: str) -> str:
 
 
 async def _tail(broker: Broker, stream: str, subject: str, limit: int) -> list[StoredMessage]:
-    """Return the last messages on a subject, by looking at ever more of the stream's end."""
+    """Return the last messages on a subject, searching more and more of the stream's end."""
     try:
         state = (await stream_info(broker, stream))["state"]
     except NotFoundError:
@@ -409,7 +408,7 @@ _CHUNK = 1 << 20
 
 
 async def scored_checkpoints(broker: Broker, record: JobRecord) -> list[dict[str, Any]]:
-    """Return what `list_checkpoints` does, with the validation of each and which is the best.
+    """Return the checkpoints with their validation, and which is the best.
 
     Raises StorageError.
     """
@@ -417,7 +416,7 @@ async def scored_checkpoints(broker: Broker, record: JobRecord) -> list[dict[str
     try:
         scores = await read_scores(broker, record.scope)
     except TinkermqError:
-        scores = {}  # the bucket is not there, or not for this user
+        scores = {}  # the bucket does not exist, or this user may not read it
     best = best_of(scores, [item["step"] for item in reply])
     means = {step: score.mean for step, score in scores.items()}
     return [
@@ -442,19 +441,19 @@ def list_checkpoints(record: JobRecord, stores: Stores) -> list[dict[str, Any]]:
                 "path": str(folder),
             }
         )
-    return sorted(result, key=lambda one: one["step"], reverse=True)
+    return sorted(result, key=lambda checkpoint: checkpoint["step"], reverse=True)
 
 
 def _in_store(record: JobRecord, stores: Stores) -> list[dict[str, Any]]:
     return [
         {
             "step": step,
-            "bytes": sum(file.num_bytes for file in one.files),
-            "files": [file.name for file in one.files],
-            "saved": max(file.saved for file in one.files),
-            "path": one.url,
+            "bytes": sum(file.num_bytes for file in stored.files),
+            "files": [file.name for file in stored.files],
+            "saved": max(file.saved for file in stored.files),
+            "path": stored.url,
         }
-        for step, one in stored_checkpoints(record, stores, tries=1).items()
+        for step, stored in stored_checkpoints(record, stores, tries=1).items()
     ]
 
 
@@ -471,7 +470,7 @@ def check_here(record: JobRecord, step: int, stores: Stores) -> None:
         )
     raise NotFoundError(
         f"run {record.name} has no checkpoint of step {step} on this machine",
-        hint="checkpoints lie in the run's folder on the pool; older ones are removed "
+        hint="checkpoints are in the run's folder on the pool; older ones are removed "
         "(training.keep_last, training.keep_every)",
     )
 
@@ -479,7 +478,7 @@ def check_here(record: JobRecord, step: int, stores: Stores) -> None:
 def pack(run_dir: str, step: int, name: str) -> Iterator[bytes]:
     """Yield an uncompressed tar archive of a checkpoint, a chunk at a time.
 
-    Raises OSError for what was removed or changed meanwhile.
+    Raises OSError if a file was removed or changed meanwhile.
     """
     with Folder(run_dir) as run, run.folder(checkpoint_in(step)) as folder:
         for entry in folder.files():
@@ -490,14 +489,14 @@ def pack(run_dir: str, step: int, name: str) -> Iterator[bytes]:
                 left = entry.num_bytes
                 while left:
                     chunk = source.read(min(_CHUNK, left)) or bytes(min(_CHUNK, left))
-                    left -= len(chunk)  # a file that became shorter meanwhile is filled up
+                    left -= len(chunk)  # a file that became shorter meanwhile is padded
                     yield chunk
             yield bytes(-entry.num_bytes % tarfile.BLOCKSIZE)
         yield bytes(2 * tarfile.BLOCKSIZE)
 
 
 def _files(run_dir: str, step: int) -> list[FolderEntry]:
-    """Return the regular files of a checkpoint, by name; none of one that cannot be read."""
+    """Return the regular files of a checkpoint, by name; empty if it cannot be read."""
     try:
         with Folder(run_dir) as run, run.folder(checkpoint_in(step)) as folder:
             return list(folder.files())

@@ -1,8 +1,8 @@
-"""The curves of each job, read from its feed once and kept, bounded in number and size.
+"""The curves of each job, read from its feed once and cached, bounded in number and size.
 
-A long feed is read twice: a sample of it at once, so that the page opens; then all of it, in the
-background, so that no extreme is missing. The evaluations of a sampled run come from their own
-bucket, because they are too few to be in a sample.
+A long feed is read twice: first a sample, so that the page opens; then all of it, in the
+background, so that no extreme is missing. The evaluations of a sampled run are read from their own
+bucket, since a sample would miss them.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class Line(NamedTuple):
     name: str
     """Name of the metric."""
     label: str
-    """What the chart calls it."""
+    """Its label in the chart."""
 
 
 class Chart(NamedTuple):
@@ -91,10 +91,10 @@ CHARTS: tuple[Chart, ...] = (
     ),
     Chart("turns", "Turns", (Line("num_turns/mean", "mean"),), "per episode"),
 )
-"""The curated page."""
+"""The charts of the page."""
 
 TIME, TOKENS = "time", "tokens"
-"""Beside the steps, what curves may be drawn over: seconds and tokens since the run began."""
+"""Axes besides steps: seconds and tokens since the start of the run."""
 _WRITTEN_AT = "written at"
 """Name among the curves for the time of a metric: no metric's name has a space."""
 _TRAINED = "perf/total_num_tokens"
@@ -102,7 +102,7 @@ MAX_NAMES = 512
 
 
 def job_curves() -> Curves:
-    """Return empty curves of a job; of a repeated step the last values count."""
+    """Return empty curves of a job; later values of a repeated step replace the earlier ones."""
     return Curves(later_counts=True, max_names=MAX_NAMES)
 
 
@@ -119,22 +119,22 @@ def names_of(curves: Curves) -> list[str]:
     return [name for name in curves.names if name != _WRITTEN_AT]
 
 
-def is_wanted(name: str, wanted: Sequence[str]) -> bool:
-    """Whether a metric is one of those named, by itself or by a pattern; none named: all."""
-    return not wanted or any(fnmatchcase(name, item) for item in wanted)
+def is_wanted(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a metric matches a name or pattern; without any, all match."""
+    return not patterns or any(fnmatchcase(name, item) for item in patterns)
 
 
 def chart_points(
-    curves: Curves, wanted: Sequence[str] = (), *, first: int = 0, last: int | None = None
+    curves: Curves, patterns: Sequence[str] = (), *, first: int = 0, last: int | None = None
 ) -> dict[str, Any]:
-    """Return what the page draws; see `Curves.points`.
+    """Return the points that the page draws; see `Curves.points`.
 
-    `wanted` names metrics, or all of a kind by a pattern (`critic/*`); empty: all. `names` are all
-    that there are; `time` and `tokens` are each point's seconds and trained tokens since the run's
+    `patterns` are names of metrics or patterns (`critic/*`); empty: all. `names` are all
+    metrics; `time` and `tokens` are each point's seconds and trained tokens since the run's
     start, as far as known.
     """
     names = names_of(curves)
-    shown = {name for name in names if is_wanted(name, wanted)}
+    shown = {name for name in names if is_wanted(name, patterns)}
     points = curves.points(shown, first=first, last=last)
     at = np.array(points["x"], dtype=np.int64) // curves.width
     times, tokens = curves.means(_WRITTEN_AT), np.nan_to_num(curves.means(_TRAINED)) * curves.width
@@ -145,7 +145,7 @@ def chart_points(
 
 
 def finite_values(metric: Metric) -> dict[str, float]:
-    """Return the values of a metric that can be drawn."""
+    """Return the finite values of a metric."""
     return {name: value for name, value in metric.values.items() if math.isfinite(value)}
 
 
@@ -174,12 +174,12 @@ class History:
 
     @property
     def complete(self) -> bool:
-        """Whether all of the feed was read, not a sample of it only."""
+        """Whether the whole feed was read, not only a sample."""
         return self._sampled is None
 
     @property
     def nbytes(self) -> int:
-        """Memory that the curves hold."""
+        """Memory of the curves."""
         return self._curves.nbytes + (self._sampled.nbytes if self._sampled else 0)
 
     async def curves(self, broker: Broker) -> Curves:
@@ -223,7 +223,7 @@ class History:
             self._reading = None
 
     async def _read(self, broker: Broker, start: int, last: int) -> None:
-        """Enter the metrics from `start` on, of which the feed had those to `last`."""
+        """Enter the metrics from `start` on, of a feed that ended at `last`."""
         messages = await broker.retry(
             lambda: get_all(broker, self._scope.stream_feed, self._scope.metric, start),
             deadline_s=_DEADLINE_S,
@@ -233,7 +233,7 @@ class History:
         self._next_seq = max([last, *(message.seq for message in messages[-1:])]) + 1
 
     async def _read_long(self, broker: Broker, start: int) -> None:
-        """Enter all metrics from `start` on through a consumer, leaving others their turn."""
+        """Enter all metrics from `start` on through a consumer, yielding to other work."""
         metrics: list[Metric] = []
         async with aclosing(stored_metrics(broker, self._scope, start)) as stored:
             async for seq, metric in stored:
@@ -267,18 +267,18 @@ class History:
         try:
             entries = await Bucket(broker, BUCKET_EVALS, EvalRecord).items(self._scope.key)
         except TinkermqError:
-            return []  # the bucket is not there, or not for this user: the whole feed has them
+            return []  # no bucket, or no right to read it: the whole feed has them
         shown = [entry.value for entry in entries if entry.value.values]
         return [Metric(step=item.step, values=item.values, time=0.0) for item in shown]
 
 
 class Histories:
-    """The histories that were looked at last."""
+    """The histories that were used last."""
 
     def __init__(self, max_jobs: int = MAX_JOBS, max_bytes: int = MAX_BYTES) -> None:
         self._max_jobs = max_jobs
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, History] = OrderedDict()
+        self._histories: OrderedDict[str, History] = OrderedDict()
 
     async def points(
         self,
@@ -291,26 +291,26 @@ class Histories:
     ) -> dict[str, Any]:
         """Return the curves of a job that the owner of `broker` may read.
 
-        See `chart_points`; `complete` is false while they are of a sample.
+        See `chart_points`; `complete` is false while the curves are from a sample.
         """
-        history = self._kept.setdefault(scope.key, History(scope))
-        self._kept.move_to_end(scope.key)
+        history = self._histories.setdefault(scope.key, History(scope))
+        self._histories.move_to_end(scope.key)
         curves = await history.curves(broker)
         while self._too_much():
-            _, oldest = self._kept.popitem(last=False)
+            _, oldest = self._histories.popitem(last=False)
             await oldest.close()
         shown = chart_points(curves, names, first=first, last=last)
         return {"complete": history.complete, **shown}
 
     def _too_much(self) -> bool:
-        held = sum(history.nbytes for history in self._kept.values())
-        return len(self._kept) > max(1, self._max_jobs if held <= self._max_bytes else 1)
+        held = sum(history.nbytes for history in self._histories.values())
+        return len(self._histories) > max(1, self._max_jobs if held <= self._max_bytes else 1)
 
     async def close(self) -> None:
         """Stop all reading."""
-        for history in self._kept.values():
+        for history in self._histories.values():
             await history.close()
-        self._kept.clear()
+        self._histories.clear()
 
 
 # -- exact metrics of each step, for own analysis --------------------------------------------------
@@ -321,8 +321,8 @@ async def exact_lines(
 ) -> AsyncGenerator[bytes, None]:
     """Yield a line of JSON for each metric message stored by now: step, time and values.
 
-    `names` are names or patterns; none: all. What is not finite is left out. A step that was
-    trained again after a resumption stands there twice; the later line counts.
+    `names` are names or patterns; empty: all. Values that are not finite are left out. A step that
+    was trained again after a resumption has two lines; the later one counts.
     """
     async with aclosing(stored_metrics(broker, scope)) as stored:
         async for _, metric in stored:

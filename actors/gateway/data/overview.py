@@ -1,8 +1,8 @@
-"""The overview of one run and its live updates: state, figures, actors and what they wait for.
+"""The overview of one run and its live updates: state, figures and actors.
 
 Updates are server-sent events: the run's feed or log, and its state. The id of an event is the
-message's sequence, so a browser that lost the connection continues after the last one it got; one
-that is far behind has to reload the page.
+message's sequence, so a browser that lost the connection continues after the last event it got; one
+that is far behind must reload the page.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from .metrics import finite_values
 
 
 async def summarize_run(gateway: Gateway, visitor: Visitor, record: JobRecord) -> dict[str, Any]:
-    """Return what the head of a job's page shows, and its actors."""
+    """Return the data of the head of a job's page, and its actors."""
     values, actors, bottleneck = await asyncio.gather(
         gateway.figures.values(visitor.broker, record),
         actors_of(visitor, record),
@@ -49,7 +49,7 @@ async def summarize_run(gateway: Gateway, visitor: Visitor, record: JobRecord) -
 
 
 def allowed_actions(record: JobRecord) -> dict[str, bool]:
-    """Return which actions the state of a job allows."""
+    """Return the actions that the state of a job allows."""
     ended = record.state in FINAL_STATES
     at_hand = ended and record.archived is None and record.removal == "no"
     trains = record.trains and record.stop == "no"
@@ -68,12 +68,12 @@ def allowed_actions(record: JobRecord) -> dict[str, bool]:
 
 
 async def actors_of(visitor: Visitor, record: JobRecord) -> list[dict[str, Any]]:
-    """Return the actors of a job: where each was placed, what it does, whom it waits for."""
+    """Return the actors of a job: placement, state, and what each waits for."""
     entries: list[Entry[Presence]] = []
-    if record.state not in FINAL_STATES:  # the last heartbeats outlive their actors for a while
+    if record.state not in FINAL_STATES:  # heartbeats outlive their actors for a while
         with contextlib.suppress(TinkermqError):
             entries = await list_presences(visitor.broker, record.scope.key)
-    heard = {entry.value.actor: entry.value for entry in entries}
+    beats = {entry.value.actor: entry.value for entry in entries}
     rows = [
         {
             "name": actor.name,
@@ -82,7 +82,7 @@ async def actors_of(visitor: Visitor, record: JobRecord) -> list[dict[str, Any]]
             "slots": actor.slots,
             "placed": actor.state,
             "restarts": actor.restarts,
-            **_heartbeat(heard.pop(actor.name, None)),
+            **_heartbeat(beats.pop(actor.name, None)),
         }
         for actor in record.actors
     ]
@@ -96,7 +96,7 @@ async def actors_of(visitor: Visitor, record: JobRecord) -> list[dict[str, Any]]
             "restarts": 0,
             **_heartbeat(item),
         }
-        for item in heard.values()
+        for item in beats.values()
     ]
     return rows + joined
 
@@ -123,7 +123,7 @@ async def _bottleneck(visitor: Visitor, record: JobRecord) -> str:
 
 
 def _figures(values: dict[str, float]) -> list[dict[str, Any]]:
-    """Return the handful of numbers beside the step bar."""
+    """Return the figures beside the step bar."""
     shown = (
         ("reward", "training_step_reward", "{:.3f}"),
         ("validation", "val/mean_score", "{:.3f}"),
@@ -149,12 +149,12 @@ _QUEUE_LENGTH = 256
 
 
 async def job_stream(request: Request) -> EventSourceResponse:
-    """Stream what is new of a job: `?of=feed` (metrics, events) or `?of=log`, `from=SEQUENCE`."""
+    """Stream a job's updates: `?of=feed` (metrics, events) or `?of=log`, `from=SEQUENCE`."""
     gateway, visitor = gateway_of(request), await visitor_of(request)
     record = await Scheduler(visitor).get(request.path_params["job"])
     of = request.query_params.get("of", "feed")
     if of not in ("feed", "log"):
-        raise MessageError(f"of={of!r} is no stream", hint="it is feed or log")
+        raise MessageError(f"of={of!r} must be feed or log")
     from_seq = number_in(request, "from", least=1)
     last_id = request.headers.get("last-event-id", "")
     if last_id.isascii() and last_id.isdigit():
@@ -173,7 +173,7 @@ class _Updates:
         self._queue: asyncio.Queue[ServerSentEvent | None] = asyncio.Queue(_QUEUE_LENGTH)
 
     async def run(self, of: str, from_seq: int | None) -> AsyncGenerator[ServerSentEvent, None]:
-        """Yield events until the gateway stops, the browser goes, or the visitor is shut out."""
+        """Yield events until the gateway stops, the browser disconnects, or the key is revoked."""
         parts: tuple[Coroutine[Any, Any, None], ...] = (
             self._pump(of, from_seq),
             self._watch(),
@@ -195,12 +195,12 @@ class _Updates:
         await self._queue.put(None)
 
     async def _pump(self, of: str, from_seq: int | None) -> None:
-        """Hand on what is stored, from when the job's streams are there until they are removed."""
+        """Forward stored messages, from when the job's streams exist until they are removed."""
         while not await self._hand_on(of, from_seq):  # noqa: ASYNC110  streams send no signal
             await asyncio.sleep(WATCH_S)
 
     async def _hand_on(self, of: str, from_seq: int | None) -> bool:
-        """Return False if the streams are not there yet, True when there is nothing more."""
+        """Return False if the streams do not exist yet, True at their end."""
         scope = self._record.scope
         stream = scope.stream_feed if of == "feed" else scope.stream_log
         subjects = [scope.metric, scope.event] if of == "feed" else [scope.log("*")]
@@ -221,12 +221,12 @@ class _Updates:
             return self._record.has_streams or self._record.state in FINAL_STATES
         except MessageError:
             return True
-        except TinkermqError:  # the connection is gone: the browser comes again
+        except TinkermqError:  # the connection was lost: the browser reconnects
             await self._queue.put(None)
         return True
 
     async def _watch(self) -> None:
-        """Tell the job's state, its figures and its actors whenever they change."""
+        """Send the job's state, figures and actors whenever they change."""
         scheduler, before = Scheduler(self._visitor), ""
         template = self._gateway.templates.get_template("job_live.html")
         while True:

@@ -1,6 +1,6 @@
-"""The rollout log as shown: pages of groups, single episodes token by token, and their advantages.
+"""The rollout log for display: pages of groups, episodes token by token, and advantages.
 
-Neither the log nor the batches are read as a whole to find which step trained a group.
+The step that trained a group is found without reading the whole log or all batches.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ EXACT = frozenset({"grpo", "dr_grpo", "rloo", "remax"})
 def group_advantages(
     estimator: str, rewards: Sequence[float], baseline: float | None = None
 ) -> tuple[str, list[float]]:
-    """Return the name of what is shown, and its value for each episode.
+    """Return the name of the advantage, and its value for each episode.
 
     `baseline` is the reward of the greedy episode, for remax.
     """
@@ -82,51 +82,48 @@ LEVELS = (-0.05, -0.3, -1.0, -2.0, -4.0)
 
 
 def show_episode(group: Group, number: int, *, estimator: str, step: int | None) -> dict[str, Any]:
-    """Return all that is shown of one episode of a group.
-
-    Raises NotFoundError when the group has no such episode.
-    """
+    """Return the display of one episode of a group; NotFoundError if it does not exist."""
     if not 0 <= number < len(group.trajectories):
         raise NotFoundError(
             f"task {group.task.task} has no episode {number}",
             hint=f"it has 0 to {len(group.trajectories) - 1}"
             if group.trajectories
-            else "the task was given up; see its error",
+            else "the task failed; see its error",
         )
-    one = group.trajectories[number]
+    trajectory = group.trajectories[number]
     name, advantages = _advantages(group, estimator)
-    made = one.logprobs[one.mask == 1]
-    turns, rows = _turns(one), _rows(group, one)
+    made = trajectory.logprobs[trajectory.mask == 1]
+    turns, rows = _turns(trajectory), _rows(group, trajectory)
     return {
         "task": group.task.task,
         "sample": group.task.sample,
-        "seed": one.seed,
+        "seed": trajectory.seed,
         "episode": number,
-        "role": one.role,
-        "opponents": one.opponents,
+        "role": trajectory.role,
+        "opponents": trajectory.opponents,
         "step": step,
         "source": group.source,
-        "host": one.host,
-        "reward": one.reward,
+        "host": trajectory.host,
+        "reward": trajectory.reward,
         "advantage_name": name,
         "advantage": advantages.get(number),
-        "greedy": one.greedy,
-        "finish": one.ended_by,
-        "versions": [one.min_version, one.max_version],
-        "tries": one.num_tries,
-        "failures": [failure.model_dump() for failure in one.failures],
-        "generate_s": one.generate_s,
-        "environment_s": one.environment_s,
-        "num_tokens": len(one.token_ids),
-        "num_generated": one.num_generated,
+        "greedy": trajectory.greedy,
+        "finish": trajectory.ended_by,
+        "versions": [trajectory.min_version, trajectory.max_version],
+        "tries": trajectory.num_tries,
+        "failures": [failure.model_dump() for failure in trajectory.failures],
+        "generate_s": trajectory.generate_s,
+        "environment_s": trajectory.environment_s,
+        "num_tokens": len(trajectory.token_ids),
+        "num_generated": trajectory.num_generated,
         "logprob_mean": float(made.mean()) if len(made) else None,
         "logprob_min": float(made.min()) if len(made) else None,
-        "kind": one.kind,
+        "kind": trajectory.kind,
         "calls": [vars(line) for line in call_lines(group.trajectories[rows[0]].info)],
         "row": rows.index(number),
         "rows": rows,
-        "info": {name: value for name, value in one.info.items() if name != "calls"},
-        "messages": _messages(one, turns, group.images),
+        "info": {name: value for name, value in trajectory.info.items() if name != "calls"},
+        "messages": _messages(trajectory, turns, group.images),
         "turns": turns,
         "siblings": [
             {
@@ -143,35 +140,36 @@ def show_episode(group: Group, number: int, *, estimator: str, step: int | None)
     }
 
 
-def _rows(group: Group, one: Trajectory) -> list[int]:
-    """Return the places of all rows of an episode, its main one first."""
-    is_whole = one.episode < 0
+def _rows(group: Group, trajectory: Trajectory) -> list[int]:
+    """Return the indices of all rows of an episode, its main row first."""
+    is_whole = trajectory.episode < 0
     return [
         index
         for index, item in enumerate(group.trajectories)
-        if item is one or (not is_whole and (item.episode, item.role) == (one.episode, one.role))
+        if item is trajectory
+        or (not is_whole and (item.episode, item.role) == (trajectory.episode, trajectory.role))
     ]
 
 
 def _advantages(group: Group, estimator: str) -> tuple[str, dict[int, float]]:
-    """Return the name of what is shown, and its value by episode: compared within each role."""
+    """Return the name of the advantage, and its value by episode, compared within each role."""
     greedy = next((item.reward for item in group.trajectories if item.greedy), None)
-    name, found = "", dict[int, float]()
+    name, by_episode = "", dict[int, float]()
     places = {id(item): index for index, item in enumerate(group.trajectories)}
     for role in dict.fromkeys(item.role for item in group.sampled):
         peers = [rows for rows in group.episodes if rows[0].role == role]
         rewards = [return_of(rows) for rows in peers]
         name, values = group_advantages(estimator, rewards, greedy)
         for rows, value in zip(peers, values, strict=True):
-            found.update((places[id(row)], value) for row in rows)
-    return name, found
+            by_episode.update((places[id(row)], value) for row in rows)
+    return name, by_episode
 
 
 def _messages(
-    one: Trajectory, turns: list[dict[str, Any]], images: list[bytes]
+    trajectory: Trajectory, turns: list[dict[str, Any]], images: list[bytes]
 ) -> list[dict[str, Any]]:
-    """Return the messages; the policy's own, the last ones of the assistant, with their turns."""
-    whole = restore_images(one.messages, images)
+    """Return the messages, the last ones of the assistant with their turns."""
+    whole = restore_images(trajectory.messages, images)
     messages: list[dict[str, Any]] = [show_message(message) for message in whole]
     own = [message for message in messages if message["role"] == "assistant"][-len(turns) :]
     for message, turn in zip(own, turns[len(turns) - len(own) :], strict=True):
@@ -179,17 +177,17 @@ def _messages(
     return messages
 
 
-def _turns(one: Trajectory) -> list[dict[str, Any]]:
+def _turns(trajectory: Trajectory) -> list[dict[str, Any]]:
     """Return reward, version, length and mean log-prob of each turn."""
     turns: list[dict[str, Any]] = []
-    reasons = one.finish_reasons or [None] * len(one.turn_ends)
+    reasons = trajectory.finish_reasons or [None] * len(trajectory.turn_ends)
     start = 0
     for number, (end, reward) in enumerate(
-        zip(one.turn_ends.tolist(), one.rewards.tolist(), strict=True)
+        zip(trajectory.turn_ends.tolist(), trajectory.rewards.tolist(), strict=True)
     ):
-        inside = one.mask[start : end + 1] == 1
-        versions = one.versions[start : end + 1][inside]
-        logprobs = one.logprobs[start : end + 1][inside]
+        inside = trajectory.mask[start : end + 1] == 1
+        versions = trajectory.versions[start : end + 1][inside]
+        logprobs = trajectory.logprobs[start : end + 1][inside]
         turns.append(
             {
                 "turn": number,
@@ -204,13 +202,13 @@ def _turns(one: Trajectory) -> list[dict[str, Any]]:
     return turns
 
 
-def show_tokens(one: Trajectory, texts: TokenTexts) -> dict[str, Any]:
-    """Return the tokens of an episode with log-prob, version and mask; very long ones are cut."""
-    ids = one.token_ids[:MAX_TOKENS].tolist()
-    mask = one.mask[: len(ids)].tolist()
-    logprobs = one.logprobs[: len(ids)].tolist()
-    versions = one.versions[: len(ids)].tolist()
-    ends = dict(zip(one.turn_ends.tolist(), one.rewards.tolist(), strict=True))
+def show_tokens(trajectory: Trajectory, texts: TokenTexts) -> dict[str, Any]:
+    """Return the tokens of an episode with log-prob, version and mask, at most `MAX_TOKENS`."""
+    ids = trajectory.token_ids[:MAX_TOKENS].tolist()
+    mask = trajectory.mask[: len(ids)].tolist()
+    logprobs = trajectory.logprobs[: len(ids)].tolist()
+    versions = trajectory.versions[: len(ids)].tolist()
+    ends = dict(zip(trajectory.turn_ends.tolist(), trajectory.rewards.tolist(), strict=True))
     message = texts.of(ids)
     tokens = [
         {
@@ -228,7 +226,7 @@ def show_tokens(one: Trajectory, texts: TokenTexts) -> dict[str, Any]:
     ]
     return {
         "tokens": tokens,
-        "left_out": len(one.token_ids) - len(ids),
+        "left_out": len(trajectory.token_ids) - len(ids),
         "decoded": texts.known,
     }
 
@@ -255,7 +253,7 @@ def show_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def show_part(part: Any) -> dict[str, str]:
-    """Return a part of a message: `text`, or `image` (a data URL, or the place it lies at)."""
+    """Return a part of a message: `text`, or `image` (a data URL, or its location)."""
     if not isinstance(part, dict):
         return {"kind": "text", "text": str(part)}
     fields = cast("dict[str, Any]", part)
@@ -278,8 +276,8 @@ def show_part(part: Any) -> dict[str, str]:
 def image_url(value: Any) -> str:
     """Return a data URL of an image given as bytes, base64 or data URL; empty for anything else.
 
-    Only PNG, JPEG, GIF and WebP, recognized by their first bytes: nothing that could hold a script,
-    and nothing that the browser would fetch from elsewhere.
+    Only PNG, JPEG, GIF and WebP, recognized by their first bytes: no format with scripts, and no
+    URL that the browser would fetch.
     """
     if isinstance(value, str):
         result = _DATA_URL.fullmatch(value) if len(value) < 2 * MAX_IMAGE_BYTES else None
@@ -305,29 +303,29 @@ def _call(call: Any) -> dict[str, str]:
 GROUPS_PER_PAGE = 24
 _BATCH_WINDOW = 512
 _SEARCHED_ENTRIES, _SEARCHED_BYTES = 768, 64 << 20
-"""What one page reads of the log at most when it looks for something."""
+"""Bound on what a search reads of the log for one page."""
 _PREVIEW_CHARS = 160
 
 
 @dataclass(frozen=True)
 class RolloutFilter:
-    """A search of the log: episodes that match all of it."""
+    """A search of the log: episodes must match all of it."""
 
     text: str = ""
-    """Words that must all stand in the messages, in whatever order and case."""
+    """Words that the messages must contain, in any order and case."""
     reward_from: float | None = None
     reward_to: float | None = None
     version: int | None = None
     """A policy version that generated some of its tokens."""
     tokens_from: int | None = None
-    """Generated tokens at least."""
+    """Least number of generated tokens."""
     sample: int | None = None
     """Row of the data, or seed of a generated state."""
     errors: bool = False
-    """Only tasks given up and episodes with failed tries."""
+    """Only failed tasks and episodes with failed tries."""
 
     def has(self, group: Group) -> bool:
-        """Whether the page shows a group."""
+        """Return whether a group matches."""
         if self.sample is not None and group.task.sample != self.sample:
             return False
         if self.errors and group.error is None and not any(e.failures for e in group.trajectories):
@@ -337,17 +335,21 @@ class RolloutFilter:
         )
 
     def marks(self, group: Group) -> list[bool]:
-        """Whether each episode of a group is one of those looked for."""
+        """Return for each episode of a group whether it matches."""
         words = self.text.lower().split()
-        return [self._is_it(trajectory, words) for trajectory in group.trajectories]
+        return [self._matches_episode(trajectory, words) for trajectory in group.trajectories]
 
-    def _is_it(self, one: Trajectory, words: Sequence[str]) -> bool:
+    def _matches_episode(self, trajectory: Trajectory, words: Sequence[str]) -> bool:
         low, high = self.reward_from, self.reward_to
-        in_range = (low is None or one.reward >= low) and (high is None or one.reward <= high)
-        is_of = self.version is None or one.min_version <= self.version <= one.max_version
-        if not in_range or not is_of or one.num_generated < (self.tokens_from or 0):
+        in_range = (low is None or trajectory.reward >= low) and (
+            high is None or trajectory.reward <= high
+        )
+        is_of = (
+            self.version is None or trajectory.min_version <= self.version <= trajectory.max_version
+        )
+        if not in_range or not is_of or trajectory.num_generated < (self.tokens_from or 0):
             return False
-        text = text_of(one).lower() if words else ""
+        text = text_of(trajectory).lower() if words else ""
         return all(word in text for word in words)
 
 
@@ -359,11 +361,11 @@ class GroupPage:
     """Some groups of a job."""
 
     groups: list[dict[str, Any]]
-    """Newest first, or best first; see `group_row`."""
+    """Rows, newest or best first; see `group_row`."""
     older: int | None
-    """Where the next page begins (`before`); None at the end of the log."""
+    """Start of the next page (`before`); None at the end of the log."""
     num_entries: int
-    """Entries that the log holds."""
+    """Number of entries of the log."""
 
 
 async def read_page(
@@ -373,24 +375,24 @@ async def read_page(
     before: int | None = None,
     step: int | None = None,
     sort: str = "log",
-    wanted: RolloutFilter = EVERYTHING,
+    search: RolloutFilter = EVERYTHING,
 ) -> GroupPage:
     """Return a page of the run's newest groups, or the groups that one step trained.
 
-    Behind the log's oldest come those of the run's folder. `before` is the sequence behind the
-    page's first entry. What is looked for is sought page after page, within a bound: `older` leads
-    on from there. Raises NotFoundError for a step that was not trained.
+    After the log's oldest groups come those of the run's folder. `before` is the sequence after the
+    page's first entry. A search reads a bounded part of the log: `older` continues from there.
+    Raises NotFoundError for a step that was not trained.
     """
     there = await RunRollouts.open(broker, job.scope, job.run_dir)
     older: int | None = None
     if step is not None:
         seqs = await _trained_in(broker, job.scope, there, step)
-        reply = await asyncio.to_thread(_matching, await _entries(there, seqs), wanted)
-        rows = [group_row(item, step, wanted) for item in reply]
+        reply = await asyncio.to_thread(_matching, await _entries(there, seqs), search)
+        rows = [group_row(item, step, search) for item in reply]
     else:
         step_of = there.steps | await _recent_steps(broker, job.scope)
-        reply, older = await _search(there, before, wanted)
-        rows = [group_row(item, step_of.get(item.seq), wanted) for item in reply]
+        reply, older = await _search(there, before, search)
+        rows = [group_row(item, step_of.get(item.seq), search) for item in reply]
     if sort == "reward":
         rows.sort(key=lambda row: row["reward"] if row["reward"] is not None else float("-inf"))
         rows.reverse()
@@ -398,14 +400,14 @@ async def read_page(
 
 
 async def _search(
-    there: RunRollouts, before: int | None, wanted: RolloutFilter
+    there: RunRollouts, before: int | None, search: RolloutFilter
 ) -> tuple[list[LogEntry], int | None]:
-    """Return a page of what is wanted, from `before` back, and where older ones begin."""
+    """Return a page of matches, from `before` back, and the start of the next page."""
     collected: list[LogEntry] = []
     num_entries = num_bytes = 0
     while seqs := there.before(before, GROUPS_PER_PAGE):
         entries = await _entries(there, seqs)
-        collected += await asyncio.to_thread(_matching, entries, wanted)
+        collected += await asyncio.to_thread(_matching, entries, search)
         before = seqs[-1]
         num_entries += len(entries)
         num_bytes += sum(len(entry.payload) for entry in entries)
@@ -420,19 +422,19 @@ async def _entries(there: RunRollouts, seqs: Iterable[int]) -> list[LogEntry]:
     return [entry for entry in entries if entry is not None]
 
 
-def _matching(entries: Iterable[LogEntry], wanted: RolloutFilter) -> list[LogEntry]:
-    return [entry for entry in entries if _matches(entry, wanted)]
+def _matching(entries: Iterable[LogEntry], search: RolloutFilter) -> list[LogEntry]:
+    return [entry for entry in entries if _matches(entry, search)]
 
 
-def _matches(entry: LogEntry, wanted: RolloutFilter) -> bool:
+def _matches(entry: LogEntry, search: RolloutFilter) -> bool:
     if entry.group is None:
-        return wanted in (EVERYTHING, RolloutFilter(errors=True))
-    return wanted.has(entry.group)
+        return search in (EVERYTHING, RolloutFilter(errors=True))
+    return search.has(entry.group)
 
 
-def text_of(one: Trajectory) -> str:
-    """Return the text of an episode's messages, one after the other."""
-    return "\n".join(text for message in one.messages for text in _texts(message))
+def text_of(trajectory: Trajectory) -> str:
+    """Return the texts of an episode's messages, joined by line ends."""
+    return "\n".join(text for message in trajectory.messages for text in _texts(message))
 
 
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:
@@ -443,14 +445,14 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _preview(group: Group) -> dict[str, str]:
-    """Return how the prompt of a group ends, and how its first episode's last answer begins."""
+    """Return the end of a group's prompt, and the start of its first episode's last answer."""
     if not group.trajectories:
         return {"prompt": "", "answer": ""}
     messages = group.trajectories[0].messages
     roles = [str(message.get("role")) for message in messages]
     begun = roles.index("assistant") if "assistant" in roles else len(roles)
     prompt = " ".join(" ".join(_texts(messages[begun - 1])).split()) if begun else ""
-    own = [one for one, role in zip(messages, roles, strict=True) if role == "assistant"]
+    own = [message for message, role in zip(messages, roles, strict=True) if role == "assistant"]
     answer = " ".join(" ".join(_texts(own[-1])).split()) if own else ""
     return {"prompt": prompt[-_PREVIEW_CHARS:], "answer": answer[:_PREVIEW_CHARS]}
 
@@ -458,7 +460,7 @@ def _preview(group: Group) -> dict[str, str]:
 async def read_group(broker: Broker, job: JobRecord, seq: int) -> tuple[Group, int | None]:
     """Return the group at a sequence of the log, and the step that trained it.
 
-    Raises NotFoundError when it is not there (any more), MessageError when it cannot be read.
+    Raises NotFoundError if the entry does not exist, MessageError if it cannot be read.
     """
     there = await RunRollouts.open(broker, job.scope, job.run_dir)
     entry = await there.get(seq)
@@ -476,7 +478,7 @@ async def read_group(broker: Broker, job: JobRecord, seq: int) -> tuple[Group, i
 async def neighbours_of(
     broker: Broker, job: JobRecord, seq: int, episode: int, num_episodes: int
 ) -> dict[str, tuple[int, int] | None]:
-    """Return the episodes before and after one: in its group, else in the entry beside that."""
+    """Return the episodes before and after one, in its group or the neighbouring entries."""
     there = await RunRollouts.open(broker, job.scope, job.run_dir)
     older, newer = next(iter(there.before(seq, 1)), None), there.after(seq)
     before = (seq, episode - 1) if episode else None if older is None else (older, 0)
@@ -488,7 +490,7 @@ async def neighbours_of(
 async def _trained_in(
     broker: Broker, scope: JobScope, there: RunRollouts, step: int
 ) -> Sequence[int]:
-    """Return the entries that a step trained; of a run without a batch log those in its folder."""
+    """Return the entries that a step trained; for a run without batch log, from its folder."""
     try:
         return (await trained_in(broker, scope, step)).seqs
     except NotFoundError:
@@ -501,8 +503,8 @@ async def _trained_in(
 async def trained_in(broker: Broker, scope: JobScope, step: int) -> BatchRecord:
     """Return the batch record of a step; raises NotFoundError.
 
-    Steps follow one another in the log, so the record lies at the sequence of its step or, in a
-    run that was taken up again, near it.
+    Steps follow one another in the log, so the record is at the sequence of its step or, in a
+    resumed run, near it.
     """
     for start in (max(1, step), max(1, step - _BATCH_WINDOW)):
         for record in await _batch_records(broker, scope, start):
@@ -532,9 +534,9 @@ async def _batch_records(broker: Broker, scope: JobScope, start: int) -> list[Ba
 
 
 def group_row(
-    entry: LogEntry, step: int | None, wanted: RolloutFilter = EVERYTHING
+    entry: LogEntry, step: int | None, search: RolloutFilter = EVERYTHING
 ) -> dict[str, Any]:
-    """Return what the list shows of one entry of the log; `found`, which episodes are wanted."""
+    """Return the row of one entry of the log; `found` marks matching episodes."""
     group = entry.group
     if group is None:
         return {
@@ -565,16 +567,16 @@ def group_row(
         "episodes": [
             {
                 "episode": number,
-                "found": found,
-                "reward": one.reward,
-                "turns": len(one.rewards),
-                "tokens": one.num_generated,
-                "finish": one.ended_by,
-                "greedy": one.greedy,
-                "tries": one.num_tries,
+                "found": is_match,
+                "reward": episode.reward,
+                "turns": len(episode.rewards),
+                "tokens": episode.num_generated,
+                "finish": episode.ended_by,
+                "greedy": episode.greedy,
+                "tries": episode.num_tries,
             }
-            for number, (one, found) in enumerate(
-                zip(group.trajectories, wanted.marks(group), strict=True)
+            for number, (episode, is_match) in enumerate(
+                zip(group.trajectories, search.marks(group), strict=True)
             )
         ],
     }
@@ -605,7 +607,7 @@ async def job_of(request: Request) -> tuple[Visitor, JobRecord]:
 
 
 def query_of(request: Request) -> Query:
-    """Return a request's filter of jobs; raises MessageError for values that there are not."""
+    """Return a request's filter of jobs; raises MessageError for unknown values."""
     limit = number_in(request, "limit", PAGE, least=1) or PAGE
     return Query(
         state=choice_in(request, "state", STATES, ""),
@@ -617,10 +619,10 @@ def query_of(request: Request) -> Query:
 
 
 def actor_in(request: Request) -> str:
-    """Return the actor named in the query; raises MessageError for what cannot be one."""
+    """Return the actor named in the query; raises MessageError for an impossible name."""
     actor = text_in(request, "actor")
     if actor and not all(char.isalnum() or char in "-_" for char in actor):
-        raise MessageError(f"actor={actor!r} is no name of an actor")
+        raise MessageError(f"actor={actor!r} is not the name of an actor")
     return actor
 
 
@@ -632,7 +634,7 @@ async def page_of_rollouts(request: Request, visitor: Visitor, record: JobRecord
         before=number_in(request, "before", least=1),
         step=number_in(request, "step", least=1),
         sort=choice_in(request, "sort", ("log", "reward"), "log"),
-        wanted=RolloutFilter(
+        search=RolloutFilter(
             text=text_in(request, "q"),
             reward_from=real_in(request, "reward_from"),
             reward_to=real_in(request, "reward_to"),
@@ -667,7 +669,7 @@ def episode_in(request: Request) -> tuple[int, int]:
 
 
 def beside_in(request: Request) -> tuple[int, int] | None:
-    """Return the episode to be shown beside another, `SEQ/EPISODE`; None without one.
+    """Return the episode to show beside another, `SEQ/EPISODE`; None without one.
 
     Raises MessageError for anything else.
     """
@@ -676,7 +678,7 @@ def beside_in(request: Request) -> tuple[int, int] | None:
         return None
     seq, _, number = text.partition("/")
     if not all(part.isascii() and part.isdigit() and len(part) < 16 for part in (seq, number)):
-        raise MessageError(f"beside={text[:40]!r} names no episode", hint="write SEQ/EPISODE")
+        raise MessageError(f"beside={text[:40]!r} is not an episode", hint="write SEQ/EPISODE")
     return int(seq), int(number)
 
 
@@ -688,6 +690,6 @@ def _texts_of(record: JobRecord) -> TokenTexts:
 
 
 def queue_of(records: list[JobRecord]) -> list[JobRecord]:
-    """Return the jobs that wait, by their place in the queue; those without one yet come last."""
+    """Return the queued jobs by their place in the queue; those without a place come last."""
     waiting = [record for record in records if record.state == "QUEUED"]
-    return sorted(waiting, key=lambda one: (one.place == 0, one.place))
+    return sorted(waiting, key=lambda job: (job.place == 0, job.place))

@@ -1,9 +1,9 @@
 """The text of tokens, from a model's tokenizer.json, if this machine has the model's folder.
 
-A tokenizer is a user's file, and may take for ever to decode (a regular expression that backtracks)
-or all memory. So each is loaded in a process of its own (`token_worker`), with limits that the
-kernel keeps; one that passes them is ended, and its tokens are shown by their ids, as those of a
-model without a tokenizer here. Messages are readable either way.
+A tokenizer is a user's file, and may decode without end (a regular expression that backtracks) or
+use all memory. So each is loaded in its own process (`token_worker`), with limits of the kernel; a
+process that exceeds them is ended, and tokens are then shown by their ids, as those of a model
+without a tokenizer here. Messages are readable either way.
 """
 
 import atexit
@@ -24,12 +24,12 @@ from ....schemas.local.folder import Folder
 from ....schemas.wire.errors import StorageError
 
 LIMIT_S = 3.0
-"""Of computing, for loading a tokenizer and for each page of tokens."""
+"""CPU time for loading a tokenizer, and for each page of tokens."""
 MEMORY_BYTES = 2 << 30
 _MAX_FILE_BYTES = 64 << 20
 _NAME = "tokenizer.json"
 _AT_ONCE = 4
-"""Processes that are kept; the one that was used last ends when another is needed."""
+"""Number of processes; the least recently used one ends when another is needed."""
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 _Key = tuple[int, int, int]
@@ -39,7 +39,7 @@ class TokenTexts:
     """The texts of one model's tokens."""
 
     def __init__(self, worker: "_Worker | None" = None) -> None:
-        """Ask a worker; None shows ids."""
+        """Decode by a worker; None shows ids."""
         self._worker = worker
 
     @property
@@ -48,7 +48,7 @@ class TokenTexts:
         return self._worker is not None and not self._worker.has_ended
 
     def of(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token; characters of several tokens stand at the last of them.
+        """Return the text of each token; a character of several tokens is at the last of them.
 
         Runs in a thread.
         """
@@ -57,10 +57,9 @@ class TokenTexts:
 
 
 def token_texts(model: str, checkpoint: Path | None = None, limit_s: float = LIMIT_S) -> TokenTexts:
-    """Return the texts of a model's tokens, or else of a run's checkpoint, if they are here.
+    """Return the texts of a model's tokens, or of a run's checkpoint, if its files are here.
 
-    A model's folder may hold links, as the hub's cache does; that of a run may not. Runs in a
-    thread.
+    A model's folder may hold links, as the hub's cache does; a run's may not. Runs in a thread.
     """
     places = [Path(os.path.realpath(Path(model, _NAME)))] if model else []
     for place in [*places, *([] if checkpoint is None else [checkpoint / _NAME])]:
@@ -76,7 +75,7 @@ def token_texts(model: str, checkpoint: Path | None = None, limit_s: float = LIM
 
 
 class _Workers:
-    """The processes of the tokenizers that were used last."""
+    """The processes of recently used tokenizers."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[_Key, _Worker] = OrderedDict()
@@ -84,7 +83,7 @@ class _Workers:
         atexit.register(self.close)
 
     def of(self, file: int, place: str, limit_s: float) -> "_Worker":
-        """Return the process of a file that is open; it is started with the first question."""
+        """Return the process for an open file; it starts with the first request."""
         status = os.fstat(file)
         key = (status.st_dev, status.st_ino, status.st_mtime_ns)
         with self._lock:
@@ -104,7 +103,7 @@ class _Workers:
 
 
 class _Worker:
-    """One process with one tokenizer; what has ended once stays so until its file changes."""
+    """One process with one tokenizer; after its end it is not restarted until its file changes."""
 
     def __init__(self, file: int, place: str, limit_s: float) -> None:
         self._place = place
@@ -123,24 +122,24 @@ class _Worker:
         )
 
     def texts(self, ids: Sequence[int]) -> list[str] | None:
-        """Return the text of each token; None where the process does not answer."""
+        """Return the text of each token; None if the process does not answer."""
         with self._lock:
             if self.has_ended:
                 return None
-            answer = self._ask(list(ids))
+            answer = self._decode(list(ids))
             if answer is None:
                 self.has_ended = True
                 _log.warning("tokenizer_unreadable", file=self._place, code=self._end())
             return answer
 
     def close(self) -> None:
-        """End the process; who waits for its answer gets none."""
+        """End the process; pending requests get None."""
         self.has_ended = True
         self._process.kill()
         with self._lock:
             self._end()
 
-    def _ask(self, ids: list[int]) -> list[str] | None:
+    def _decode(self, ids: list[int]) -> list[str] | None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:

@@ -1,4 +1,4 @@
-"""Templates: everything is escaped, a name that is missing is an error."""
+"""Templates: everything is escaped, a missing name is an error."""
 
 import hashlib
 import time
@@ -58,7 +58,7 @@ def render(request: Request, name: str, shown: dict[str, Any], status: int = 200
 
 
 def _stamp() -> str:
-    """Return a short digest of the static files: a new release is fetched anew."""
+    """Return a short digest of the static files, so that browsers fetch those of a new release."""
     digest = hashlib.sha256()
     for file in sorted(STATIC.iterdir()):
         digest.update(file.read_bytes())
@@ -86,7 +86,7 @@ def duration(seconds: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return a number in few digits; nothing for none."""
+    """Return a number in few digits; empty for None."""
     if value is None or value != value:
         return ""
     if abs(value) >= 1000:
@@ -109,5 +109,5 @@ def clock(seconds: float, shape: str = "%Y-%m-%d %H:%M:%S") -> str:
 
 
 def level(value: float, low: float, high: float) -> int:
-    """Return which of five equal parts from `low` to `high` a value lies in, 0 to 4."""
+    """Return in which fifth from `low` to `high` a value is, 0 to 4."""
     return 2 if high <= low else min(4, max(0, int((value - low) / (high - low) * 5)))

@@ -1,4 +1,4 @@
-"""The pages of the dashboard, rendered on the server: they work without scripts."""
+"""The pages of the dashboard, rendered on the server; they work without scripts."""
 
 import asyncio
 import contextlib
@@ -57,7 +57,7 @@ _CHARTS = [chart._asdict() for chart in CHARTS]
 async def job_page(
     request: Request, visitor: Visitor, record: JobRecord, tab: str, more: dict[str, Any]
 ) -> Response:
-    """Show a tab of a job's page, with the head that is the same in all of them."""
+    """Show a tab of a job's page, with the common head."""
     seen = await summarize_run(gateway_of(request), visitor, record)
     runs = [_curves_of(record)]
     shown = {"user": visitor.user, "record": record, "tab": tab, "runs": runs, **seen, **more}
@@ -65,7 +65,7 @@ async def job_page(
 
 
 async def _last_seq(broker: Broker, stream: str) -> int:
-    """Return where live updates begin: what is stored later is not on the page yet."""
+    """Return the sequence from which live updates start."""
     try:
         return int((await stream_info(broker, stream))["state"]["last_seq"])
     except NotFoundError:  # the job's streams were removed: there is nothing to follow
@@ -78,9 +78,9 @@ async def job(request: Request) -> Response:
 
 
 async def compare(request: Request) -> Response:
-    """Show several runs laid over each other, and where their configurations differ.
+    """Show the curves of several runs in one chart, and the differences of their configurations.
 
-    They are named one by one, or are those that a search finds: by tag, by group.
+    The runs are named, or found by a search: by tag, by group.
     """
     visitor = await visitor_of(request)
     search, records, num_found = await _compared(request, operations.Scheduler(visitor))
@@ -111,7 +111,7 @@ async def compare(request: Request) -> Response:
 async def _compared(
     request: Request, scheduler: operations.Scheduler
 ) -> tuple[str, list[JobRecord], int]:
-    """Return the search, the runs to compare, and how many there would be."""
+    """Return the search, the runs to compare, and their number without the bound."""
     jobs = list(dict.fromkeys(request.query_params.getlist("run")))
     if len(jobs) > MAX_RUNS:
         raise MessageError(f"{len(jobs)} runs were named; a page compares at most {MAX_RUNS}")
@@ -125,7 +125,7 @@ async def _compared(
 
 
 def _curves_of(record: JobRecord) -> dict[str, str]:
-    """Return where the page has a run's curves from; `first`, what it asks for first."""
+    """Return the URL of a run's curves; with `first`, of the first part."""
     url = f"/api/v1/jobs/{quote(record.job)}/metrics"
     return {"job": record.job, "name": record.name, "url": url, "first": f"{url}?names={_NAMES}"}
 
@@ -143,7 +143,7 @@ async def _page_with_events(request: Request, tab: str, limit: int, **more: Any)
 
 
 async def job_logs(request: Request) -> Response:
-    """Show the ends of the logs of a job's actors."""
+    """Show the last log lines of a job's actors."""
     visitor, record = await rollouts.job_of(request)
     actor = rollouts.actor_in(request)
     seq = await _last_seq(visitor.broker, record.scope.stream_log)
@@ -190,12 +190,12 @@ async def job_config(request: Request) -> Response:
 
 
 async def job_checkpoints(request: Request) -> Response:
-    """Show a job's checkpoints with their validation, and which jobs serve or evaluate each."""
+    """Show a job's checkpoints with their validation, and the jobs that serve or evaluate them."""
     visitor, record = await rollouts.job_of(request)
-    found, helpers = await asyncio.gather(
+    listed, helpers = await asyncio.gather(
         scored_checkpoints(visitor.broker, record), _helpers(request, visitor, record)
     )
-    rows = [{**item, "helpers": helpers.get(item["step"], [])} for item in found]
+    rows = [{**item, "helpers": helpers.get(item["step"], [])} for item in listed]
     more = {"checkpoints": rows}
     return await job_page(request, visitor, record, "checkpoints", more)
 
@@ -209,7 +209,7 @@ async def _helpers(
         for item in await operations.Scheduler(visitor).list_jobs()
         if (step := _step_of(item, record)) is not None
     ]
-    rows = await gateway_of(request).figures.rows(visitor.broker, [one for one, _ in those])
+    rows = await gateway_of(request).figures.rows(visitor.broker, [job for job, _ in those])
     collected: dict[int, list[dict[str, Any]]] = {}
     for row_of_job, (_, step) in zip(rows, those, strict=True):
         collected.setdefault(step, []).append(row_of_job)
@@ -217,7 +217,7 @@ async def _helpers(
 
 
 def _step_of(record: JobRecord, run: JobRecord) -> int | None:
-    """Return which checkpoint of a run a job serves or evaluates."""
+    """Return the checkpoint that a job serves or evaluates."""
     source = record.serves if record.kind == "infer" else record.fork_of
     name, _, step = (source or "").rpartition("@")
     helps = record.kind in ("infer", "eval") and name in (run.name, run.job)
@@ -225,7 +225,7 @@ def _step_of(record: JobRecord, run: JobRecord) -> int | None:
 
 
 async def serve(request: Request) -> Response:
-    """Have a checkpoint served, and lead to where one talks with it."""
+    """Serve a checkpoint, and redirect to the playground."""
     visitor, record = await rollouts.job_of(request)
     job = await operations.serve_checkpoint(
         operations.Scheduler(visitor), record, int(request.path_params["step"])
@@ -235,7 +235,7 @@ async def serve(request: Request) -> Response:
 
 
 async def evaluate(request: Request) -> Response:
-    """Have a checkpoint evaluated, and lead to the job that does it."""
+    """Evaluate a checkpoint, and redirect to the job that does."""
     visitor, record = await rollouts.job_of(request)
     job = await operations.evaluate_checkpoint(
         operations.Scheduler(visitor), record, int(request.path_params["step"])
@@ -244,7 +244,7 @@ async def evaluate(request: Request) -> Response:
 
 
 async def playground(request: Request) -> Response:
-    """Show the page that talks with a served model; its script does the rest."""
+    """Show the playground for a served model; its script does the rest."""
     visitor = await visitor_of(request)
     parameters = {name: request.query_params.get(name, "")[:200] for name in ("model", "job")}
     return render(request, "playground.html", {"user": visitor.user, **parameters})
@@ -254,12 +254,12 @@ async def playground(request: Request) -> Response:
 
 MAX_REMOVED_RUNS = 200
 _COUNTING_S = 2.0
-"""How long files are counted; the rest is left out."""
+"""How long files are counted; the rest is skipped."""
 _HOW = ("archive", "delete")
 
 
 async def ask(request: Request) -> Response:
-    """Show what would be archived or deleted, and what that frees."""
+    """Show the runs to archive or delete, and the space that this frees."""
     return await _page(request, await _records(request), {})
 
 
@@ -325,7 +325,7 @@ def _row(record: JobRecord, until: float) -> dict[str, Any]:
 
 
 def folder_bytes(place: str, until: float) -> int | None:
-    """Return what the files below a folder hold; None where it is not here, or takes too long."""
+    """Return the bytes of the files below a folder; None if it is absent, or takes too long."""
     total = 0
     try:
         with Folder(place) as folder:
@@ -339,19 +339,19 @@ def folder_bytes(place: str, until: float) -> int | None:
 
 
 async def home(_: Request) -> Response:
-    """Lead to the jobs."""
+    """Redirect to the jobs."""
     return RedirectResponse("/jobs", status_code=303)
 
 
 async def log_in_page(request: Request) -> Response:
-    """Ask for a key."""
+    """Show the form for a key."""
     if not gateway_of(request).sessions.with_keys:
         return RedirectResponse("/jobs", status_code=303)
     return render(request, "login.html", {"error": None})
 
 
 async def log_in(request: Request) -> Response:
-    """Begin a session and lead to where the visitor wanted to go."""
+    """Start a session and redirect to the page that the visitor wanted."""
     gateway = gateway_of(request)
     if not gateway.sessions.with_keys:
         return RedirectResponse("/jobs", status_code=303)
@@ -372,7 +372,7 @@ async def log_in(request: Request) -> Response:
 
 
 def _next(request: Request) -> str:
-    """Return the page asked for before the log-in; only one of ours."""
+    """Return the path requested before the log-in, if it is one of ours."""
     place = request.query_params.get("next", "/jobs")
     inside = place.startswith("/") and not place.startswith(("//", "/\\"))
     return place if inside and place.isprintable() else "/jobs"
@@ -387,7 +387,7 @@ async def log_out(request: Request) -> Response:
 
 
 async def jobs(request: Request) -> Response:
-    """Show the table of jobs; `?part=rows` only what changes."""
+    """Show the table of jobs; with `?part=rows` only the rows."""
     visitor, query = await visitor_of(request), replace(rollouts.query_of(request), folded=True)
     records = await operations.Scheduler(visitor).list_jobs(archived=query.state == ARCHIVED)
     page, rows = await select_rows(gateway_of(request).figures, visitor.broker, records, query)
@@ -428,7 +428,7 @@ async def submit_page(request: Request) -> Response:
 
 
 async def submit_form(request: Request) -> Response:
-    """Check or submit what stands in the form; an error is shown above it."""
+    """Check or submit the form; an error is shown above it."""
     visitor, form = await visitor_of(request), await form_of(request)
     shown: dict[str, Any] = {
         "user": visitor.user,
@@ -468,11 +468,11 @@ def _request_id(form: dict[str, Any]) -> str | None:
 
 
 async def act_form(request: Request) -> Response:
-    """Do what a button says, and show the job's page; an admin who did it to another the pool's."""
+    """Perform a button's operation, and show the job's page; after an admin's the pool's."""
     visitor, form = await visitor_of(request), await form_of(request)
     job, action = request.path_params["job"], request.path_params["action"]
     if action not in operations.BODIES:
-        raise MessageError(f"{action!r} cannot be done to a job")
+        raise MessageError(f"{action!r} is not an operation on jobs")
     record = await operations.act(
         operations.Scheduler(visitor),
         job,
@@ -485,7 +485,7 @@ async def act_form(request: Request) -> Response:
 
 
 async def pool(request: Request) -> Response:
-    """Show nodes, slots, what runs where, and who waits for what; `?part=rows` only that."""
+    """Show nodes, slots, running and queued jobs; with `?part=rows` only the tables."""
     visitor = await visitor_of(request)
     scheduler = operations.Scheduler(visitor)
     nodes, records = await asyncio.gather(scheduler.nodes(), scheduler.all_jobs(widest=True))
@@ -511,7 +511,7 @@ async def _services(broker: Broker) -> list[Any]:
 
 
 async def tinker(request: Request) -> Response:
-    """Show one's models under the Tinker API; `?part=rows` only what changes."""
+    """Show the visitor's models under the Tinker API; with `?part=rows` only the tables."""
     visitor = await visitor_of(request)
     shown = {"user": visitor.user, "services": await services_of(request, visitor)}
     part = request.query_params.get("part") == "rows"

@@ -17,7 +17,7 @@ from ....schemas.wire.errors import MessageError
 from ..guard import HELD
 from ..limits import content_length
 from ..sessions import Visitor
-from ..web import OF_TINKER_SDK, gateway_of, take_connection
+from ..web import OF_TINKER_SDK, gateway_of
 
 PROTOBUF = "application/x-protobuf"
 LARGE = 64 << 10
@@ -35,7 +35,6 @@ async def visitor_of_key(request: Request) -> Visitor:
             401, "the API key of this service is tml- and then your key: tml-tmq_<user>_<secret>"
         )
     visitor = await sessions.visitor(session=None, key=key.removeprefix(OF_TINKER_SDK))
-    take_connection(request, visitor)
     request.scope[HELD].enter_context(visitor.held(content_length(request.headers) or 0))
     return visitor
 

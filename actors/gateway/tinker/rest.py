@@ -81,11 +81,12 @@ class RestApi:
         visitor = await visitor_of_key(request)
         _, body = await json_body(request)
         session, version = f"s{secrets.token_hex(8)}", str(body.get("sdk_version") or "")[:80]
+        name = body.get("display_name")
         event = TellSession(
             session=session,
             event="begin",
             user_metadata=metadata_of(body.get("user_metadata")),
-            display_name=_name_in(body),
+            display_name=None if name is None else str(name)[:200],
             sdk_version=version,
         )
         await self._records.report_event(visitor.broker, event)
@@ -147,7 +148,8 @@ class RestApi:
     async def list_runs(self, request: Request) -> Response:
         """Return training runs, the last used first."""
         visitor = await visitor_of_key(request)
-        _check_project(request)
+        if request.query_params.get("project_id"):
+            raise errors.MessageError("this service has no projects", hint="leave project_id out")
         offset, limit = _page(request, 20)
         runs, total = await self._records.runs(visitor.broker, offset, limit)
         shown = [_run(run) for run in runs]
@@ -232,16 +234,6 @@ def _cursor(offset: int, limit: int, total: int) -> dict[str, int]:
     return {"offset": offset, "limit": limit, "total_count": total}
 
 
-def _check_project(request: Request) -> None:
-    if request.query_params.get("project_id"):
-        raise errors.MessageError("this service has no projects", hint="leave project_id out")
-
-
-def _name_in(body: dict[str, Any]) -> str | None:
-    name = body.get("display_name")
-    return None if name is None else str(name)[:200]
-
-
 def _run(run: TrainingRun) -> dict[str, Any]:
     last, sampled = run.checkpoint, run.sampler_checkpoint
     return {
@@ -320,11 +312,9 @@ class Downloads:
                 "an encrypted checkpoint has no archive",
                 hint="use the URLs of its files",
             )
-        return RedirectResponse(
-            f"{_place(request, job, export)}/{_ARCHIVE}",
-            302,
-            headers={"expires": _http_date(export.expires)},
-        )
+        expires = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(export.expires))
+        url = f"{_place(request, job, export)}/{_ARCHIVE}"
+        return RedirectResponse(url, 302, headers={"expires": expires})
 
     async def file(self, request: Request) -> Response:
         """Return a file, or the archive of a checkpoint."""
@@ -342,8 +332,8 @@ class Downloads:
             first = await part(name, 0)
             return _streamed(_contents(part, name, first), first.size_bytes, name)
         firsts = [await part(item, 0) for item in ADAPTER_FILES]
-        sizes = [tarfile.BLOCKSIZE + _padded(item.size_bytes) for item in firsts]
-        size = sum(sizes) + 3 * tarfile.BLOCKSIZE
+        block = tarfile.BLOCKSIZE  # to which each file is padded, after a header of one
+        size = sum(block + -(-item.size_bytes // block) * block for item in firsts) + 3 * block
         return _streamed(_archived(part, firsts), size, name)
 
     async def _exported(self, request: Request) -> tuple[str, CheckpointExport]:
@@ -396,10 +386,6 @@ def _header(name: str, size: int) -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT)
 
 
-def _padded(size: int) -> int:
-    return size + -size % tarfile.BLOCKSIZE
-
-
 def _streamed(parts: AsyncIterator[bytes], size: int, name: str) -> Response:
     headers = {
         "content-length": str(size),
@@ -413,10 +399,6 @@ def _place(request: Request, job: str, export: CheckpointExport) -> str:
     if gateway_of(request).secure:
         base = base.replace("http://", "https://", 1)
     return f"{base}{FILES}/{job}/{export.ticket}"
-
-
-def _http_date(seconds: float) -> str:
-    return time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(seconds))
 
 
 # -- sessions for pages and the REST interface -----------------------------------------------------

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -318,8 +319,9 @@ class SampledBase:
 async def open_engine(config: JobConfig) -> SampledBase:
     """Load the base model into the configured engine; raises ModelError, ConfigError."""
     model = config.model
-    about = await asyncio.to_thread(_about, config)
-    longest = count_positions(about.to_dict()) or _NO_CONTEXT
+    load = partial(load_model_config, model.path, trust_remote_code=model.trust_remote_code)
+    text_config = cast(Any, await asyncio.to_thread(load)).get_text_config()
+    longest = count_positions(text_config.to_dict()) or _NO_CONTEXT
     context = min(config.generator.max_context or longest, longest)
     settled = config.generator.model_copy(update={"max_context": context})
     config = config.model_copy(update={"generator": settled})
@@ -333,13 +335,7 @@ async def open_engine(config: JobConfig) -> SampledBase:
         load_tokenizer, model.tokenizer or model.path, trust_remote_code=model.trust_remote_code
     )
     at_once = config.generator.num_requests
-    return SampledBase(engine, tokenizer, int(about.vocab_size), context, at_once)
-
-
-def _about(config: JobConfig) -> Any:
-    """Return the configuration of the model's language part."""
-    read = load_model_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    return cast(Any, read).get_text_config()
+    return SampledBase(engine, tokenizer, int(text_config.vocab_size), context, at_once)
 
 
 # -- slots -----------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """One run of an agent program: its folder, its setup, the program, its outcome, its reward.
 
-A program that has not called the model has nothing to be trained from. One that crashed is tried
-again, and so is, once, one that was stuck; the last try counts as it is, as does what the model's
-own limits have ended.
+A program that has not called the model has nothing to train. One that crashed is tried again, and
+one that hung is tried again once; the last try counts as it is, and so does an episode that the
+model's limits ended.
 """
 
 import asyncio
@@ -51,19 +51,19 @@ _FORM = 'a number, or {"reward": number, "success": true or false, "info": {…}
 
 @dataclass(frozen=True)
 class ProgramReward:
-    """A reward, and what else was written about the episode."""
+    """A reward, and further data about the episode."""
 
     reward: float
     success: bool | None = None
     info: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def facts(self) -> dict[str, Any]:
-        """Return what the generator gets besides the reward."""
+        """Return the data for the generator besides the reward."""
         return self.info if self.success is None else {**self.info, "success": self.success}
 
 
 def parse_reward(text: str, whose: str) -> ProgramReward:
-    """Parse what `whose` wrote; RewardError for what is no reward."""
+    """Parse a reward that `whose` wrote; raises RewardError."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -72,7 +72,7 @@ def parse_reward(text: str, whose: str) -> ProgramReward:
         return ProgramReward(checked_number(value, text, whose))
     fields = cast("dict[str, Any]", value)
     if unknown := sorted(set(fields) - {"reward", "success", "info"}):
-        raise _refusal(text, whose, f"has the key {unknown[0]!r}, which means nothing")
+        raise _refusal(text, whose, f"has the key {unknown[0]!r}, which is unknown")
     success, info = fields.get("success"), fields.get("info", {})
     if not isinstance(success, bool | None):
         raise _refusal(text, whose, f"has success={success!r}")
@@ -82,14 +82,14 @@ def parse_reward(text: str, whose: str) -> ProgramReward:
     try:
         plain = plain_value(cast("dict[str, Any]", info), "info")
     except MessageError as error:
-        raise _refusal(text, whose, f"cannot travel ({error.message})") from error
+        raise _refusal(text, whose, f"cannot be sent ({error.message})") from error
     return ProgramReward(reward, success, plain)
 
 
 def checked_number(value: Any, text: str, whose: str) -> float:
-    """Return a reward as a number; RewardError for what is none, or not finite."""
+    """Return a reward as a finite number; raises RewardError."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _refusal(text, whose, f"gives the reward {value!r}, which is no number")
+        raise _refusal(text, whose, f"gives the reward {value!r}, which is not a number")
     try:
         number = float(value)
     except OverflowError:
@@ -108,12 +108,12 @@ _REWARD_BYTES = 64 << 10
 _LOOKS_WHILE_OPEN = 10
 _SHOWN_CHARS = 1000
 How: TypeAlias = Literal["exit", "said", "timeout", "stuck", "memory", "disk"]
-"""By itself, after it said so, or by a limit."""
+"""By itself, after it posted its end, or by a limit."""
 _FAILED = ("failed", "timeout", "stuck", "crash")
 
 
 class ProgramCrashed(GameError):
-    """A program that ended with an error, or hung, after it had called the model."""
+    """A program that failed or hung after it had called the model."""
 
     code: ClassVar[str] = "program_crashed"
 
@@ -125,7 +125,7 @@ class Ending:
     how: How
     exit_code: int
     printed: str
-    """The end of what it printed."""
+    """The end of its output."""
 
 
 class AgentRun:
@@ -142,7 +142,7 @@ class AgentRun:
         max_tries: int,
         job: str = "",
     ) -> None:
-        """Start nothing yet; DataError for a task that cannot be read."""
+        """Prepare; DataError for a task that cannot be read."""
         self._config = config
         self._launcher = launcher
         self._tasks = tasks
@@ -153,7 +153,7 @@ class AgentRun:
         self._opening = opening
         self._max_tries = max_tries
         self.prompt: list[ChatMessage] = prompt_of(opening)
-        """The chat messages by which the task is known."""
+        """The chat messages that identify the task."""
         self.episode = ProgramEpisode(
             opening.episode, task_input(opening), opening.seed, opening.split, job
         )
@@ -202,16 +202,16 @@ class AgentRun:
         running = self._launcher.running(
             folder, self._filled(config.setup), variables_, reach, view=self._view
         )
-        async with running as one:
-            how = await _by_itself(one, config.setup_timeout_s)
-            exit_code = await one.program.kill()
+        async with running as process:
+            how = await _by_itself(process, config.setup_timeout_s)
+            exit_code = await process.program.kill()
         if how != "exit" or exit_code:
             words = {
                 "timeout": f"took longer than agent.setup_timeout_s={config.setup_timeout_s:g}"
             }
             raise SandboxError(
                 f"agent.setup {words.get(how, _ended(how, exit_code))}",
-                hint=f"it printed: {one.program.printed.tail().strip()[-_SHOWN_CHARS:]}",
+                hint=f"it printed: {process.program.printed.tail().strip()[-_SHOWN_CHARS:]}",
             )
 
     async def _run(self, folder: ProgramFolder, begun: Callable[[], None]) -> Ending:
@@ -242,13 +242,13 @@ class AgentRun:
         return Ending(how, exit_code, running.program.printed.tail())
 
     async def _until_over(self, running: Running) -> How:
-        """Wait until the program ends or says so, or is over a limit."""
+        """Wait until the program ends or posts its end, or is over a limit."""
         episode, ended, over = self.episode, running.program.ended, running.over
-        said = asyncio.ensure_future(episode.said_end.wait())
+        said_end = asyncio.ensure_future(episode.said_end.wait())
         try:
             while True:
                 await asyncio.wait(
-                    {ended, over, said},
+                    {ended, over, said_end},
                     timeout=self._patience_s(),
                     return_when=asyncio.FIRST_COMPLETED,
                 )
@@ -256,17 +256,17 @@ class AgentRun:
                     return over.result()
                 if ended.done():
                     return "exit"
-                if said.done():
+                if said_end.done():
                     return "said"
                 if time.monotonic() >= episode.deadline:
                     return "timeout"
                 if self._idle_s() >= self._config.idle_s:
                     return "stuck"
         finally:
-            said.cancel()
+            said_end.cancel()
 
     def _patience_s(self) -> float:
-        """Return how long nothing needs to be looked at."""
+        """Return the time until the next limit."""
         idle_s = self._config.idle_s
         looked_s = idle_s / _LOOKS_WHILE_OPEN if self.episode.num_open else idle_s - self._idle_s()
         return max(0.0, min(looked_s, self.episode.deadline - time.monotonic()))
@@ -276,7 +276,7 @@ class AgentRun:
         return 0.0 if episode.num_open else time.monotonic() - episode.last_call
 
     async def _end(self, running: Running, how: How) -> int:
-        """End what has not ended by itself; return its exit code."""
+        """Kill a program that has not ended by itself; return its exit code."""
         program, grace_s = running.program, self._config.grace_s
         if how == "said":
             await asyncio.wait({program.ended}, timeout=grace_s / 2)
@@ -297,12 +297,12 @@ class AgentRun:
 
     @property
     def _timeout_s(self) -> float:
-        """Seconds for the program: its task may allow less than the job."""
+        """Seconds for the program: the lower bound of its task and the job."""
         of_task = None if self._task is None else self._task.settings.agent.timeout_sec
         return min(self._config.timeout_s, of_task or self._config.timeout_s)
 
     async def _reward(self, folder: ProgramFolder, outcome: Outcome) -> ProgramReward:
-        """Return the reward of the episode; RewardError if nothing gives one."""
+        """Return the reward of the episode; RewardError without one."""
         try:
             return await self._given_reward(folder)
         except RewardError as error:
@@ -352,7 +352,7 @@ class AgentRun:
                 exit_code = await running.program.kill()
         except GameError as error:
             raise RewardError(
-                f"the tests of task {task.name} cannot begin: {error.message}",
+                f"the tests of task {task.name} cannot start: {error.message}",
                 hint=f"the program may have removed {environment.workdir}",
             ) from error
         printed = running.program.printed.tail().strip()[-_SHOWN_CHARS:]
@@ -399,7 +399,7 @@ class AgentRun:
 
 
 def outcome_of(ending: Ending, episode: ProgramEpisode) -> Outcome:
-    """Return what an ending is called."""
+    """Return the name of an ending."""
     if ending.how in ("timeout", "stuck"):
         return ending.how
     if episode.status:
@@ -408,7 +408,7 @@ def outcome_of(ending: Ending, episode: ProgramEpisode) -> Outcome:
 
 
 def earns_failed_reward(outcome: Outcome) -> bool:
-    """Whether an episode with this end has a reward without being given one."""
+    """Return whether an episode with this end needs no posted reward."""
     return outcome in _FAILED
 
 
@@ -417,7 +417,7 @@ def check_counts(
 ) -> Outcome:
     """Return the outcome of an episode that counts.
 
-    Raises NoCalls, and ProgramCrashed for one that is to be tried again.
+    Raises NoCalls, and ProgramCrashed for an episode that will be tried again.
     """
     outcome = outcome_of(ending, episode)
     if not episode.num_calls:
@@ -438,9 +438,9 @@ def check_counts(
 
 
 def try_number(episode: str) -> int:
-    """Return which try of an episode an id stands for: they end with `-<n>`; others are the first.
+    """Return the number of a try from its id `…-<n>`; other ids are the first try.
 
-    A try that was lost with its host is counted, too: the one that counts may come a try sooner.
+    Tries that were lost with their hosts are counted as well.
     """
     match = re.search(r"-(\d{1,6})\Z", episode)
     return int(match[1]) if match else 1
@@ -448,7 +448,7 @@ def try_number(episode: str) -> int:
 
 def _described(ending: Ending, config: AgentConfig) -> str:
     words = {
-        "said": "said that it had ended",
+        "said": "posted its end",
         "timeout": f"ran out of time (agent.timeout_s={config.timeout_s:g})",
         "stuck": f"made no call for agent.idle_s={config.idle_s:g} s",
         "memory": f"held more than agent.memory_mb={config.memory_mb}",
@@ -458,12 +458,12 @@ def _described(ending: Ending, config: AgentConfig) -> str:
 
 
 def _last_words(ending: Ending) -> str:
-    said = ending.printed.strip()[-_SHOWN_CHARS:]
-    return f"it printed at last: {said}" if said else "it printed nothing"
+    output = ending.printed.strip()[-_SHOWN_CHARS:]
+    return f"it printed at last: {output}" if output else "it printed nothing"
 
 
 async def _by_itself(running: Running, limit_s: float) -> How:
-    """Wait until a command ends by itself, or has to be ended."""
+    """Wait until a command ends by itself, or exceeds a limit."""
     ended, over = running.program.ended, running.over
     await asyncio.wait({ended, over}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
     if over.done():
@@ -482,22 +482,22 @@ def _name(path: str) -> str:
 
 # -- the tests of a Harbor task --------------------------------------------------------------------
 #
-# They are copied in after the task's program, and read for their reward. They run when no process
-# of the program is left, in what it has left of the task's files. What is theirs is new: `/tests`,
-# `/logs`, their home and their environment. A reward that the program has written lies in an
-# earlier `/logs`, which they do not see.
+# They are copied in after the task's program has ended, and their reward is read. They run when no
+# process of the program is left, on the files that it left. New are `/tests`, `/logs`, their home
+# and their environment. A reward that the program has written is in an earlier `/logs`, which they
+# do not see.
 
 TEST_COMMAND = ("bash", f"{TESTS}/test.sh")
 REWARD_JSON, REWARD_TEXT = "reward.json", "reward.txt"
 _MAX_METRICS = 64
 _TESTS_FORM = (
     "tests/test.sh writes a number into /logs/verifier/reward.txt, or a map with `reward` into "
-    "/logs/verifier/reward.json, also where the program has done nothing"
+    "/logs/verifier/reward.json, even if the program has done nothing"
 )
 
 
 def write_tests(folder: ProgramFolder, task: HarborTask, most_bytes: int) -> None:
-    """Put the tests of a task beside what its program has left; blocks."""
+    """Copy the tests of a task next to the files of its program; blocks."""
     folder.add("tests", task.folder / "tests", most_bytes)
     (folder["tests"] / "test.sh").chmod(0o755)
     for part in ("logs", "verifier", "test_home"):
@@ -508,7 +508,7 @@ def write_tests(folder: ProgramFolder, task: HarborTask, most_bytes: int) -> Non
 
 
 def read_reward(folder: ProgramFolder) -> tuple[str, bytes] | None:
-    """Return which file holds the reward, and what it holds; blocks. None: there is none."""
+    """Return the name and contents of the reward's file, None without one; blocks."""
     for name in (REWARD_JSON, REWARD_TEXT):
         written = folder.read("verifier", name, _REWARD_BYTES)
         if written is not None:
@@ -519,7 +519,7 @@ def read_reward(folder: ProgramFolder) -> tuple[str, bytes] | None:
 def parse_task_reward(
     written: tuple[str, bytes] | None, task: str, printed: str
 ) -> tuple[float, dict[str, float]]:
-    """Return the reward, and the other numbers of a map; RewardError for what is no reward."""
+    """Return the reward, and the other numbers of a map; raises RewardError."""
     if written is None:
         raise RewardError(
             f"the tests of task {task} wrote no reward",
@@ -538,8 +538,10 @@ def parse_task_reward(
         raise _tests_refusal(task, name, text, "no `reward`")
     if len(fields) > _MAX_METRICS:
         raise _tests_refusal(task, name, text, f"more than {_MAX_METRICS} numbers")
-    numbers = {key: _tests_number(one, task, name, text) for key, one in fields.items()}
-    return numbers.pop("reward"), {key: one for key, one in numbers.items() if key.isprintable()}
+    numbers = {key: _tests_number(number, task, name, text) for key, number in fields.items()}
+    return numbers.pop("reward"), {
+        key: number for key, number in numbers.items() if key.isprintable()
+    }
 
 
 def _tests_number(value: Any, task: str, name: str, text: str) -> float:

@@ -1,12 +1,11 @@
-"""What of a Dockerfile the sandbox can do by itself, without a container engine.
+"""Follow simple Dockerfiles in the sandbox, without a container engine.
 
 The sandbox has the machine's programs and libraries, no network and no root. So a Dockerfile can be
 followed if it starts from a plain image (`debian`, `ubuntu`, `python`) and then only makes folders,
 copies files, sets variables and runs commands of a short list. Everything else is refused, with the
-line: a task must not be played where half of its environment is missing.
+line: a task must not run in half of its environment.
 
-The steps become one shell script, which runs in the sandbox: what a Dockerfile writes, it writes
-with the rights of a program.
+The steps become one shell script, which runs in the sandbox with the rights of a program.
 """
 
 import json
@@ -22,7 +21,7 @@ from ...sandbox.sandbox import SYSTEM_FOLDERS
 from .sandbox import CONTEXT, TASK
 
 LINE = f"{TASK}/line"
-"""Where it writes the line of the step that runs."""
+"""File with the line of the running step."""
 COMMANDS = frozenset(
     [
         "[",
@@ -63,18 +62,18 @@ COMMANDS = frozenset(
         "wc",
     ]
 )
-"""What a RUN line may call."""
+"""Commands that a RUN line may use."""
 GIT_COMMANDS = frozenset(
     ["add", "branch", "checkout", "commit", "config", "init", "merge", "mv", "rm", "switch", "tag"]
 )
-"""What of git it may call."""
+"""Subcommands of git that it may use."""
 _BASE = re.compile(
     r"(?:docker\.io/)?(?:library/)?(debian|ubuntu|python)(?::([\w.-]+))?(?:@sha256:[0-9a-f]{64})?"
 )
 _IGNORED = frozenset(
     ["CMD", "ENTRYPOINT", "EXPOSE", "HEALTHCHECK", "LABEL", "MAINTAINER", "STOPSIGNAL", "VOLUME"]
 )
-"""Instructions that change nothing of what a program sees."""
+"""Instructions that do not change what a program sees."""
 _OPERATORS = frozenset(["&&", "||", ";", "|", "(", ")"])
 _REDIRECTIONS = frozenset([">", ">>", "<", ">&"])
 _VARIABLE = re.compile(r"\\(\$)|\$(?:\{([A-Za-z_]\w*)([^}]*)\}|([A-Za-z_]\w*))")
@@ -106,10 +105,10 @@ class Instruction:
     """One instruction."""
 
     line: int
-    """On which it begins, from 1."""
+    """Its first line, from 1."""
     name: str
     text: str
-    """What follows the name, lines joined."""
+    """The text after the name, lines joined."""
 
     def refuse(self, reason: str) -> NoReturn:
         """Raise DockerfileRefused."""
@@ -123,17 +122,17 @@ class SandboxPlan:
     base: str = ""
     """The image that the Dockerfile starts from."""
     python: str | None = None
-    """The version of Python that it has, as far as its name says: `3.11`, `3`; None: none."""
+    """The version of Python in its name: `3.11`, `3`; None: none."""
     variables: dict[str, str] = field(default_factory=dict[str, str])
-    """What `ENV` sets."""
+    """Variables that `ENV` sets."""
     workdir: str = "/"
     script: str = "set -e\n"
-    """What makes it, for a POSIX shell."""
+    """The script that makes it, for a POSIX shell."""
 
 
 def read_dockerfile(text: str) -> list[Instruction]:
     """Return the instructions of a Dockerfile."""
-    found: list[Instruction] = []
+    instructions: list[Instruction] = []
     parts: list[str] = []
     first = 0
     for number, line in enumerate(text.splitlines(), 1):
@@ -143,22 +142,22 @@ def read_dockerfile(text: str) -> list[Instruction]:
         first = first if parts else number
         parts.append(words.removesuffix("\\").rstrip())
         if not words.endswith("\\"):
-            found.append(_instruction(first, parts))
+            instructions.append(_instruction(first, parts))
             parts = []
     if parts:
-        found.append(_instruction(first, parts))
-    return found
+        instructions.append(_instruction(first, parts))
+    return instructions
 
 
 def _instruction(line: int, parts: list[str]) -> Instruction:
-    name, _, rest = " ".join(one for one in parts if one).partition(" ")
+    name, _, rest = " ".join(part for part in parts if part).partition(" ")
     return Instruction(line, name.upper(), rest.strip())
 
 
 def plan_sandbox(text: str, *, ignores_files: bool = False) -> SandboxPlan:
-    """Return how to follow a Dockerfile in the sandbox; DockerfileRefused for what cannot be.
+    """Return how to follow a Dockerfile in the sandbox; DockerfileRefused if that is impossible.
 
-    `ignores_files`: a `.dockerignore` leaves files out, which copies of folders here would not.
+    `ignores_files`: a `.dockerignore` excludes files, which copies of folders here would not.
     """
     plan, arguments = SandboxPlan(), dict[str, str]()
     for step in read_dockerfile(text):
@@ -171,7 +170,7 @@ def plan_sandbox(text: str, *, ignores_files: bool = False) -> SandboxPlan:
                 step.refuse(f"ARG {name} has no value")
             arguments[name] = _word(_expanded(default, values, step))
         elif not plan.base:
-            step.refuse(f"{step.name} stands before FROM")
+            step.refuse(f"{step.name} is before FROM")
         elif step.name == "ENV":
             plan.variables |= _pairs(step, values)
         elif step.name == "WORKDIR":
@@ -186,15 +185,17 @@ def plan_sandbox(text: str, *, ignores_files: bool = False) -> SandboxPlan:
         elif step.name == "USER" and step.text in ("root", "0", "root:root", "0:0"):
             continue
         elif step.name not in _IGNORED:
-            step.refuse(f"{step.name} {step.text}".strip()[:80] + " is not done in the sandbox")
+            step.refuse(
+                f"{step.name} {step.text}".strip()[:80] + " is not supported in the sandbox"
+            )
     if not plan.base:
-        raise DockerfileRefused(1, "there is no FROM")
+        raise DockerfileRefused(1, "FROM is missing")
     plan.script = _COPY + plan.script
     return plan
 
 
 def _take_base(plan: SandboxPlan, step: Instruction, arguments: Mapping[str, str]) -> None:
-    """Take the image that the Dockerfile starts from, if the sandbox can stand for it."""
+    """Read the image that the Dockerfile starts from, if the sandbox can replace it."""
     if plan.base:
         step.refuse("a second FROM")
     words = [word for word in step.text.split() if not word.startswith("--")]
@@ -203,7 +204,7 @@ def _take_base(plan: SandboxPlan, step: Instruction, arguments: Mapping[str, str
     tag = (match[2] or "") if match is not None else ""
     if match is None or "alpine" in tag or "windows" in tag:
         step.refuse(
-            f"FROM {plan.base}: the sandbox stands only for images of debian, ubuntu and python"
+            f"FROM {plan.base}: the sandbox replaces only images of debian, ubuntu and python"
         )
     if match[1] == "python":
         version = re.match(r"\d+(?:\.\d+)?", tag)
@@ -256,7 +257,7 @@ def _inside(plan: SandboxPlan, path: str, step: Instruction) -> str:
 
 
 def _listed(step: Instruction, text: str) -> list[str]:
-    """Return the words of an instruction: a JSON list, or words with spaces between."""
+    """Return the words of an instruction: a JSON list, or separated by spaces."""
     try:
         if text.startswith("["):
             return [str(word) for word in cast("list[object]", json.loads(text))]
@@ -266,7 +267,7 @@ def _listed(step: Instruction, text: str) -> list[str]:
 
 
 def _copy(plan: SandboxPlan, step: Instruction, values: Mapping[str, str]) -> str:
-    """Return what does a COPY."""
+    """Return the script of a COPY."""
     text, mode = step.text, ""
     while match := re.match(r"--(\w+)=(\S+)\s+", text):
         if match[1] == "chmod" and re.fullmatch(r"[0-7]{3,4}", match[2]):
@@ -276,17 +277,17 @@ def _copy(plan: SandboxPlan, step: Instruction, values: Mapping[str, str]) -> st
         text = text[match.end() :]
     *sources, target = [_expanded(word, values, step) for word in _listed(step, text)] or [""]
     if not sources or "<<" in text:
-        step.refuse(f"{step.name} {text[:60]} names no file and its place")
+        step.refuse(f"{step.name} {text[:60]} needs a file and its destination")
     for source in sources:
         is_fetched = "://" in source or source.startswith("git@")
         if is_fetched or (step.name == "ADD" and re.search(r"\.(tar|tgz|gz|bz2|xz|zst)\b", source)):
             step.refuse(f"{step.name} {source} is fetched or unpacked")
         if ".." in source.split("/"):
-            step.refuse(f"{step.name} {source} lies outside of the environment's folder")
+            step.refuse(f"{step.name} {source} is outside of the environment's folder")
     target = _inside(plan, target, step)
     if len(sources) > 1 and not target.endswith("/"):
         target += "/"
-    # a pattern stays one for the shell; all else is quoted
+    # patterns stay unquoted for the shell
     names = " ".join(
         "/".join(_pattern(part) for part in f"{CONTEXT}/{source.lstrip('/')}".split("/"))
         for source in sources
@@ -297,11 +298,13 @@ def _copy(plan: SandboxPlan, step: Instruction, values: Mapping[str, str]) -> st
 
 def _pattern(part: str) -> str:
     pieces = re.split(r"([*?])", part)
-    return "".join(one if one in ("*", "?") else shlex.quote(one) for one in pieces if one)
+    return "".join(
+        piece if piece in ("*", "?") else shlex.quote(piece) for piece in pieces if piece
+    )
 
 
 def _run(plan: SandboxPlan, step: Instruction, values: Mapping[str, str]) -> str:
-    """Return what does a RUN, if all of its commands are in the list."""
+    """Return the script of a RUN, if all its commands are in the list."""
     text = step.text
     if text.startswith("["):
         text = shlex.join(_listed(step, text))
@@ -332,7 +335,7 @@ def _git_words(command: list[str]) -> Iterator[str]:
 
 
 def _commands(step: Instruction, text: str) -> Iterator[list[str]]:
-    """Yield the simple commands of a shell line; DockerfileRefused for one that is not plain."""
+    """Yield the simple commands of a shell line; DockerfileRefused for other syntax."""
     for mark in ("$(", "`", "<<", "<("):
         if mark in text:
             step.refuse(f"RUN with {mark}")

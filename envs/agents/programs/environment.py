@@ -1,4 +1,4 @@
-"""What a program gets: its command, its variables, and the files with its task."""
+"""The command, variables and task files of a program."""
 
 import json
 import os
@@ -18,9 +18,9 @@ from .sandbox import GRADER, HOME, TASK, TMP, WORK, TaskEnvironment
 INPUT = f"{TASK}/input.json"
 ROW = f"{TASK}/row.json"
 REWARD = f"{TASK}/reward"
-"""Where a program may write its own reward."""
+"""File for a program's own reward."""
 MCP = f"{TASK}/mcp.json"
-"""The MCP servers of a program, as clients read them."""
+"""File with the MCP servers of a program, as clients read them."""
 _PYTHON_OF_IMAGE = "python3"
 _KEPT = ("LANG", "TZ")
 _LOOPBACK = "127.0.0.1,localhost"
@@ -28,14 +28,14 @@ _ANSWERS = frozenset({*TRUTH_COLUMNS, "solution"})
 
 
 def task_input(opening: Opening) -> dict[str, Any]:
-    """Return what a program may know of its task: the row without its gold answer."""
+    """Return a task for its program: the row without its gold answer."""
     record = opening.record
     fields = {} if record is None else _public(record)
     return {**fields, **opening.kwargs}
 
 
 def whole_row(opening: Opening) -> dict[str, Any]:
-    """Return what the reward command gets: the row with its gold answer, and the task."""
+    """Return a task for the reward command: the row with its gold answer, and the task."""
     record = opening.record
     fields = task_input(opening)
     if record is not None:
@@ -44,7 +44,7 @@ def whole_row(opening: Opening) -> dict[str, Any]:
 
 
 def prompt_of(opening: Opening) -> list[ChatMessage]:
-    """Return the chat messages by which the task is known; of a task without any, its seed."""
+    """Return the chat messages that identify the task; without any, its seed."""
     prompt = opening.kwargs.get("prompt")
     if isinstance(prompt, str) and prompt:
         return [{"role": "user", "content": prompt}]
@@ -53,7 +53,7 @@ def prompt_of(opening: Opening) -> list[ChatMessage]:
 
 
 def last_user_text(messages: Sequence[ChatMessage]) -> str:
-    """Return what the user says last, as text."""
+    """Return the last message of the user, as text."""
     texts = [message["content"] for message in messages if message.get("role") == "user"]
     content = texts[-1] if texts else ""
     if isinstance(content, str):
@@ -68,7 +68,7 @@ def filled(
     prompt: str = "",
     task: TaskEnvironment | None = None,
 ) -> list[str]:
-    """Return a command with the values of what stands in braces; each word stays one word."""
+    """Return a command with the names in braces replaced; each word stays one word."""
     has_image = config.image is not None or (task is not None and task.is_image)
     values = {
         "{prompt}": prompt,
@@ -88,7 +88,7 @@ def variables(
     model: Mapping[str, str],
     task: TaskEnvironment | None = None,
 ) -> dict[str, str]:
-    """Return the variables of a program; `model` are those by which it finds the model."""
+    """Return the variables of a program; `model` are those for the model's API."""
     return {
         **_own(),
         **model,
@@ -106,17 +106,17 @@ def variables(
 def mcp_servers(config: AgentConfig) -> dict[str, Any]:
     """Return the MCP servers of a program in the form that most clients read."""
     servers: dict[str, Any] = {}
-    for one in config.named_mcp():
-        if one.url:
-            servers[one.name] = {"type": "http", "url": one.url, "headers": one.headers}
+    for server in config.named_mcp():
+        if server.url:
+            servers[server.name] = {"type": "http", "url": server.url, "headers": server.headers}
         else:
-            command, *arguments = filled(config, [one.command, *one.args])
-            servers[one.name] = {"command": command, "args": arguments, "env": one.env}
+            command, *arguments = filled(config, [server.command, *server.args])
+            servers[server.name] = {"command": command, "args": arguments, "env": server.env}
     return {"mcpServers": servers}
 
 
 def plain_variables(config: AgentConfig) -> dict[str, str]:
-    """Return the variables of a program that plays no episode."""
+    """Return the variables of a program outside of an episode."""
     return {**_own(), **config.environment}
 
 
@@ -152,20 +152,20 @@ def _own() -> dict[str, str]:
 
 
 def _public(record: Record) -> dict[str, Any]:
-    """Return a row without what its author calls an answer, wherever it stands."""
-    extra = {name: one for name, one in record.extra_info.items() if name not in _ANSWERS}
+    """Return a row without the columns that name an answer."""
+    extra = {name: value for name, value in record.extra_info.items() if name not in _ANSWERS}
     fields: dict[str, Any] = {
-        **{name: one for name, one in record.columns.items() if name not in _ANSWERS},
+        **{name: value for name, value in record.columns.items() if name not in _ANSWERS},
         "prompt": record.prompt,
         "data_source": record.data_source,
         "extra_info": extra,
         "images": record.images,
     }
-    return {name: one for name, one in fields.items() if one}
+    return {name: value for name, value in fields.items() if value}
 
 
 def _filled(word: str, values: Mapping[str, str]) -> str:
-    """Fill one word; what is filled in is not looked at again."""
+    """Fill one word; replaced values are not expanded again."""
     parts: list[str] = []
     while word:
         at, name = min(

@@ -1,12 +1,11 @@
-"""The folders of a host's programs: a fresh one for each try, gone with it.
+"""The folders of a host's programs: a new one for each try.
 
-All lie in one folder that only the host's user can open and that is locked while the host runs; a
-host that was killed leaves one behind, which the next host on the machine removes.
+All are in one folder that only the host's user can open and that is locked while the host runs; the
+next host on the machine removes the folder of a host that was killed.
 
-A copy of a folder holds what is in it and nothing else, up to a size. Links stay links and are
-never followed; blocks are shared with the original where the file system can; what is neither file,
-folder nor link is left out. The copy has no right that the original gives by its mode alone
-(set-user-id).
+A copy of a folder has at most a given size. Links stay links and are never followed; blocks are
+shared with the original if the file system can; anything but files, folders and links is left out.
+The copy has no set-user-id bits.
 """
 
 import contextlib
@@ -33,42 +32,42 @@ _CHUNK = 8 << 20
 
 
 class FolderTooLarge(StorageError):
-    """A folder that has no room where its copy is to lie."""
+    """A folder that is larger than the room for its copy."""
 
 
 class RootFiles(NamedTuple):
-    """What a task's environment has besides the system's folders."""
+    """Files of a task's environment besides the system's folders."""
 
     template: Path
-    """The folder that stands for `/`."""
+    """The folder that becomes `/`."""
     writable: tuple[str, ...]
-    """What programs may write of it, without the slash at the beginning; each gets a copy."""
+    """Writable paths, without the first slash; each program gets a copy."""
 
 
 class FolderUsage(NamedTuple):
-    """What a program's folders take."""
+    """The size of a program's folders."""
 
     num_bytes: int
     num_files: int
 
 
 class ProgramFolder:
-    """What one program may write: its folder, its temporary folder and its home."""
+    """The writable folders of one program: its folder, its temporary folder and its home."""
 
     def __init__(self, path: Path, user: int | None) -> None:
         self.path = path
         self.user = user
-        """The user that it belongs to and that the program runs as; None: the host's own."""
+        """The user that owns it and that the program runs as; None: the host's."""
         self._parts: list[str] = list(_PARTS)
 
     def __getitem__(self, part: str) -> Path:
-        """Return where a part lies on the host: `work`, `tmp`, `home`, `task`, `etc` or `root`."""
+        """Return the path of a part on the host: `work`, `tmp`, `home`, `task`, `etc` or `root`."""
         return self.path / part
 
     def make(self, files: Path | None, most_bytes: int, root: RootFiles | None = None) -> None:
         """Make its parts; `work` becomes a copy of `files`, and `root` of a task's environment.
 
-        Raises FolderTooLarge for files that are larger than the program's room.
+        Raises FolderTooLarge for files that exceed the program's room.
         """
         self.path.mkdir(mode=0o700)
         for part in _PARTS:
@@ -81,7 +80,7 @@ class ProgramFolder:
         self.give_away(*_PARTS)
 
     def add(self, part: str, files: Path | None = None, most_bytes: int = 0) -> None:
-        """Make another part, a copy of `files`; the program has ended, or not begun."""
+        """Make another part, a copy of `files`, before or after the program runs."""
         self[part].mkdir(mode=0o700)
         self._parts.append(part)
         if files is not None:
@@ -90,14 +89,14 @@ class ProgramFolder:
     def clear_root(self) -> None:
         """Remove the links in `/` that an earlier sandbox made: bubblewrap stops at one.
 
-        No program can write `/` itself, so all of them are.
+        No program can write `/` itself, so all links there are from sandboxes.
         """
         for entry in os.scandir(self["root"]):
             if entry.is_symlink():
                 Path(entry.path).unlink()
 
     def _make_root(self, root: RootFiles, most_bytes: int) -> None:
-        """Copy what of `/` the program may write, and the files that stand in `/` itself."""
+        """Copy the writable paths of `/`, and the files in `/` itself."""
         self.add("root")
         self["root"].chmod(0o755)  # of the host: programs cannot write `/`
         for entry in os.scandir(root.template):
@@ -110,7 +109,7 @@ class ProgramFolder:
             self.give_away(f"root/{name}")
 
     def give_away(self, *parts: str) -> None:
-        """Let the program's user own parts of it; nothing of them runs yet."""
+        """Let the program's user own parts of it, before anything runs."""
         if self.user is None:
             return
         waiting = [str(self[part]) for part in parts]
@@ -124,9 +123,9 @@ class ProgramFolder:
                     os.lchown(entry.path, self.user, self.user)
 
     def usage(self, most_files: int) -> FolderUsage:
-        """Return what it takes at present, counting little more files than `most_files`.
+        """Return its present size, counting few more files than `most_files`.
 
-        What vanishes meanwhile does not count; what is too deep to be looked at counts as too much.
+        Files that vanish meanwhile do not count; folders that are too deep count as too large.
         """
         num_bytes = num_files = 0
         waiting = [str(self[part]) for part in self._parts]
@@ -146,7 +145,7 @@ class ProgramFolder:
         return FolderUsage(num_bytes, num_files)
 
     def read(self, part: str, name: str, most_bytes: int) -> bytes | None:
-        """Return the beginning of a file that a program wrote; None if there is none."""
+        """Return the beginning of a file that a program wrote; None without one."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             file = os.open(self[part] / name, flags)  # a link would lead out of the sandbox
@@ -163,7 +162,7 @@ class ProgramFolder:
         remove_tree(self.path)
 
     def _make_etc(self) -> None:
-        """Write a user list: programs look up their user, and see no users of the host."""
+        """Write a list of users with the program's own, instead of the host's."""
         number = _NOBODY if self.user is None else self.user
         etc = self["etc"]
         etc.mkdir(mode=0o755)
@@ -175,16 +174,16 @@ class ProgramFolder:
 
 
 class ProgramFolders:
-    """Where a host's programs have their folders."""
+    """The folder of all programs of a host."""
 
     def __init__(self) -> None:
-        """Make the folder, and remove those of hosts that have died; OSError as the disk has it."""
+        """Make the folder, and remove those of killed hosts; raises OSError."""
         _sweep(Path(tempfile.gettempdir()))
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
         new = self.path / "new"
         self._lock = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        new.rename(self.path / _LOCK)  # so that it is never seen unlocked
+        new.rename(self.path / _LOCK)  # so that it is never visible unlocked
         self._number = 0
 
     def new(self, user: int | None = None) -> ProgramFolder:
@@ -199,11 +198,11 @@ class ProgramFolders:
 
 
 def check_folder(key: str, value: str) -> Path:
-    """Return where a folder of the configuration lies; ConfigError for one that is not there."""
+    """Return the path of a folder in the configuration; ConfigError if it does not exist."""
     path = Path(value).expanduser().absolute()
     if not path.is_dir():
         raise ConfigError(
-            f"{key}={value!r} is no folder on this host",
+            f"{key}={value!r} is not a folder on this host",
             hint="name a folder that every environment host of the job can read",
         )
     if not os.access(path, os.R_OK | os.X_OK):
@@ -212,7 +211,7 @@ def check_folder(key: str, value: str) -> Path:
 
 
 def check_shown(key: str, value: str) -> Path:
-    """Return where a folder lies that programs read as it is; ConfigError if they could not."""
+    """Return the path of a folder that programs read directly; ConfigError if they cannot."""
     path = check_folder(key, value)
     if unprivileged_user() is not None and path.stat().st_mode & _READABLE != _READABLE:
         raise ConfigError(
@@ -223,14 +222,14 @@ def check_shown(key: str, value: str) -> Path:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what hosts of this user left behind that were killed."""
+    """Remove the folders of this user's killed hosts."""
     for left in folder.glob(f"{_PREFIX}*"):
         if is_own_folder(left) and not _is_locked(left):
             remove_tree(left)
 
 
 def is_own_folder(path: Path) -> bool:
-    """Whether there is a folder of this user; its host may end and remove it at any moment."""
+    """Return whether a folder is this user's; its host may remove it at any moment."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -239,7 +238,7 @@ def is_own_folder(path: Path) -> bool:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Whether the host of a folder runs; a folder that is being made has no lock yet."""
+    """Return whether the host of a folder runs; a new folder has no lock yet."""
     try:
         file = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -255,7 +254,7 @@ def _is_locked(folder: Path) -> bool:
 
 
 def place_folder(root: Path, path: str) -> None:
-    """Make a folder below `root` where something else will be shown; ValueError for a link."""
+    """Make a folder below `root` as a mount point; ValueError for a link."""
     at = root
     for name in Path(path).parts[1:]:
         at = at / name
@@ -263,11 +262,11 @@ def place_folder(root: Path, path: str) -> None:
             raise ValueError(f"/{at.relative_to(root)}")
         if not at.exists():
             at.mkdir()
-            at.chmod(0o755)  # whatever the umask: programs go through it
+            at.chmod(0o755)  # whatever the umask: programs enter it
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder with all that is in it, however deep."""
+    """Remove a folder with its contents, however deep."""
     try:
         shutil.rmtree(path, ignore_errors=True)
     except RecursionError:
@@ -275,9 +274,9 @@ def remove_tree(path: Path) -> None:
 
 
 def copy_folder(source: Path, target: Path, most_bytes: int) -> int:
-    """Copy what a folder holds into another, empty one; return the bytes copied.
+    """Copy the contents of a folder into an empty one; return the bytes copied.
 
-    Raises FolderTooLarge past `most_bytes`, and OSError.
+    Raises FolderTooLarge beyond `most_bytes`, and OSError.
     """
     num_bytes = 0
     waiting = [(str(source), str(target))]
@@ -299,7 +298,7 @@ def copy_folder(source: Path, target: Path, most_bytes: int) -> int:
 
 
 def _copy_file(source: str, target: str) -> int:
-    """Copy one file, holes as holes; return the bytes that it takes."""
+    """Copy one file with its holes; return its bytes on disk."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     reading = os.open(source, flags)
     try:
@@ -318,7 +317,7 @@ def _copy_file(source: str, target: str) -> int:
 
 
 def _copy_blocks(reading: int, writing: int, size: int) -> None:
-    with contextlib.suppress(OSError):  # another file system, or one that shares no blocks
+    with contextlib.suppress(OSError):  # another file system, or one that cannot share blocks
         fcntl.ioctl(writing, _FICLONE, reading)
         return
     os.truncate(writing, size)
@@ -327,7 +326,7 @@ def _copy_blocks(reading: int, writing: int, size: int) -> None:
         try:
             start = os.lseek(reading, at, os.SEEK_DATA)
         except OSError as error:
-            if error.errno == errno.ENXIO:  # nothing but a hole is left
+            if error.errno == errno.ENXIO:  # only a hole is left
                 return
             raise
         at = min(os.lseek(reading, start, os.SEEK_HOLE), size)

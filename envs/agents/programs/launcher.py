@@ -1,9 +1,8 @@
-"""Starts the programs of a host and sees to their end: folders, sandboxes, limits, output.
+"""Start the programs of a host and end them: folders, sandboxes, limits, output.
 
-The kernel bounds what a single process and a user may do. How much memory a program's processes
-hold together, and how much its folders take, is read by one thread for all programs of a host,
-often enough that what is over a limit is over it for moments: ten times a second, or as often as
-takes a tenth of the time.
+The kernel bounds single processes and users. One thread for all programs of a host measures the
+memory of a program's processes and the size of its folders: ten times a second, or as often as
+takes a tenth of its time.
 """
 
 import asyncio
@@ -28,13 +27,13 @@ from ..episode import ProgramEpisode
 from .folders import ProgramFolder, ProgramFolders, RootFiles, check_folder, check_shown
 from .sandbox import ImageRoot, ProgramSandboxes, Reach, TaskView, refuse_shown
 
-# Output: the end of it, read by one thread for all programs of a host. A flood is read a little
-# more slowly than it could be, so that it costs a bounded part of a core.
+# Output: one thread reads that of all programs of a host, and keeps its end. It reads a flood
+# slowly enough to use a bounded part of a core.
 
 RING_BYTES = 256 << 10
-"""What is kept of each stream."""
+"""Bytes kept of each stream."""
 TAIL_BYTES = 8 << 10
-"""What an episode reports."""
+"""Bytes that an episode reports."""
 _CHUNK = 64 << 10
 _PAUSE_S = 0.005
 
@@ -47,39 +46,39 @@ class Ring:
         self._bytes = bytearray()
 
     def add(self, chunk: bytes) -> None:
-        """Add bytes, and forget the oldest of too many."""
+        """Add bytes, and drop the oldest beyond the bound."""
         self._bytes += chunk
-        if len(self._bytes) > 2 * self._most:  # seldom, since it moves what is kept
+        if len(self._bytes) > 2 * self._most:  # rarely, since it moves the rest
             del self._bytes[: -self._most]
 
     def end(self, most: int = RING_BYTES) -> bytes:
-        """Return the end of it, at most so many bytes."""
+        """Return its end, at most so many bytes."""
         return bytes(self._bytes[-min(most, self._most) :])
 
     def text(self, most: int = RING_BYTES) -> str:
-        """Return the end of it as text."""
+        """Return its end as text."""
         return self.end(most).decode("utf-8", "replace")
 
 
 @dataclass(eq=False)
 class Printed:
-    """What one program has printed."""
+    """The output of one program."""
 
     out: Ring = field(default_factory=Ring)
     """Its standard output."""
     errors: Ring = field(default_factory=lambda: Ring(TAIL_BYTES // 2))
-    """The last of its errors."""
+    """The end of its standard error."""
     both: Ring = field(default_factory=Ring)
-    """Its standard output and its errors, as they came."""
+    """Standard output and standard error, in order of arrival."""
     ended: threading.Event = field(default_factory=threading.Event)
     """Set when both streams have ended."""
     num_open: int = 2
-    """Streams that have not."""
+    """Streams that have not ended."""
 
     def tail(self) -> str:
-        """Return the end of what it printed, for people.
+        """Return the end of its output, for people.
 
-        Two pipes have no common order: errors that a flood of output has pushed out stand first.
+        Two pipes have no common order: errors that a flood of output has displaced come first.
         """
         errors, tail = self.errors.end(), self.both.end(TAIL_BYTES)
         if errors not in tail:
@@ -98,7 +97,7 @@ class _Stream:
 
 
 class OutputReader:
-    """The thread that reads what all programs print."""
+    """The thread that reads the output of all programs."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -136,13 +135,13 @@ class OutputReader:
                 if key.data is None:
                     os.read(key.fd, _CHUNK)
                 else:
-                    self._take(key.fd, key.data)
+                    self._read_some(key.fd, key.data)
             while self._new:
                 file, stream = self._new.popleft()
                 self._selector.register(file, selectors.EVENT_READ, stream)
             time.sleep(_PAUSE_S)
 
-    def _take(self, file: int, stream: _Stream) -> None:
+    def _read_some(self, file: int, stream: _Stream) -> None:
         try:
             chunk = os.read(file, _CHUNK)
         except BlockingIOError:
@@ -168,19 +167,19 @@ _MIB = 1 << 20
 
 
 class ModelEndpoint(Protocol):
-    """Where programs find the model: the proxy of a host, which listens as a context manager."""
+    """The endpoint of the model for programs: a host's proxy, as a context manager."""
 
     async def __aenter__(self) -> object:
         """Listen."""
         ...
 
     async def __aexit__(self, *exc_info: object) -> None:
-        """Listen no more."""
+        """Stop listening."""
         ...
 
     @property
     def base_url(self) -> str:
-        """Its URL for who shares the host's network, without `/v1`."""
+        """Its URL in the host's network, without `/v1`."""
         ...
 
     def open(self, episode: ProgramEpisode) -> None:
@@ -188,28 +187,28 @@ class ModelEndpoint(Protocol):
         ...
 
     def close(self, episode: str) -> None:
-        """Answer them no more."""
+        """Answer them no longer."""
         ...
 
     def env_of(self, episode: ProgramEpisode, base_url: str) -> dict[str, str]:
-        """Return the variables by which a program finds the model at `base_url`."""
+        """Return a program's variables for the model at `base_url`."""
         ...
 
     def listen(self, listening: socket.socket) -> contextlib.AbstractAsyncContextManager[object]:
-        """Answer at a socket that listens, too; the context's end closes it."""
+        """Answer also at a listening socket; the end of the context closes it."""
         ...
 
 
 @dataclass(frozen=True)
 class Running:
-    """A program that runs, and whether it has gone over a limit."""
+    """A running program, and whether it is over a limit."""
 
     program: "RunningProgram"
     over: "asyncio.Future[Limit]"
 
 
 class RunningProgram:
-    """A program that runs."""
+    """A running program."""
 
     def __init__(self, process: bubblewrap.SandboxProcess, printed: Printed) -> None:
         self.first = process.first
@@ -217,33 +216,33 @@ class RunningProgram:
         self.printed = printed
         self._process = process
         self.ended = asyncio.ensure_future(process.ended())
-        """Its exit code, 128 and the signal's number for one that a signal ended; done when no
-        process of it is left."""
+        """Its exit code, 128 plus the signal's number if a signal ended it; done when no process
+        is left."""
 
     def terminate(self) -> None:
-        """Ask it and the processes of its group to end."""
+        """Send SIGTERM to it and the processes of its group."""
         self._process.terminate()
 
     async def kill(self) -> int:
-        """End it with all its processes; return its exit code when all are gone."""
+        """Kill it with all its processes; return its exit code when all have ended."""
         if not self.ended.done():
             self._process.kill()
         return await asyncio.shield(self.ended)
 
     async def close(self) -> None:
-        """Give back what it holds here; it has ended."""
+        """Close the files of an ended program."""
         await self.ended
         self._process.close()
 
 
 class ProgramLauncher:
-    """Starts programs in sandboxes, each with a folder of its own."""
+    """Starts programs in sandboxes, each with its own folder."""
 
     def __init__(self, config: AgentConfig, private: Sequence[Path] = ()) -> None:
-        """Look at what the configuration names; blocks, and starts threads.
+        """Check the folders of the configuration; blocks, and starts threads.
 
-        Raises ConfigError for a folder that cannot be used, SandboxError for a machine that cannot
-        sandbox programs, and OSError for one without room for their folders.
+        Raises ConfigError for a folder that cannot be used, SandboxError if the machine cannot
+        sandbox programs, and OSError if their folders cannot be made.
         """
         files, grader = config.files, config.reward_files
         self.files = None if files is None else check_folder("agent.files", files)
@@ -267,7 +266,7 @@ class ProgramLauncher:
         )
 
     async def blocking(self, call: Callable[[], T]) -> T:
-        """Do something with files in a thread."""
+        """Run work on files in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._workers, call)
 
     @contextlib.asynccontextmanager
@@ -276,7 +275,7 @@ class ProgramLauncher:
     ) -> AsyncIterator[ProgramFolder]:
         """Make a folder with copies of `files` and of a task's `root`; remove it in the end.
 
-        Raises SandboxError where there is no room.
+        Raises SandboxError without room.
         """
         folder = self.folders.new(user)
         try:
@@ -309,10 +308,10 @@ class ProgramLauncher:
         more: Mapping[str, Path] | None = None,
         view: TaskView | None = None,
     ) -> AsyncIterator[Running]:
-        """Run a program; in the end no process of it is left, whatever it has done.
+        """Run a program; the end of the context leaves no process of it.
 
-        With `view` it is one stage of a task. Raises SandboxError where its sandbox cannot be set
-        up, with the remedy, and GameError for a command that cannot be run.
+        With `view` it is one stage of a task. Raises SandboxError with what to do if its sandbox
+        cannot be set up, and GameError for a command that cannot be run.
         """
         sandboxes = self.sandboxes
         if view is None:
@@ -331,7 +330,7 @@ class ProgramLauncher:
             folder,
             config.memory_mb,
             config.disk_mb,
-            over=lambda limit: _tell(loop, over, limit),
+            over=lambda limit: _report_limit(loop, over, limit),
         )
         self._watch.add(watched)
         try:
@@ -342,7 +341,7 @@ class ProgramLauncher:
             await bubblewrap.finish(self._end(program))
 
     async def close(self) -> None:
-        """Give everything back; no program runs any more."""
+        """Remove the folders and end the threads, after all programs have ended."""
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
@@ -359,7 +358,7 @@ class ProgramLauncher:
     async def _start(
         self, sandbox: Sandbox, program: bubblewrap.Program
     ) -> tuple[RunningProgram, socket.socket | None]:
-        """Start a program; return it with the socket on which it finds the model, if it is to."""
+        """Start a program; return it with the socket for the model, if it uses one."""
         out, out_in = os.pipe()
         errors, errors_in = os.pipe()
         try:
@@ -379,7 +378,7 @@ class ProgramLauncher:
         return RunningProgram(process, printed), next(iter(process.sockets), None)
 
     async def _end(self, program: RunningProgram) -> None:
-        """End a program and read what it printed last."""
+        """Kill a program and read its last output."""
         await program.kill()
         await self.blocking(lambda: program.printed.ended.wait(_LAST_WORDS_S))
         await program.close()
@@ -387,7 +386,7 @@ class ProgramLauncher:
 
 @dataclass(eq=False)
 class Watched:
-    """A program that is looked after."""
+    """A program whose limits are checked."""
 
     first: int
     """The first process of its sandbox."""
@@ -399,12 +398,12 @@ class Watched:
     next_disk_look: float = 0.0
 
     def exceeded(self, now: float) -> Limit | None:
-        """Return the limit that it is over."""
+        """Return the limit that it exceeds."""
         if holds_more(self.first, self.memory_mb * _MIB):
             return "memory"
         if now < self.next_disk_look:
             return None
-        most_files = max(_LEAST_FILES, self.disk_mb << 8)  # each takes room of its own
+        most_files = max(_LEAST_FILES, self.disk_mb << 8)  # each takes room
         used = self.folder.usage(most_files)
         took_s = time.monotonic() - now
         self.next_disk_look = now + max(_LEAST_DISK_LOOK_S, _SHARE * took_s)
@@ -413,7 +412,7 @@ class Watched:
 
 
 class LimitWatch:
-    """The thread that looks after programs."""
+    """The thread that checks the limits of programs."""
 
     def __init__(self) -> None:
         self._watched: list[Watched] = []
@@ -423,13 +422,13 @@ class LimitWatch:
         self._thread.start()
 
     def add(self, watched: Watched) -> None:
-        """Look after a program from now on."""
+        """Start to check a program."""
         self._watched = [*self._watched, watched]
         self._changed.set()
 
     def remove(self, watched: Watched) -> None:
-        """Look after it no more; harmless when repeated."""
-        self._watched = [one for one in self._watched if one is not watched]
+        """Stop checking it; may be repeated."""
+        self._watched = [other for other in self._watched if other is not watched]
 
     def stop(self) -> None:
         """End the thread."""
@@ -442,16 +441,16 @@ class LimitWatch:
             if not self._watched:
                 self._changed.wait()
                 self._changed.clear()
-            began = time.thread_time()  # a loaded machine is no reason to look seldom
-            for one in self._watched:
-                if (limit := one.exceeded(time.monotonic())) is not None:
-                    self.remove(one)
-                    one.over(limit)
+            began = time.thread_time()  # CPU time: a loaded machine must not slow the checks
+            for watched in self._watched:
+                if (limit := watched.exceeded(time.monotonic())) is not None:
+                    self.remove(watched)
+                    watched.over(limit)
             time.sleep(max(_LOOK_S, _SHARE * (time.thread_time() - began)))
 
 
 def _explained(error: BaseException) -> GameError | SandboxError | None:
-    """Return the error of a start in the words of a job; None for one that says all."""
+    """Return a start's error in terms of the job; None if it is clear already."""
     if isinstance(error, bubblewrap.CommandError):
         return GameError(
             error.message,
@@ -469,7 +468,7 @@ def _explained(error: BaseException) -> GameError | SandboxError | None:
 async def _answered(
     endpoint: ModelEndpoint | None, listening: socket.socket | None
 ) -> AsyncIterator[None]:
-    """Let the model answer at a program's socket while it runs."""
+    """Answer at a program's socket while it runs."""
     if listening is None:
         yield
     elif endpoint is None:
@@ -480,8 +479,10 @@ async def _answered(
             yield
 
 
-def _tell(loop: asyncio.AbstractEventLoop, over: "asyncio.Future[Limit]", limit: Limit) -> None:
-    """Tell, from another thread, that a program is over a limit."""
+def _report_limit(
+    loop: asyncio.AbstractEventLoop, over: "asyncio.Future[Limit]", limit: Limit
+) -> None:
+    """Report from another thread that a program is over a limit."""
 
     def settle() -> None:
         if not over.done():

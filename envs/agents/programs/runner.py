@@ -1,4 +1,4 @@
-"""Runs programs as a host's episodes: `reset` starts one, its only `step` waits for its end."""
+"""Run programs as a host's episodes: `reset` starts one, its only `step` waits for its end."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ _NAME = "agent"
 
 
 class NoFreeSlot(HostGone):
-    """A host whose places are all taken: the episode starts again elsewhere, or later."""
+    """All places of a host are taken: the episode starts elsewhere, or later."""
 
 
 class ProgramRunner:
@@ -39,11 +39,11 @@ class ProgramRunner:
         has_tasks: bool = False,
         builds: bool = True,
     ) -> None:
-        """Start nothing yet.
+        """Prepare.
 
         `max_tries` is the job's: the last try of an episode counts even if its program crashed.
-        `private` folders may not be shown to programs, whatever the configuration names. With
-        `has_tasks` the data are Harbor tasks; `builds`: their images may be built and pulled here.
+        `private` folders are never shown to programs. With `has_tasks` the data are Harbor tasks;
+        `builds`: their images may be built and pulled here.
         """
         self._has_tasks = has_tasks
         self._builds = builds
@@ -62,16 +62,16 @@ class ProgramRunner:
         self._tasks: set[asyncio.Task[StepResult]] = set()
 
     async def start(self) -> GameFacts:
-        """See that programs can be run here: the folders, the sandbox, the commands.
+        """Check that programs can run here: the folders, the sandbox, the commands.
 
-        Raises ConfigError or SandboxError with what is to be done.
+        Raises ConfigError or SandboxError with what to do.
         """
         await self._opened.enter_async_context(self._endpoint)
         try:
             self._launcher = await asyncio.to_thread(ProgramLauncher, self._config, self._private)
         except OSError as error:
             raise SandboxError(
-                f"there is no room for programs: {error}",
+                f"the folder for programs cannot be made: {error}",
                 hint="see the host's temporary folder ($TMPDIR)",
             ) from error
         self._opened.push_async_callback(self._launcher.close)
@@ -81,7 +81,7 @@ class ProgramRunner:
         return GameFacts(_NAME, [], [])
 
     def reset(self, opening: Opening) -> Awaitable[list[ChatMessage]]:
-        """Start an episode's program; the messages are those by which its task is known.
+        """Start an episode's program; return the messages that identify its task.
 
         Raises NoFreeSlot when no place is free for `setup_timeout_s`, SandboxError when the program
         cannot be started.
@@ -105,14 +105,14 @@ class ProgramRunner:
         return self._begun(opening.episode, run.prompt)
 
     async def step(self, episode: str, action: str) -> StepResult:
-        """Wait for the program's end; `action` is empty: its calls reached the model otherwise."""
+        """Wait for the program's end; `action` is empty, since its calls go to the model."""
         held = self._held.get(episode)
         if held is None:
             raise NotFoundError(f"episode {episode!r} has no program here")
         return await asyncio.shield(held.task)
 
     async def finish(self, episode: str) -> StepResult:
-        """Refuse: no limit of games ends a program."""
+        """Refuse: limits of games do not apply to programs."""
         raise StateError(f"the program of episode {episode!r} has no turns to be cut")
 
     async def turn(self, episode: str) -> tuple[str, list[ChatMessage]]:
@@ -120,16 +120,16 @@ class ProgramRunner:
         raise StateError(f"the program of episode {episode!r} plays no role")
 
     def drop(self, episode: str) -> None:
-        """End an episode's program, and forget it."""
+        """Kill an episode's program, and forget it."""
         held = self._held.pop(episode, None)
         if held is not None:
             held.task.cancel()
 
     def end_overdue(self) -> None:
-        """Do nothing: programs have limits of their own."""
+        """Do nothing: programs have their own limits."""
 
     async def stop(self) -> None:
-        """End all programs, and whatever looks after them."""
+        """Kill all programs, and end their threads."""
         await end_tasks(self._tasks)
         await self._opened.aclose()
 
@@ -162,7 +162,7 @@ class ProgramRunner:
         with contextlib.suppress(KeyError):
             del self._held[episode]
         if held.task.cancelled():
-            raise NotFoundError(f"episode {episode!r} was closed before its program began")
+            raise NotFoundError(f"episode {episode!r} was closed before its program started")
         await held.task  # which raises
         return prompt
 
@@ -185,23 +185,23 @@ class _RunningEpisode:
 
 
 async def prove(config: AgentConfig, launcher: ProgramLauncher, *, has_tasks: bool = False) -> None:
-    """Run the self-test in a program's sandbox, and see that its commands are there.
+    """Run the self-test in a program's sandbox, and check that its commands exist.
 
-    With `has_tasks` the commands may be those of images that are not there yet. Raises SandboxError
-    if the sandbox does not hold, and ConfigError for a command that is not there.
+    With `has_tasks` the commands may be in images that are not built yet. Raises SandboxError if
+    the sandbox does not hold, and ConfigError for a missing command.
     """
     if any("{grader}" in word for word in config.reward) and launcher.grader is None:
         raise ConfigError(
-            "agent.reward names {grader}, and there is no agent.reward_files",
-            hint="set agent.reward_files to the folder with what the reward command needs",
+            "agent.reward names {grader}, but agent.reward_files is empty",
+            hint="set agent.reward_files to the folder with the reward command's files",
         )
     commands = {
         name: filled(config, getattr(config, name)) for name in ("command", "setup", "reward")
     }
     commands |= {
-        f"mcp ({one.name})": filled(config, [one.command])
-        for one in config.named_mcp()
-        if one.command
+        f"mcp ({server.name})": filled(config, [server.command])
+        for server in config.named_mcp()
+        if server.command
     }
     keys = {words[0]: name for name, words in commands.items() if _is_needed(config, words)}
     keys = {} if has_tasks else keys
@@ -213,14 +213,14 @@ async def prove(config: AgentConfig, launcher: ProgramLauncher, *, has_tasks: bo
         absent = await launcher.blocking(
             lambda: absent_commands(sandbox, sorted(keys), environment, hidden=sandboxes.unseen)
         )
-    for one in absent:
+    for command in absent:
         raise ConfigError(
-            f"agent.{keys[one]}: programs find no {one!r}",
+            f"agent.{keys[command]}: programs do not find {command!r}",
             hint="they see agent.files, agent.read, and agent.image or else the system's folders "
-            "and the pool's interpreter ({python}); its folder must also stand in PATH",
+            "and the pool's interpreter ({python}); its folder must also be in PATH",
         )
 
 
 def _is_needed(config: AgentConfig, words: list[str]) -> bool:
-    """Whether a command must be there before anything has been set up."""
+    """Return whether a command must exist before the setup."""
     return bool(words) and (words[0].startswith("/") or "/" not in words[0] or not config.setup)

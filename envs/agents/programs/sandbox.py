@@ -1,10 +1,10 @@
-"""The sandbox of an agent program: what it sees of the machine, and what it may use of it.
+"""The sandbox of an agent program: what it sees of the machine, and what it may use.
 
 It sees the system's programs and libraries, this interpreter with its packages and the folders that
 `agent.read` names, all read-only; its own folder at `/episode/work`, a home and a /tmp, which are
-on disk and gone with it; its own processes. It sees no other episode, no run, no grader and no file
-of a user. Its network is its own and has one address, at which the model answers; or, if the job
-says so, the machine's. It runs under an unused user id.
+on disk and removed with it; its own processes. It sees no other episode, run, grader or file of a
+user. Its network has one address, that of the model; or it is the machine's, if the job allows it.
+It runs under an unused user id.
 
 With `agent.image` it sees the files of that image in place of the system's and the interpreter's.
 """
@@ -43,12 +43,11 @@ from . import folders
 
 # Container images as the root of a sandbox.
 #
-# Podman or docker writes an image's files out once for all hosts of a user on a machine and runs
-# nothing of it. The files lie in the temporary folder while a host uses them; the last one removes
-# them, and the next one that starts removes those of hosts that were killed. The sandbox starts a
-# Python program first, and an image may have no Python or another C library, so the interpreter,
-# its standard library and its shared libraries are mounted one by one and started by their own
-# loader.
+# Podman or docker exports an image's files once for all hosts of a user on a machine, and runs
+# nothing of it. The files are in the temporary folder while a host uses them; the last host removes
+# them, and the next one that starts removes those of killed hosts. The sandbox starts a Python
+# program first, and an image may have no Python or another C library, so the interpreter, its
+# standard library and its shared libraries are mounted one by one and started by their own loader.
 
 _TOOLS = ("podman", "docker")
 _PREFIX = "tinkermq-image-"
@@ -59,7 +58,7 @@ _FILES = ("etc/passwd", "etc/group", "etc/hosts", "etc/resolv.conf")
 _LOADER, _LIBRARIES, _HOME = "/.tinkermq/loader", "/.tinkermq/libraries", "/.tinkermq/python"
 _PYTHON = f"{_HOME}/bin/python3"
 IN_IMAGE = (_LOADER, "--library-path", _LIBRARIES, _PYTHON)
-"""The words that start it there."""
+"""The command of Python there."""
 _LOADED = """
 import ctypes, json, marshal, os, resource, shutil, socket
 print(open("/proc/self/maps").read())
@@ -70,22 +69,22 @@ class ImageRoot:
     """The files of an image on this machine, held until `close`."""
 
     def __init__(self, name: str, key: str = "agent.image") -> None:
-        """Find the image and write its files out; blocks, for large images minutes.
+        """Find the image and export its files; blocks, for large images minutes.
 
-        `key` is what names the image. Raises SandboxError, with the remedy, for a machine without
-        podman and docker, an image that neither has, and files that cannot be written out.
+        `key` is the configuration key of the image. Raises SandboxError with what to do if the
+        machine has no podman or docker, if neither has the image, or if the export fails.
         """
         tool, facts = _find(name, key)
         self.environment = _variables(facts)
-        """What the image sets for its programs."""
+        """The variables of the image."""
         config: Any = facts.get("Config") or {}
         self.workdir = str(config.get("WorkingDir") or "/")
-        """Where the image has its programs begin."""
+        """The working folder of the image."""
         self._key = key
         number = str(facts.get("Id", "")).rpartition(":")[2]
         self._folder = Path(tempfile.gettempdir(), f"{_PREFIX}{os.getuid()}-{number[:32]}")
         self.path = self._folder / "root"
-        """What its programs see as `/`."""
+        """The folder that its programs see as `/`."""
         self._lock = _held(self._folder, exclusive=False)
         try:
             _sweep(self._folder)
@@ -107,12 +106,12 @@ class ImageRoot:
             os.close(self._lock)
 
     def place(self, path: str) -> None:
-        """Make a folder in it where something else will be shown; SandboxError if it is a link."""
+        """Make a mount point in it; SandboxError if it is a link."""
         try:
             folders.place_folder(self.path, path)
         except ValueError as error:
             raise SandboxError(
-                f"the image has a link or a file at {error}, where programs are to be shown {path}",
+                f"the image has a link or a file at {error}, the mount point of {path}",
                 hint="make the image with a folder there",
             ) from error
 
@@ -120,7 +119,7 @@ class ImageRoot:
         return (self._folder / "complete").exists()
 
     def _write(self, tool: str, name: str) -> None:
-        """Write the files out, unless written meanwhile."""
+        """Export the files, unless another host has meanwhile."""
         os.close(self._lock)
         self._lock = _held(self._folder, exclusive=True)
         if not self._is_complete():
@@ -139,8 +138,8 @@ class ImageRoot:
 
 
 def _find(name: str, key: str) -> tuple[str, dict[str, Any]]:
-    """Return which tool has an image, and what it says of it."""
-    tools = [path for one in _TOOLS if (path := shutil.which(one)) is not None]
+    """Return the tool that has an image, and the image's description."""
+    tools = [path for tool in _TOOLS if (path := shutil.which(tool)) is not None]
     if not tools:
         raise SandboxError(
             f"{key}={name!r} needs podman or docker, and this machine has neither",
@@ -163,12 +162,12 @@ def _find(name: str, key: str) -> tuple[str, dict[str, Any]]:
 
 def _variables(facts: dict[str, Any]) -> dict[str, str]:
     config: Any = facts.get("Config") or {}
-    pairs = [str(one).partition("=") for one in config.get("Env") or ()]
+    pairs = [str(pair).partition("=") for pair in config.get("Env") or ()]
     return {name: value for name, _, value in pairs}
 
 
 def _unpack(tool: str, name: str, root: Path, key: str) -> None:
-    """Write the files of an image into a folder; nothing of the image is run."""
+    """Export the files of an image into a folder; nothing of the image is run."""
     made = _run([tool, "create", "--pull=never", "--network=none", name, "/none"])
     container = made.stdout.decode(errors="replace").strip()
     if made.returncode or not container:
@@ -198,7 +197,7 @@ def _unpack(tool: str, name: str, root: Path, key: str) -> None:
 
 def _unwritten(image: str, reason: str) -> SandboxError:
     return SandboxError(
-        f"the files of {image} cannot be written out: {reason}",
+        f"the files of {image} cannot be exported: {reason}",
         hint="see the room in the host's temporary folder ($TMPDIR)",
     )
 
@@ -216,7 +215,7 @@ def _last_line(output: bytes) -> str:
 
 
 def _held(folder: Path, *, exclusive: bool) -> int:
-    """Make a folder of ours and lock it; return the lock, which closing gives back."""
+    """Make a folder of ours and lock it; return the lock, which closing releases."""
     deadline = time.monotonic() + _UNPACK_S
     while time.monotonic() < deadline:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -236,13 +235,13 @@ def _held(folder: Path, *, exclusive: bool) -> int:
                 os.close(lock)
         time.sleep(_PAUSE_S)
     raise SandboxError(
-        f"the files of an image in {folder} were not written out within {_UNPACK_S:g} s",
-        hint="see what the other environment hosts of the machine do",
+        f"the files of an image in {folder} were not exported within {_UNPACK_S:g} s",
+        hint="see the other environment hosts of the machine",
     )
 
 
 def _sweep(mine: Path) -> None:
-    """Remove images that no host of this user holds any more."""
+    """Remove images that no host of this user uses any more."""
     for left in mine.parent.glob(f"{_PREFIX}{os.getuid()}-*"):
         if left != mine and folders.is_own_folder(left):
             with _unused(left) as is_unused:
@@ -268,7 +267,7 @@ def _unused(folder: Path) -> Iterator[bool]:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder in which some others may not be written."""
+    """Remove a folder with folders that cannot be written."""
     if os.getuid():
         subprocess.run(["chmod", "-R", "u+rwX", str(folder)], check=False, capture_output=True)
     folders.remove_tree(folder)
@@ -276,21 +275,21 @@ def _remove(folder: Path) -> None:
 
 @cache
 def interpreter_files() -> dict[str, Path]:
-    """Return what is shown, by its path in the sandbox; SandboxError if that is not known."""
+    """Return the files of Python by their paths in the sandbox; SandboxError if unknown."""
     python = Path(os.path.realpath(sys.executable))
     standard = Path(sysconfig.get_path("stdlib")).resolve()
     loaded = _loaded(python)
-    loader = next((one for one in loaded if one.name.startswith(("ld-", "ld."))), None)
+    loader = next((library for library in loaded if library.name.startswith(("ld-", "ld."))), None)
     if loader is None:
         raise SandboxError(
-            f"the dynamic loader of {python} is not known: programs cannot be run in an image",
+            f"the dynamic loader of {python} is unknown, so programs cannot run in an image",
             hint="remove agent.image, or run the host with a Python of the system",
         )
     libraries = {
-        name: one
-        for one in loaded
-        if not one.is_relative_to(standard)
-        for name in _library_names(one)
+        name: library
+        for library in loaded
+        if not library.is_relative_to(standard)
+        for name in _library_names(library)
     }
     inner = f"{_HOME}/{sys.platlibdir}/python{sys.version_info[0]}.{sys.version_info[1]}"
     return {
@@ -316,17 +315,17 @@ def _loaded(python: Path) -> list[Path]:
 
 
 def _library_names(library: Path) -> set[str]:
-    """Return the names under which others know a library: links beside it."""
+    """Return the other names of a library: links next to it."""
     stem = library.name.partition(".so")[0]
-    return {one.name for one in library.parent.glob(f"{stem}.so*") if one.samefile(library)}
+    return {other.name for other in library.parent.glob(f"{stem}.so*") if other.samefile(library)}
 
 
 WORK, HOME, TASK, GRADER = "/episode/work", "/episode/home", "/episode/task", "/episode/grader"
 TMP = "/tmp"  # noqa: S108 - its own
 PORT = 48_470
-"""Where the model answers in sandboxes with a network of their own."""
+"""Address of the model in sandboxes with their own network."""
 Reach: TypeAlias = Literal["model", "open", "none"]
-"""What a program's network leads to."""
+"""What a program's network reaches."""
 _PLACES = {"work": WORK, "home": HOME, "task": TASK, "tmp": TMP}
 _OWN_ETC = ("passwd", "group", "hosts")
 _OPTIONS = ("-I", "-S", "-B", "-X", "utf8")
@@ -336,11 +335,11 @@ _SHARED_MEMORY_PART = 4
 
 
 TESTS, LOGS = "/tests", "/logs"
-"""Where the tests of a task lie, and what they report."""
+"""Folders of a task's tests, and of their reports."""
 CONTEXT = "/episode/context"
-"""Where the folder of a Dockerfile is seen while its steps run."""
+"""Path of a Dockerfile's folder while its steps run."""
 Stage: TypeAlias = Literal["build", "program", "tests"]
-"""The steps of a task's Dockerfile, the program, and the tests after it."""
+"""The stages of a task: the Dockerfile's steps, the program, the tests."""
 _STAGES: Mapping[Stage, Mapping[str, str]] = {
     "build": {"context": CONTEXT, "task": TASK, "home": HOME, "tmp": TMP},
     "program": _PLACES,
@@ -357,57 +356,57 @@ TASK_HOME = "/root"
 
 @dataclass(frozen=True)
 class TaskEnvironment:
-    """Where the program of a task works, and then its tests run."""
+    """The environment of a task's program and tests."""
 
     is_image: bool
-    """Whether it is that of an image; else the sandbox has followed its Dockerfile."""
+    """Whether it is from an image; else the sandbox has followed the Dockerfile."""
     root: folders.RootFiles
     system: tuple[Mount, ...]
     """The system's folders, read-only: those of an image, or of the machine."""
     variables: Mapping[str, str]
-    """What the image or the Dockerfile sets."""
+    """Variables of the image or the Dockerfile."""
     workdir: str
 
     @property
     def command_variables(self) -> dict[str, str]:
-        """The variables of a command in it, besides its own."""
+        """The variables of a command in it."""
         return {"HOME": TASK_HOME, "PATH": _PATH, **self.variables}
 
 
 @dataclass(frozen=True)
 class TaskView:
-    """What one of the stages of a task sees."""
+    """The view of one stage of a task."""
 
     environment: TaskEnvironment
     stage: Stage
 
 
 class ProgramSandboxes:
-    """What all programs of a job have in common."""
+    """The sandboxes of a job's programs."""
 
     def __init__(
         self, config: AgentConfig, private: Sequence[Path] = (), image: ImageRoot | None = None
     ) -> None:
-        """Look at the folders; `private` ones may not be seen by a program.
+        """Check the folders; programs must not see `private` ones.
 
-        The files of an `image` stand in place of the machine's. Raises SandboxError for a machine
-        without bubblewrap, and ConfigError for a folder that is missing or shows a private one.
+        The files of an `image` replace the machine's. Raises SandboxError without bubblewrap, and
+        ConfigError for a folder that is missing or shows a private one.
         """
         bubblewrap_program()
         self._config = config
         read = {
-            f"agent.read: {one}": folders.check_folder("agent.read", one) for one in config.read
+            f"agent.read: {path}": folders.check_folder("agent.read", path) for path in config.read
         }
         own = {"this interpreter": Path(sys.prefix), "its library": Path(sys.base_prefix)}
         own = own if image is None else {}
         refuse_shown({**read, **own}, private)
-        for one in config.read:
-            folders.check_shown("agent.read", one)
+        for path in config.read:
+            folders.check_shown("agent.read", path)
         self._read = sorted({*read.values()})
         self._shown = sorted({*read.values(), *own.values()})
         above = {parent for path in self._shown for parent in path.parents}
         self.unseen = sorted(set(private) - above)
-        """Private folders of which programs do not even see the names."""
+        """Private folders whose names programs do not see either."""
         self._image = image
         self._python: tuple[str, ...] = (os.path.realpath(sys.executable),)
         if image is not None:
@@ -417,17 +416,17 @@ class ProgramSandboxes:
                 image.place(place)
 
     def variables(self, own: Mapping[str, str], view: TaskView | None = None) -> Mapping[str, str]:
-        """Return a program's variables, behind what an image sets: only its PATH goes before.
+        """Return a program's variables; they replace those of an image, except PATH.
 
-        In a task's environment HOME does, too. Its tests and steps see nothing of the job's, and
-        the tests' HOME is an empty folder.
+        In a task's environment HOME is kept as well. Its tests and steps do not get the job's
+        variables, and the tests' HOME is an empty folder.
         """
         if view is not None:
             of_task = view.environment.command_variables
             if view.stage != "program":
                 return {**of_task, **({"HOME": HOME} if view.stage == "tests" else {}), **own}
-            given = self._config.environment
-            named = {name: given.get(name) or of_task[name] for name in ("HOME", "PATH")}
+            environment = self._config.environment
+            named = {name: environment.get(name) or of_task[name] for name in ("HOME", "PATH")}
             return {**of_task, **own, **named}
         if self._image is None:
             return own
@@ -436,19 +435,19 @@ class ProgramSandboxes:
         return {**of_image, **own, "PATH": path}
 
     def shown(self, *, in_image: bool) -> Sequence[Path]:
-        """Return the folders that programs read at their own places: not ours in an image."""
+        """Return the folders that programs read at their own paths; in an image not ours."""
         return self._read if in_image else self._shown
 
     def task_sandbox(self, folder: folders.ProgramFolder, reach: Reach, view: TaskView) -> Sandbox:
         """Return the sandbox of one stage of a task.
 
-        Nothing is mounted below what an earlier stage could write, where it might have left a link:
-        `agent.read` is not shown to the tests, and Python starts from a folder of its own.
+        Nothing is mounted below a folder that an earlier stage could write, since it may have left
+        a link there: the tests do not see `agent.read`, and Python starts from its own folder.
         """
         environment, stage = view.environment, view.stage
         writable_paths = environment.root.writable if stage != "build" else ()
         if stage == "tests":
-            writable_paths = tuple(one for one in writable_paths if one not in ("tests", "logs"))
+            writable_paths = tuple(path for path in writable_paths if path not in ("tests", "logs"))
         shown = self.shown(in_image=environment.is_image)
         mounts = (
             memory_folder("/dev/shm", (self._config.memory_mb << 20) // _SHARED_MEMORY_PART),  # noqa: S108 - its own
@@ -513,7 +512,7 @@ class ProgramSandboxes:
 
 
 def refuse_shown(shown: Mapping[str, Path], private: Iterable[Path]) -> None:
-    """Raise ConfigError for a folder in which programs would see what is not for them."""
+    """Raise ConfigError for a folder with a private one."""
     for name, folder in shown.items():
         for hidden in private:
             if hidden.resolve().is_relative_to(folder.resolve()):
@@ -525,5 +524,5 @@ def refuse_shown(shown: Mapping[str, Path], private: Iterable[Path]) -> None:
 
 
 def grader_mounts(files: Path | None) -> dict[str, Path]:
-    """Return what the reward command reads and the program did not."""
+    """Return the folders that the reward command reads and the program does not."""
     return {} if files is None else {GRADER: files}

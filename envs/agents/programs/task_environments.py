@@ -1,8 +1,8 @@
 """The environments of Harbor tasks on a host: from an image, or from the steps of a Dockerfile.
 
-Where podman or docker answers, an image is pulled or built, and its files are written out: nothing
-of the engine runs afterwards. The program and the tests run in our sandbox, which shows the image's
-system folders read-only and copies of its others. Where no engine answers, the sandbox follows the
+If podman or docker works, an image is pulled or built, and its files are exported: the engine runs
+nothing afterwards. The program and the tests run in our sandbox, which shows the image's
+system folders read-only and copies of its others. Without an engine the sandbox follows the
 Dockerfile itself, if it can (`dockerfile.py`), with the machine's system folders.
 
 So a program never writes `/usr`, `/bin`, `/lib`, `/etc` or `/` itself: the shell and the
@@ -41,9 +41,9 @@ from .sandbox import LOGS, TASK, TASK_HOME, ImageRoot, TaskEnvironment, TaskView
 _ENGINES = ("podman", "docker")
 _ASK_S, _PULL_S = 30.0, 1800.0
 _MOST_KEPT = 32
-"""Environments of which no program runs that a host keeps."""
+"""Unused environments that a host keeps."""
 _FOLDERS = ("root", "home", "opt", "srv", "mnt", "var/tmp", "logs/agent", "logs/verifier")
-"""What an environment has though no step makes it."""
+"""Folders of every environment."""
 _OUR_FOLDERS = ("proc", "dev", "sys", "tmp", "episode", ".tinkermq", "tests")
 _SHOWN_CHARS = 300
 _STEPS = f"{TASK}/steps.sh"
@@ -56,17 +56,17 @@ command -v python >/dev/null || {{ echo "the sandbox has no command python" >&2;
 
 
 class ContainerEngine(NamedTuple):
-    """What makes images."""
+    """Podman or docker."""
 
     program: str
 
     @property
     def name(self) -> str:
-        """Its name for people."""
+        """Its name in messages."""
         return Path(self.program).name
 
     def run(self, *words: str, limit_s: float = _ASK_S) -> "subprocess.CompletedProcess[bytes]":
-        """Run one of its commands; one that hangs has failed."""
+        """Run one of its commands; one that hangs counts as failed."""
         command = [self.program, *words]
         try:
             return subprocess.run(
@@ -84,7 +84,7 @@ class ContainerEngine(NamedTuple):
 
 
 def find_engine() -> tuple[ContainerEngine | None, str]:
-    """Return podman or docker, the first that answers, and why there is none otherwise."""
+    """Return podman or docker, whichever works first, or None and the reasons."""
     reasons: list[str] = []
     for name in _ENGINES:
         program = shutil.which(name)
@@ -94,8 +94,8 @@ def find_engine() -> tuple[ContainerEngine | None, str]:
         done = engine.run("info")
         if done.returncode == 0:
             return engine, ""
-        reasons.append(f"{name} does not answer: {_last_line(done.stdout)}")
-    return None, "; ".join(reasons) or "there is no podman or docker on this machine"
+        reasons.append(f"{name} does not work: {_last_line(done.stdout)}")
+    return None, "; ".join(reasons) or "podman and docker are not installed on this machine"
 
 
 def _last_line(output: bytes) -> str:
@@ -107,18 +107,18 @@ def _last_line(output: bytes) -> str:
 
 
 class EnvironmentPlanner:
-    """How tasks get their environments on this machine."""
+    """Decides how tasks get their environments on this machine."""
 
     def __init__(self, config: AgentConfig, *, builds: bool = True) -> None:
-        """Look for an engine; blocks. Without `builds`, only images that it has are used."""
+        """Find an engine; blocks. Without `builds`, only images that it has are used."""
         self._most_s = config.reward_timeout_s
-        self.engine, self.lacking = find_engine()
+        self.engine, self.missing_engine = find_engine()
         self._builds = builds
 
     def plan(self, task: HarborTask) -> SandboxPlan | None:
-        """Return how the sandbox makes a task's environment; None where an image does.
+        """Return how the sandbox makes a task's environment; None if an image does.
 
-        Raises TaskRefused for a task that has none here.
+        Raises TaskRefused for a task without an environment here.
         """
         task.check_supported()
         wanted_s = task.settings.verifier.timeout_sec
@@ -145,9 +145,9 @@ class EnvironmentPlanner:
         return plan
 
     def image_of(self, task: HarborTask) -> str:
-        """Return the name of a task's image, which the engine then has; blocks.
+        """Return the name of a task's image, after pulling or building it; blocks.
 
-        Raises TaskRefused where it cannot be had.
+        Raises TaskRefused if the image cannot be pulled or built.
         """
         engine, settings = self.engine, task.settings.environment
         assert engine is not None
@@ -178,7 +178,7 @@ class EnvironmentPlanner:
         return name
 
     def _refused(self, task: HarborTask, reason: str, where: str) -> TaskRefused:
-        hint = f"{self.lacking}; with podman or docker all tasks run that have an image"
+        hint = f"{self.missing_engine}; with podman or docker all tasks with an image run"
         return TaskRefused(task.name, reason, where, hint=hint)
 
 
@@ -203,7 +203,7 @@ def digest_of(folder: Path) -> str:
 
 @dataclass(eq=False)
 class _Made:
-    """An environment, and how many programs work in copies of it."""
+    """An environment, and the number of programs that use copies of it."""
 
     environment: TaskEnvironment
     give_back: Callable[[], None]
@@ -216,7 +216,7 @@ class TaskEnvironments:
     def __init__(
         self, config: AgentConfig, launcher: ProgramLauncher, *, builds: bool = True
     ) -> None:
-        """Make none yet; `builds` is that of `EnvironmentPlanner`."""
+        """Prepare; `builds` is that of `EnvironmentPlanner`."""
         self._config = config
         self._launcher = launcher
         self._builds = builds
@@ -225,7 +225,7 @@ class TaskEnvironments:
 
     @contextlib.asynccontextmanager
     async def environment(self, task: HarborTask) -> AsyncIterator[TaskEnvironment]:
-        """Make a task's environment unless it is made already; it stays for this block at least.
+        """Make a task's environment unless it exists; it is kept at least for this block.
 
         Raises TaskRefused for a task that cannot be run here, and SandboxError.
         """
@@ -236,7 +236,7 @@ class TaskEnvironments:
             self._made[task.folder] = making
         made = await asyncio.shield(making)
         made.num_users += 1
-        self._made[task.folder] = self._made.pop(task.folder)  # the last to go
+        self._made[task.folder] = self._made.pop(task.folder)  # the last to be removed
         try:
             yield made.environment
         finally:
@@ -244,7 +244,7 @@ class TaskEnvironments:
             await self._shrink()
 
     async def close(self) -> None:
-        """Give all of them back; no program runs."""
+        """Remove all of them, after all programs have ended."""
         for making in self._made.values():
             making.cancel()
         for result in await asyncio.gather(*self._made.values(), return_exceptions=True):
@@ -253,7 +253,7 @@ class TaskEnvironments:
         self._made.clear()
 
     async def _shrink(self) -> None:
-        """Give back those that were not used for longest, if there are too many."""
+        """Remove the least recently used ones beyond the bound."""
         for folder, making in list(self._made.items()):
             if len(self._made) <= _MOST_KEPT:
                 return
@@ -265,7 +265,7 @@ class TaskEnvironments:
 
     async def _make(self, task: HarborTask) -> _Made:
         try:
-            if self._planner is None:  # which only jobs with tasks look for
+            if self._planner is None:  # only jobs with tasks need it
                 self._planner = await asyncio.to_thread(
                     EnvironmentPlanner, self._config, builds=self._builds
                 )
@@ -281,12 +281,12 @@ class TaskEnvironments:
                 await asyncio.to_thread(made.give_back)
                 raise
         except SandboxError:
-            self._made.pop(task.folder, None)  # it may pass
+            self._made.pop(task.folder, None)  # it may be temporary
             raise
         return made
 
     async def _prove(self, task: HarborTask, environment: TaskEnvironment) -> None:
-        """See that the sandbox holds in it, and that its tests can be run."""
+        """Check that the sandbox holds in it, and that its tests can run."""
         launcher, view = self._launcher, TaskView(environment, "program")
         async with launcher.folder(None, root=environment.root) as folder:
             sandbox = launcher.sandboxes.task_sandbox(folder, "model", view)
@@ -300,10 +300,10 @@ class TaskEnvironments:
             )
         if absent:
             where = DOCKERFILE if task.dockerfile is not None else SETTINGS
-            raise TaskRefused(task.name, "it has no bash, which runs its tests", where)
+            raise TaskRefused(task.name, "bash, which runs its tests, is missing", where)
 
     async def _written_out(self, task: HarborTask, planner: EnvironmentPlanner) -> _Made:
-        """Return the environment of an image; one that nobody waits for any more is removed."""
+        """Return the environment of an image; if the wait is cancelled it is removed."""
         write = self._launcher.blocking(lambda: self._from_image(task, planner))
         writing = asyncio.ensure_future(write)
         try:
@@ -315,7 +315,7 @@ class TaskEnvironments:
             raise
 
     def _from_image(self, task: HarborTask, planner: EnvironmentPlanner) -> _Made:
-        """Write the image of a task out; blocks."""
+        """Export the image of a task; blocks."""
         image = ImageRoot(planner.image_of(task), f"the image of task {task.name}")
         try:
             for path in (TASK_HOME, f"{LOGS}/agent", f"{LOGS}/verifier"):
@@ -358,7 +358,7 @@ class TaskEnvironments:
         context = task.folder / "environment"
         folder.add("context", context if task.dockerfile else None, self._config.disk_mb << 20)
         folder.add("root")
-        folder["root"].chmod(0o755)  # bubblewrap goes through it without the rights of its owner
+        folder["root"].chmod(0o755)  # bubblewrap enters it without the rights of its owner
         for name in _FOLDERS:
             (folder["root"] / name).mkdir(parents=True)
         check = "" if plan.python is None else _CHECK_PYTHON.format(version=plan.python)
@@ -387,7 +387,7 @@ class TaskEnvironments:
         number = (line or b"").decode("ascii", "replace").strip()
         reason = f"this step fails in the sandbox: {printed or f'exit code {exit_code}'}"
         if over.done():
-            reason = f"its steps go over agent.{over.result()}_mb"
+            reason = f"its steps exceed agent.{over.result()}_mb"
         elif not in_time:
             reason = f"its steps take longer than build_timeout_sec={limit_s:g}"
         where = DOCKERFILE if task.dockerfile is not None else SETTINGS
@@ -403,18 +403,18 @@ class TaskEnvironments:
         *,
         is_image: bool,
     ) -> TaskEnvironment:
-        """Return the environment whose files lie in a folder; TaskRefused for a bad link in it."""
+        """Return the environment with the files of a folder; TaskRefused for a bad link in it."""
         where = DOCKERFILE if task.dockerfile is not None else SETTINGS
         top = workdir.split("/")[1]
         if top in ("", *_OUR_FOLDERS):
-            reason = f"its WORKDIR is {workdir}, which is not its own in the sandbox"
+            reason = f"its WORKDIR is {workdir}, which cannot be its own in the sandbox"
             raise TaskRefused(task.name, reason, where)
         writable = tuple(
             sorted(
-                one.name
-                for one in os.scandir(root)
-                if one.is_dir(follow_symlinks=False)
-                and one.name not in (*SYSTEM_FOLDERS, *_OUR_FOLDERS)
+                entry.name
+                for entry in os.scandir(root)
+                if entry.is_dir(follow_symlinks=False)
+                and entry.name not in (*SYSTEM_FOLDERS, *_OUR_FOLDERS)
             )
         )
         shown = self._launcher.sandboxes.shown(in_image=is_image)

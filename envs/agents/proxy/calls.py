@@ -1,7 +1,7 @@
-"""The calls of programs while they are asked for and answered, and the episodes that may call.
+"""The running calls of programs, and the open episodes.
 
-A call outlives the request that began it: a program's client that hangs up and sends the same again
-finds it, and a generator that dies is followed by another one, which goes on behind what came.
+A call outlives its HTTP request: a client that disconnects and repeats the request finds it. If its
+generator dies, another one continues the answer.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from ..episode import ContextTooLong, EpisodeLimit, EpisodeOver, ProgramEpisode
 from .exchange import KeyRefused, NobodyPlays, TooLarge
 
 MAX_LEFT = 64
-"""Calls of one episode whose programs have gone, and that are kept for a while."""
+"""Calls of one episode that are kept for a while after their clients disconnected."""
 _LARGE = 64 << 10
-"""Bytes of a request that is packed in a thread: the loop serves others meanwhile."""
+"""Larger requests are packed in a thread, so that they do not block the loop."""
 _PASSING = (
     errors.NobodyAnswersError,
     errors.DeadlineError,
@@ -48,10 +48,10 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class GatheredChoice:
-    """One choice as far as it has come."""
+    """The received part of one choice."""
 
     def __init__(self, number: int) -> None:
-        """Begin with nothing."""
+        """Start empty."""
         self._delta = Delta(choice=number)
         self._texts: list[str] = []
 
@@ -87,14 +87,14 @@ class GatheredAnswer:
     """The answer to one call."""
 
     def __init__(self, num_choices: int) -> None:
-        """Begin with nothing."""
+        """Start empty."""
         self.head: CallPart | None = None
-        """The first part that holds anything."""
+        """The first part that is not empty."""
         self.choices = [GatheredChoice(number) for number in range(num_choices)]
         self.calls: list[int] = []
         """Numbers of the choices among the episode's calls, once it is whole."""
         self.delivery = 0
-        """Of the task, as the newest of those who answer has it."""
+        """The newest delivery of the task among the answering generators."""
         self.num_parts = 0
         self.is_whole = False
 
@@ -130,7 +130,7 @@ class GatheredAnswer:
         return deltas
 
     def begun(self) -> CallPart | None:
-        """Return all of it as one part, for a generator that goes on with it; None for nothing."""
+        """Return it as one part, for a generator that continues it; None if it is empty."""
         if self.head is None:
             return None
         whole = self.read_on(self.beginning)
@@ -145,30 +145,30 @@ class GatheredAnswer:
 
 @dataclass(frozen=True)
 class ProxyTimes:
-    """How long a proxy waits."""
+    """Waits of a proxy."""
 
     failover_s: float = 120.0
     """For a generator of the episode, from the last message."""
     keepalive_s: float = 15.0
-    """Between signs of life on a stream that has nothing to say."""
+    """Between keep-alive signs on an idle stream."""
     adopt_s: float = 30.0
-    """For the same request once more, when a program has gone before its answer was whole."""
+    """For a repeated request, after a client disconnected before its answer was whole."""
     silence_s: float = 10.0
     """Silence after which an answering generator counts as dead."""
     pause_s: float = 0.25
-    """Wait before another generator is looked for."""
+    """Before another generator is called."""
 
 
 @dataclass(frozen=True)
 class CallAsker:
-    """How the calls of one job's programs are asked for."""
+    """Sends the calls of one job's programs to generators."""
 
     broker: Broker
     times: ProxyTimes
     inbox: SharedInbox
 
     async def packed(self, request: CallRequest, num_bytes: int) -> bytes:
-        """Return a request that came in `num_bytes` as a message; TooLarge for what none holds."""
+        """Return a request, read from `num_bytes`, as a message; TooLarge beyond its limit."""
         large = num_bytes > _LARGE
         payload = await asyncio.to_thread(request.to_bytes) if large else request.to_bytes()
         if len(payload) > self.broker.max_payload_bytes:
@@ -197,19 +197,17 @@ class CallAsker:
         )
 
     async def note_answered(self, names: list[str], calls: list[int]) -> None:
-        """Hear of an answered call before its program does: by the names it will know it by."""
+        """Called with the names of an answered call, before its program gets it."""
 
     async def look_up(self, name: str) -> None:
-        """See to it that the call which a program names is known, if it is one."""
+        """Find the call that a program names, if another proxy answered it."""
 
     async def report_delivered(
         self, subjects: "EpisodeSubjects", calls: list[int], *, whole: bool
     ) -> None:
-        """Say whether a program has the end of an answer."""
+        """Report whether a program received the whole answer."""
         delivered = CallDelivered(calls=calls, whole=whole)
-        with contextlib.suppress(
-            errors.TinkermqError
-        ):  # unknown, then, until a later call shows it
+        with contextlib.suppress(errors.TinkermqError):  # then unknown until a later call shows it
             await self.broker.publish(subjects.delivered, delivered.to_bytes())
 
 
@@ -219,12 +217,12 @@ class RunningCall:
     def __init__(
         self, asker: CallAsker, opened: "OpenEpisode", request: CallRequest, num_bytes: int
     ) -> None:
-        """Begin to ask what came in a body of `num_bytes`."""
+        """Start a call that was read from a body of `num_bytes`."""
         self.answer = GatheredAnswer(request.decoding.num_choices)
         self.error: errors.TinkermqError | None = None
         self.request = request
         self.is_delivered = False
-        """Whether a program has all of it."""
+        """Whether a program received all of it."""
         self._asker = asker
         self._opened = opened
         self._num_bytes = num_bytes
@@ -233,17 +231,17 @@ class RunningCall:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing will be added."""
+        """Whether it has ended."""
         return self.answer.is_whole or self.error is not None
 
     @property
     def num_listeners(self) -> int:
-        """Requests of the program that wait for it."""
+        """Number of the program's requests that wait for it."""
         return len(self._listeners)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[asyncio.Event]:
-        """Within, the event is set each time that something was added."""
+        """Yield an event that is set at each new part."""
         woken = asyncio.Event()
         self._listeners.add(woken)
         try:
@@ -263,7 +261,7 @@ class RunningCall:
         await asyncio.wait({self._task})
 
     async def delivered(self, *, whole: bool) -> None:
-        """Record, and report to the generator, whether a program has all of the answer."""
+        """Record whether a program received the whole answer, and report it to the generator."""
         if self.is_delivered:
             return
         self.is_delivered = whole
@@ -289,7 +287,7 @@ class RunningCall:
             await self.delivered(whole=False)
 
     def _note(self) -> None:
-        """Take note of an answer's numbers, and of the names of its tool calls."""
+        """Record the numbers of an answer, and the names of its tool calls."""
         head = self.answer.head
         self._opened.learn(head.names if head else [], self.answer.calls)
         if not self.request.count_only:
@@ -316,7 +314,7 @@ class RunningCall:
                 if clock() > deadline:
                     raise NobodyPlays(
                         f"no generator has answered for {times.failover_s:g} s",
-                        hint="ask again: another generator may take it over",
+                        hint="try again: another generator may take over",
                     ) from error
             await asyncio.sleep(times.pause_s)
 
@@ -340,7 +338,7 @@ class RunningCall:
                 self._wake()
 
     def _again(self, attempt: int) -> CallRequest:
-        """Return the request with what has come of its answer."""
+        """Return the request with the received part of its answer."""
         again = {
             "request": f"{self.request.request}-{attempt}",
             "begun": self.answer.begun(),
@@ -350,14 +348,14 @@ class RunningCall:
 
 
 class ProgramCalls:
-    """Finds the call that a repeated request means.
+    """Finds the call of a repeated request.
 
-    A request repeats another if it says so, or if the other is no longer awaited, whose
-    program has gone before it had the whole answer. All others are new samples.
+    A request repeats an equal one if it is marked so, or if the client of the other disconnected
+    before it had the whole answer. All others are new samples.
     """
 
     def __init__(self, adopt_s: float) -> None:
-        """Keep a call `adopt_s` for a program that comes back."""
+        """Keep a call for `adopt_s` after its client disconnected."""
         self._adopt_s = adopt_s
         self._calls: dict[bytes, list[RunningCall]] = {}
         self._left: dict[RunningCall, asyncio.TimerHandle] = {}
@@ -378,11 +376,11 @@ class ProgramCalls:
         return joined[-1]
 
     def add(self, digest: bytes, call: RunningCall) -> None:
-        """Take a new call."""
+        """Add a new call."""
         self._calls.setdefault(digest, []).append(call)
 
     def leave(self, digest: bytes, call: RunningCall) -> None:
-        """Forget a call that has arrived or failed; keep another one if it is not awaited."""
+        """Forget a delivered or failed call; keep another one for a while if no request waits."""
         if call.is_delivered or call.error is not None:
             self._forget(digest, call)
         elif not call.num_listeners and call in self._calls.get(digest, ()):
@@ -421,7 +419,7 @@ def _digest_of(calls: dict[bytes, list[RunningCall]], call: RunningCall) -> byte
     return next(digest for digest, same in calls.items() if call in same)
 
 
-# -- the episodes whose programs may call, found by their keys, and what is kept of each -----------
+# -- the open episodes, by their keys -------------------------------------------------------------
 
 KEPT_BYTES = 8 << 20
 _PAST = 4096
@@ -429,35 +427,35 @@ _MOST_NAMES = 1 << 16
 _PREFIXES = ("sk-ant-", "sk-")
 _CALL_DIGITS = 3
 _PREFIX = re.compile(r"^[^_-]*[_-]")
-"""Of an answer's id."""
+"""Prefix of an answer's id."""
 _INPUTS_SHARE = 4
-"""What was asked with may take this part of the room for answers besides."""
+"""The inputs of answers may take this part of their room in addition."""
 
 
 @dataclass(frozen=True)
 class KeptAnswer:
-    """An answer that can be asked for again."""
+    """An answer that can be read again."""
 
     make: Callable[[], dict[str, Any]]
     """Words it."""
     num_bytes: int
-    """What it holds, about."""
+    """Its approximate size."""
 
 
 class KeptAnswers:
-    """Answers by their ids, the newest that fit."""
+    """The newest answers that fit, by their ids."""
 
     def __init__(self, room: int) -> None:
         """Keep up to `room` bytes."""
         self._kept: FIFOCache[str, KeptAnswer] = FIFOCache(room, lambda one: one.num_bytes)
 
     def add(self, name: str, answer: KeptAnswer) -> None:
-        """Keep an answer by its id; the oldest go when there is no more room."""
+        """Keep an answer by its id; the oldest are dropped to make room."""
         with contextlib.suppress(ValueError):  # it is larger than the room
             self._kept[name] = answer
 
     def find(self, name: str) -> KeptAnswer:
-        """Return an answer; NotFoundError for one that is not there, or no more."""
+        """Return an answer; raises NotFoundError."""
         if name not in self._kept:
             raise errors.NotFoundError(
                 f"no response {name!r:.80} is kept", hint="the oldest are dropped to make room"
@@ -470,7 +468,7 @@ class KeptAnswers:
 
 
 class EpisodeSubjects(NamedTuple):
-    """The subjects on which the generator that plays an episode takes its calls."""
+    """The subjects of an episode's generator."""
 
     call: str
     cancel: str
@@ -489,25 +487,25 @@ class OpenEpisode:
     episode: ProgramEpisode
     subjects: EpisodeSubjects
     calls: ProgramCalls
-    """Its calls that are being answered, or have not arrived."""
+    """Its calls that are running or not delivered."""
     kept_bytes: int = KEPT_BYTES
-    """Room for answers that can be asked for again."""
+    """Room for answers that can be read again."""
     posted: set[bytes] = field(default_factory=set[bytes])
-    """Digests of rewards that were added."""
+    """Digests of added rewards."""
     num_requests: int = 0
-    """HTTP requests of its program that are open."""
+    """Number of open HTTP requests of its program."""
     _names: FIFOCache[bytes, None] = field(default_factory=lambda: FIFOCache(_MOST_NAMES))
     _numbers: OrderedDict[str, int] = field(default_factory=OrderedDict[str, int])
     _known: set[int] = field(default_factory=set[int])
 
     def __post_init__(self) -> None:
         self.answers = KeptAnswers(self.kept_bytes)
-        """Those that can be asked for again, by their ids."""
+        """Answers that can be read again, by their ids."""
         self.inputs = KeptAnswers(self.kept_bytes // _INPUTS_SHARE)
-        """What they were asked with."""
+        """Inputs of these answers."""
 
     def learn(self, names: Iterable[str], numbers: Iterable[int]) -> None:
-        """Take the numbers of calls under the names by which a program may speak of them."""
+        """Record the numbers of calls by the names that a program may use."""
         for name, number in zip(names, numbers, strict=False):
             self._numbers[name] = self._numbers[name.strip("_-")] = number
             self._known.add(number)
@@ -515,7 +513,7 @@ class OpenEpisode:
             self._known.discard(self._numbers.popitem(last=False)[1])
 
     def call_number(self, named: int | str) -> int:
-        """Return the number of a call: named so, `c7`, or by the id of an answer or tool call.
+        """Return the number of a call, named by number, `c7`, or the id of an answer or tool call.
 
         Raises NotFoundError for a call that was not answered in this episode.
         """
@@ -535,11 +533,11 @@ class OpenEpisode:
         return number
 
     def is_answered(self, number: int) -> bool:
-        """Whether a call with this number was answered."""
+        """Return whether a call with this number was answered."""
         return number in self._known
 
     def is_known(self, name: bytes) -> bool:
-        """Whether a request that names itself so has come before; from now on, one has."""
+        """Return whether a request with this name was seen before, and record the name."""
         is_repeated = name in self._names
         self._names[name] = None
         return is_repeated
@@ -549,14 +547,14 @@ class OpenEpisodes:
     """All episodes of one proxy."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start with none."""
         self._salt = secrets.token_bytes(32)
         self._by_key: dict[bytes, OpenEpisode] = {}
         self._by_id: dict[str, OpenEpisode] = {}
         self._past: FIFOCache[bytes, str] = FIFOCache(_PAST)
 
     def __len__(self) -> int:
-        """Episodes that are open."""
+        """Number of open episodes."""
         return len(self._by_key)
 
     def __iter__(self) -> Iterator[OpenEpisode]:
@@ -564,7 +562,7 @@ class OpenEpisodes:
         return iter(self._by_id.values())
 
     def add(self, opened: OpenEpisode) -> None:
-        """Let an episode's key in; StateError for one that is there already."""
+        """Accept an episode's key; StateError if it is open already."""
         digest = self._digest(opened.episode.key)
         if digest in self._by_key or opened.episode.episode in self._by_id:
             raise errors.StateError(f"episode {opened.episode.episode} is open already")
@@ -575,17 +573,17 @@ class OpenEpisodes:
         return self._by_id.get(episode)
 
     def remove(self, opened: OpenEpisode) -> None:
-        """Let its key in no more."""
+        """Refuse its key from now on."""
         digest = self._digest(opened.episode.key)
         self._by_key.pop(digest, None)
         self._by_id.pop(opened.episode.episode, None)
         self._past[digest] = opened.episode.over or "it has ended"
 
     def find(self, presented: Iterable[str]) -> OpenEpisode:
-        """Return the episode of one of the keys that came with a request.
+        """Return the episode of one of the keys of a request.
 
-        Only digests under a salt of ours are looked up, so that the time that it takes reveals
-        nothing of other keys. Raises KeyRefused, which says what is wrong.
+        Only salted digests are looked up, so that the time of the search reveals nothing about
+        other keys. Raises KeyRefused with the reason.
         """
         past = ""
         keys = [bare_key(key) for key in presented if key]
@@ -603,7 +601,7 @@ class OpenEpisodes:
                 hint="each try of an episode has its own key; stop calling",
             )
         raise KeyRefused(
-            "this key is that of no episode" if keys else "no key came with the request",
+            "this key belongs to no episode" if keys else "no key came with the request",
             hint="send the episode's key (TINKERMQ_EPISODE_KEY) as `Authorization: Bearer KEY`, "
             "as `x-api-key: KEY`, or in the path: /e/KEY/v1/…",
         )

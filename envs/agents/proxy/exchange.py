@@ -1,210 +1,160 @@
-"""One HTTP request of a program and its answer, as ASGI has them, and the errors it may be given.
+"""HTTP for programs: bodies, answers, and the errors of the proxy.
 
-Some programs read no `x-should-retry`, so the statuses themselves are those that were measured to
-end or to repeat a call.
+Many programs do not read `x-should-retry`, so each status is one that was measured to end a call,
+or to have it repeated.
 """
 
-import asyncio
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
-from urllib.parse import parse_qs
 
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....schemas.http_server import Receive, Scope, Send
 from ....schemas.model_apis.answers import ModelApi, retry_headers
 from ....schemas.model_apis.chat import CHAT
 from ....schemas.model_apis.messages import MESSAGES
 from ....schemas.model_apis.request import RequestError
 from ....schemas.model_apis.responses import RESPONSES
 from ....schemas.wire.errors import AuthError, BrokerError, BusyError, TinkermqError
-from ...http_server import Hangup, Receive, Scope, Send
 from ..episode import ContextTooLong, EpisodeOver
 
 _COUNTS = re.compile(r"(\d+) tokens > (\d+) maximum")
 _OVER = {CHAT: 410, RESPONSES: 400, MESSAGES: 410}
-"""The statuses by which programs stop to call once their episode is over."""
-_JSON = "application/json"
+"""Statuses that make programs stop calling once their episode is over."""
 _LARGE = 32 << 10
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-_STREAM: Mapping[str, str] = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
+_STREAM = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 
 
 class KeyRefused(AuthError):
-    """A key that is that of no episode, or of one that has ended."""
+    """A key that belongs to no open episode."""
 
     status = 401
 
 
 class TooLarge(RequestError):
-    """A body, or what it becomes as a message, over the limit."""
+    """A body, or its message, over the limit."""
 
     status = 413
 
 
 class NobodyPlays(BrokerError):
-    """Nobody has played the episode for as long as a call waits."""
+    """No generator has played the episode for as long as a call waits."""
 
 
 class NoSuchEndpoint(RequestError):
-    """A path or method that is not served, or an answer that is not there."""
+    """A path or method that is not served, or an answer that does not exist."""
 
     status = 404
 
 
-class ClientGone(Exception):
-    """The program has closed its connection."""
-
-
 class UnreadableBody(RequestError):
-    """A body in an encoding that is not read."""
+    """A body in an unsupported encoding."""
 
     status = 415
 
 
 class BodyRoom:
-    """Memory for bodies that are being read, of all requests together."""
+    """Memory for the bodies that are being read by all requests."""
 
     def __init__(self, num_bytes: int) -> None:
         """Allow so many bytes."""
         self._left = num_bytes
 
     def reserve(self, num_bytes: int) -> None:
-        """Take some; BusyError where so much is not left."""
+        """Reserve bytes; BusyError if too few are left."""
         if num_bytes > self._left:
             raise BusyError("too many large requests are being read", hint="send fewer at once")
         self._left -= num_bytes
 
     def release(self, num_bytes: int) -> None:
-        """Give some back."""
+        """Release reserved bytes."""
         self._left += num_bytes
 
 
-class HttpExchange:
-    """A request that is being answered."""
+async def read_body(request: Request, most: int, room: BodyRoom | None = None) -> bytes:
+    """Return a body; TooLarge, as soon as it is known, for one over `most` bytes.
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Take what the server has read of it."""
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
-        self.headers: dict[str, str] = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
-        }
-        self.api: ModelApi = CHAT
-        """The API in whose words it gets errors."""
+    The body takes up `room` while it is read; BusyError if too little is left.
+    """
+    room = room or BodyRoom(most)
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > most:
+        raise _too_large(most)
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise UnreadableBody("the body is compressed", hint="send it as it is")
+    raw = bytearray()
+    try:
+        async for piece in request.stream():
+            if len(raw) + len(piece) > most:
+                raise _too_large(most)
+            room.reserve(len(piece))
+            raw += piece
+        return bytes(raw)
+    finally:
+        room.release(len(raw))
+
+
+class JsonAnswer(Response):
+    """A JSON value, or the bytes of one."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Return the bytes of a value."""
+        return content if isinstance(content, bytes) else dumped(content)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it; the end of a large one waits until the program has read the rest."""
+        is_large = len(self.body) > _LARGE
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        await send({"type": "http.response.body", "body": self.body, "more_body": is_large})
+        if is_large:
+            await send({"type": "http.response.body", "body": b""})
+
+
+class EventStream:
+    """An answer of server-sent events."""
+
+    def __init__(self, send: Send) -> None:
+        """Send by `send`; nothing is sent yet."""
         self.is_started = False
-        """Whether the head of the answer has been sent."""
-        self.status = 0
-        """What was answered; 0: nothing."""
-        self.is_gone = False
-        """Whether the program has closed the connection before the answer was whole."""
-        self._query: bytes = scope["query_string"]
-        self._receive = receive
         self._send = send
-        self._hangup: Hangup | None = scope.get("state", {}).get(Hangup.NAME)
-        self._watching: asyncio.Task[None] | None = None
 
-    def asked(self, name: str) -> str:
-        """Return a parameter of the query; empty where it is missing."""
-        return parse_qs(self._query.decode("latin-1")).get(name, [""])[-1]
-
-    async def body(self, most: int, room: "BodyRoom | None" = None) -> bytes:
-        """Return the body; TooLarge, as soon as it is known, for one over `most` bytes.
-
-        While it is read it takes up `room`; BusyError where there is none left.
-        """
-        room = room or BodyRoom(most)
-        taken = 0
-        declared = self.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > most:
-            raise _too_large(most)
-        if self.headers.get("content-encoding", "identity") != "identity":
-            raise UnreadableBody("the body is compressed", hint="send it as it is")
-        raw = bytearray()
-        try:
-            while True:
-                message = await self._receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                piece = message.get("body", b"")
-                if len(raw) + len(piece) > most:
-                    raise _too_large(most)
-                room.reserve(len(piece))
-                taken += len(piece)
-                raw += piece
-                if not message.get("more_body", False):
-                    return bytes(raw)
-        finally:
-            room.release(taken)
-
-    def watch(self, wake: Callable[[], object]) -> None:
-        """From now on notice when the program goes away, and call `wake` then."""
-
-        def gone() -> None:
-            self.is_gone = True
-            wake()
-
-        async def wait() -> None:
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
-            gone()
-
-        if self._hangup is not None:
-            self._hangup.watch(gone)
-        else:
-            self._watching = asyncio.create_task(wait(), name="watch a program's connection")
-
-    def unwatch(self) -> None:
-        """Watch no more."""
-        if self._hangup is not None:
-            self._hangup.call = None
-        if self._watching is not None:
-            self._watching.cancel()
-
-    async def reply(
-        self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None
-    ) -> None:
-        """Answer with a JSON value."""
-        await self.reply_raw(dumped(value), status, headers)
-
-    async def reply_raw(
-        self, raw: bytes, status: int = 200, headers: Mapping[str, str] | None = None
-    ) -> None:
-        """Answer with a JSON value that is serialised already."""
-        described = {"content-type": _JSON, "content-length": str(len(raw)), **(headers or {})}
-        await self._start(status, described)
-        large = len(raw) > _LARGE
-        await self._send({"type": "http.response.body", "body": raw, "more_body": large})
-        if large:  # the end of it waits until the program has read the rest
-            await self._send({"type": "http.response.body", "body": b""})
-
-    async def fail(self, error: TinkermqError) -> None:
-        """Answer with an error, if nothing has been said yet."""
-        if self.is_started or self.is_gone:
-            return
-        status = status_of(error, self.api)
-        await self.reply(worded(error, self.api), status, retry_headers(error, status))
-
-    async def start_stream(self, headers: Mapping[str, str]) -> None:
-        """Begin a stream of server-sent events."""
-        await self._start(200, {**_STREAM, **headers})
+    async def start(self, headers: Mapping[str, str]) -> None:
+        """Send the head."""
+        self.is_started = True
+        raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        message = {"type": "http.response.start", "status": 200, "headers": [*_STREAM, *raw]}
+        await self._send(message)
 
     async def write(self, text: str) -> None:
         """Send events; waits while the program reads too slowly."""
         body = text.encode(errors="replace")
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
-    async def end_stream(self) -> None:
-        """End a stream."""
+    async def end(self) -> None:
+        """End the stream."""
         await self._send({"type": "http.response.body", "body": b""})
 
-    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
-        self.is_started, self.status = True, status
-        encoded = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+
+def error_answer(error: TinkermqError, api: ModelApi) -> JsonAnswer:
+    """Return the answer for an error."""
+    status = status_of(error, api)
+    return JsonAnswer(worded(error, api), status, retry_headers(error, status))
 
 
 def dumped(value: Any) -> bytes:
@@ -230,7 +180,7 @@ def worded(error: TinkermqError, api: ModelApi) -> dict[str, Any]:
 
 
 def _own_words(error: ContextTooLong, api: ModelApi) -> ContextTooLong:
-    """Word a context that is too long as the API's maker does: programs begin to compact by it."""
+    """Word a context that is too long as the API's maker does: it makes programs compact."""
     if api is MESSAGES:
         return ContextTooLong(f"prompt is too long: {error.message}")
     counts = _COUNTS.search(error.message)

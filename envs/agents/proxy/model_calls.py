@@ -1,16 +1,19 @@
-"""A program's calls of the model: read, asked for, and answered in its API's own words."""
+"""A program's calls of the model: read, sent to a generator, and answered in its API's words."""
 
 import asyncio
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from ....schemas.agent import CallPart, CallRequest
+from ....schemas.http_server import ClientWatch, Receive, Scope, Send
 from ....schemas.model_apis.answers import AnswerHead, ModelApi
 from ....schemas.model_apis.messages import MESSAGES
 from ....schemas.model_apis.reading import AnswerReader
@@ -25,22 +28,22 @@ from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import MessageError, NotFoundError
 from ..episode import EpisodeOver
 from .calls import CallAsker, GatheredAnswer, KeptAnswer, OpenEpisode, RunningCall
-from .exchange import BodyRoom, ClientGone, HttpExchange, dumped, worded
+from .exchange import BodyRoom, EventStream, JsonAnswer, read_body, worded
 
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 32 << 20
 MAX_BODIES_BYTES = 512 << 20
-"""Of all requests of one proxy that are being read."""
+"""Bound on the bodies that one proxy reads at once."""
 _LARGE = 64 << 10
-"""Bytes of a body that is read in a thread: the loop answers others meanwhile."""
+"""Larger bodies are parsed in a thread, so that they do not block the loop."""
 _MOST_NAMES, _NAME_CHARS = 256, 100
 _EMPTY_BYTES, _TOKEN_BYTES = 4096, 64
-"""What Python needs for an answer, and for each of its tokens."""
+"""Memory of an answer, and of each of its tokens."""
 
 
 class AnswerReading:
-    """How much of an answer one of a program's requests has had."""
+    """Reads an answer for one request of a program."""
 
     def __init__(self, api: ModelApi, model_request: ModelRequest, request: str) -> None:
         """Read the answer to call `request` from its beginning."""
@@ -59,7 +62,7 @@ class AnswerReading:
         self._extra: dict[str, Any] = {}
 
     def news(self, gathered: GatheredAnswer) -> Iterator[str]:
-        """Yield what the answer has gained, as events: the last ones once it is whole."""
+        """Yield events for the new part of the answer; the last ones once it is whole."""
         if gathered.head is None:
             return
         yield from self._read(gathered)
@@ -67,13 +70,13 @@ class AnswerReading:
             yield from self._reader.end(self._extra)
 
     def whole(self, gathered: GatheredAnswer) -> dict[str, Any]:
-        """Return an answer that is whole as one object."""
+        """Return a whole answer as one object."""
         for _ in self._read(gathered):
             pass
         return self._reader.whole() | self._extra
 
     def kept(self, gathered: GatheredAnswer) -> KeptAnswer:
-        """Return what words an answer again that was read to its end."""
+        """Return the answer, read to its end, for further requests."""
         num_chars = sum(len(choice.text) for choice in gathered.choices)
         num_tokens = gathered.num_generated
         if gathered.head is not None:
@@ -82,17 +85,17 @@ class AnswerReading:
         return KeptAnswer(lambda: self._reader.whole() | self._extra, num_bytes)
 
     def kept_input(self) -> KeptAnswer:
-        """Return what lists the messages that it was asked with."""
+        """Return its input messages for further requests."""
         name, messages = self.id, self._messages
         num_bytes = _EMPTY_BYTES + sum(message.num_bytes for message in messages)
         return KeptAnswer(lambda: {"data": list(input_items(messages, name))}, num_bytes)
 
     def fail(self, error: Mapping[str, Any]) -> str:
-        """Return the event that ends a stream which cannot go on."""
+        """Return the event that ends a failed stream."""
         return self._reader.fail(AnswerHead(self._request, self._created, self._model), error)
 
     def _read(self, gathered: GatheredAnswer) -> Iterator[str]:
-        """Read what has come since."""
+        """Read the new part."""
         head = gathered.head
         assert head is not None
         if not self._reader.has_begun:
@@ -107,7 +110,7 @@ class AnswerReading:
 
 
 def _token_fields(gathered: GatheredAnswer) -> dict[str, Any]:
-    """Return the field that an answer has besides where tokens were asked for."""
+    """Return the additional field of an answer whose tokens were requested."""
     head = gathered.head
     assert head is not None
     answers = [
@@ -124,116 +127,133 @@ def _token_fields(gathered: GatheredAnswer) -> dict[str, Any]:
     return {"tinkermq": {**fields, "answers": answers}}
 
 
-@dataclass
-class _Waiting:
-    """A request that waits for a call."""
-
-    exchange: HttpExchange
-    opened: OpenEpisode
-    api: ModelApi
-    call: RunningCall
-    reading: AnswerReading
-    woken: asyncio.Event
-
-
 class ModelCalls:
     """Answers the model endpoints."""
 
     def __init__(self, asker: CallAsker, room: BodyRoom | None = None) -> None:
-        """Ask by `asker`; `room` is for bodies that are being read, if it is shared with others."""
+        """Send calls by `asker`; `room` is for bodies, if it is shared."""
         self._asker = asker
         self._room = room or BodyRoom(MAX_BODIES_BYTES)
 
-    async def answer(self, exchange: HttpExchange, opened: OpenEpisode, api: ModelApi) -> None:
-        """Answer one call."""
-        raw = await exchange.body(MAX_BODY_BYTES, self._room)
+    async def answer(self, request: Request, opened: OpenEpisode, api: ModelApi) -> Response:
+        """Start a call, or join the one that it repeats; return its answer."""
+        raw = await read_body(request, MAX_BODY_BYTES, self._room)
         aside = _run_in_thread if len(raw) > _LARGE else _run_inline
         model_request, digest = await aside(_read, raw, api)
-        if "x-tinkermq-tokens" in exchange.headers:
+        if "x-tinkermq-tokens" in request.headers:
             model_request = replace(model_request, return_token_ids=True)
-        is_marked = _is_retry(exchange)
-        if named := exchange.headers.get("idempotency-key", ""):
+        is_marked = _is_retry(request)
+        if named := request.headers.get("idempotency-key", ""):
             digest = blake2b(digest + named.encode(errors="replace"), person=b"named").digest()
             is_marked = is_marked or opened.is_known(digest)
         call = opened.calls.join(digest, is_marked=is_marked)
         if call is None:
             if model_request.previous:
                 await self._asker.look_up(model_request.previous)
-            request = await aside(_request, opened, model_request, api, is_marked)
-            call = RunningCall(self._asker, opened, request, len(raw))
+            outgoing = await aside(_request, opened, model_request, api, is_marked)
+            call = RunningCall(self._asker, opened, outgoing, len(raw))
             opened.calls.add(digest, call)
         reading = AnswerReading(api, model_request, call.request.request)
-        try:
-            with call.listening() as woken:
-                waiting = _Waiting(exchange, opened, api, call, reading, woken)
-                await self._tell(waiting, stream=model_request.stream)
-        finally:
-            opened.calls.leave(digest, call)
+        keepalive_s = self._asker.times.keepalive_s
+        return _CallAnswer(
+            opened, api, call, digest, reading, keepalive_s, stream=model_request.stream
+        )
 
-    async def count(self, exchange: HttpExchange, opened: OpenEpisode) -> None:
-        """Answer how many tokens a prompt of Messages has, as it would be continued."""
-        raw = await exchange.body(MAX_BODY_BYTES, self._room)
+    async def count(self, request: Request, opened: OpenEpisode) -> Response:
+        """Answer with the number of tokens of a prompt of Messages."""
+        raw = await read_body(request, MAX_BODY_BYTES, self._room)
         aside = _run_in_thread if len(raw) > _LARGE else _run_inline
         model_request, _ = await aside(_read, raw, MESSAGES)
         model_request = replace(model_request, stream=False, return_token_ids=False)
-        request = await aside(_request, opened, model_request, MESSAGES, False)
-        counting = request.model_copy(update={"count_only": True})
+        outgoing = await aside(_request, opened, model_request, MESSAGES, False)
+        counting = outgoing.model_copy(update={"count_only": True})
         call = RunningCall(self._asker, opened, counting, len(raw))
         try:
-            with call.listening() as woken:
-                exchange.watch(woken.set)
-                await _until_over(exchange, call, woken)
+            with (
+                call.listening() as woken,
+                ClientWatch(request.scope, woken.set) as client,
+            ):
+                await _until_over(client, call, woken)
         finally:
-            exchange.unwatch()
             call.end(EpisodeOver("the program no longer waits for the count"))
         assert call.answer.head is not None
-        await exchange.reply({"input_tokens": call.answer.head.prompt_tokens})
+        return JsonAnswer({"input_tokens": call.answer.head.prompt_tokens})
 
-    async def _tell(self, waiting: _Waiting, *, stream: bool) -> None:
-        """Tell a program the answer, and the generator whether it has arrived."""
-        exchange, call = waiting.exchange, waiting.call
-        exchange.watch(waiting.woken.set)
-        arrived = False
+
+class _CallAnswer(Response):
+    """The answer to a call, sent as the model generates it, or whole."""
+
+    def __init__(
+        self,
+        opened: OpenEpisode,
+        api: ModelApi,
+        call: RunningCall,
+        digest: bytes,
+        reading: AnswerReading,
+        keepalive_s: float,
+        *,
+        stream: bool,
+    ) -> None:
+        super().__init__()
+        self._opened, self._api = opened, api
+        self._call, self._digest = call, digest
+        self._reading = reading
+        self._keepalive_s = keepalive_s
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer, and report to the generator whether the program received it."""
+        call, arrived = self._call, False
         try:
-            await (self._stream(waiting) if stream else self._whole(waiting))
-            arrived = not exchange.is_gone  # at once: the end of an answer looks like a hang-up
+            with call.listening() as woken, ClientWatch(scope, woken.set) as client:
+                try:
+                    if self._stream:
+                        await self._send_events(EventStream(send), client, woken)
+                    else:
+                        await _until_over(client, call, woken)
+                        answer = JsonAnswer(self._reading.whole(call.answer), 200, _headers(call))
+                        await answer(scope, receive, send)
+                    arrived = (
+                        not client.is_gone
+                    )  # before the end of the answer can close the connection
+                finally:
+                    if call.answer.is_whole:
+                        await call.delivered(whole=arrived)
+            if self._api is RESPONSES and call.error is None:
+                self._opened.answers.add(self._reading.id, self._reading.kept(call.answer))
+                self._opened.inputs.add(self._reading.id, self._reading.kept_input())
         finally:
-            exchange.unwatch()
-            if call.answer.is_whole:
-                await call.delivered(whole=arrived)
-        if waiting.api is RESPONSES and call.error is None:
-            opened, reading = waiting.opened, waiting.reading
-            opened.answers.add(reading.id, reading.kept(call.answer))
-            opened.inputs.add(reading.id, reading.kept_input())
+            self._opened.calls.leave(self._digest, call)
 
-    async def _stream(self, waiting: _Waiting) -> None:
-        exchange, call, reading = waiting.exchange, waiting.call, waiting.reading
+    async def _send_events(
+        self, stream: EventStream, client: ClientWatch, woken: asyncio.Event
+    ) -> None:
+        call, reading = self._call, self._reading
         while True:
-            waiting.woken.clear()
-            if exchange.is_gone:
-                raise ClientGone
-            if call.error is not None and not exchange.is_started:
+            woken.clear()
+            if client.is_gone:
+                raise ClientDisconnect
+            if call.error is not None and not stream.is_started:
                 raise call.error
             is_over = call.is_over
             text = "".join(reading.news(call.answer))
             if call.error is not None:
-                text += reading.fail(worded(call.error, exchange.api))
+                text += reading.fail(worded(call.error, self._api))
             if text:
-                await _write(waiting, text)
+                await self._write(stream, text)
             if is_over:
-                return await exchange.end_stream()
-            if not await _is_woken(waiting.woken, self._asker.times.keepalive_s):
-                await _write(waiting, waiting.api.waiting)
+                return await stream.end()
+            if not await _is_woken(woken, self._keepalive_s):
+                await self._write(stream, self._api.waiting)
 
-    async def _whole(self, waiting: _Waiting) -> None:
-        call = waiting.call
-        await _until_over(waiting.exchange, call, waiting.woken)
-        answer = dumped(waiting.reading.whole(call.answer))
-        await waiting.exchange.reply_raw(answer, headers=_headers(call))
+    async def _write(self, stream: EventStream, text: str) -> None:
+        if not stream.is_started:
+            await stream.start(_headers(self._call))
+        await stream.write(text)
 
 
 async def _run_in_thread(work: Callable[..., T], *arguments: Any) -> T:
-    """Do something in a thread: the loop serves others meanwhile."""
+    """Run work in a thread, so that it does not block the loop."""
     return await asyncio.to_thread(work, *arguments)
 
 
@@ -242,13 +262,13 @@ async def _run_inline(work: Callable[..., T], *arguments: Any) -> T:
 
 
 def _read(raw: bytes, api: ModelApi) -> tuple[ModelRequest, bytes]:
-    """Read a body; return also a digest of it."""
+    """Parse a body; return it with its digest."""
     try:
         value: Any = read_json(raw)
     except MessageError as error:
         raise RequestError(f"the body is not valid JSON: {error.message}") from error
     model_request = api.read(value)
-    # What is sampled with the job says, not the program.
+    # the job sets these, not the program
     echo = {**model_request.echo, "temperature": None, "top_p": None} if model_request.echo else {}
     return replace(model_request, echo=echo), blake2b(raw, person=api.name.encode()).digest()
 
@@ -256,7 +276,7 @@ def _read(raw: bytes, api: ModelApi) -> tuple[ModelRequest, bytes]:
 def _request(
     opened: OpenEpisode, model_request: ModelRequest, api: ModelApi, is_retry: bool
 ) -> CallRequest:
-    """Return what travels; RequestError for what is out of bounds."""
+    """Return the message to the generator; RequestError for values out of bounds."""
     if model_request.without_effect:
         names = dict.fromkeys(name[:_NAME_CHARS] for name in model_request.without_effect)
         model_request = replace(model_request, without_effect=tuple(names)[:_MOST_NAMES])
@@ -278,13 +298,13 @@ def _previous(opened: OpenEpisode, name: str) -> int:
         ) from error
 
 
-def _is_retry(exchange: HttpExchange) -> bool:
-    num_tries = exchange.headers.get("x-stainless-retry-count", "")
+def _is_retry(request: Request) -> bool:
+    num_tries = request.headers.get("x-stainless-retry-count", "")
     return num_tries.isdecimal() and num_tries.strip("0") != ""
 
 
 def _headers(call: RunningCall) -> Mapping[str, str]:
-    """Return what is known of a call at the beginning of its answer."""
+    """Return the headers of a call's answer."""
     head = call.answer.head
     if head is None:
         return {}
@@ -299,25 +319,19 @@ def _headers(call: RunningCall) -> Mapping[str, str]:
     return headers
 
 
-async def _write(waiting: _Waiting, text: str) -> None:
-    if not waiting.exchange.is_started:
-        await waiting.exchange.start_stream(_headers(waiting.call))
-    await waiting.exchange.write(text)
-
-
-async def _until_over(exchange: HttpExchange, call: RunningCall, woken: asyncio.Event) -> None:
-    """Wait for all of an answer; raises the error that it ended with, ClientGone."""
+async def _until_over(client: ClientWatch, call: RunningCall, woken: asyncio.Event) -> None:
+    """Wait for the whole answer; raises its error, ClientDisconnect."""
     while not call.is_over:
         await woken.wait()
         woken.clear()
-        if exchange.is_gone:
-            raise ClientGone
+        if client.is_gone:
+            raise ClientDisconnect
     if call.error is not None:
         raise call.error
 
 
 async def _is_woken(woken: asyncio.Event, timeout_s: float) -> bool:
-    """Wait until something has happened; False after `timeout_s` without."""
+    """Wait for the event; return False after `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):
             await woken.wait()

@@ -16,10 +16,10 @@ from ....broker.client.parts import PartsService, SharedInbox, Tell
 from ....broker.client.replies import Listening
 from ....broker.client.rpc import Service, call
 from ....schemas.agent import EpisodePost, EpisodePosted, EpisodeSecret, ReportedCall
+from ....schemas.http_server import HttpBounds, HttpServer, listening_socket
 from ....schemas.wire.errors import StateError, TinkermqError
 from ....schemas.wire.message import Empty
 from ....schemas.wire.subjects import JobScope
-from ...http_server import Connections, Deadlines, HttpServer
 from ..episode import EpisodeOver, ProgramEpisode
 from .calls import (
     KEPT_BYTES,
@@ -33,7 +33,7 @@ from .calls import (
 )
 from .exchange import KeyRefused
 from .model_calls import ModelCalls
-from .routes import ProxyRoutes, Seen, is_posted
+from .routes import ProxyRoutes, Seen, is_about_episode
 
 MODEL = "policy"
 _MODEL_NAMES = (
@@ -56,7 +56,7 @@ _QUIET: Mapping[str, str] = {
 
 
 def model_environment(episode: ProgramEpisode, base_url: str) -> dict[str, str]:
-    """Return what points a program at the proxy under `base_url`, which ends without a slash."""
+    """Return the variables that point a program at the proxy at `base_url`, without last slash."""
     key = episode.key
     return {
         "OPENAI_BASE_URL": f"{base_url}/v1",
@@ -75,9 +75,9 @@ def model_environment(episode: ProgramEpisode, base_url: str) -> dict[str, str]:
 class ModelProxy:
     """Speaks OpenAI's and Anthropic's APIs with programs, and NATS with generators.
 
-    Use it as an async context manager: within, it listens on 127.0.0.1. A program is let in by the
-    key of its episode, from `open` to `close`. With the URL of the pool's gateway, programs
-    elsewhere are let in there by the same keys.
+    Use it as an async context manager, in which it listens on 127.0.0.1. The key of an episode is
+    valid from `open` to `close`. With the URL of the pool's gateway, programs elsewhere use the
+    same keys there.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class ModelProxy:
         scope: JobScope,
         *,
         times: ProxyTimes | None = None,
-        deadlines: Deadlines | None = None,
+        bounds: HttpBounds | None = None,
         kept_bytes: int = KEPT_BYTES,
         port: int = 0,
         gateway: str = "",
         seen: Seen | None = None,
     ) -> None:
-        """Prepare a proxy of one job; `kept_bytes` is each episode's room for its answers.
+        """Prepare a proxy of one job; `kept_bytes` bounds the stored answers of each episode.
 
-        `gateway` is the URL of the pool's, where it is to let programs in as well; `seen` is
+        `gateway` is the URL of the pool's gateway, if programs elsewhere may use it; `seen` is
         called with each request that was answered here.
         """
         self._broker, self._scope = broker, scope
@@ -104,7 +104,7 @@ class ModelProxy:
         self._inbox = SharedInbox(broker)
         calls = ModelCalls(CallAsker(broker, self._times, self._inbox))
         routes = ProxyRoutes(self._episodes, calls, seen)
-        self._server = HttpServer(routes, Connections("proxy", deadlines=deadlines))
+        self._server = HttpServer("proxy", routes, bounds)
         self._gateway = gateway.rstrip("/")
         self._posts = HostPosts(broker, scope, routes) if gateway else None
         self._signer = EpisodeSigner(scope, None)
@@ -113,38 +113,38 @@ class ModelProxy:
 
     @property
     def base_url(self) -> str:
-        """Where it listens: `http://127.0.0.1:<port>`. Raises StateError before it does."""
+        """Its URL, `http://127.0.0.1:<port>`. Raises StateError before it listens."""
         if not self._is_listening:
             raise StateError("the proxy does not listen yet", hint="use it with `async with`")
         return f"http://127.0.0.1:{self._port}"
 
     @property
     def outer_url(self) -> str:
-        """Where programs elsewhere find it: the gateway, if there is one; else `base_url`."""
+        """The URL for programs elsewhere: the gateway, if there is one; else `base_url`."""
         return self._gateway or self.base_url
 
     def new_key(self, episode: str) -> str:
-        """Return a key for an episode that begins."""
+        """Return a key for a new episode."""
         return self._signer.key(episode)
 
     @property
     def num_episodes(self) -> int:
-        """Episodes whose programs may call."""
+        """Number of open episodes."""
         return len(self._episodes)
 
     def listen(self, listening: socket.socket) -> contextlib.AbstractAsyncContextManager[None]:
-        """Listen at a program's socket as well, in a network of its own, while it runs."""
-        return self._server.listen_at(listening)
+        """Listen also at a program's socket, in the program's own network, while it runs."""
+        return self._server.listening(listening)
 
     def env_of(self, episode: ProgramEpisode, base_url: str = "") -> dict[str, str]:
-        """Return the environment variables that lead a program to its model.
+        """Return the environment variables that point a program at its model.
 
-        `base_url` is where it finds the proxy, if that is elsewhere for it than here.
+        `base_url` is the proxy's URL for the program, if it differs.
         """
         return model_environment(episode, base_url or self.base_url)
 
     def open(self, episode: ProgramEpisode) -> None:
-        """Let the program of an episode call; StateError if it may already."""
+        """Open an episode for its program; StateError if it is open already."""
         calls = ProgramCalls(self._times.adopt_s)
         subjects = EpisodeSubjects.of(self._scope, episode.episode)
         opened = OpenEpisode(episode, subjects, calls, kept_bytes=self._kept_bytes)
@@ -153,7 +153,7 @@ class ModelProxy:
             self._posts.open(opened)
 
     def close(self, episode: str) -> None:
-        """Let it call no more, and end its calls; harmless for an episode that is not open."""
+        """Close an episode and end its calls; does nothing for one that is not open."""
         opened = self._episodes.of(episode)
         if opened is None:
             return
@@ -167,7 +167,9 @@ class ModelProxy:
         if self._posts is not None:
             self._signer = await EpisodeSigner.of_job(self._broker, self._scope)
             await self._posts.start()
-        self._port = await self._server.listen(port=self._port)
+        listening = listening_socket("127.0.0.1", self._port)
+        await self._server.listen(listening)
+        self._port = int(listening.getsockname()[1])
         self._is_listening = True
         return self
 
@@ -186,12 +188,11 @@ class ModelProxy:
 
 # Programs elsewhere, which reach their host through a gateway.
 #
-# Their posts are answered by the endpoints of this proxy. Their model calls are answered by the
-# generator that plays the episode, so gateways report to the host which calls are open, again and
-# again, and the numbers of those that were answered.
+# This proxy answers their posts. The generator that plays the episode answers their model calls, so
+# gateways regularly report the number of open calls to the host, and the answered ones.
 
 LEASE_S = 15.0
-"""Calls that a gateway said were open are taken for open so long without a further word."""
+"""How long a gateway's last report of open calls is valid."""
 _MAX_RUNNING = 64
 _MAX_SOURCES = 64
 _MAX_PAST = 1024
@@ -199,7 +200,7 @@ _PASSED_ON = ("x-", "retry-after")
 
 
 class HostPosts:
-    """Listens for the posts of the episodes that are open at one host, and of the last ones."""
+    """Listens for posts of the open episodes of one host, and of recent ones."""
 
     def __init__(self, broker: Broker, scope: JobScope, routes: ProxyRoutes) -> None:
         """Answer by `routes`, the host's own endpoints."""
@@ -213,13 +214,13 @@ class HostPosts:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Get ready to listen."""
+        """Start the service."""
         name, description = "tinkermq-posts", f"posts of programs, job {self._scope.job}"
         self._service = await Service.start(self._broker, name=name, description=description)
         self._parts = PartsService(self._broker, self._service)
 
     async def stop(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         every = [*self._open.values(), *self._past.values()]
         self._open.clear()
         self._past.clear()
@@ -238,7 +239,7 @@ class HostPosts:
         self._open[name] = posted
 
     def close(self, episode: str) -> None:
-        """Say of an episode from now on that it is over, until many others are."""
+        """Answer that an episode is over, until many later ones are."""
         posted = self._open.pop(episode, None)
         if posted is None:
             return
@@ -263,7 +264,7 @@ class HostPosts:
 
 @dataclass(eq=False)
 class _PostedEpisode:
-    """One episode, and which gateways have calls of it open."""
+    """One episode, and the gateways with open calls of it."""
 
     opened: OpenEpisode
     routes: ProxyRoutes
@@ -273,19 +274,19 @@ class _PostedEpisode:
     )
 
     async def answer(self, post: EpisodePost, tell: Tell[EpisodePosted]) -> EpisodePosted:
-        """Take a report, and a request if there is one; KeyRefused for another key."""
+        """Process a report, and its request if it has one; KeyRefused for another key."""
         del tell
         episode = self.opened.episode
         if not secrets.compare_digest(bare_key(post.key).encode(), episode.key.encode()):
             raise KeyRefused("this is not the key of the episode")
         if not episode.over:
-            self._take(post)
+            self._process_report(post)
         posted = await _answered(self.routes, post) if post.method else EpisodePosted()
-        said = "its program has said that it has ended" if episode.said_end.is_set() else ""
-        return posted.model_copy(update={"over": episode.over or said})
+        end = "its program has posted its end" if episode.said_end.is_set() else ""
+        return posted.model_copy(update={"over": episode.over or end})
 
     def settle(self) -> None:
-        """Take no call for open any more."""
+        """Count no call as open any more."""
         for source in list(self.sources):
             self._set_open(source, 0)
 
@@ -295,9 +296,9 @@ class _PostedEpisode:
         try:
             await (await self.listening).stop()
         except TinkermqError:
-            return  # it never began, or the connection is gone
+            return  # it never started, or the connection was lost
 
-    def _take(self, post: EpisodePost) -> None:
+    def _process_report(self, post: EpisodePost) -> None:
         episode = self.opened.episode
         for answered in post.answered:
             self._learn(answered)
@@ -314,7 +315,7 @@ class _PostedEpisode:
             self.opened.episode.num_calls += len(call.calls)
 
     def _set_open(self, source: str, num_open: int) -> None:
-        """Take so many calls of a gateway for open, for a while."""
+        """Count so many calls of a gateway as open, for a while."""
         before, timer = self.sources.pop(source, (0, None))
         if timer is not None:
             timer.cancel()
@@ -330,8 +331,8 @@ class _PostedEpisode:
 
 
 async def _answered(routes: ProxyRoutes, post: EpisodePost) -> EpisodePosted:
-    """Let the proxy's endpoints answer a program's request."""
-    if not is_posted(post.method, post.path):
+    """Answer a program's request by the proxy's endpoints."""
+    if not is_about_episode(post.method, post.path):
         return EpisodePosted(status=404, body=b"{}")
     sent: list[Mapping[str, Any]] = []
     headers = {"authorization": f"Bearer {post.key}", "idempotency-key": post.name}
@@ -356,13 +357,13 @@ async def _answered(routes: ProxyRoutes, post: EpisodePost) -> EpisodePosted:
     return EpisodePosted(status=sent[0]["status"], headers=passed_on, body=body)
 
 
-# The keys of a job's episodes, which let programs elsewhere into the broker.
+# The keys of a job's episodes, with which programs elsewhere connect to the broker.
 
 _PATIENCE_S = 60.0
 
 
 class EpisodeSigner:
-    """Makes keys with which the broker admits a program, and the host recognizes it."""
+    """Makes keys that the broker and the host accept."""
 
     def __init__(self, scope: JobScope, secret: bytes | None) -> None:
         """`secret` is the job's; None: only the host checks keys."""
@@ -371,10 +372,10 @@ class EpisodeSigner:
 
     @classmethod
     async def of_job(cls, broker: Broker, scope: JobScope) -> Self:
-        """Ask the auth service, once, for what keys are signed with, where there is one.
+        """Request the secret for signing keys from the auth service, if there is one.
 
-        Raises AuthError for a job that does not run, DeadlineError and NobodyAnswersError when the
-        auth service is away.
+        Raises AuthError for a job that does not run, DeadlineError and NobodyAnswersError if the
+        auth service does not answer.
         """
         if not broker.is_guest:
             return cls(scope, None)

@@ -1,8 +1,8 @@
 """A gateway's side of a program elsewhere: answers its requests, and reports to its host.
 
-Model calls go to the episode's generator, as in the host's own proxy; all other requests are
-the host's to answer, so any gateway can serve any request of it. What a gateway keeps is for calls
-that are open, and to find its own earlier answers.
+Model calls go to the episode's generator, as in the host's own proxy; the host answers all other
+requests, so any gateway can serve any request of it. A gateway stores only open calls and its own
+earlier answers.
 """
 
 import asyncio
@@ -12,25 +12,28 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 from ....broker.client.connection import Broker
 from ....broker.client.keys import EpisodeIdentity
 from ....broker.client.parts import SharedInbox, ask_parts, last_part
 from ....schemas.agent import EpisodePost, EpisodePosted, ReportedCall
+from ....schemas.http_server import Receive, Scope, Send
 from ....schemas.wire import errors
 from ....schemas.wire.codec import read_json
-from ...http_server import Receive, Scope, Send
 from ..episode import EpisodeOver, ProgramEpisode
 from .calls import CallAsker, EpisodeSubjects, OpenEpisode, OpenEpisodes, ProgramCalls, ProxyTimes
-from .exchange import BodyRoom, HttpExchange, KeyRefused, NobodyPlays
+from .exchange import BodyRoom, JsonAnswer, KeyRefused, NobodyPlays, read_body
 from .model_calls import ModelCalls
-from .routes import MAX_POST_BYTES, ProxyRoutes, path_of
+from .routes import MAX_POST_BYTES, ProxyRoutes
 
 KEPT_BYTES = 256 << 10
-"""Each episode's room, at one gateway, for answers that can be asked for again."""
-_MAX_UNSAID = 1024
+"""Bound on the stored answers of each episode at one gateway."""
+_MAX_UNREPORTED = 1024
 _PAUSE_S = 0.2
 _ANSWERED_S = 2.0
-"""How long the end of an answer waits for the host to know of it."""
+"""How long the end of an answer waits for the report to the host."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,11 @@ class HostTimes:
     silence_s: float = 10.0
     """For an answer of the host."""
     away_s: float = 10.0
-    """For a host that is not there, before its episode is taken for over."""
+    """For a missing host, before its episode counts as over."""
     first_s: float = 5.0
     """The same for the first answer of all."""
     patience_s: float = 120.0
-    """For an answer, while the broker is away as well."""
+    """For an answer, even while the broker is away."""
 
 
 class RemoteEpisode:
@@ -66,7 +69,7 @@ class RemoteEpisode:
         self.used = time.monotonic()
         """When its last request ended."""
         self.num_requests = 0
-        """Requests that are being answered."""
+        """Number of requests that are being answered."""
         self.broker = broker
         self.user = identity.user
         times = times or ProxyTimes()
@@ -83,25 +86,24 @@ class RemoteEpisode:
         self._inbox = SharedInbox(broker)
         asker = _RemoteAsker(broker, times, self._inbox, self)
         self._routes = ProxyRoutes(episodes, ModelCalls(asker, room), relay=self._relay)
-        self._unsaid: list[ReportedCall] = []
-        self._told: tuple[int, str] = (0, "")
+        self._unreported: list[ReportedCall] = []
+        self._reported: tuple[int, str] = (0, "")
         self._away_since: float | None = None
         self._away_s = self._times.first_s
         self._reporting: asyncio.Task[None] | None = None
 
     @property
     def over(self) -> str:
-        """Why its program's calls are answered no more; empty while they are."""
+        """Why its program's calls are no longer answered; empty while they are."""
         return self._episode.over
 
     async def check(self) -> None:
         """Check that the host accepts the key.
 
-        Raises KeyRefused if it does not, or if there is no host, NobodyPlays when that cannot be
-        told.
+        Raises KeyRefused if it does not, or without a host, NobodyPlays if that is unknown.
         """
         try:
-            await self._ask_patiently(self._post())
+            await self._send_patiently(self._post())
         except NobodyPlays as error:
             if not self.over:
                 raise
@@ -112,7 +114,7 @@ class RemoteEpisode:
         self._reporting = asyncio.create_task(self._report_changes(), name="report to a host")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; no error comes out of here."""
+        """Answer one request; raises no error."""
         self.num_requests += 1
         try:
             await self._routes(scope, receive, send)
@@ -126,44 +128,43 @@ class RemoteEpisode:
             self._reporting.cancel()
         for call in self._opened.calls.end(EpisodeOver("the gateway ends")):
             await call.settle()
-        if self._told[0] and not self.over:
+        if self._reported[0] and not self.over:
             self._episode.num_open = 0
             with contextlib.suppress(errors.TinkermqError, TimeoutError):
                 async with asyncio.timeout(_ANSWERED_S):
-                    await self._ask(self._post())
+                    await self._send(self._post())
         await self.broker.close()
 
     async def note_answered(self, names: list[str], calls: list[int]) -> None:
         """Report an answered call to the host, before the program gets its end."""
-        self._unsaid.append(ReportedCall(names=names, calls=calls))
-        del self._unsaid[:-_MAX_UNSAID]
-        with contextlib.suppress(errors.TinkermqError, TimeoutError):  # then with the next report
+        self._unreported.append(ReportedCall(names=names, calls=calls))
+        del self._unreported[:-_MAX_UNREPORTED]
+        with contextlib.suppress(errors.TinkermqError, TimeoutError):  # the next report has it
             async with asyncio.timeout(_ANSWERED_S):
-                await self._ask(self._post())
+                await self._send(self._post())
 
     async def look_up(self, name: str) -> None:
-        """Learn which call an id means, which another gateway may have answered."""
+        """Find the call of an id, which another gateway may have answered."""
         try:
             self._opened.call_number(name)
         except errors.NotFoundError:
-            posted = await self._ask_patiently(
+            posted = await self._send_patiently(
                 self._post(method="GET", path=f"/v1/episode/calls/{name[:512]}")
             )
             if posted.status == 200:
                 value: Any = read_json(posted.body)
                 self._opened.learn([name], [int(value["call"])])
 
-    async def _relay(self, exchange: HttpExchange, opened: OpenEpisode) -> None:
-        """Let the host answer a request."""
-        del opened
+    async def _relay(self, request: Request) -> Response:
+        """Relay a request to the host."""
         raw = b""
-        if exchange.method == "POST":
-            raw = await exchange.body(MAX_POST_BYTES, self._room)
-        name = exchange.headers.get("idempotency-key", "")[:256]
-        method, path = exchange.method, path_of(exchange)[:1024]
-        post = self._post(method=method, path=path, name=name, body=raw)
-        posted = await self._ask_patiently(post)
-        await exchange.reply_raw(posted.body, posted.status, posted.headers)
+        if request.method == "POST":
+            raw = await read_body(request, MAX_POST_BYTES, self._room)
+        name = request.headers.get("idempotency-key", "")[:256]
+        path = f"/v1{request.scope['path']}"[:1024]
+        post = self._post(method=request.method, path=path, name=name, body=raw)
+        posted = await self._send_patiently(post)
+        return JsonAnswer(posted.body, posted.status, posted.headers)
 
     def _post(self, **request: Any) -> EpisodePost:
         episode = self._episode
@@ -172,30 +173,30 @@ class RemoteEpisode:
             key=episode.key,
             source=self._source,
             num_open=episode.num_open,
-            answered=list(self._unsaid),
+            answered=list(self._unreported),
             limit=episode.limit,  # pyright: ignore[reportArgumentType]
             **request,
         )
 
-    async def _ask_patiently(self, post: EpisodePost) -> EpisodePosted:
-        """Ask the host, and again if it is away for a moment; NobodyPlays if for longer."""
+    async def _send_patiently(self, post: EpisodePost) -> EpisodePosted:
+        """Send a post to the host, repeatedly while it is away; NobodyPlays after a while."""
         deadline = time.monotonic() + self._times.patience_s
         while True:
             try:
-                return await self._ask(post)
+                return await self._send(post)
             except (errors.DeniedError, errors.LogInRefusedError):
                 raise
             except (errors.NobodyAnswersError, errors.DeadlineError, errors.BrokerError) as error:
                 if self.over or time.monotonic() > deadline:
                     raise NobodyPlays(
                         f"the host of the episode does not answer: {self.over or error.message}",
-                        hint="ask again: it may come back",
+                        hint="try again: it may come back",
                     ) from error
             await asyncio.sleep(_PAUSE_S)
             post = post.model_copy(update={"request": uuid.uuid4().hex})
 
-    async def _ask(self, post: EpisodePost) -> EpisodePosted:
-        """Ask the host once; KeyRefused if it does not take the key."""
+    async def _send(self, post: EpisodePost) -> EpisodePosted:
+        """Send a post to the host once; KeyRefused if it refuses the key."""
         parts = ask_parts(
             self.broker,
             self._scope.episode(self._episode.episode, "post"),
@@ -214,9 +215,9 @@ class RemoteEpisode:
             self._end(error.message)
             raise KeyRefused(error.message, hint=error.hint) from error
         self._away_since, self._away_s = None, self._times.away_s
-        self._told = post.num_open, post.limit
-        said = {call.calls[0] for call in post.answered}
-        self._unsaid = [call for call in self._unsaid if call.calls[0] not in said]
+        self._reported = post.num_open, post.limit
+        reported = {call.calls[0] for call in post.answered}
+        self._unreported = [call for call in self._unreported if call.calls[0] not in reported]
         if posted.over:
             self._end(posted.over)
         return posted
@@ -226,18 +227,18 @@ class RemoteEpisode:
         episode = self._episode
         while not self.over:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._times.report_s if self._told[0] else None):
+                async with asyncio.timeout(self._times.report_s if self._reported[0] else None):
                     await episode.changed.wait()
             episode.changed.clear()
-            if episode.num_open or self._told != (episode.num_open, episode.limit):
+            if episode.num_open or self._reported != (episode.num_open, episode.limit):
                 with contextlib.suppress(errors.TinkermqError):  # the next report has it
-                    await self._ask(self._post())
+                    await self._send(self._post())
             await asyncio.sleep(_PAUSE_S)
 
     def _miss(self) -> None:
-        """Take note that the host is away: for long, and the episode is over.
+        """Count the host as away; the episode is over after a while.
 
-        While the broker is away, or has just come back, that means nothing.
+        While the broker is away, or has just come back, the host may be there.
         """
         now = time.monotonic()
         if not self.broker.settled:

@@ -1,4 +1,4 @@
-"""The endpoints of a proxy: which request is answered by what, and for whom."""
+"""The endpoints of the proxy: posts about an episode, and the routes."""
 
 import math
 import time
@@ -7,7 +7,14 @@ from hashlib import blake2b
 from typing import Any, Literal, TypeAlias, cast
 
 import structlog
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Match, Route, Router
 
+from ....schemas.http_server import Application, Message, Receive, Scope, Send
 from ....schemas.model_apis.answers import ModelApi
 from ....schemas.model_apis.chat import CHAT
 from ....schemas.model_apis.messages import MESSAGES
@@ -16,16 +23,15 @@ from ....schemas.model_apis.responses import RESPONSES
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import BusyError, InternalError, MessageError, TinkermqError
 from ....schemas.wire.foreign import plain_value
-from ...http_server import Receive, Scope, Send
 from ..episode import EpisodeLimit, EpisodeOver, ProgramEpisode
 from .calls import OpenEpisode, OpenEpisodes
-from .exchange import ClientGone, HttpExchange, NoSuchEndpoint, dumped
+from .exchange import JsonAnswer, NoSuchEndpoint, dumped, error_answer, read_body
 from .model_calls import ModelCalls
 
 # Posts of a program about its own episode: rewards, its end, notes about calls.
 
 Post: TypeAlias = Callable[[OpenEpisode, bytes, str], dict[str, Any]]
-"""`post(episode, body, idempotency_key)` takes what was said and returns the reply."""
+"""`post(episode, body, idempotency_key)` processes a post and returns the reply."""
 
 MAX_POST_BYTES = 1 << 20
 _MOST_POSTS = 1 << 16
@@ -43,46 +49,46 @@ def post_reward(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, An
     _take_info(opened.episode, fields.any("info"))
     _nothing_else(fields)
     if mode not in ("set", "add"):
-        raise RequestError(f"mode is {mode!r:.40}", param="mode", hint="give set or add")
+        raise RequestError(f"mode is {mode!r:.40}", param="mode", hint="use set or add")
     if branch is not None and call is not None:
         raise RequestError(
-            "a reward is that of a call or of a branch", param="branch", hint="post two"
+            "a reward is for a call or for a branch, not both", param="branch", hint="post two"
         )
     what = name.encode() or raw
     return _give(opened, reward, call, cast("Any", mode), what, branch=branch)
 
 
 def post_end(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
-    """Take `{status, reward?, success?, info?, message?}`; what was said first stands."""
+    """Take `{status, reward?, success?, info?, message?}`; the first post counts."""
     del name
     fields, episode = _fields(raw), opened.episode
     status = fields.text("status", "done")
     if status not in ("done", "failed"):
-        raise RequestError(f"status is {status!r:.40}", param="status", hint="give done or failed")
+        raise RequestError(f"status is {status!r:.40}", param="status", hint="use done or failed")
     reward = None if fields.any("reward") is None else _reward(fields, "reward")
-    said: dict[str, Any] = {
+    posted: dict[str, Any] = {
         key: value for key in ("success", "message") if (value := fields.any(key)) is not None
     }
-    if not isinstance(said.get("success", False), bool):
+    if not isinstance(posted.get("success", False), bool):
         raise RequestError("success must be true or false", param="success")
-    if not isinstance(said.get("message", ""), str):
+    if not isinstance(posted.get("message", ""), str):
         raise RequestError("message must be a text", param="message")
     info = fields.any("info")
     _nothing_else(fields)
     if not episode.status:
         _take_info(episode, info)
-        _take_info(episode, said)
+        _take_info(episode, posted)
         episode.reward = episode.reward if reward is None else reward
         episode.status = status
         episode.said_end.set()
         episode.changed.set()
         for call in opened.calls:
-            call.end(EpisodeOver("the program has said that its episode has ended"))
+            call.end(EpisodeOver("the program has posted the end of its episode"))
     return {"status": episode.status, "reward": episode.reward}
 
 
 def post_note(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
-    """Take `{call | branch, role?, train?}`: the name of a branch, whether a call is trained."""
+    """Take `{call | branch, role?, train?}`: a branch's name, and whether a call is trained."""
     del name
     fields, episode = _fields(raw), opened.episode
     call, branch = _call(opened, fields.any("call")), _call(opened, fields.any("branch"), "branch")
@@ -102,7 +108,7 @@ def post_note(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]
 
 
 def episode_status(opened: OpenEpisode, now: float) -> dict[str, Any]:
-    """Return what a program may know of its own episode."""
+    """Return a program's view of its own episode."""
     episode = opened.episode
     left_s = episode.deadline - now
     return {
@@ -128,11 +134,11 @@ def _give(
     what: bytes,
     branch: int | None = None,
 ) -> dict[str, Any]:
-    """Give the episode, a call or a branch a reward; an addition that was posted counts once."""
+    """Set or add a reward of the episode, a call or a branch; a repeated addition counts once."""
     episode = opened.episode
     if episode.said_end.is_set():
         raise EpisodeOver(
-            "the program has said that its episode has ended",
+            "the program has posted the end of its episode",
             hint="post rewards before the end, or with it",
         )
     number = call if branch is None else branch
@@ -197,28 +203,18 @@ def _take_info(episode: ProgramEpisode, info: Any) -> None:
 
 def _nothing_else(fields: Fields) -> None:
     for name in fields.unread():
-        raise RequestError(f"there is no field {name!r:.60} here", param=name)
+        raise RequestError(f"unknown field {name!r:.60}", param=name)
 
 
-# The routes.
+# -- the application -------------------------------------------------------------------------------
 
 MAX_REQUESTS = 64
-"""Of one episode at the same time."""
+"""Requests of one episode at the same time."""
 
-Endpoint: TypeAlias = Callable[[HttpExchange, OpenEpisode], Awaitable[None]]
-Seen: TypeAlias = Callable[[HttpExchange, str], object]
-"""Called with each request that was answered, and its path without a key."""
+Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
+Seen: TypeAlias = Callable[[str, str, int], object]
+"""Called with the method, the path without a key, and the status of each request."""
 
-_APIS: Mapping[tuple[str, ...], ModelApi] = {
-    ("chat", "completions"): CHAT,
-    ("responses",): RESPONSES,
-    ("messages",): MESSAGES,
-}
-_POSTS: Mapping[tuple[str, ...], Post] = {
-    ("episode", "reward"): post_reward,
-    ("episode", "end"): post_end,
-    ("episode", "note"): post_note,
-}
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -235,74 +231,59 @@ class ProxyRoutes:
     ) -> None:
         """Serve the programs of `episodes`; `seen` is called with each request.
 
-        `relay` answers what is said of an episode, and not asked of the model, where its host is
-        elsewhere.
+        `relay` answers requests about the episode itself, where its host is elsewhere.
         """
+        self.calls = calls
+        self.relay = relay
         self._episodes = episodes
-        self._calls = calls
         self._seen = seen
-        self._relay = relay
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; no error comes out of here."""
-        if scope["type"] != "http":
-            return
-        exchange = HttpExchange(scope, receive, send)
-        try:
-            await self._answer(exchange)
-        except ClientGone:
-            return
-        except TinkermqError as error:
-            await exchange.fail(error)
-        except Exception as error:  # noqa: BLE001  the server's boundary: record, reveal no details
-            _log.exception("request_failed", path="/".join(split_path(exchange.path)[1]))
-            await exchange.fail(InternalError(f"the proxy failed: {type(error).__name__}"))
-        finally:
-            if self._seen is not None:
-                self._seen(exchange, "/".join(split_path(exchange.path)[1]))
+        """Answer one request; raises no error."""
+        key, parts = split_path(scope["path"])
+        path, status = "/".join(parts), 0
 
-    async def _answer(self, exchange: HttpExchange) -> None:
-        key, path = split_path(exchange.path)
-        exchange.api = api_of(path)
-        if not path and exchange.method in ("GET", "HEAD"):
-            await exchange.reply({"object": "proxy", "episode": "/v1/episode"})
+        async def send_noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._answer({**scope, "path": f"/{path}"}, receive, send_noting, key)
+        except ClientDisconnect:
+            pass
+        except Exception as error:  # noqa: BLE001  the server's boundary: record, reveal no details
+            if not isinstance(error, TinkermqError):
+                _log.exception("request_failed", path=path)
+                error = InternalError(f"the proxy failed: {type(error).__name__}")
+            if not status:
+                await error_answer(error, api_of(parts))(scope, receive, send_noting)
+        if self._seen is not None:
+            self._seen(scope["method"], path, status)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, key: str) -> None:
+        """Find the episode, and let the router answer."""
+        if scope["path"] == "/" and scope["method"] in ("GET", "HEAD"):
+            await JsonAnswer({"object": "proxy", "episode": "/v1/episode"})(scope, receive, send)
             return
-        opened = self._episodes.find([key] if key else presented_keys(exchange.headers))
-        endpoint = self._endpoint(exchange.method, path)
+        presented = [key] if key else presented_keys(Headers(scope=scope))
+        opened = self._episodes.find(presented)
         if opened.num_requests >= MAX_REQUESTS:
             raise BusyError(
                 f"{MAX_REQUESTS} requests of this episode are open", hint="wait for some to end"
             )
         opened.num_requests += 1
         try:
-            await endpoint(exchange, opened)
-        finally:
-            opened.num_requests -= 1
-
-    def _endpoint(self, method: str, path: tuple[str, ...]) -> Endpoint:
-        if self._relay is not None and _is_posted(method, path):
-            return self._relay
-        endpoint = self._post(path) if method == "POST" else _get(method, path)
-        if endpoint is None:
+            await _ROUTER({**scope, "app": self, _OPENED: opened}, receive, send)
+        except HTTPException as error:
             raise NoSuchEndpoint(
-                f"there is no {method} /v1/{'/'.join(path)}"[:200],
+                f"{scope['method']} /v1{scope['path']} does not exist"[:200],
                 hint="there are POST chat/completions, responses, messages, messages/count_tokens, "
                 "episode/reward, episode/end, episode/note, and GET models, episode",
-            )
-        return endpoint
-
-    def _post(self, path: tuple[str, ...]) -> Endpoint | None:
-        if path in _APIS:
-            return self._call(_APIS[path])
-        if path == ("messages", "count_tokens"):
-            return _open(self._calls.count)
-        if len(path) == 3 and path[0] == "responses" and path[2] == "cancel":
-            return lambda exchange, opened: _cancel(exchange, opened, path[1])
-        post = _POSTS.get(path)
-        return None if post is None else _posting(post)
-
-    def _call(self, api: ModelApi) -> Endpoint:
-        return _open(lambda exchange, opened: self._calls.answer(exchange, opened, api))
+            ) from error
+        finally:
+            opened.num_requests -= 1
 
 
 def api_of(path: tuple[str, ...]) -> ModelApi:
@@ -310,108 +291,167 @@ def api_of(path: tuple[str, ...]) -> ModelApi:
     return {"messages": MESSAGES, "responses": RESPONSES}.get(path[0] if path else "", CHAT)
 
 
-def is_posted(method: str, path: str) -> bool:
-    """Whether a request is about an episode itself, and names it by no key in its path."""
-    key, parts = split_path(path)
-    return not key and _is_posted(method, parts)
+_OPENED = "tinkermq.opened"
+"""Key in a request's scope: its open episode."""
 
 
-def _is_posted(method: str, path: tuple[str, ...]) -> bool:
-    if method == "POST":
-        return path in _POSTS
-    return method == "GET" and path[:1] == ("episode",)
+def _proxy(request: Request) -> ProxyRoutes:
+    return cast("ProxyRoutes", request.app)
 
 
-def _open(call: Endpoint) -> Endpoint:
-    """Count a call of the model as open while it is."""
+def _opened(request: Request) -> OpenEpisode:
+    return cast("OpenEpisode", request.scope[_OPENED])
 
-    async def counted(exchange: HttpExchange, opened: OpenEpisode) -> None:
-        episode = opened.episode
+
+# -- the endpoints of the model --------------------------------------------------------------------
+
+
+class _CountOpen:
+    """Middleware that counts a call of the model as open while it is answered."""
+
+    def __init__(self, app: Application) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        episode = cast("OpenEpisode", scope[_OPENED]).episode
         if episode.over or episode.said_end.is_set():
-            raise EpisodeOver(f"the episode is over: {episode.over or 'its program has said so'}")
+            raise EpisodeOver(
+                f"the episode is over: {episode.over or 'its program has posted its end'}"
+            )
         episode.num_open += 1
         episode.last_call = time.monotonic()
         episode.changed.set()
         try:
-            await call(exchange, opened)
+            await self._app(scope, receive, send)
         finally:
             episode.num_open -= 1
             episode.last_call = time.monotonic()
             episode.changed.set()
 
-    return counted
+
+def _model_route(path: str, endpoint: Endpoint) -> Route:
+    return Route(path, endpoint, methods=["POST"], middleware=[Middleware(_CountOpen)])
 
 
-def _posting(post: Post) -> Endpoint:
-    async def take(exchange: HttpExchange, opened: OpenEpisode) -> None:
-        raw = await exchange.body(MAX_POST_BYTES)
-        name = exchange.headers.get("idempotency-key", "")
-        await exchange.reply(post(opened, raw, name))
+def _call_of(api: ModelApi) -> Endpoint:
+    async def call(request: Request) -> Response:
+        return await _proxy(request).calls.answer(request, _opened(request), api)
 
-    return take
+    return call
 
 
-def _get(method: str, path: tuple[str, ...]) -> Endpoint | None:
-    if method == "GET" and path == ("episode",):
-        return lambda exchange, opened: exchange.reply(episode_status(opened, time.monotonic()))
-    if method == "GET" and path[:2] == ("episode", "calls") and len(path) == 3:
-        return lambda exchange, opened: exchange.reply({"call": opened.call_number(path[2])})
-    if method == "GET" and path[:1] == ("models",):
-        return lambda exchange, _: exchange.reply(_models("/".join(path[1:])))
-    if method == "GET" and len(path) == 3 and (path[0], path[2]) == ("responses", "input_items"):
-        return lambda exchange, opened: _inputs(exchange, opened, path[1])
-    if len(path) == 2 and path[0] == "responses" and method in ("GET", "DELETE"):
-        take = _kept if method == "GET" else _delete
-        return lambda exchange, opened: take(exchange, opened, path[1])
-    return None
+async def _count_tokens(request: Request) -> Response:
+    return await _proxy(request).calls.count(request, _opened(request))
 
 
-async def _kept(exchange: HttpExchange, opened: OpenEpisode, name: str) -> None:
-    await exchange.reply(opened.answers.find(name).make())
+async def _kept(request: Request) -> Response:
+    return JsonAnswer(_opened(request).answers.find(request.path_params["name"]).make())
 
 
-async def _inputs(exchange: HttpExchange, opened: OpenEpisode, name: str) -> None:
+async def _inputs(request: Request) -> Response:
     """List what an answer was asked with, the newest first unless `order` is asc."""
-    items: list[dict[str, Any]] = opened.inputs.find(name).make()["data"]
-    if exchange.asked("order") != "asc":
+    inputs = _opened(request).inputs.find(request.path_params["name"])
+    items: list[dict[str, Any]] = inputs.make()["data"]
+    if request.query_params.get("order") != "asc":
         items.reverse()
     ids = [item["id"] for item in items]
-    after = exchange.asked("after")
+    after = request.query_params.get("after")
     if after and after not in ids:
         raise RequestError(f"no item {after!r:.80} is among them", param="after")
-    limit = exchange.asked("limit") or "20"
+    limit = request.query_params.get("limit") or "20"
     if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= 100):
-        raise RequestError(f"limit is {limit!r:.40}, not 1 to 100", param="limit")
+        raise RequestError(f"limit must be 1 to 100, and is {limit!r:.40}", param="limit")
     first = ids.index(after) + 1 if after else 0
     shown = items[first : first + int(limit)]
     ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
     more = first + len(shown) < len(items)
-    await exchange.reply({"object": "list", "data": shown, **ends, "has_more": more})
+    return JsonAnswer({"object": "list", "data": shown, **ends, "has_more": more})
 
 
-async def _delete(exchange: HttpExchange, opened: OpenEpisode, name: str) -> None:
+async def _delete(request: Request) -> Response:
+    opened, name = _opened(request), request.path_params["name"]
     opened.answers.find(name)
     opened.answers.forget(name)
     opened.inputs.forget(name)
-    await exchange.reply({"id": name, "object": "response", "deleted": True})
+    return JsonAnswer({"id": name, "object": "response", "deleted": True})
 
 
-async def _cancel(exchange: HttpExchange, opened: OpenEpisode, name: str) -> None:
-    for call in opened.calls:
+async def _cancel(request: Request) -> Response:
+    name = request.path_params["name"]
+    for call in _opened(request).calls:
         head = call.answer.head
         if head is not None and head.names and RESPONSES.id_of(head.names[0]) == name:
             call.end(EpisodeOver("the program has cancelled this answer"))
-            await exchange.reply({"id": name, "object": "response", "status": "cancelled"})
-            return
-    await _kept(exchange, opened, name)
+            return JsonAnswer({"id": name, "object": "response", "status": "cancelled"})
+    return await _kept(request)
 
 
-def _models(name: str) -> dict[str, Any]:
+async def _models(request: Request) -> Response:
+    name = request.path_params.get("name")
     model = {"id": name or "policy", "object": "model", "created": 0, "owned_by": "tinkermq"}
     shown = {**model, "type": "model", "display_name": model["id"]}
-    if name:
-        return shown
-    return {"object": "list", "data": [shown], "has_more": False}
+    return JsonAnswer(shown if name else {"object": "list", "data": [shown], "has_more": False})
+
+
+# -- the endpoints of the episode ------------------------------------------------------------------
+
+
+def _posted(post: Post) -> Endpoint:
+    async def take(request: Request) -> Response:
+        raw = await read_body(request, MAX_POST_BYTES)
+        name = request.headers.get("idempotency-key", "")
+        return JsonAnswer(post(_opened(request), raw, name))
+
+    return take
+
+
+async def _status(request: Request) -> Response:
+    return JsonAnswer(episode_status(_opened(request), time.monotonic()))
+
+
+async def _call_number(request: Request) -> Response:
+    return JsonAnswer({"call": _opened(request).call_number(request.path_params["name"])})
+
+
+def _episode_route(method: str, path: str, answer: Endpoint) -> Route:
+    """Return a route that the host of the episode answers, wherever it is."""
+
+    async def answer_or_relay(request: Request) -> Response:
+        return await (_proxy(request).relay or answer)(request)
+
+    return Route(path, answer_or_relay, methods=[method])
+
+
+_EPISODE_ROUTES = [
+    _episode_route("POST", "/episode/reward", _posted(post_reward)),
+    _episode_route("POST", "/episode/end", _posted(post_end)),
+    _episode_route("POST", "/episode/note", _posted(post_note)),
+    _episode_route("GET", "/episode", _status),
+    _episode_route("GET", "/episode/calls/{name}", _call_number),
+]
+_ROUTER = Router(
+    [
+        _model_route("/chat/completions", _call_of(CHAT)),
+        _model_route("/messages", _call_of(MESSAGES)),
+        _model_route("/responses", _call_of(RESPONSES)),
+        _model_route("/messages/count_tokens", _count_tokens),
+        Route("/responses/{name}", _kept, methods=["GET"]),
+        Route("/responses/{name}", _delete, methods=["DELETE"]),
+        Route("/responses/{name}/input_items", _inputs, methods=["GET"]),
+        Route("/responses/{name}/cancel", _cancel, methods=["POST"]),
+        Route("/models", _models, methods=["GET"]),
+        Route("/models/{name:path}", _models, methods=["GET"]),
+        *_EPISODE_ROUTES,
+    ],
+    redirect_slashes=False,
+)
+
+
+def is_about_episode(method: str, path: str) -> bool:
+    """Return whether a request is about an episode itself, with no key in its path."""
+    key, parts = split_path(path)
+    scope = {"type": "http", "method": method, "path": f"/{'/'.join(parts)}"}
+    return not key and any(route.matches(scope)[0] is Match.FULL for route in _EPISODE_ROUTES)
 
 
 def split_path(path: str) -> tuple[str, tuple[str, ...]]:
@@ -425,13 +465,8 @@ def split_path(path: str) -> tuple[str, tuple[str, ...]]:
     return key, tuple(parts)
 
 
-def path_of(exchange: HttpExchange) -> str:
-    """Return the path of a request without the key that it may hold."""
-    return "/v1/" + "/".join(split_path(exchange.path)[1])
-
-
 def presented_keys(headers: Mapping[str, str]) -> Iterator[str]:
-    """Yield what may be a key in the headers of a request."""
+    """Yield possible keys in the headers of a request."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         yield token.strip()

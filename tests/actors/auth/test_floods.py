@@ -111,6 +111,7 @@ async def log_in(pool: SecuredPool, user: str) -> None:
     await eventually(attempt, f"{user} to be let in")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_bytes", [3, 1_000_000])
 async def test_a_flood_of_requests_ends_neither_scheduler_nor_the_answers_to_others(
     tmp_path: Path, num_bytes: int
@@ -142,6 +143,7 @@ async def test_a_flood_of_requests_ends_neither_scheduler_nor_the_answers_to_oth
         assert after.value.holder == before.value.holder
 
 
+@pytest.mark.long
 async def test_log_ins_of_one_user_without_end_do_not_shut_the_others_out(tmp_path: Path) -> None:
     async with secured(tmp_path) as pool:
         root = await pool.user("root")
@@ -178,6 +180,7 @@ async def test_a_flood_that_breaks_the_connection_of_requests_breaks_nothing_els
         assert not lost.is_set()
 
 
+@pytest.mark.long
 async def test_log_ins_and_answers_of_others_come_through_while_one_user_floods_without_end(
     tmp_path: Path,
 ) -> None:
@@ -202,6 +205,7 @@ async def test_log_ins_and_answers_of_others_come_through_while_one_user_floods_
                     assert await JobStore(ada).list_jobs("ada") == []
 
 
+@pytest.mark.long
 async def test_4096_log_ins_of_one_user_do_not_shut_the_others_out(tmp_path: Path) -> None:
     async with secured(tmp_path) as pool:
         for user in ("ada", "mallory"):

@@ -270,7 +270,10 @@ async def test_behind_a_proxy_that_speaks_tls_cookies_are_for_nothing_else(
 
 @pytest.mark.parametrize(
     ("files", "told"),
-    [(("--certificate",), "belong together"), (("--certificate", "--certificate-key"), "be used")],
+    [
+        (("--certificate",), "must be used together"),
+        (("--certificate", "--certificate-key"), "be used"),
+    ],
 )
 async def test_a_certificate_that_cannot_be_used_is_refused(
     tmp_path: Path, files: tuple[str, ...], told: str

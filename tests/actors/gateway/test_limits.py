@@ -3,33 +3,24 @@
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
 from tinkermq.actors.gateway.limits import (
     MAX_ANSWER_BYTES,
     MAX_HELD_BYTES,
     MAX_INFERENCE_BYTES,
-    MAX_OF_HOLDER,
     MAX_RUNNING,
     Share,
-    gateway_connections,
 )
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.jetstream.streams import create_shared
 from tinkermq.broker.nats_server import NatsServer
-from tinkermq.envs.http_server import ConnectionBounds, Deadlines
 from tinkermq.schemas.wire.errors import BusyError, ConfigError
 from tinkermq.schemas.wire.subjects import JobScope
 
@@ -39,7 +30,7 @@ from tests.support.processes import peak_mb
 from tests.support.secured import SecuredPool, secured
 from tests.support.waiting import PATIENCE_S, until
 
-pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 @dataclass(frozen=True)
@@ -304,117 +295,6 @@ async def test_the_bytes_of_a_users_answers_are_bounded_until_they_are_read() ->
 
 
 # -- connections -----------------------------------------------------------------------------------
-
-
-@contextlib.asynccontextmanager
-async def impatient(
-    head_s: float = 10, body_s: float = 15, stalled_s: float = 30, of_address: int = MAX_OF_HOLDER
-) -> AsyncIterator[int]:
-    """Serve on a free port with short deadlines; a real server, and clients on real sockets."""
-
-    async def read(request: Request) -> Response:
-        return PlainTextResponse(str(len(await request.body())))
-
-    async def flood(_: Request) -> Response:
-        async def blocks() -> AsyncIterator[bytes]:
-            while True:
-                await asyncio.sleep(0)  # or nobody else has a turn once the visitor is gone
-                yield b"x" * 100_000
-
-        return StreamingResponse(blocks())
-
-    async def slow(_: Request) -> Response:
-        await asyncio.sleep(3)  # an answer may take longer than any deadline of the visitor's
-        return PlainTextResponse("late")
-
-    app = Starlette(
-        routes=[
-            Route("/read", read, methods=["POST"]),
-            Route("/flood", flood),
-            Route("/slow", slow),
-        ]
-    )
-    connections = gateway_connections(
-        ConnectionBounds(of_address=of_address), Deadlines(head_s, head_s, body_s, stalled_s)
-    )
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            port=0,
-            lifespan="off",
-            log_config=None,
-            ws="none",
-            http=cast("Any", connections.protocol),
-        )
-    )
-    running = asyncio.create_task(server._serve(), name="server")
-    watching = asyncio.create_task(connections.watch(), name="watch")
-    try:
-        await until(lambda: server.started, "the server to listen")
-        yield server.servers[0].sockets[0].getsockname()[1]
-    finally:
-        watching.cancel()
-        server.force_exit = server.should_exit = True
-        await running
-
-
-async def _ends(reader: asyncio.StreamReader) -> bytes:
-    """Read until the other side ends the connection."""
-    read = b""
-    with contextlib.suppress(ConnectionError):
-        async with asyncio.timeout(PATIENCE_S):
-            while more := await reader.read(1 << 16):
-                read += more
-    return read
-
-
-@pytest.mark.parametrize("sent", [b"", b"GET /slow HT", b"GET /slow HTTP/1.1\r\nhost: a\r\n"])
-async def test_a_head_that_never_ends_has_a_deadline(sent: bytes) -> None:
-    async with impatient(head_s=0.3) as port, opened(port) as (reader, writer):
-        writer.write(sent)
-        assert await _ends(reader) == b""
-
-
-async def test_a_head_that_comes_byte_by_byte_has_the_same_deadline() -> None:
-    async with impatient(head_s=0.5) as port, opened(port) as (reader, writer):
-        ended = asyncio.create_task(_ends(reader))
-        writer.write(b"GET /slow HTTP/1.1\r\n")
-        while not ended.done():
-            writer.write(b"a")
-            await asyncio.wait({ended}, timeout=0.05)
-        assert await ended == b""
-
-
-async def test_a_body_that_comes_too_slowly_has_a_deadline() -> None:
-    async with impatient(body_s=0.3) as port, opened(port) as (reader, writer):
-        writer.write(b"POST /read HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\nx")
-        assert await _ends(reader) == b""
-
-
-async def test_a_reader_who_takes_nothing_has_a_deadline() -> None:
-    async with impatient(stalled_s=0.3) as port:
-        with socket.create_connection(("127.0.0.1", port)) as client:
-            client.sendall(b"GET /flood HTTP/1.1\r\nhost: a\r\n\r\n")
-
-            def is_reset() -> bool:
-                try:
-                    client.sendall(b"x")
-                except OSError:
-                    return True
-                return False
-
-            await until(is_reset, "the connection to be closed")
-
-
-async def test_who_waits_for_an_answer_is_not_hurried_and_may_ask_again() -> None:
-    async with (
-        impatient(head_s=2.5, body_s=2.0, stalled_s=2.0) as port,
-        opened(port) as (reader, writer),
-    ):
-        for _ in range(2):
-            writer.write(b"GET /slow HTTP/1.1\r\nhost: a\r\n\r\n")
-            answer = await asyncio.wait_for(reader.readuntil(b"late"), PATIENCE_S)
-            assert answer.startswith(b"HTTP/1.1 200")
 
 
 async def test_no_connection_is_turned_into_a_websocket(guarded: Guarded) -> None:

@@ -131,9 +131,9 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"job": "none"}, 404, "no job or run 'none'"),
     ({"job": "JOB", "task": 3}, 400, "'task' is not supported here"),
     ({"job": "JOB", "wait_s": 999}, 400, "wait_s must be between 0 and 300"),
-    ({"job": "JOB", "wait_s": 0}, 425, "its host is not there yet"),
+    ({"job": "JOB", "wait_s": 0}, 425, "its host has not started yet"),
     ({"job": "GAME"}, 400, "agent.client=true and env.hosts=1"),
-    ({"job": "PAST"}, 409, "is COMPLETED: it gives no episodes out"),
+    ({"job": "PAST"}, 409, "is COMPLETED: it has no more episodes"),
 ]
 
 

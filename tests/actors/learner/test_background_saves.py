@@ -26,7 +26,6 @@ from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import EngineError, StorageError
 
 from tests.support import disks
-from tests.support.models import make_tiny_model
 from tests.support.saving import (
     BackgroundRun,
     config_of,
@@ -41,12 +40,6 @@ from tests.support.waiting import PATIENCE_S
 pytestmark = pytest.mark.full
 
 NUM_STEPS = 5
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 class HangingDisk:

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.ernie4_5_moe import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
 
 from tests.support import disks
-from tests.support.models import make_tiny_model
 from tests.support.saving import (
     fork_context,
     make_store,
@@ -27,12 +26,6 @@ from tests.support.saving import (
     save_on_a_full_disk,
     train,
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def _bits(trainer: Trainer) -> list[bytes]:

@@ -16,20 +16,13 @@ from tests.actors.learner.test_ranks import (
     config_of,
     trained,
 )
-from tests.support.models import make_tiny_model
 
 torch.set_num_threads(1)
 
 pytestmark = [
-    pytest.mark.full,
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore"),  # torch warns of itself where it compiles
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from tests.actors.learner.test_ranks import (
     trained,
 )
 from tests.support.images import make_vision_model
-from tests.support.models import make_tiny_model
 
 pytestmark = pytest.mark.full
 
@@ -34,11 +33,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "prompts apart": {"learner": {"share_prompts": False}},
     "bfloat16": {"learner": {"dtype": "bfloat16"}},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def check(folder: Path, ranks: int, sections: dict[str, Any], **more: Any) -> None:

@@ -13,13 +13,6 @@ from tinkermq.actors.training.step import Trainer
 from tinkermq.schemas.config.job import JobConfig
 
 from tests.support.groups import random_group
-from tests.support.models import make_tiny_model
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def one_step(folder: Path, **algorithm: Any) -> tuple[dict[str, float], torch.Tensor]:

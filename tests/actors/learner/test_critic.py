@@ -21,31 +21,13 @@ from tinkermq.schemas.rollout import Group, Trajectory
 from torch import Tensor, nn
 
 from tests.actors.learner.plain_step import Episodes, Tokens, plain_step
+from tests.support.configs import learner_job
 from tests.support.groups import make_group, random_group
-from tests.support.models import gradients_of, make_tiny_model
+from tests.support.models import gradients_of
 
 torch.set_num_threads(1)
 
 STEP = 3
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-def _config(folder: Path, **sections: dict[str, Any]) -> JobConfig:
-    learner = {"lr": 0.1, "eps": 1.0, "grad_clip": 1e9} | sections.pop("learner", {})
-    return JobConfig.model_validate(
-        {
-            "model": {"path": str(folder)},
-            "env": {"game": "none"},
-            "learner": learner,
-            "rollout": {"max_prompt_tokens": 16, "max_turn_tokens": 16, "max_response_tokens": 48},
-            **sections,
-        }
-    )
 
 
 def _groups(num: int = 3, seed: int = 0) -> list[Group]:
@@ -111,7 +93,7 @@ def test_policy_and_critic_train_as_a_plain_implementation_does(
     gamma, lam, clip = 0.9, 0.8, 0.05
     algorithm = {"advantage": "gae", "gamma": gamma, "gae_lambda": lam, "correction": "none"}
     critic_keys = {"lr": 1e-3, "clip": clip, "gae_lambda": of_critic}
-    config = _config(folder, algorithm=algorithm, critic=critic_keys)
+    config = learner_job(folder, algorithm=algorithm, critic=critic_keys)
     trainer = _trainer(config)
     assert trainer.critic is not None
     groups = _groups()
@@ -157,7 +139,7 @@ def test_turns_have_a_discount_and_a_lambda_of_their_own_and_cut_episodes_are_wo
 ) -> None:
     algorithm = {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8, "correction": "none"}
     of_turns = {"turn_gamma": 0.5, "turn_lambda": 0.3}
-    config = _config(
+    config = learner_job(
         folder, algorithm=algorithm | of_turns, critic={"lr": 1e-3, "bootstrap_cut": True}
     )
     trainer = _trainer(config)
@@ -227,7 +209,7 @@ def test_a_turn_as_a_sample_is_trained_as_an_episode_of_its_own(
     folder: Path, algorithm: dict[str, Any]
 ) -> None:
     by_turn = {"sample": "turn", "turn_reward": "reward", "loss_agg": "seq-mean-token-mean"}
-    config = _config(folder, algorithm={**by_turn, "advantage": "reinforce_pp", **algorithm})
+    config = learner_job(folder, algorithm={**by_turn, "advantage": "reinforce_pp", **algorithm})
     trainer = _trainer(config)
     plain = copy.deepcopy(trainer.model)
     groups, items = _groups(), _turns_as_episodes(_groups())
@@ -250,7 +232,7 @@ def test_a_turn_as_a_sample_is_trained_as_an_episode_of_its_own(
 def _ppo(folder: Path, **critic: Any) -> JobConfig:
     learner = {"lr": 1e-3, "eps": 1e-8, "num_minibatches": 2}
     algorithm = {"advantage": "gae"}
-    return _config(folder, algorithm=algorithm, learner=learner, critic={"lr": 1e-3, **critic})
+    return learner_job(folder, algorithm=algorithm, learner=learner, critic={"lr": 1e-3, **critic})
 
 
 def _train(trainer: Trainer, steps: range) -> None:

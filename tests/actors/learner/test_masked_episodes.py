@@ -27,8 +27,9 @@ from tests.actors.learner.plain_step import (
     plain_logprobs,
     plain_step,
 )
+from tests.support.configs import learner_job
 from tests.support.groups import make_group, make_trajectory, random_group
-from tests.support.models import gradients_of, make_tiny_model
+from tests.support.models import gradients_of
 
 torch.set_num_threads(1)
 
@@ -36,26 +37,11 @@ STEP = 3
 CUT: dict[str, Any] = {"finish_reasons": ["length"]}
 
 
-def _config(folder: Path | str = "none", **sections: dict[str, Any]) -> JobConfig:
-    algorithm = {"overlong_filter": True} | sections.pop("algorithm", {})
-    learner = {"lr": 0.1, "eps": 1.0, "grad_clip": 1e9} | sections.pop("learner", {})
-    rollout = {"max_prompt_tokens": 16, "max_turn_tokens": 48, "max_response_tokens": 48}
-    return JobConfig.model_validate(
-        {
-            "model": {"path": str(folder)},
-            "env": {"game": "none"},
-            "rollout": rollout,
-            "algorithm": algorithm,
-            "learner": learner,
-            **sections,
-        }
-    )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
+def _config(
+    folder: Path | str = "none", *, algorithm: dict[str, Any] | None = None, **sections: Any
+) -> JobConfig:
+    masking = {"overlong_filter": True} | (algorithm or {})
+    return learner_job(folder, algorithm=masking, rollout={"max_turn_tokens": 48}, **sections)
 
 
 def _credit(values: list[float] | None = None, **algorithm: Any) -> Credit:

@@ -19,32 +19,12 @@ from tinkermq.schemas.rollout import Group, Trajectory, num_too_old
 from torch import Tensor, nn
 
 from tests.actors.learner.plain_step import Episodes, grpo, plain_logprobs, plain_step
+from tests.support.configs import learner_job
 from tests.support.groups import make_group, make_trajectory
-from tests.support.models import make_tiny_model
 
 torch.set_num_threads(1)
 
 STEP, OLDEST = 6, 4
-
-
-def _config(folder: Path | str = "none", **sections: dict[str, Any]) -> JobConfig:
-    learner = {"lr": 0.1, "eps": 1.0, "grad_clip": 1e9} | sections.pop("learner", {})
-    rollout = {"max_prompt_tokens": 16, "max_turn_tokens": 48, "max_response_tokens": 48}
-    return JobConfig.model_validate(
-        {
-            "model": {"path": str(folder)},
-            "env": {"game": "none"},
-            "rollout": rollout,
-            "learner": learner,
-            **sections,
-        }
-    )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def _groups(num: int = 3) -> list[Group]:
@@ -119,7 +99,7 @@ def test_the_gradient_is_that_of_the_fresh_tokens_with_the_advantages_of_whole_e
     folder: Path, algorithm: dict[str, Any], num_minibatches: int
 ) -> None:
     learner = {"num_minibatches": num_minibatches, "max_row_tokens": 64, "microbatch_tokens": 64}
-    config = _config(folder, algorithm=algorithm, learner=learner)
+    config = learner_job(folder, algorithm=algorithm, learner=learner)
     model = load_model(config.model, config.learner)
     plain, groups = copy.deepcopy(model), _groups()
     batch = assemble(groups, OLDEST)
@@ -142,7 +122,7 @@ def test_rewards_of_old_turns_count_in_the_baseline() -> None:
         make_trajectory([1], [([2], [3]), ([4], [])], [2.0, 0.0], versions=[1, 5]),
         make_trajectory([1], [([2], [])], [0.0], versions=[5]),
     ]
-    config = _config(algorithm={"advantage": "dr_grpo"})
+    config = learner_job(algorithm={"advantage": "dr_grpo"})
     credit = assign_credit(config, assemble([make_group(episodes)], OLDEST), None, None, None)
     assert credit.advantages_N.tolist() == [0.0, 1.0, -1.0]
     assert credit.kept_N.tolist() == [False, True, True]
@@ -150,7 +130,7 @@ def test_rewards_of_old_turns_count_in_the_baseline() -> None:
 
 
 def _critic_after(folder: Path, groups: list[Group], oldest: int) -> tuple[Tensor, float]:
-    config = _config(folder, algorithm={"advantage": "gae"}, critic={"lr": 0.1})
+    config = learner_job(folder, algorithm={"advantage": "gae"}, critic={"lr": 0.1})
     trainer = Trainer(load_model(config.model, config.learner), config, total_steps=9)
     assert trainer.critic is not None
     numbers = trainer.step(assemble(groups, oldest), STEP).numbers

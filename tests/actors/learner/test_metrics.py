@@ -17,17 +17,11 @@ from tinkermq.schemas.rollout import Group
 
 from tests.actors.learner.plain_step import plain_logprobs
 from tests.support.groups import random_group
-from tests.support.models import changed, loaded, make_tiny_model
+from tests.support.models import changed, loaded
 
 torch.set_num_threads(1)
 
 STEP = 4
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def _config(folder: Path, **sections: dict[str, Any]) -> JobConfig:

@@ -84,12 +84,6 @@ def test_in_bfloat16_it_is_torchs_muon_to_the_bit(shape: tuple[int, ...]) -> Non
 # -- which weights those are -----------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 def _matrices(model: nn.Module) -> set[str]:
     """Name the weights that Muon moves."""
     names = {id(weight): name for name, weight in model.named_parameters()}

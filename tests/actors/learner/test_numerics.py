@@ -26,7 +26,6 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.actors.learner.test_model import SMALL, _batch, _mistral, _qwen2, _qwen3_moe, _random
 from tests.actors.learner.test_ranks import HARD, config_of, trained
-from tests.support.models import make_tiny_model
 
 pytestmark = pytest.mark.full
 
@@ -41,12 +40,6 @@ DEEP: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def _half(model: PreTrainedModel, attention: Any = "sdpa") -> Scorer:

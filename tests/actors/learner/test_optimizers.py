@@ -16,7 +16,6 @@ from tinkermq.schemas.config.sections import LearnerConfig
 from tinkermq.schemas.wire.errors import ConfigError
 
 from tests.support.groups import random_group
-from tests.support.models import make_tiny_model
 from tests.support.saving import make_store, save
 
 pytestmark = pytest.mark.full
@@ -26,12 +25,6 @@ torch.set_num_threads(1)
 OPTIMIZERS = ["adamw", "muon"]
 DTYPES = ["float32", "bfloat16"]
 CRITIC: dict[str, Any] = {"algorithm": {"advantage": "gae"}, "critic": {"lr": 1e-3}}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def _trainer(

@@ -9,7 +9,6 @@ from tinkermq.schemas.config.job import JobConfig
 
 from tests.actors.learner.test_ranks import config_of, trained
 from tests.actors.learner.test_ranks_kinds import distance
-from tests.support.models import make_tiny_model
 
 torch.set_num_threads(1)
 
@@ -21,12 +20,6 @@ WAYS: dict[str, tuple[dict[str, Any], float]] = {
 }
 """How the learner trains, and how far ranks may be from one process, as a share of how far training
 moved that: Newton-Schulz in bfloat16 makes hundredths of a gradient's last bit."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def _config(folder: Path, ranks: int, way: str, **learner: Any) -> JobConfig:

@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 from tests.actors.learner.test_ranks import Trained, config_of
 from tests.actors.learner.test_ranks import batch as groups_of
 from tests.support import small_card
-from tests.support.models import make_tiny_model
 
 torch.set_num_threads(1)
 
@@ -34,12 +33,6 @@ EVERYTHING = {
     "learner": {"num_minibatches": 2},
 }
 """Scores by the policy before the update and by a reference, and a critic."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def _config(folder: Path, microbatch_tokens: int = 256, **sections: Any) -> JobConfig:

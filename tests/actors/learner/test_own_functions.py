@@ -27,7 +27,6 @@ from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.wire.errors import ConfigError
 
 from tests.support.groups import make_group, make_trajectory, random_group
-from tests.support.models import make_tiny_model
 
 torch.set_num_threads(1)
 HERE = "tests.actors.learner.test_own_functions"
@@ -125,12 +124,6 @@ def too_few(tasks: Any) -> Any:
 def below_zero(tasks: Any) -> Any:
     """Weights under 0."""
     return tasks.rates_I - 1
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def _trained(folder: Path, **algorithm: Any) -> dict[str, torch.Tensor]:

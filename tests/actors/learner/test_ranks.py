@@ -29,6 +29,8 @@ from tests.support.images import make_vision_model
 from tests.support.models import make_tiny_model
 from tests.support.saving import make_store
 
+pytestmark = pytest.mark.full
+
 torch.set_num_threads(1)
 
 TOLERANCE = 1e-5
@@ -43,12 +45,6 @@ HARD = {
     "learner": {"num_minibatches": 2},
 }
 """Asks for the policy before the update, a reference, and statistics over the whole batch."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def config_of(folder: Path, ranks: int, **sections: dict[str, Any]) -> JobConfig:
@@ -141,7 +137,6 @@ def assert_same_reports(made: list[StepReport], expected: list[StepReport]) -> N
         assert one.numbers == pytest.approx(other.numbers, rel=2e-4, abs=TOLERANCE)
 
 
-@pytest.mark.full
 def test_three_ranks_go_on_from_what_two_saved(folder: Path, tmp_path: Path) -> None:
     trained(config_of(folder, 2), range(1, 4), save_to=tmp_path)
     checkpoint = tmp_path / "checkpoints" / "step_000003"
@@ -151,7 +146,6 @@ def test_three_ranks_go_on_from_what_two_saved(folder: Path, tmp_path: Path) -> 
     assert_same_weights(weights, uninterrupted)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_recomputed_activations_and_other_dtypes_train_alike(folder: Path, dtype: str) -> None:
     learner = {"gradient_checkpointing": True, "dtype": dtype}
@@ -225,7 +219,6 @@ def groups_of(kind: str, step: int) -> list[Group]:
     return groups
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_one_process_trains_two_ranks_do_and_each_goes_on_from_the_other(
     folder: Path, tmp_path: Path, kind: str
@@ -251,7 +244,6 @@ def test_whatever_one_process_trains_two_ranks_do_and_each_goes_on_from_the_othe
         assert_same_weights(made, weights)
 
 
-@pytest.mark.full
 def test_ranks_send_and_save_an_adapter_alone_and_compare_with_the_one_they_began_with(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -22,12 +22,6 @@ STEP = 3
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The policy's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
 def other(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a model that has moved away from it."""
     place = tmp_path_factory.mktemp("other") / "model"

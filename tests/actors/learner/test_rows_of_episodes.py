@@ -16,15 +16,9 @@ from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.task import Task
 
 from tests.support.groups import make_group, make_trajectory
-from tests.support.models import gradients_of, make_tiny_model
+from tests.support.models import gradients_of
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def calls_of(rng: np.random.Generator, num_calls: int) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -20,8 +20,9 @@ from torch.autograd.graph import save_on_cpu
 from transformers import PreTrainedModel
 
 from tests.actors.learner.plain_step import Episodes, grpo, plain_logprobs, plain_step
+from tests.support.configs import learner_job
 from tests.support.groups import make_group, make_trajectory, random_group
-from tests.support.models import changed, gradients_of, loaded, make_tiny_model
+from tests.support.models import changed, gradients_of, loaded
 
 torch.set_num_threads(1)
 
@@ -30,39 +31,15 @@ STEP = VERSION + 1
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def initial(folder: Path) -> PreTrainedModel:
     """The policy that it started from."""
-    return load_model(_config(folder).model, _config(folder).learner)
+    return load_model(learner_job(folder).model, learner_job(folder).learner)
 
 
 @pytest.fixture(scope="module")
 def policy(initial: PreTrainedModel) -> PreTrainedModel:
     """A policy that has moved away from the initial one."""
     return loaded(initial, changed(initial, seed=3, scale=0.1))
-
-
-def _config(folder: Path, **sections: dict[str, Any]) -> JobConfig:
-    learner = {"lr": 0.1, "eps": 1.0, "grad_clip": 1e9} | sections.pop("learner", {})
-    rollout = {
-        "max_prompt_tokens": 16,
-        "max_turn_tokens": 16,
-        "max_response_tokens": 48,
-    } | sections.pop("rollout", {})
-    return JobConfig.model_validate(
-        {
-            "model": {"path": str(folder)},
-            "env": {"game": "none"},
-            "learner": learner,
-            "rollout": rollout,
-            **sections,
-        }
-    )
 
 
 def _groups(seed: int = 0, num: int = 4, **options: Any) -> list[Group]:
@@ -204,14 +181,14 @@ def test_it_trains_as_a_plain_implementation_does(
     algorithm: dict[str, Any],
     learner: dict[str, Any],
 ) -> None:
-    config = _config(folder, algorithm=algorithm, learner=learner)
+    config = learner_job(folder, algorithm=algorithm, learner=learner)
     _assert_same_training(policy, config, _groups(), initial=initial)
 
 
 def test_the_entropy_bonus_and_the_temperature_enter_the_gradient(
     folder: Path, policy: PreTrainedModel
 ) -> None:
-    config = _config(folder, algorithm={"entropy_coef": 0.3}, rollout={"temperature": 0.7})
+    config = learner_job(folder, algorithm={"entropy_coef": 0.3}, rollout={"temperature": 0.7})
     report = _assert_same_training(policy, config, _groups())
     batch = assemble(_groups())
     with torch.no_grad():
@@ -228,9 +205,9 @@ def test_a_batch_is_gone_through_several_times(
 ) -> None:
     learner = {"ppo_epochs": 3, "num_minibatches": num_minibatches, "lr": 0.01}
     clips = {"clip_low": 0.5, "clip_high": 0.5}
-    config = _config(folder, algorithm=clips | algorithm, learner=learner)
+    config = learner_job(folder, algorithm=clips | algorithm, learner=learner)
     report = _assert_same_training(policy, config, _groups())
-    once = _train(copy.deepcopy(policy), _config(folder), assemble(_groups()))
+    once = _train(copy.deepcopy(policy), learner_job(folder), assemble(_groups()))
     name = "staleness/num_tokens/lag_0"
     assert report.numbers[name] == once.numbers[name]
 
@@ -238,7 +215,7 @@ def test_a_batch_is_gone_through_several_times(
 def test_only_the_tokens_of_the_highest_entropy_are_trained(
     folder: Path, policy: PreTrainedModel
 ) -> None:
-    config = _config(folder, algorithm={"entropy_share": 0.2})
+    config = learner_job(folder, algorithm={"entropy_share": 0.2})
     report = _assert_same_training(policy, config, _groups())
     assert report.numbers["critic/advantages/mean"] != 0
 
@@ -247,7 +224,7 @@ def test_sequences_without_advantage_take_no_part_and_change_nothing(
     folder: Path, policy: PreTrainedModel
 ) -> None:
     groups = _groups()
-    report = _assert_same_training(policy, _config(folder), groups)
+    report = _assert_same_training(policy, learner_job(folder), groups)
     counted = sum(
         value for key, value in report.numbers.items() if key.startswith("staleness/num_tokens")
     )
@@ -257,7 +234,7 @@ def test_sequences_without_advantage_take_no_part_and_change_nothing(
 def test_a_batch_without_any_advantage_still_counts_as_a_step(
     folder: Path, policy: PreTrainedModel
 ) -> None:
-    config = _config(folder, learner={"weight_decay": 0.5})
+    config = learner_job(folder, learner={"weight_decay": 0.5})
     model = copy.deepcopy(policy)
     report = _train(model, config, assemble([_groups()[2]]))
     torch.testing.assert_close(_weights(model), _weights(policy) * (1 - 0.1 * 0.5))
@@ -277,7 +254,7 @@ def test_remax_compares_with_the_greedy_episode(folder: Path, policy: PreTrained
             for num, reward, baseline in zip(lengths, rewards, baselines, strict=True)
         ]
 
-    config = _config(folder, algorithm={"advantage": "remax"})
+    config = learner_job(folder, algorithm={"advantage": "remax"})
     _assert_same_training(policy, config, groups, advantages_of=advantages)
 
 
@@ -292,7 +269,7 @@ def test_overlong_responses_lose_reward(folder: Path, policy: PreTrainedModel) -
         penalties = [min(-(length - (16 - 12)) / 12 * 2.0, 0.0) for length in lengths]
         return plain([a + b for a, b in zip(rewards, penalties, strict=True)])
 
-    config = _config(
+    config = learner_job(
         folder,
         algorithm={"overlong_buffer": 12, "overlong_factor": 2.0},
         rollout={"max_response_tokens": 16},
@@ -313,7 +290,7 @@ def test_each_turn_is_compared_with_the_same_turn_of_its_group(
     first = torch.tensor([0.0, 1.0, -1.0])
     second = (torch.tensor([0.0, 3.0, 1.0]) - 4 / 3) / 1.527525
     wanted = [torch.stack([a, a, b]) for a, b in zip(first, second, strict=True)]
-    config = _config(folder, algorithm={"advantage": "grpo_per_turn", "gamma": 0.5})
+    config = learner_job(folder, algorithm={"advantage": "grpo_per_turn", "gamma": 0.5})
     batch = _recorded_as_is(assemble([group]))
     ours, plain = copy.deepcopy(policy), copy.deepcopy(policy)
     plain_step(plain, policy, config, _episodes(batch, [group]), lambda _: wanted)
@@ -328,7 +305,7 @@ def _recorded_as_is(batch: TrainingBatch) -> TrainingBatch:
 def test_the_same_step_from_the_same_state_gives_the_same_bits(
     folder: Path, policy: PreTrainedModel
 ) -> None:
-    config = _config(
+    config = learner_job(
         folder, learner={"eps": 1e-8, "lr": 1e-3, "max_row_tokens": 64, "microbatch_tokens": 128}
     )
     weights: list[torch.Tensor] = []
@@ -342,17 +319,17 @@ def test_the_same_step_from_the_same_state_gives_the_same_bits(
 
 def test_gradients_add_up_over_small_micro_batches(folder: Path, policy: PreTrainedModel) -> None:
     learner = {"max_row_tokens": 64, "microbatch_tokens": 64}
-    _assert_same_training(policy, _config(folder, learner=learner), _groups(num=6))
+    _assert_same_training(policy, learner_job(folder, learner=learner), _groups(num=6))
 
 
 def test_gradient_checkpointing_changes_no_gradient(folder: Path, policy: PreTrainedModel) -> None:
-    config = _config(folder, learner={"gradient_checkpointing": True})
+    config = learner_job(folder, learner={"gradient_checkpointing": True})
     batch = assemble(_groups())
     ours = load_model(config.model, config.learner)
     ours.load_state_dict(policy.state_dict())
     plain = copy.deepcopy(policy)
     _train(ours, config, batch)
-    _train(plain, _config(folder), batch)
+    _train(plain, learner_job(folder), batch)
     assert ours.is_gradient_checkpointing
     torch.testing.assert_close(gradients_of(ours), gradients_of(plain), rtol=1e-5, atol=1e-7)
 
@@ -374,7 +351,7 @@ def test_offloaded_activations_give_the_same_bits_and_are_the_inputs_of_layers(
     batch, trained = assemble(_groups()), list[PreTrainedModel]()
     for offload in (False, True):
         learner = {"gradient_checkpointing": True, "offload_activations": offload}
-        config = _config(folder, learner=learner)
+        config = learner_job(folder, learner=learner)
         ours = load_model(config.model, config.learner)
         ours.load_state_dict(policy.state_dict())
         _train(ours, config, batch)
@@ -390,8 +367,8 @@ def test_bfloat16_stays_close_and_keeps_float32_masters(
 ) -> None:
     batch = assemble(_groups())
     ours, plain = copy.deepcopy(policy), copy.deepcopy(policy)
-    _train(ours, _config(folder, learner={"dtype": "bfloat16"}), batch)
-    _train(plain, _config(folder), batch)
+    _train(ours, learner_job(folder, learner={"dtype": "bfloat16"}), batch)
+    _train(plain, learner_job(folder), batch)
     assert {parameter.dtype for parameter in ours.parameters()} == {torch.float32}
     close = torch.nn.functional.cosine_similarity(gradients_of(ours), gradients_of(plain), dim=0)
     assert 0.99 < float(close) < 1.0
@@ -403,14 +380,14 @@ def test_an_update_without_a_finite_gradient_is_left_out_and_counted(
     batch = assemble(_groups())
     batch.behaviour_N[:] = float("nan")
     model = copy.deepcopy(policy)
-    report = _train(model, _config(folder), batch)
+    report = _train(model, learner_job(folder), batch)
     assert torch.equal(_weights(model), _weights(policy))
     assert report.numbers["actor/skipped_updates"] == 1.0
     assert "actor/grad_norm" not in report.numbers
 
 
 def test_the_learning_rate_follows_its_schedule(folder: Path, policy: PreTrainedModel) -> None:
-    config = _config(
+    config = learner_job(
         folder, learner={"lr": 0.1, "schedule": "linear", "warmup_steps": 2, "min_lr_ratio": 0.1}
     )
     trainer = Trainer(copy.deepcopy(policy), config, total_steps=5)
@@ -421,14 +398,14 @@ def test_the_learning_rate_follows_its_schedule(folder: Path, policy: PreTrained
 
 def test_the_gradient_norm_is_bounded(folder: Path, policy: PreTrainedModel) -> None:
     model = copy.deepcopy(policy)
-    report = _train(model, _config(folder, learner={"grad_clip": 0.01}), assemble(_groups()))
+    report = _train(model, learner_job(folder, learner={"grad_clip": 0.01}), assemble(_groups()))
     assert report.numbers["actor/grad_norm"] > 0.01
     assert float(gradients_of(model).norm()) == pytest.approx(0.01, rel=1e-3)
 
 
 def test_dppo_corrects_by_itself(folder: Path) -> None:
-    assert _config(folder, algorithm={"loss": "dppo"}).algorithm.correction == "none"
+    assert learner_job(folder, algorithm={"loss": "dppo"}).algorithm.correction == "none"
     with pytest.raises(ValueError, match="correction=tis cannot be used with loss=dppo"):
-        _config(folder, algorithm={"loss": "dppo", "correction": "tis"})
+        learner_job(folder, algorithm={"loss": "dppo", "correction": "tis"})
     with pytest.raises(ValueError, match="correction_cap has no effect"):
-        _config(folder, algorithm={"loss": "dppo", "correction_cap": 3.0})
+        learner_job(folder, algorithm={"loss": "dppo", "correction_cap": 3.0})

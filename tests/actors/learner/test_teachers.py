@@ -21,17 +21,16 @@ from tinkermq.schemas.rollout import Group, Teaching, Trajectory
 from tinkermq.schemas.wire.errors import DataError, ModelError
 
 from tests.actors.learner.plain_step import plain_logprobs
+from tests.support.configs import learner_job
 from tests.support.groups import random_group
-from tests.support.models import changed, gradients_of, loaded, make_tiny_model
+from tests.support.models import changed, gradients_of, loaded
 
 torch.set_num_threads(1)
 VERSION = 3
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The policy's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("policy"))
+def _config(folder: Path, **algorithm: Any) -> JobConfig:
+    return learner_job(folder, algorithm=algorithm)
 
 
 @pytest.fixture(scope="module")
@@ -43,18 +42,6 @@ def teacher(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = load_model(config.model, config.learner)
     loaded(model, changed(model, seed=5, scale=0.1)).save_pretrained(place)
     return place
-
-
-def _config(folder: Path, **algorithm: Any) -> JobConfig:
-    return JobConfig.model_validate(
-        {
-            "model": {"path": str(folder)},
-            "env": {"game": "none"},
-            "learner": {"lr": 0.1, "eps": 1.0, "grad_clip": 1e9},
-            "rollout": {"max_prompt_tokens": 16, "max_turn_tokens": 16, "max_response_tokens": 48},
-            "algorithm": algorithm,
-        }
-    )
 
 
 def _groups(sources: tuple[str, ...] = ("", "")) -> list[Group]:

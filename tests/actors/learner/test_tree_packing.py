@@ -28,16 +28,9 @@ from torch import Tensor
 
 from tests.support.groups import make_group, make_trajectory
 from tests.support.images import IMAGE_ID, load, make_vision_model, png, seeing_logprobs
-from tests.support.models import make_tiny_model
 
 torch.set_num_threads(1)
 SMALL = png(16, 16)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def paths_of(seed: int, vocab: int = 250) -> list[TokenSequence]:

@@ -376,7 +376,7 @@ async def test_a_hosted_game_has_programs_run_that_see_what_the_operator_shows_t
     assert actor.status.exit_code == 0, sink.lines
     read, refused, joined, alone, absent = (json.loads(line) for line in sink.lines)
     assert read == ["hello\n\nshown\n", "exited with code 3"]
-    assert refused == [f"read: programs of hosted games may not be shown '{hidden}/file'"]
+    assert refused == [f"read: programs of hosted games may not see '{hidden}/file'"]
     assert joined == ["", "exited with code 0"]
     assert alone == ["", "exited with code 1"]
     assert absent == ["the sandbox has no program 'no-such-program'"]

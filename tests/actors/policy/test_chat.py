@@ -384,7 +384,7 @@ def test_a_tokenizer_that_joins_pieces_is_refused_at_start_up() -> None:
         tokenizer_object=Tokenizer.from_str(json.dumps(made)), eos_token="<|im_end|>"
     )
     joining.chat_template = CHATML_PIECES
-    with pytest.raises(ModelError, match="otherwise than its pieces: with turn 1, from token"):
+    with pytest.raises(ModelError, match="differently from its pieces: with turn 1, from token"):
         ChatTokenizer(joining).check_template()
     ChatTokenizer(joining).check_template(multi_turn=False)
 

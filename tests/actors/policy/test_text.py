@@ -325,7 +325,7 @@ def test_what_is_nested_too_deep_is_refused() -> None:
     for _ in range(100_000):
         deep = [deep]
     call = {"function": {"name": "a", "arguments": deep}}
-    with pytest.raises(DataError, match="deeper than can be read"):
+    with pytest.raises(DataError, match="too deeply"):
         ChatTokenizer(tokenizer).prompt(
             [{"role": "assistant", "content": "", "tool_calls": [call]}]
         )

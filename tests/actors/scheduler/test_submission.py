@@ -226,7 +226,7 @@ async def test_a_fork_of_a_run_whose_checkpoints_are_in_the_broker_has_a_copy_of
     assert (Path(here.fork_dir) / "learner" / "state.json").exists()
     assert (Path(only.fork_dir) / "config.json").read_text() == "40"
     assert not (Path(only.fork_dir) / "learner").exists()
-    with pytest.raises(StorageError, match="is of another job"):
+    with pytest.raises(StorageError, match="belongs to another job"):
         stores.open(f"broker:runs/local/{origin.job}/fork")
     await asyncio.to_thread(free_copies, fork, Stores(stack.broker))
     with pytest.raises(NotFoundError):
@@ -279,7 +279,7 @@ async def test_a_fork_of_a_run_whose_store_cannot_be_reached_or_read_is_told(
     with environment({"AWS_ENDPOINT": "http://127.0.0.1:1", **keys}):
         with pytest.raises(StorageError, match=r"s3://nobody/here.*could not list") as away:
             await stack.submit(fork_of="away@last")
-        assert "see whether the pool's machines reach the store" in away.value.hint
+        assert "check that the pool's machines reach the store" in away.value.hint
     with pytest.raises(StorageError, match=r"file/below"):
         await stack.submit(fork_of="wrong@last")
 

@@ -158,7 +158,7 @@ async def test_more_answers_than_a_server_ever_holds_are_refused_for_good(
     max_tokens: int,
 ) -> None:
     asked = Asked(make_tokenizer())
-    with pytest.raises(ConfigError, match="10 answers were asked for by one request"):
+    with pytest.raises(ConfigError, match="one request asks for 10 answers"):
         await asked.ask([5], COMPLETIONS, prompt=["a", "b"], n=5, max_tokens=max_tokens)
     (made,) = await asked.ask([5], COMPLETIONS, prompt=["a", "b", "c"], n=3)
     assert len(made["choices"]) == 9
@@ -439,5 +439,5 @@ def test_adapters_of_one_base_share_its_memory(base: Path) -> None:
 async def test_an_adapter_of_another_base_is_refused(base: Path, tmp_path: Path) -> None:
     other = make_tiny_model(tmp_path / "other")
     stray = record(adapters={"a@3": adapter(other, tmp_path / "a", 1)})
-    with pytest.raises(ModelError, match=r"adapter a@3 belongs to .*other, what is served to"):
+    with pytest.raises(ModelError, match=r"adapter a@3 belongs to .*other, the served model to"):
         await start_engines(stray, config_of(base))

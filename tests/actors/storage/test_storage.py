@@ -176,7 +176,7 @@ def test_what_does_not_pass_is_told_with_what_to_do(s3: S3, tmp_path: Path) -> N
     with pytest.raises(StoreAwayError, match=r"could not write \.job.*") as full:
         mirror.check()
     assert full.value.may_pass
-    assert "whether it is full" in full.value.hint
+    assert "that it is not full" in full.value.hint
     s3.faults.set("403", method="PUT")
     with pytest.raises(StorageError, match=r"refuses to write \.job") as refused:
         mirror.check()

@@ -101,7 +101,7 @@ def _shape(tensor: Any, *shape: int) -> None:
         (lambda one: setattr(one, "dtype", 9), "is of type 9"),
         (lambda one: setattr(one, "dense", b"abc"), "3 bytes, which are not values"),
         (lambda one: one.ClearField("dense"), "has no values"),
-        (lambda one: setattr(one.sparse_csr, "values", b"1234"), "no sparse array"),
+        (lambda one: setattr(one.sparse_csr, "values", b"1234"), "not a sparse array"),
     ],
 )
 def test_arrays_that_cannot_be_are_named(spoil: Any, words: str) -> None:

@@ -199,7 +199,7 @@ reward(float(told["prompt"][0]["content"][0]))
 """
     env = {"train_data": [str(data)]}
     assert (await tried(code, env=env, row=2)).reward == 2.0
-    with pytest.raises(DataError, match="there is no row 3: the training data has 3"):
+    with pytest.raises(DataError, match="row 3 does not exist: the training data has 3"):
         await tried(code, env=env, row=3)
 
 

@@ -349,7 +349,7 @@ async def test_what_a_response_was_asked_with_is_listed_page_by_page(
         assert listed == ["message", *kinds]
         assert [one.type async for one in items.list(made.id)] == listed[::-1]
         refused: list[tuple[dict[str, Any], str]] = [
-            ({"limit": 0}, "not 1 to 100"),
+            ({"limit": 0}, "must be 1 to 100"),
             ({"after": "x"}, "no item 'x'"),
         ]
         for query, words in refused:
@@ -485,7 +485,7 @@ async def test_a_branch_has_a_reward_and_a_name_by_the_call_that_it_begins_with(
     assert episode.to_info() == {"branch_rewards": {"0": 1.5}, "branch_names": {"0": "planner"}}
     await post(http, "reward", 404, reward=1, branch=7)
     refused = await post(http, "reward", 400, reward=1, branch=0, call=0)
-    assert "of a call or of a branch" in refused["error"]["message"]
+    assert "for a call or for a branch" in refused["error"]["message"]
 
 
 async def test_the_end_is_said_once(http: httpx.AsyncClient, episode: ProgramEpisode) -> None:
@@ -506,7 +506,7 @@ async def test_the_end_is_said_once(http: httpx.AsyncClient, episode: ProgramEpi
         ("reward", {"reward": True}, "reward must be a finite number"),
         ("reward", {"reward": "1"}, "reward must be a finite number"),
         ("reward", {"reward": 1, "mode": "twice"}, "mode is 'twice'"),
-        ("reward", {"reward": 1, "cal": 3}, "there is no field 'cal' here"),
+        ("reward", {"reward": 1, "cal": 3}, "unknown field 'cal'"),
         ("reward", {"reward": 1, "call": 1.5}, "call must be a number or an id"),
         ("reward", {"reward": 1, "branch": 1.5}, "branch must be a number or an id"),
         ("reward", {"reward": 1, "info": 3}, "info must be an object"),

@@ -10,7 +10,6 @@ import anthropic
 import httpx
 import openai
 import pytest
-import structlog
 from tinkermq.broker.client.connection import Broker
 from tinkermq.envs.agents.episode import (
     ContextTooLong,
@@ -21,7 +20,7 @@ from tinkermq.envs.agents.episode import (
 from tinkermq.envs.agents.proxy.calls import ProxyTimes
 from tinkermq.envs.agents.proxy.proxy import ModelProxy
 from tinkermq.envs.agents.proxy.routes import MAX_REQUESTS
-from tinkermq.envs.http_server import ConnectionBounds, Connections, Deadlines, HttpServer
+from tinkermq.schemas.http_server import HttpBounds
 from tinkermq.schemas.wire.errors import (
     BusyError,
     DataError,
@@ -132,7 +131,7 @@ async def test_the_makers_libraries_know_the_errors_and_try_again_only_what_may_
     ("path", "body", "says"),
     [
         ("/v1/chat/completions", b"{", "not valid JSON"),
-        ("/v1/chat/completions", b"[]", "no object"),
+        ("/v1/chat/completions", b"[]", "must be an object"),
         ("/v1/chat/completions", b"{}", "messages is empty"),
         ("/v1/chat/completions", json.dumps(chat_body(n=17)).encode(), "the parameter 'n' is 17"),
         ("/v1/chat/completions", json.dumps(chat_body(stop=["x"] * 17)).encode(), "stop"),
@@ -251,7 +250,7 @@ async def test_a_key_is_worth_something_in_its_episode_only(
     assert [answer.status_code for answer in refused] == [401] * 7
     assert {answer.headers["x-should-retry"] for answer in refused} == {NO_RETRY}
     assert "no key came with the request" in words(refused[0])
-    assert "this key is that of no episode" in words(refused[3])
+    assert "this key belongs to no episode" in words(refused[3])
     assert message.json()["error"]["type"] == "authentication_error"
     assert past.status_code == 401
     assert "the episode of this key is over: it has ended" in words(past)
@@ -373,8 +372,8 @@ async def test_an_episode_has_so_many_requests_at_once(
 async def test_whoever_sends_no_whole_request_is_dropped(
     broker: Broker, scope: JobScope, episode: ProgramEpisode, sent: bytes
 ) -> None:
-    deadlines = Deadlines(head_s=0.2, idle_s=0.2, body_s=0.2)
-    async with ModelProxy(broker, scope, deadlines=deadlines) as proxy:
+    bounds = HttpBounds(idle_s=0.2, body_s=0.2)
+    async with ModelProxy(broker, scope, bounds=bounds) as proxy:
         proxy.open(episode)
         port = int(proxy.base_url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -390,11 +389,11 @@ async def test_a_program_that_reads_nothing_is_dropped(
     broker: Broker, scope: JobScope, episode: ProgramEpisode, script: Script
 ) -> None:
     script.say, script.token_chars = (lambda request, choice: "x" * (24 << 20)), 1 << 20
-    deadlines = Deadlines(stalled_s=0.2)
+    bounds = HttpBounds(stalled_s=0.2)
     body = json.dumps(chat_body(stream=True)).encode()
     async with (
         ScriptedGenerator(broker, scope, script).playing(episode.episode),
-        ModelProxy(broker, scope, deadlines=deadlines) as proxy,
+        ModelProxy(broker, scope, bounds=bounds) as proxy,
     ):
         proxy.open(episode)
         port = int(proxy.base_url.rpartition(":")[2])
@@ -419,37 +418,6 @@ async def test_the_oldest_answers_make_room(
             ]
             found = [(await http.get(f"/v1/responses/{name}")).status_code for name in ids]
     assert found == [404, 404, 200, 200]
-
-
-async def test_a_connection_too_many_is_told_so_in_json_and_idle_ones_make_room() -> None:
-    release, num_waiting = asyncio.Event(), 0
-
-    async def application(scope: Any, receive: Any, send: Any) -> None:
-        nonlocal num_waiting
-        if scope["path"] == "/wait":
-            num_waiting += 1
-            await release.wait()
-        head = [(b"content-length", b"2")]
-        await send({"type": "http.response.start", "status": 200, "headers": head})
-        await send({"type": "http.response.body", "body": b"ok"})
-
-    server = HttpServer(application, Connections("proxy", bounds=ConnectionBounds(3, 3, 3)))
-    url = f"http://127.0.0.1:{await server.listen()}"
-    with structlog.testing.capture_logs() as logged:
-        async with contextlib.AsyncExitStack() as stack:
-            clients = [await stack.enter_async_context(httpx.AsyncClient()) for _ in range(4)]
-            assert (await clients[0].get(f"{url}/now")).text == "ok"
-            waiting = [asyncio.create_task(one.get(f"{url}/wait")) for one in clients[1:]]
-            await until(lambda: num_waiting == 3, "the idle connection to make room")
-            for _ in range(3):
-                refused = await clients[0].get(f"{url}/now")
-                assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-                assert "all 3 connections of this proxy are taken" in words(refused)
-            release.set()
-            assert [(await one).text for one in waiting] == ["ok"] * 3
-            assert (await clients[0].get(f"{url}/now")).text == "ok"
-    assert [one["event"] for one in logged] == ["connections_refused"]
-    await server.stop()
 
 
 # -- Answers that outlive who gives them and who waits for them ------------------------------------

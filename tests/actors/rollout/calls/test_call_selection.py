@@ -226,7 +226,7 @@ def assert_what_was_read_counts(
         assert {call.number for call, why in why_not.items() if why} == dead, seed
 
 
-@pytest.mark.parametrize("num_seeds", [10, pytest.param(300, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_seeds", [10, pytest.param(300, marks=pytest.mark.long)])
 def test_of_drawn_programs_what_was_read_is_trained_and_nothing_else(
     chat: ChatTokenizer, num_seeds: int
 ) -> None:
@@ -249,7 +249,7 @@ def by_hand(calls: Sequence[ModelCall], answer: ModelCall) -> set[int]:
     }
 
 
-@pytest.mark.parametrize("num_seeds", [10, pytest.param(300, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_seeds", [10, pytest.param(300, marks=pytest.mark.long)])
 def test_readers_are_found_as_by_hand(chat: ChatTokenizer, num_seeds: int) -> None:
     for seed in range(num_seeds):
         calls = drawn(chat, seed)[0].tree.calls

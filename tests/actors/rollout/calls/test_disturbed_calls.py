@@ -299,6 +299,6 @@ def _property(num_examples: int, *, derandomize: bool) -> Callable[..., Any]:
 test_a_program_notices_nothing_and_is_trained_as_if_nothing_had_happened = _property(
     4, derandomize=True
 )
-test_nor_does_any_of_very_many = pytest.mark.full(
+test_nor_does_any_of_very_many = pytest.mark.long(
     pytest.mark.timeout(900)(_property(120, derandomize=False))
 )

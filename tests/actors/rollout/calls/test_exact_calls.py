@@ -70,7 +70,7 @@ def run(program: Program, num_calls: int = 15) -> Program:
     return program
 
 
-@pytest.mark.parametrize("num_seeds", [2, pytest.param(60, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_seeds", [2, pytest.param(60, marks=pytest.mark.long)])
 def test_whatever_a_program_does_what_is_trained_is_exact_and_stands_there_once(
     program_of: MakeProgram, num_seeds: int
 ) -> None:

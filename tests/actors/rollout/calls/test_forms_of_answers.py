@@ -176,7 +176,7 @@ async def test_the_log_keeps_what_a_form_took_out(
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"format": FORM, "is_prefill": True}, "begins the answer itself"),
+        ({"format": FORM, "is_prefill": True}, "both begin the answer and require a form"),
         ({"format": OutputFormat()}, "an output format is empty"),
         (
             {"format": OutputFormat(json_schema={"type": "string", "pattern": "(?=a)b"})},
@@ -338,7 +338,7 @@ async def test_images_that_cannot_be_shown_cost_their_call_alone(looking: Asking
     for content, words in (
         ((b"no image",), "cannot be opened"),
         ((SMALL[:60],), "damaged|cannot be opened"),
-        ((SMALL, SMALL), "side by side"),
+        ((SMALL, SMALL), "are adjacent"),
     ):
         with pytest.raises(DataError, match=words):
             await calls.answer(shown(content), looking.tell)
@@ -355,9 +355,9 @@ async def test_images_that_cannot_be_shown_cost_their_call_alone(looking: Asking
 async def test_a_model_of_text_refuses_images_also_behind_an_answer(asking: Asking) -> None:
     calls = asking.calls()
     first = await calls.answer(request("hi"), asking.tell)
-    with pytest.raises(ModelError, match="reads text alone"):
+    with pytest.raises(ModelError, match="reads text only"):
         await calls.answer(shown(("hi",), (text_of(first),), ("see ", SMALL)), asking.tell)
-    with pytest.raises(ModelError, match="reads text alone"):
+    with pytest.raises(ModelError, match="reads text only"):
         await calls.answer(shown((SMALL,)), asking.tell)
     assert len(calls.tree.calls) == 1
 
@@ -370,6 +370,6 @@ async def test_the_images_of_an_episode_fit_its_share_of_a_message(looking: Aski
     history = ((SMALL,), (text_of(first),), ("and ", TALL))
     await calls.answer(shown(*history), looking.tell)
     await calls.answer(shown((TALL,)), looking.tell)  # each counts once
-    with pytest.raises(EpisodeLimit, match=rf"may have {room:,}: the 1 episodes"):
+    with pytest.raises(EpisodeLimit, match=rf"share of {room:,}: a task's 1 episodes"):
         await calls.answer(shown((png(16, 16, 3),)), looking.tell)
     assert calls.limit_hit == "length"

@@ -128,16 +128,16 @@ async def test_an_image_without_bash_or_with_a_link_in_the_way_is_refused(
             await host.play("e-1", record=record(FIXED.write(tasks / "linked")))
         (root / "logs").unlink()
         (root / "usr" / "bin" / "bash").unlink()
-        with pytest.raises(TaskRefused, match="it has no bash, which runs its tests"):
+        with pytest.raises(TaskRefused, match="bash, which runs its tests, is missing"):
             await host.play("f-1", record=record(FIXED.write(tasks / "plain")))
 
 
 def test_an_engine_that_does_not_answer_is_none(tmp_path: Path, engine: FakeEngine) -> None:
     assert find_engine()[0] is not None
     (engine.folder / "podman").write_text("#!/bin/sh\necho 'no socket'; exit 1\n")
-    assert find_engine() == (None, "podman does not answer: no socket")
+    assert find_engine() == (None, "podman does not work: no socket")
     engine.remove()
-    assert find_engine() == (None, "there is no podman or docker on this machine")
+    assert find_engine() == (None, "podman and docker are not installed on this machine")
 
 
 def test_the_check_says_where_tasks_run_and_which_do_not(
@@ -155,16 +155,16 @@ def test_the_check_says_where_tasks_run_and_which_do_not(
     assert row == 1
     assert [check.outcome for check in checks] == ["ok", "ok", "note"]
     assert checks[0].detail == (
-        "1 of 2 Harbor tasks run here, in the sandbox (there is no podman or docker on this "
-        "machine)"
+        "1 of 2 Harbor tasks run here, in the sandbox (podman and docker are not installed on "
+        "this machine)"
     )
     assert "tests/test.sh" in checks[1].detail
     refused = checks[2]
     assert refused.detail == (
-        "task a-needs-image cannot be run: FROM somewhere/else:1: the sandbox stands only for "
+        "task a-needs-image cannot be run: FROM somewhere/else:1: the sandbox replaces only "
         "images of debian, ubuntu and python (environment/Dockerfile:1)"
     )
-    assert "with podman or docker all tasks run" in refused.hint
+    assert "with podman or docker all tasks with an image run" in refused.hint
     only = job.model_copy(update={"env": job.env.model_copy(update={"train_data": []})})
     assert check_tasks(only) == ([], None)
 

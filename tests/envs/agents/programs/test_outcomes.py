@@ -94,7 +94,9 @@ async def test_a_program_starts_its_mcp_server_inside_its_sandbox(play):
 
 
 async def test_an_mcp_server_that_a_program_cannot_use_is_refused():
-    with pytest.raises(ConfigError, match=r"agent\.mcp \(server1\): programs find no 'no-server'"):
+    with pytest.raises(
+        ConfigError, match=r"agent\.mcp \(server1\): programs do not find 'no-server'"
+    ):
         async with hosting(REWARDED, mcp=[{"command": "no-server"}]):
             pass
     command = ["true"]
@@ -385,7 +387,7 @@ async def test_graders_that_programs_would_see_are_refused(tmp_path):
             reward=["true"], reward_files=str(tmp_path / "grader"), files=str(tmp_path)
         ):
             pass
-    with pytest.raises(ConfigError, match=r"names {grader}, and there is no agent.reward_files"):
+    with pytest.raises(ConfigError, match=r"names {grader}, but agent.reward_files is empty"):
         async with hosting(reward=["{grader}/grade"]):
             pass
 
@@ -412,13 +414,13 @@ def test_a_reward_is_a_number_or_an_object_with_one(text, worth):
         ("-Infinity", "not finite"),
         ("1e999", "not finite"),
         ("9" * 400, "not finite"),
-        ("true", "True, which is no number"),
-        ('"1"', "'1', which is no number"),
+        ("true", "True, which is not a number"),
+        ('"1"', "'1', which is not a number"),
         ("[1]", "no number"),
-        ("{}", "None, which is no number"),
+        ("{}", "None, which is not a number"),
         ('{"reward": "1"}', "no number"),
         ('{"reward": NaN}', "not finite"),
-        ('{"reward": 1, "sucess": true}', "the key 'sucess', which means nothing"),
+        ('{"reward": 1, "sucess": true}', "the key 'sucess', which is unknown"),
         ('{"reward": 1, "success": 1}', "has success=1"),
         ('{"reward": 1, "info": []}', "has info="),
         ("[" * 100_000, "neither"),

@@ -194,13 +194,13 @@ async def test_a_program_that_floods_goes_on_and_what_it_said_last_is_kept(play)
 
 
 async def test_what_cannot_be_hosted_is_refused_at_the_start(tmp_path):
-    with pytest.raises(ConfigError, match=r"agent.command: programs find no 'no-such-program'"):
+    with pytest.raises(ConfigError, match=r"agent.command: programs do not find 'no-such-program'"):
         async with hosting(command=["no-such-program"]):
             pass
-    with pytest.raises(ConfigError, match=r"agent.reward: programs find no './grade.sh'"):
+    with pytest.raises(ConfigError, match=r"agent.reward: programs do not find './grade.sh'"):
         async with hosting(reward=["./grade.sh"]):
             pass
-    with pytest.raises(ConfigError, match=r"agent.files='.*nowhere' is no folder on this host"):
+    with pytest.raises(ConfigError, match=r"agent.files='.*nowhere' is not a folder on this host"):
         async with hosting(files=str(tmp_path / "nowhere")):
             pass
     with pytest.raises(ConfigError, match=r"programs would see .*run in .*agent.read"):
@@ -220,7 +220,7 @@ async def test_what_cannot_be_hosted_is_refused_at_the_start(tmp_path):
 
 async def test_a_machine_without_bubblewrap_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SandboxError, match="no bubblewrap on this machine") as error:
+    with pytest.raises(SandboxError, match="bubblewrap is not installed here") as error:
         async with hosting():
             pass
     assert "apt-get install bubblewrap" in error.value.hint
@@ -347,7 +347,7 @@ async def test_an_image_that_cannot_be_used_is_refused_at_the_start(image: Path)
         async with hosting(image="localhost/none:1", command=["sh"]):
             pass
     assert "podman pull localhost/none:1" in e.value.hint
-    with pytest.raises(ConfigError, match=r"agent.command: programs find no 'python3'"):
+    with pytest.raises(ConfigError, match=r"agent.command: programs do not find 'python3'"):
         async with hosting(image=IMAGE, command=["{python}", "agent.py"]):
             pass
     (image / "episode").symlink_to("/root")
