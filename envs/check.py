@@ -376,17 +376,17 @@ def _fields_of(schema: Any) -> dict[str, Any]:
 
 
 def _is_same(first: PlayedEpisode | StepResult, second: PlayedEpisode | StepResult) -> bool:
-    """Whether both travel alike: arrays and NaN do not compare by themselves."""
+    """Return whether both have the same bytes; arrays and NaN do not compare by themselves."""
     return pack(asdict(first)) == pack(asdict(second))
 
 
 def _difference(first: PlayedEpisode, second: PlayedEpisode) -> str:
     if first.messages != second.messages:
-        one, other = (plain_text(each.messages[-1]["content"]) for each in (first, second))
-        return f"first prompts {one!r}, {other!r}"
-    for turn, (one, other) in enumerate(zip(first.results, second.results, strict=False)):
-        if not _is_same(one, other):
-            return f"turn {turn} answered {one}, {other}"
+        prompts = [plain_text(episode.messages[-1]["content"]) for episode in (first, second)]
+        return f"first prompts {prompts[0]!r}, {prompts[1]!r}"
+    for turn, results in enumerate(zip(first.results, second.results, strict=False)):
+        if not _is_same(*results):
+            return f"turn {turn} answered {results[0]}, {results[1]}"
     return "one ended earlier"
 
 

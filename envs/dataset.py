@@ -88,13 +88,13 @@ def check_columns(columns: Iterable[str], where: str) -> None:
     """Raise DataError unless the columns hold a prompt and a gold answer."""
     present = list(columns)
     truth = " or ".join(("reward_model (with ground_truth)", *TRUTH_COLUMNS[1:]))
-    for missing, found in (
+    for column, is_present in (
         ("prompt", "prompt" in present),
         (truth, any(name in present for name in TRUTH_COLUMNS)),
     ):
-        if not found:
+        if not is_present:
             raise errors.DataError(
-                f"{where} has no column {missing}; its columns are {', '.join(present) or 'none'}",
+                f"{where} has no column {column}; its columns are {', '.join(present) or 'none'}",
                 hint="name the columns as verl does (prompt, reward_model.ground_truth, "
                 "data_source, extra_info), or prompt and answer",
             )
@@ -164,7 +164,7 @@ def read_images(value: Any, where: str) -> list[Any]:
     """Return the images of a row: a list of them, or a single one.
 
     An image is the bytes of a file, a map that holds them under `bytes`, or a data URL; a list may
-    stand as JSON text. Raises DataError for what is no image, naming its place.
+    stand as JSON text. Raises DataError for anything else, naming its place.
     """
     parsed = _from_json(value, "[{")
     if _is_absent(parsed):
@@ -213,12 +213,12 @@ def _plain_values(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _truth_if_any(row: Mapping[str, Any]) -> Any:
-    """Return the gold answer of a row; None where it has none."""
+    """Return the gold answer of a row, or None."""
     reward_model = _from_json(row.get("reward_model"), "{")
     if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
         return cast("Any", reward_model["ground_truth"])
-    found = (row[name] for name in TRUTH_COLUMNS[1:] if row.get(name) is not None)
-    return next(found, None)
+    answers = (row[name] for name in TRUTH_COLUMNS[1:] if row.get(name) is not None)
+    return next(answers, None)
 
 
 def _parse_prompt(value: Any, where: str) -> list[ChatMessage]:
@@ -268,10 +268,10 @@ def is_no_answer(value: Any) -> bool:
 
 def _ground_truth(row: Mapping[str, Any], where: str) -> Any:
     reward_model = _from_json(row.get("reward_model"), "{")
-    found = {name: row[name] for name in TRUTH_COLUMNS[1:] if row.get(name) is not None}
+    answers = {name: row[name] for name in TRUTH_COLUMNS[1:] if row.get(name) is not None}
     if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
-        found = {"reward_model.ground_truth": cast("Any", reward_model["ground_truth"])}
-    for name, value in found.items():
+        answers = {"reward_model.ground_truth": cast("Any", reward_model["ground_truth"])}
+    for name, value in answers.items():
         if is_no_answer(value):
             raise errors.DataError(
                 f"{where} has no gold answer: {name} is {shorten(value)}",
@@ -358,7 +358,7 @@ def unpack_parquet(path: Path, rows: Path, ends: Path) -> None:
     """Write the rows of a parquet file to `rows`, and where each ends to `ends`.
 
     Works in a process of its own, unless pyarrow is loaded here anyway. Raises DataError for a
-    file that is no parquet, StorageError when the rows cannot be written.
+    file that is not parquet, StorageError when the rows cannot be written.
     """
     if "pyarrow" in sys.modules:
         _unpack(path, rows, ends)

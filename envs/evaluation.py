@@ -1,7 +1,7 @@
-"""What an evaluation is made of: tasks, scores with their uncertainty, metrics, comparisons.
+"""Evaluations: tasks, scores with their uncertainty, metrics, comparisons.
 
-Pure functions over episodes that have been played. Several episodes of one task are no independent
-evidence: means and intervals are over tasks.
+Pure functions over played episodes. Several episodes of one task are not independent, so means and
+intervals are over tasks.
 """
 
 import itertools
@@ -154,8 +154,8 @@ def mean_info(infos: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """
     by_key: dict[str, list[float]] = {}
     for info in infos:
-        for key, told in info.items():
-            value = number_of(told)
+        for key, item in info.items():
+            value = number_of(item)
             if value is None or len(key) > _MAX_NAME:
                 continue
             if key in by_key or len(by_key) < _MAX_NAMES:
@@ -229,9 +229,9 @@ def fitting(values: Mapping[str, float], max_bytes: int) -> dict[str, float]:
     """
     ordered = sorted(values.items(), key=lambda item: item[0].startswith("val_"))
     sizes = itertools.accumulate(len(name.encode()) + _METRIC_BYTES for name, _ in ordered)
-    kept = dict(item for item, size in zip(ordered, sizes, strict=True) if size <= max_bytes)
-    left_out = len(values) - len(kept)
-    return {**kept, "val/metrics_left_out": float(left_out)} if left_out else kept
+    fitting = dict(item for item, size in zip(ordered, sizes, strict=True) if size <= max_bytes)
+    left_out = len(values) - len(fitting)
+    return {**fitting, "val/metrics_left_out": float(left_out)} if left_out else fitting
 
 
 def _metrics_by_kind(done: Sequence[EpisodeScore]) -> dict[str, float]:
@@ -299,10 +299,11 @@ def summarize(episodes: Iterable[Scored], samples: int = 1) -> dict[str, Any]:
     """
     scored = list(episodes)
     summary = _scores(scored, samples)
-    kinds = sorted({one.kind for one in scored})
+    kinds = sorted({score.kind for score in scored})
     if len(kinds) > 1:
         summary["by_type"] = {
-            kind: _scores([one for one in scored if one.kind == kind], samples) for kind in kinds
+            kind: _scores([score for score in scored if score.kind == kind], samples)
+            for kind in kinds
         }
     return summary
 

@@ -206,8 +206,8 @@ def check_result(game: AbstractGame, value: Any) -> StepResult:
     info = {} if info is None else check_plain_map(game, "step's info", info)
     rewards = {} if fields.rewards is None else _rewards(game, fields.rewards)
     role: Any = fields.role
-    kept = results if len(results) > 1 else []
-    return StepResult(observation, reward, done, info, role, rewards, kept)
+    several = results if len(results) > 1 else []
+    return StepResult(observation, reward, done, info, role, rewards, several)
 
 
 def check_plain_map(game: AbstractGame, method: str, value: Any) -> dict[str, Any]:
@@ -237,10 +237,10 @@ def check_roles(game: AbstractGame) -> list[str]:
 
 
 def _tool_results(game: AbstractGame, fields: Any) -> list[str]:
-    given: Any = fields.tool_results
-    if fields.role != "tool" or not isinstance(given, list):
-        _refuse(game, "step's tool_results", given, 'a list of texts, role "tool"')
-    results = cast("list[Any]", given)
+    value: Any = fields.tool_results
+    if fields.role != "tool" or not isinstance(value, list):
+        _refuse(game, "step's tool_results", value, 'a list of texts, role "tool"')
+    results = cast("list[Any]", value)
     return [check_text(game, "step's tool_results", result) for result in results]
 
 
@@ -280,12 +280,12 @@ def _travelling(game: AbstractGame, what: str) -> Iterator[None]:
         ) from error
 
 
-def _refuse(game: AbstractGame, what: str, value: Any, wanted: str) -> NoReturn:
+def _refuse(game: AbstractGame, what: str, value: Any, expected: str) -> NoReturn:
     if inspect.iscoroutine(value):  # it will not be awaited
         value.close()
     raise GameError(
         f"{type(game).__name__}.{what} is {shown(value)} ({type(value).__name__}), it must be "
-        f"{wanted}",
+        f"{expected}",
         hint="correct what the game returns; `tinkermq env check` finds this without a model",
     )
 

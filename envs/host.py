@@ -87,11 +87,11 @@ class RolePlayer:
         self.prompt: asyncio.Future[list[ChatMessage]] = _promise()
         """Its first prompt; empty if the game ended before its first turn."""
         self.answer: asyncio.Future[StepResult] | None = None
-        """What its last action led to, at its next turn."""
+        """The result of its last action, known at its next turn."""
         self.reward = 0.0
-        """What it was given since it was last answered."""
-        self.taken = False
-        """Whether it has a player."""
+        """Its rewards since its last answer."""
+        self.is_played = False
+        """Whether a generator plays it."""
         self._match = match
 
     def step(self, action: str) -> "asyncio.Future[StepResult]":
@@ -107,8 +107,8 @@ class RolePlayer:
         return finished
 
     def leave(self) -> None:
-        """Leave, as one whose tokens are used up does: the game ends for all others."""
-        self.taken = False
+        """Leave the game, which ends for all others; a player without tokens left does so."""
+        self.is_played = False
         self._match.lose(self.role)
 
     def settle(self, result: StepResult) -> None:
@@ -139,7 +139,7 @@ class Match:
     @property
     def in_use(self) -> bool:
         """Whether a role is played: its players have their own leases."""
-        return any(player.taken for player in self._players.values())
+        return any(player.is_played for player in self._players.values())
 
     async def begin(self, opening: Opening) -> list[ChatMessage]:
         """Start the game; each player has its own prompt."""
@@ -154,7 +154,7 @@ class Match:
             raise errors.NotFoundError(
                 f"the game has no role {role!r}", hint=f"its roles are {', '.join(self._players)}"
             )
-        player.taken = True
+        player.is_played = True
         return player
 
     def step(self, action: str) -> "asyncio.Future[StepResult]":
@@ -342,12 +342,13 @@ class EnvironmentHost:
         drain_s: float = DRAIN_S,
         programs: BoundedRunner | None = None,
     ) -> None:
-        """Prepare a host; `game_class` stands for `config.game` where a client hosts its own, and
-        `reward_function` for `config.reward.function`. `judge_job` is the id of the job that
-        `config.reward.judge` names, where it is known. With `programs` an episode is one of those,
-        and there is no game.
+        """Prepare a host.
 
-        `seed` is the job's: it decides the validation rows, which must be alike on every host.
+        A client that hosts its own game passes `game_class` in place of `config.game`, and
+        `reward_function` in place of `config.reward.function`. `judge_job` is the id of the job
+        that `config.reward.judge` names, if it is known. With `programs`, episodes are runs of a
+        program and not of a game. `seed` is the job's: it selects the validation rows, which must
+        be the same on every host.
         """
         self.name = name or host_name()
         self.counts = HostCounts()

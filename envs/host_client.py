@@ -140,7 +140,7 @@ class Environments:
         """Ask a host for an episode that it starts, or has started for another caller.
 
         A host that does not hold it starts it anew, unless `start` says `only_held`. Raises
-        HostGone when there is no such host, or it holds no such episode.
+        HostGone if the host does not exist or does not hold the episode.
         """
         deadline = self._broker.clock() + self._config.reset_timeout_s + _MARGIN_S
         while isinstance(answer, str):
@@ -217,10 +217,10 @@ class Environments:
         return reply
 
     async def _send_resets(
-        self, _: bytes, asked: list[tuple[str, Start]]
+        self, _: bytes, requests: list[tuple[str, Start]]
     ) -> list[Started | str | TinkermqError]:
         """Start episodes of one task, spread over as many hosts as the job has of its own."""
-        episodes, start = [episode for episode, _ in asked], asked[0][1]
+        episodes, start = [episode for episode, _ in requests], requests[0][1]
         share = -(-len(episodes) // max(1, self._config.hosts))
         shares = [episodes[at : at + share] for at in range(0, len(episodes), share)]
         answers = await asyncio.gather(*(self._open(start, some) for some in shares))
@@ -304,14 +304,14 @@ class Environments:
             return await attempt()
         except _NOBODY:
             pass
-        with self._waiting(self._missing()):
+        with self._waiting(self._awaited_host()):
             while True:
                 await asyncio.sleep(_RETRY_S)
                 with contextlib.suppress(*_NOBODY):
                     return await attempt()
 
-    def _missing(self) -> str:
-        """Say which host is waited for: who looks at a stuck job starts that one again."""
+    def _awaited_host(self) -> str:
+        """Return the host that is waited for, so that the user of a stuck job can restart it."""
         game = f"a host of {self._config.game or 'its game'}"
         if self._last_host:
             return f"{game} ({self._last_host} was the last one, and has ended)"

@@ -193,10 +193,10 @@ def _num_containers(info: dict[str, Any]) -> int:
     while level:
         count += len(level)
         inner: list[Any] = []
-        for one in level:
-            if isinstance(one, dict):
-                inner += cast("dict[Any, Any]", one).values()
+        for container in level:
+            if isinstance(container, dict):
+                inner += cast("dict[Any, Any]", container).values()
             else:
-                inner += cast("list[Any]", one)
-        level = [one for one in inner if isinstance(one, dict | list)]
+                inner += cast("list[Any]", container)
+        level = [value for value in inner if isinstance(value, dict | list)]
     return count

@@ -227,7 +227,7 @@ class ServedGame:
 
     def num_tasks(self, split: str) -> int:
         """Return the number of tasks of a split."""
-        known = [one["name"] for one in self.splits()]
+        known = [entry["name"] for entry in self.splits()]
         if split not in known:
             hint = f"the splits are {', '.join(known)}" if known else "reset it with a seed"
             raise NoTaskError(f"{self.name} has no split {shown(split)}", hint=hint)
@@ -255,11 +255,11 @@ class ServedGame:
             )
         return [self.task(split, number) for number in numbers]
 
-    def opening(self, name: str, asked: ResetParameters) -> tuple[Opening, EpisodeState]:
+    def opening(self, name: str, parameters: ResetParameters) -> tuple[Opening, EpisodeState]:
         """Return what a reset starts from, and the state that it leads to."""
-        seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
-        split, index = asked.split, asked.index
-        episode_id = asked.episode_id or name
+        seed = secrets.randbelow(2**31) if parameters.seed is None else parameters.seed
+        split, index = parameters.split, parameters.index
+        episode_id = parameters.episode_id or name
         if split is None and index is None and not self.data.num_train:
             return Opening(name, seed), EpisodeState(episode_id=episode_id, seed=seed)
         split = "train" if split is None else split
@@ -402,11 +402,11 @@ class ServedEnvironment(interfaces.Environment):
             self._game.loop.call_soon_threadsafe(self._game.drop, episode)
 
     async def _reset(self, parameters: Mapping[str, Any]) -> GameObservation:
-        asked = ResetParameters.model_validate(parameters)
+        chosen = ResetParameters.model_validate(parameters)
         self.close()
         self._state = EpisodeState()
         game = self._game
-        opening, state = game.opening(uuid4().hex, asked)
+        opening, state = game.opening(uuid4().hex, chosen)
         self._record = opening.record
         messages = await game.runner.reset(opening)
         self._episode, self._state = opening.episode, state
@@ -416,8 +416,8 @@ class ServedEnvironment(interfaces.Environment):
         if game.facts.roles:
             player, messages = await game.runner.turn(opening.episode)
         metadata = state.model_dump(include={"episode_id", "seed", "split", "index"})
-        if asked.model_extra:
-            metadata["ignored"] = sorted(clean_text(name, 64) for name in asked.model_extra)
+        if chosen.model_extra:
+            metadata["ignored"] = sorted(clean_text(name, 64) for name in chosen.model_extra)
         return _observation(messages, player=player, metadata=metadata)
 
     async def _step(self, text: str) -> StepResult:

@@ -94,13 +94,13 @@ def _generated(game: AbstractGame, state: dict[str, Any], opening: str) -> list[
 
 
 def _initial(game: AbstractGame) -> str:
-    said: Any = game.get_initial_user_message()
-    return "" if said is None else check_text(game, "get_initial_user_message", said)
+    message: Any = game.get_initial_user_message()
+    return "" if message is None else check_text(game, "get_initial_user_message", message)
 
 
 def _system(game: AbstractGame) -> list[ChatMessage]:
-    said: Any = game.get_system_prompt()
-    text = "" if said is None else check_text(game, "get_system_prompt", said)
+    message: Any = game.get_system_prompt()
+    text = "" if message is None else check_text(game, "get_system_prompt", message)
     return [{"role": "system", "content": text}] if text else []
 
 

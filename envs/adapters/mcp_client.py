@@ -182,7 +182,7 @@ class McpSession:
     def _wrong(self, method: str, answer: object) -> mcp_channels.McpServerError:
         self.close()
         return mcp_channels.McpServerError(
-            f"{self._who} answered {method} with {shown(answer)}, which is no such answer",
+            f"{self._who} answered {method} with {shown(answer)}, which is not a valid answer",
             hint="see the server: its answers must be as MCP defines them",
         )
 
@@ -227,9 +227,9 @@ def _part_text(part: Any) -> str:
     return f"[{kind} {fields.get('mimeType', '')}: not shown]"
 
 
-def _typed(value: Any, wanted: type[T]) -> T:
-    if not isinstance(value, wanted):
-        raise TypeError(f"{shown(value)} is no {wanted.__name__}")
+def _typed(value: Any, expected: type[T]) -> T:
+    if not isinstance(value, expected):
+        raise TypeError(f"{shown(value)} is not {expected.__name__}")
     return value
 
 

@@ -69,8 +69,8 @@ _IRRATIONAL = re.compile(r"\\(?:sqrt|pi)")
 def said_in_the_end(text: str) -> str:
     """Return what follows the reasoning; reasoning that was cut off ends in nothing."""
     text = behind_reasoning(text)
-    _, closed, said = text.rpartition("</think>")
-    return "" if not closed and "<think>" in text else said
+    _, closed, answer = text.rpartition("</think>")
+    return "" if not closed and "<think>" in text else answer
 
 
 def final_text(text: str) -> str:
@@ -126,8 +126,8 @@ def _numbers_to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
     if right is None:
         return _expressions_to_compare(*texts)
     is_rational = not _leaves_work(right.number) and not _IRRATIONAL.search(right.number)
-    given = answer if answered is None else answered.number
-    if is_rational and _leaves_work(given):
+    written = answer if answered is None else answered.number
+    if is_rational and _leaves_work(written):
         return False
     if answered is None:
         return right.latex, answer
@@ -140,10 +140,10 @@ def _expressions_to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
     left, equals, _ = gold.partition("=")
     if equals and "=" not in answer and re.search(r"[+*/^-]", left):
         return False  # math-verify compares the right side alone: 0 for x+y=0
-    (right, units), (given, others) = without_units(gold), without_units(answer)
+    (right, units), (answered, others) = without_units(gold), without_units(answer)
     if units and others and any(unit not in others for unit in units):
         return False
-    return right, given
+    return right, answered
 
 
 def _leaves_work(text: str) -> bool:
@@ -152,10 +152,10 @@ def _leaves_work(text: str) -> bool:
     return has_more or _COMPUTATION.search(text) is not None
 
 
-def _other_name(one: str, other: str) -> bool:
-    """Whether both are values of unknowns, and not of the same."""
-    names = [re.fullmatch(r"[A-Za-z]|\\[a-z]+", label) for label in (one, other)]
-    return all(names) and one != other
+def _other_name(first: str, second: str) -> bool:
+    """Return whether both labels are names of unknowns, and differ."""
+    names = [re.fullmatch(r"[A-Za-z]|\\[a-z]+", label) for label in (first, second)]
+    return all(names) and first != second
 
 
 def _squashed(text: str) -> str:

@@ -58,10 +58,10 @@ def main() -> None:
     for line in sys.stdin:
         gold, answer = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        right, given = read(gold), read(answer)
+        right, answered = read(gold), read(answer)
         is_right = math_verify.verify(
-            right, given, allow_set_relation_comp=True, timeout_seconds=None
-        ) and ("%" in gold + answer or not differ(right, given))
+            right, answered, allow_set_relation_comp=True, timeout_seconds=None
+        ) and ("%" in gold + answer or not differ(right, answered))
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(f"{json.dumps(is_right)}\n")
         sys.stdout.flush()

@@ -248,10 +248,10 @@ def split_unit(answer: str, *, letters: bool = False) -> Measure | None:
     number = match[0].rstrip(" .-") if match is not None else ""
     if "," in number or not re.search(r"\d|\\pi", number):
         return None
-    found = _parse_unit(text[len(number) :], letters=letters)
-    if found is None:
+    parsed = _parse_unit(text[len(number) :], letters=letters)
+    if parsed is None:
         return None
-    unit, scale = found
+    unit, scale = parsed
     if currency:
         if unit and currency not in unit and set(unit) & set(_UNITS):
             return None
@@ -262,7 +262,7 @@ def split_unit(answer: str, *, letters: bool = False) -> Measure | None:
 
 
 def _without_label(text: str) -> tuple[str, str]:
-    r"""Split `x = 5`, `\angle A = 5` and `the answer is 5`; a left side that counts is no label."""
+    r"""Split `x = 5`, `\angle A = 5` and `the answer is 5` into label and value."""
     text = _TEXT_GROUP.sub(r"\1 ", text, count=1) if text.startswith("\\") else text
     text = text[match.end() :] if (match := _LABEL.match(text.lstrip())) else text
     text = text.replace(r"\approx", "=")
@@ -348,16 +348,16 @@ def _add_unit(units: "Counter[str]", word: str, power: int) -> list[str]:
 
 def without_units(text: str) -> tuple[str, list[dict[str, int]]]:
     r"""Return a list or expression without units in `\text{}` and degrees, and the units."""
-    found: list[dict[str, int]] = []
+    units: list[dict[str, int]] = []
 
     def remove(match: re.Match[str]) -> str:
         parsed = _parse_unit(_spell_units(match[0]), letters=True)
         if parsed is None or not parsed[0] or parsed[1] != 1 or set(parsed[0]) - set(_UNITS):
             return match[0]
-        found.append(parsed[0])
+        units.append(parsed[0])
         return " "
 
-    return _UNIT_WITHIN.sub(remove, text), found
+    return _UNIT_WITHIN.sub(remove, text), units
 
 
 def same_unit(one: Mapping[str, int], other: Mapping[str, int]) -> bool:

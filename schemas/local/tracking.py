@@ -111,8 +111,8 @@ def make_trackers(
         "trackio": lambda: TrackioTracker(run),
         "mlflow": lambda: MlflowTracker(run),
     }
-    wanted = list(dict.fromkeys(backends))
-    for backend in wanted:
+    names = list(dict.fromkeys(backends))
+    for backend in names:
         if backend not in own and backend not in makers:
             raise ConfigError(
                 f"unknown logger backend {backend!r}", hint=f"known are {', '.join(BACKENDS)}"
@@ -122,7 +122,7 @@ def make_trackers(
         own[backend]()
         if backend in own
         else GuardedTracker(backend, makers[backend], scratch / backend, refuses=not resumes)
-        for backend in wanted
+        for backend in names
     ]
 
 
@@ -311,10 +311,10 @@ class GuardedTracker(Tracker):
         num_points = sum(call.num_points for call in lost)
         at = f" at step {failed.step}" if failed is not None and failed.step is not None else ""
         count = f"{len(steps)} steps ({num_points} points)"
-        lacking = f"{count}, from step {min(steps)} on" if steps else "what was not sent yet"
+        missing = f"{count}, from step {min(steps)} on" if steps else "what was not sent yet"
         self._report(
             "tracker_lost",
-            f"{why}{at}; it lacks {lacking}, and all that follows",
+            f"{why}{at}; it lacks {missing}, and all that follows",
             error=why,
             steps_lost=len(steps),
             points_lost=num_points,
