@@ -105,7 +105,7 @@ def _system(game: AbstractGame) -> list[ChatMessage]:
 
 
 def _describes_itself(game_class: type[AbstractGame]) -> bool:
-    """Whether the class words its first state otherwise than by the text of `reset`."""
+    """Return whether the class words its first state otherwise than by the text of `reset`."""
     return (
         game_class.get_user_message_with_state is not AbstractGame.get_user_message_with_state
         or game_class.render_state_for_prompt is not AbstractGame.render_state_for_prompt

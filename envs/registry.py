@@ -99,7 +99,7 @@ makes a game of the class and whose `modules_of` lists its imports."""
 
 
 def plays_any_row(game: str) -> bool:
-    """Whether rows of any columns are given to the game, as a whole."""
+    """Return whether rows of any columns are given to the game, as a whole."""
     return game.partition(":")[0] in FOREIGN
 
 

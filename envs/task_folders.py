@@ -229,13 +229,13 @@ def read_text(folder: Path, name: str) -> str | None:
 
 
 def is_task_folder(path: Path) -> bool:
-    """Whether a folder is meant as a task."""
+    """Return whether a folder is meant as a task."""
     is_folder = path.is_dir() and not path.is_symlink() and not path.name.startswith(".")
     return is_folder and any((path / name).exists() for name in (INSTRUCTION, SETTINGS, "tests"))
 
 
 def holds_tasks(source: TaskSource) -> bool:
-    """Whether there is a folder with at least one task in it, which may be damaged."""
+    """Return whether there is a folder with at least one task in it, which may be damaged."""
     folder = Path(source.folder).expanduser()
     return folder.is_dir() and any(map(is_task_folder, folder.iterdir()))
 

@@ -425,7 +425,7 @@ async def _facts(routes: HttpRoutes, options: OpenEnvOptions) -> Facts:
 
 
 def _may_be_mcp(properties: Mapping[str, Any]) -> bool:
-    """Whether actions are those that call tools, or of no kind of their own."""
+    """Return whether actions are those that call tools, or of no kind of their own."""
     kind = _mapping(properties.get("type")).get("const")
     return not properties or kind in ("call_tool", "list_tools")
 
@@ -597,7 +597,7 @@ class StartedProcess:
     """Returns the end of its output."""
 
     def is_there(self) -> bool:
-        """Whether it has not ended; one that is slow to answer is there."""
+        """Return whether it has not ended; one that is slow to answer is there."""
         if self.process.poll() is not None:
             return False
         address = urlsplit(self.url)

@@ -255,7 +255,7 @@ class HttpRoutes:
 
 
 def is_local(url: str) -> bool:
-    """Whether a URL is of this machine, which no proxy reaches."""
+    """Return whether a URL is of this machine, which no proxy reaches."""
     host = urlsplit(url).hostname or ""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
@@ -297,7 +297,7 @@ class OpenEnvSession:
             max_queue=_MAX_QUEUED_FRAMES,
             proxy=None if is_local(url) else True,
         )
-        connecting.process_redirect = _stay
+        connecting.process_redirect = lambda error: error  # follow no redirect
         try:
             return cls(await connecting, url, access)
         except exceptions.InvalidStatus as error:
@@ -382,11 +382,6 @@ class OpenEnvSession:
         )
 
 
-def _stay(error: Exception) -> Exception:
-    """Follow no redirect: websockets asks what to do about a failed handshake."""
-    return error
-
-
 # -- the pool --------------------------------------------------------------------------------------
 
 
@@ -407,7 +402,7 @@ class RemoteOpenEnv:
     pause_s: float = _LEAST_PAUSE_S
 
     def has_room(self, now: float) -> bool:
-        """Whether it may be asked for a session."""
+        """Return whether it may be asked for a session."""
         return now >= self.asked_again and (self.limit is None or self.num_open < self.limit)
 
     def rest(self) -> None:

@@ -117,7 +117,7 @@ class PolicyTurns:
         return [parse(item) if isinstance(item, dict) else item for item in messages]
 
     async def _stopped(self) -> bool:
-        """Whether a limit or one of the task's own `@stop` conditions ends the run."""
+        """Return whether a limit or one of the task's own `@stop` conditions ends the run."""
         if self._max_turns is not None and self.trace.num_turns >= self._max_turns:
             self.trace.stop("max_turns")
         elif self.trace.nodes:

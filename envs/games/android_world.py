@@ -251,7 +251,7 @@ def what_is_wrong(fields: dict[str, Any] | None, elements: Sequence[Any]) -> str
 
 
 def _is_visible(element: Any, screen_size: tuple[int, int]) -> bool:
-    """Whether an element can be seen: not hidden, not empty, and on the screen."""
+    """Return whether an element can be seen: not hidden, not empty, and on the screen."""
     box = element.bbox_pixels
     if element.is_visible is False or box is None:
         return False

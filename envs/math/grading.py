@@ -113,7 +113,7 @@ def to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
         first, second = (match[1] for match in letters if match)
         return first.upper() == second.upper()
     if _is_worded(gold, texts[0]):
-        return _same_words(*texts)
+        return _items(texts[0]) == _items(texts[1])
     if r"\boxed" in texts[1]:
         return False
     return _numbers_to_compare(*texts)
@@ -180,12 +180,8 @@ def _is_worded(gold: str, text: str) -> bool:
     return longest >= 4 or (longest >= 3 and len(words) > 1) or (longest >= 2 and is_marked)
 
 
-def _same_words(gold: str, answer: str) -> bool:
-    """Whether two texts name the same, in any order where they are lists."""
-    return _items(gold) == _items(answer)
-
-
 def _items(text: str) -> list[str]:
+    """Return the items of a list of words, sorted, without case, articles and full stops."""
     plain = re.sub(r"[.!'\"\\{}()]", " ", _unwrapped(text)).casefold()
     items = re.split(r"[,;]|\band\b", plain)
     return sorted(

@@ -222,7 +222,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def is_balanced(text: str) -> bool:
-    """Whether each brace of a text closes, and none before it opens."""
+    """Return whether each brace of a text closes, and none before it opens."""
     depth = 0
     for place, character in enumerate(text):
         if character in "{}" and (place == 0 or text[place - 1] != "\\"):
@@ -361,7 +361,7 @@ def without_units(text: str) -> tuple[str, list[dict[str, int]]]:
 
 
 def same_unit(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
-    """Whether two units may be the same; a bare number may have any.
+    """Return whether two units may be the same; a bare number may have any.
 
     Of things that are counted it is enough that one is named in both: 18 dollars each are 18
     dollars.

@@ -387,7 +387,7 @@ class JsonlTracker(Tracker):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Append one line; NaN and infinity become null. Raises OSError."""
-        numbers = {name: _json_number(value) for name, value in metrics.items()}
+        numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = json.dumps({"step": step, "time": time.time(), **numbers}, allow_nan=False)
         with self._lock:
             append_lines(self._file, [line])
@@ -641,10 +641,6 @@ def _check_writable(file: Path) -> None:
             f"cannot write {file}: {error.strerror}",
             hint=remedy(error, file),
         ) from error
-
-
-def _json_number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _write_line(line: str) -> None:
