@@ -122,7 +122,7 @@ def find_checkpoint(
 
 
 def _where_else(origin: JobRecord, there: dict[int, str]) -> str:
-    """Say which steps are there, or why none is."""
+    """Return which steps are there, or why none is."""
     if there:
         return f"there are those of steps {', '.join(map(str, sorted(there)))}"
     if is_put_away(origin) and origin.archived is not None:
@@ -579,7 +579,7 @@ def refuse_changes(record: JobRecord, changes: Mapping[str, Any]) -> None:
 
 
 def describe_changes(changes: Mapping[str, Any]) -> str:
-    """Say which keys were changed, for the job's events."""
+    """Return which keys were changed, for the job's events."""
     return f"resumed with {', '.join(_leaves(changes))}" if changes else "resumed"
 
 

@@ -317,7 +317,7 @@ class Submission:
         return "" if user == DEFAULT_USER and not self._view.has_users else user
 
     def _is_taken(self, user: str, job: str, name: str) -> bool:
-        """Whether another run of the user has a name."""
+        """Return whether another run of the user has a name."""
         return self._view.owner_of(user, name) not in (None, job) or (user, name) in self._names
 
     async def _free_name(
