@@ -28,14 +28,14 @@ import uvloop
 from tinkermq.actors.policy.tiny_models import make_model
 from tinkermq.actors.training.parallel import snapshot
 from tinkermq.actors.weights.broadcast import BroadcastReceiver, Sender
+from tinkermq.actors.weights.history import apply, encode
+from tinkermq.actors.weights.shared_memory import sweep
+from tinkermq.actors.weights.store import WeightStore
+from tinkermq.actors.weights.tensors import TensorBytes
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.nats_server import NatsServer
-from tinkermq.broker.weights.history import apply, encode
-from tinkermq.broker.weights.payloads import TensorBytes
-from tinkermq.broker.weights.shared_memory import sweep
-from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.config.sections import LearnerConfig
 from tinkermq.schemas.weights import Manifest

@@ -26,11 +26,11 @@ from tinkermq.actors.policy.model_folder import load_policy
 from tinkermq.actors.policy.policies import MAIN
 from tinkermq.actors.policy.tiny_models import save_tiny_model
 from tinkermq.actors.training.parallel import snapshot
-from tinkermq.actors.weights.job_weights import as_sources
+from tinkermq.actors.weights.follower import of_policy
+from tinkermq.actors.weights.store import WeightStore
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.nats_server import NatsServer
-from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.subjects import JobScope
@@ -85,7 +85,7 @@ async def measure(folder: Path, rank: int, broker: Broker, rounds: int) -> Measu
             kind = "lora" if has_adapter(model) else "full"
             manifest = await store.publish(version, tensors, kind=kind)
             fetched = await store.fetch(manifest)
-            await engine.load_weights(version, as_sources(fetched))
+            await engine.load_weights(version, of_policy(fetched))
             took.append(time.perf_counter() - started)
             speeds.append(await generate(engine))
             size = manifest.num_bytes

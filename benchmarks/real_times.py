@@ -31,11 +31,11 @@ from tinkermq.actors.training.checkpoint_copy import CheckpointCopy
 from tinkermq.actors.training.parallel import Parallel, snapshot, snapshot_bytes
 from tinkermq.actors.training.state import LearnerState
 from tinkermq.actors.training.step import Trainer
-from tinkermq.actors.weights.job_weights import as_sources
+from tinkermq.actors.weights.follower import of_policy
+from tinkermq.actors.weights.store import WeightStore
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.nats_server import NatsServer
-from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.model_catalogue import find_model
 from tinkermq.schemas.weights import Manifest
@@ -143,7 +143,7 @@ async def time_publishing(
         took = time.perf_counter() - started
         times.note("it is published", took, f"{manifest.num_bytes / 1e6:.0f} MB, beside training")
         started = time.perf_counter()
-        await engine.load_weights(1, as_sources(await reader.fetch(manifest)))
+        await engine.load_weights(1, of_policy(await reader.fetch(manifest)))
         took = time.perf_counter() - started
         times.note("an engine of this machine has it", took)
         await store.remove(1)

@@ -21,17 +21,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from tinkermq.actors.engine.engine import Engine, Generation, Sampling
-from tinkermq.actors.engine.weight_updates import fetch_version
 from tinkermq.actors.policy.model_folder import load_causal_lm
 from tinkermq.actors.policy.policies import MAIN
 from tinkermq.actors.rollout.players import start_engine
 from tinkermq.actors.training.parallel import snapshot
 from tinkermq.actors.weights.broadcast import Sender
+from tinkermq.actors.weights.follower import fetch_version
+from tinkermq.actors.weights.store import WeightStore
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.nats_server import NatsServer
-from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.config.job import JobConfig, LimitsConfig
 from tinkermq.schemas.wire.subjects import JobScope
 from transformers import PreTrainedModel

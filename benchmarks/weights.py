@@ -40,20 +40,20 @@ import torch
 import uvloop
 from tinkermq.actors.engine.engine import Engine, Sampling
 from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
-from tinkermq.actors.engine.weight_updates import WeightFollower
 from tinkermq.actors.policy.model_folder import load_causal_lm
 from tinkermq.actors.policy.policies import MAIN
 from tinkermq.actors.training.parallel import snapshot
 from tinkermq.actors.weights.broadcast import BroadcastReceiver, Sender
+from tinkermq.actors.weights.follower import WeightFollower
+from tinkermq.actors.weights.history import joined
+from tinkermq.actors.weights.shared_memory import sweep
+from tinkermq.actors.weights.store import NEWEST, WeightStore
+from tinkermq.actors.weights.tensors import TensorBytes
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.objects import digest_of
 from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.nats_server import NatsServer
-from tinkermq.broker.weights.history import joined
-from tinkermq.broker.weights.payloads import TensorBytes
-from tinkermq.broker.weights.shared_memory import sweep
-from tinkermq.broker.weights.store import NEWEST, WeightStore
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.subjects import JobScope
 from transformers import PreTrainedModel

@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeAlias, cast
 
 import structlog
@@ -86,13 +87,13 @@ class HttpBounds:
 class _BoundedConnection(_Protocol):
     """uvicorn's protocol, with bounds on the time and size of a request's head.
 
-    uvicorn's own bound on heads is one of h11 only.
+    Of uvicorn's parsers only h11 has a bound on heads.
     """
 
     _request: object = None
     """The newest request."""
     _head_bytes = 0
-    """Bytes received of the head after it."""
+    """Bytes received after it."""
     _head_deadline: asyncio.TimerHandle | None = None
     is_lost = False
     on_lost: Callable[[], object] | None = None
@@ -117,16 +118,17 @@ class _BoundedConnection(_Protocol):
         request = cast("Any", self.cycle)  # None before the first one
         reads_head = request is None or request.response_complete or not request.more_body
         super().data_received(data)
+        self._head_bytes += len(data) if reads_head else 0
+        is_large = self._head_bytes > MAX_HEAD_BYTES
         is_upgraded = self.transport.get_protocol() is not self
         if self.cycle is not self._request or is_upgraded:
             self._request, self._head_bytes = self.cycle, 0
             self._end_deadline()
-        elif reads_head:
-            self._head_bytes += len(data)
-            if self._head_deadline is None and (request is None or request.response_complete):
-                self._start_deadline()
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self.transport.abort()
+            is_large = is_large and sum(map(len, chain(*self.headers))) > MAX_HEAD_BYTES
+        elif self._head_deadline is None and (request is None or request.response_complete):
+            self._start_deadline()
+        if is_large:
+            self.transport.abort()
 
     def _start_deadline(self) -> None:
         self._head_deadline = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
@@ -140,27 +142,31 @@ class _BoundedConnection(_Protocol):
 class ClientWatch:
     """Notices that the client of a request disconnects; use it as a context manager.
 
-    Waiting for ASGI's own message would take a task for each request.
+    Waiting for ASGI's own message would take a task for each request. Under another server than
+    `HttpServer` it notices nothing.
     """
 
     def __init__(self, scope: Scope, wake: Callable[[], object]) -> None:
         """Call `wake` when the client disconnects."""
-        self._connection: _BoundedConnection = scope["state"][_CONNECTION]
+        state: dict[str, Any] = scope.get("state", {})
+        self._connection: _BoundedConnection | None = state.get(_CONNECTION)
         self._wake = wake
 
     @property
     def is_gone(self) -> bool:
         """Whether the client has disconnected."""
-        return self._connection.is_lost
+        return self._connection is not None and self._connection.is_lost
 
     def __enter__(self) -> "ClientWatch":
-        self._connection.on_lost = self._wake
+        if self._connection is not None:
+            self._connection.on_lost = self._wake
         if self.is_gone:
             self._wake()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._connection.on_lost = None
+        if self._connection is not None:
+            self._connection.on_lost = None
 
 
 # -- requests --------------------------------------------------------------------------------------
@@ -318,6 +324,7 @@ class HttpServer:
     ) -> None:
         """Prepare to serve an ASGI application; `settings` are further ones of uvicorn's."""
         self._bounds = bounds or HttpBounds()
+        options: dict[str, Any] = {"ws": "none", **settings}
         self._config = Config(
             cast("Any", BoundedRequests(application, self._bounds, name)),
             lifespan="off",
@@ -329,7 +336,7 @@ class HttpServer:
             date_header=False,
             timeout_keep_alive=math.ceil(self._bounds.idle_s),
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-            **{"ws": "none", **settings},
+            **options,
         )
         self._config.load()
         self._state = ServerState()

@@ -1,12 +1,13 @@
-"""Tool calls in generated text, in the form that Hermes and Qwen models write them.
+"""Tool calls in generated text, in the format of Hermes and Qwen models.
 
 `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. The arguments are an object or its JSON
-text, and may be called `parameters`; a tag may hold a list of calls, and a call may stand under
-`function`, as OpenAI writes it. All else stays text: no name, no arguments (a function that has no
-parameters is called with `{}`), arguments of both names, a key twice, text beside the JSON, a tag
-that is not closed. A call is never given arguments that the model did not write. Pure.
+text, and may be called `parameters`. A tag may have a list of calls, and a call may be nested under
+`function`, as in OpenAI's API. Anything else stays text: a call without a name, without arguments
+(a function without parameters is called with `{}`), with both names of arguments, with a repeated
+key or with text beside the JSON, and a tag that is not closed. A call never gets arguments that the
+model did not write. Pure.
 
-Answers in another format are put into this one where the model's template declares theirs.
+Answers in another format are converted to this one, if the model's template uses that format.
 """
 
 import json
@@ -19,7 +20,7 @@ from .chat_messages import read_object, read_value
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MAX_CLOSES = 8
-"""Ends of a tag that are tried where they stand within a text of the JSON."""
+"""Closing tags that are tried, since a text of the JSON may contain some."""
 
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 
@@ -28,19 +29,18 @@ FoundCall: TypeAlias = tuple[str, str]
 
 
 def parse_tool_calls(text: str, name: str = "") -> tuple[str, list[dict[str, Any]]]:
-    """Return the text without its tool calls, and the calls as OpenAI writes them.
+    """Return the text without its tool calls, and the calls in the form of OpenAI's API.
 
-    Their ids begin with `name`; without one they are new. White space around a text with calls is
-    no part of it.
+    Their ids begin with `name`, or are random. White space around a text with calls is removed.
     """
     stream = ToolText(parse=True, name=name)
-    said = stream.push(text)
+    released = stream.push(text)
     rest, calls = stream.finish()
-    return (said + rest).strip() if calls else text, calls
+    return (released + rest).strip() if calls else text, calls
 
 
 def read_calls(body: str) -> list[FoundCall]:
-    """Return the calls that a tag holds; empty for what is not well formed."""
+    """Return the calls in a tag; empty if it is malformed."""
     value = read_value(body)
     listed = cast("list[Any]", value if isinstance(value, list) else [value])
     calls = [_call_of(fields) for fields in listed]
@@ -48,7 +48,7 @@ def read_calls(body: str) -> list[FoundCall]:
 
 
 def read_call(body: str) -> FoundCall | None:
-    """Return a call's name and arguments; None for what is not well formed."""
+    """Return a call's name and arguments; None if it is malformed."""
     return _call_of(read_object(body))
 
 
@@ -71,48 +71,48 @@ def _call_of(value: Any) -> FoundCall | None:
 
 
 class CallSplitter:
-    """Splits text that comes bit by bit into what is said and what is called.
+    """Splits text that arrives in pieces into text and calls.
 
-    Text is released as soon as it can be no part of a call. What comes out, joined, does not depend
-    on the bits.
+    Text is released as soon as it cannot be part of a call. The joined result is independent of the
+    pieces.
     """
 
     def __init__(self) -> None:
-        """Begin before the first letter."""
+        """Begin an empty text."""
         self._held = ""
         self._tried = 0
-        """Where in the held text the next end of its first tag is looked for."""
+        """Position in the held text from which the next closing tag is searched."""
         self._num_tried = 0
         self._may_be_closed = True
-        """Whether a later end may close that tag."""
+        """Whether a later closing tag may end the first tag."""
 
     def push(self, text: str, *, last: bool = False) -> Iterator[str | list[FoundCall]]:
-        """Take more text; yield texts and the calls of tags. With `last`, nothing follows."""
+        """Add text; yield texts and the calls of tags. With `last` the text is complete."""
         self._held += text
         while self._held:
             at = self._held.find(OPEN)
             if at < 0:
                 held = 0 if last else overlap(self._held, OPEN)
-                yield self._take(len(self._held) - held)
+                yield self._release(len(self._held) - held)
                 return
             if at:
-                yield self._take(at)
+                yield self._release(at)
             if calls := self._closed():
                 yield calls
             elif self._may_be_closed and not last:
                 return
             else:
-                yield self._take(len(OPEN))  # no call begins here; one may further on
+                yield self._release(len(OPEN))  # not a call; one may begin later
 
-    def _take(self, length: int) -> str:
-        """Take text from the beginning, which ends the search for the end of a tag."""
-        taken, self._held = self._held[:length], self._held[length:]
+    def _release(self, length: int) -> str:
+        """Remove text from the beginning, and begin a new search for a closing tag."""
+        text, self._held = self._held[:length], self._held[length:]
         self._tried = self._num_tried = 0
         self._may_be_closed = True
-        return taken
+        return text
 
     def _closed(self) -> list[FoundCall]:
-        """Return the calls of the tag with which the held text begins, and take it."""
+        """Return the calls of the tag at the beginning of the held text, and remove it."""
         while self._may_be_closed:
             end = self._held.find(CLOSE, max(self._tried, len(OPEN)))
             if end < 0:
@@ -121,28 +121,28 @@ class CallSplitter:
             self._tried, self._num_tried = end + 1, self._num_tried + 1
             body = self._held[len(OPEN) : end]
             if calls := read_calls(body):
-                self._take(end + len(CLOSE))
+                self._release(end + len(CLOSE))
                 return calls
             self._may_be_closed = self._num_tried < MAX_CLOSES and _ends_in_text(body)
         return []
 
 
 def _ends_in_text(body: str) -> bool:
-    """Whether JSON that is cut here is cut within a text."""
+    """Whether cut JSON ends within a text."""
     if body.lstrip()[:1] not in ("{", "["):
         return False
     return _ESCAPED.sub("", body).count('"') % 2 == 1
 
 
 class ToolText:
-    """Text with tool calls that comes bit by bit: what may belong to a call is held back.
+    """Text with tool calls that arrives in pieces; it holds back possible parts of calls.
 
-    Its result is that of `parse_tool_calls` for the whole, but for white space: that before a call
-    was released already, that behind the last call is not.
+    The result is that of `parse_tool_calls`, except for white space: it is released before a call,
+    and removed after the last one.
     """
 
     def __init__(self, *, parse: bool, name: str = "") -> None:
-        """Without `parse` all text is released as it comes; the calls' ids begin with `name`."""
+        """Without `parse` all text is released at once; the calls' ids begin with `name`."""
         self._parse = parse
         self._name = name
         self._splitter = CallSplitter()
@@ -150,11 +150,11 @@ class ToolText:
         self._space = ""
 
     def push(self, text: str) -> str:
-        """Take more text; return what is certainly no part of a call."""
+        """Add text; return the text that cannot be part of a call."""
         return self._read(text, last=False) if self._parse else text
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """Return the rest of the text, and the calls as OpenAI writes them."""
+        """Return the rest of the text, and the calls in the form of OpenAI's API."""
         rest = self._read("", last=True)
         return rest, [
             {
@@ -166,7 +166,7 @@ class ToolText:
         ]
 
     def _read(self, text: str, *, last: bool) -> str:
-        said = ""
+        released = ""
         for piece in self._splitter.push(text, last=last):
             if not isinstance(piece, str):
                 self._calls += piece
@@ -174,25 +174,25 @@ class ToolText:
             whole = self._space + piece
             shown = whole.rstrip() if self._calls else whole
             self._space = whole[len(shown) :]
-            said += shown
-        return said
+            released += shown
+        return released
 
 
 def overlap(text: str, mark: str) -> int:
-    """Return how many characters at the end of a text may be the beginning of a mark."""
+    """Return how many characters at the end of a text may begin a mark."""
     start = text.find(mark[0], max(0, len(text) - len(mark) + 1))
     while start >= 0 and not mark.startswith(text[start:]):
         start = text.find(mark[0], start + 1)
     return len(text) - start if start >= 0 else 0
 
 
-# Tool calls in the formats that chat templates teach models other than those of Hermes and Qwen.
+# Tool calls in the formats of other models' chat templates.
 #
-# Each reader takes a whole answer and the tools that were shown, and returns its texts and calls
-# in order; none where it finds no well-formed call, and the answer is text then. Which of them
-# reads a model's answers, its chat template decides: the one that reads a call as the template
-# writes it. A format without an object for arguments (XML) gives them the types of the tool's
-# schema; a call without any is `{}` there, as there is no other way to write it. Pure.
+# Each reader gets a whole answer and the tools that the model was shown. It returns the texts and
+# calls in order, or nothing if there is no well-formed call; then the answer is text. A model's
+# reader is the one that reads a call as its chat template writes it. In a format without an object
+# of arguments (XML) they get the types of the tool's schema, and a call without arguments is `{}`.
+# Pure.
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 Pieces: TypeAlias = list[str | FoundCall]
@@ -200,7 +200,7 @@ CallFormat: TypeAlias = Callable[[str, Tools], Pieces]
 
 _THINK, _THOUGHT = "<think>", "</think>"
 _END = re.compile(r"\s*(<\|[^<>|]*\|>|</s>)?\s*\Z")
-"""What may stand behind the last call: the mark that ends a turn."""
+"""What may follow the last call: the mark that ends a turn."""
 _XML = re.compile(r"<tool_call>\s*<function=([^<>\s]+)>(.*?)</function>\s*</tool_call>", re.DOTALL)
 _PARAMETER = re.compile(
     r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|$)", re.DOTALL
@@ -222,39 +222,39 @@ _PYTHON_TAG = "<|python_tag|>"
 
 
 def in_hermes_form(text: str, read: CallFormat, tools: Tools) -> str:
-    """Return an answer with its calls in the one format that answers are read in.
+    """Return an answer with its calls in the format of Hermes.
 
-    What it reasons, up to `</think>`, stays as it is.
+    Its reasoning, up to `</think>`, is unchanged.
     """
-    thought, closed, said = text.rpartition(_THOUGHT)
+    thought, closed, answer = text.rpartition(_THOUGHT)
     if not closed and text.lstrip().startswith(_THINK):
         return text
-    pieces = read(said, tools)
+    pieces = read(answer, tools)
     joined = "".join(piece if isinstance(piece, str) else _hermes(piece) for piece in pieces)
-    return thought + closed + (joined or said)
+    return thought + closed + (joined or answer)
 
 
 def certain_length(text: str, read: CallFormat) -> int:
-    """Return how many letters of a growing answer stay as they are, whatever follows.
+    """Return how many characters of a growing answer later text cannot change.
 
     They end where a call may begin.
     """
-    thought, closed, said = text.rpartition(_THOUGHT)
+    thought, closed, answer = text.rpartition(_THOUGHT)
     if not closed and _THINK.startswith(text.lstrip()[: len(_THINK)]):
         return len(text) if text.strip() else 0
     before = len(thought) + len(closed)
     marks, bare = _BEGINS[read]
-    begun = said.lstrip()
+    begun = answer.lstrip()
     if not begun or begun[0] in bare:
         return before
-    places = [said.find(mark) for mark in marks]
-    ends = [len(said) - overlap(said, mark) for mark in marks]
+    places = [answer.find(mark) for mark in marks]
+    ends = [len(answer) - overlap(answer, mark) for mark in marks]
     at = min([place for place in places if place >= 0] + ends)
-    return before + len(said[:at].rstrip())
+    return before + len(answer[:at].rstrip())
 
 
 def llama(text: str, tools: Tools) -> Pieces:
-    """Read `{"name": …, "parameters": {…}}`, the whole answer, of tools that were shown."""
+    """Read `{"name": …, "parameters": {…}}` of known tools, which is the whole answer."""
     body = _END.sub("", text).strip().removeprefix(_PYTHON_TAG).strip()
     return _shown(list(_json_calls(body)), tools)
 
@@ -262,7 +262,7 @@ def llama(text: str, tools: Tools) -> Pieces:
 def mistral(text: str, tools: Tools) -> Pieces:
     """Read `[TOOL_CALLS] [{"name": …, "arguments": {…}}]`, and `[TOOL_CALLS]name[ARGS]{…}`.
 
-    Without the mark, the list is the whole answer, of offered tools.
+    Without the mark, the list is the whole answer, with known tools.
     """
     before, marked, after = text.partition(_MISTRAL_MARK)
     body = _END.sub("", after if marked else text).strip()
@@ -303,7 +303,7 @@ _BEGINS: dict[CallFormat, tuple[tuple[str, ...], str]] = {
     llama: ((_PYTHON_TAG,), "{"),
     deepseek: (("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"), ""),
 }
-"""Marks with which a call begins, and the letters with which an answer begins that is all calls."""
+"""Marks that begin a call, and first characters of an answer that consists of calls."""
 FORMATS: tuple[CallFormat, ...] = (qwen_xml, glm, mistral, llama, deepseek)
 
 
@@ -313,13 +313,13 @@ def _hermes(call: FoundCall) -> str:
 
 
 def _shown(calls: list[FoundCall], tools: Tools) -> Pieces:
-    """Return calls of tools that were shown; without a mark any other JSON is an answer."""
+    """Return calls of known tools; without a mark other JSON is an ordinary answer."""
     names = {name for name, _ in _schemas(tools)}
     return [*calls] if all(name in names for name, _ in calls) else []
 
 
 def _json_calls(body: str) -> Iterator[FoundCall]:
-    """Yield the calls of objects that follow each other; none where anything else stands there."""
+    """Yield the calls of consecutive objects; none if there is other text."""
     calls: list[FoundCall] = []
     while body:
         end = _object_end(body)
@@ -332,7 +332,7 @@ def _json_calls(body: str) -> Iterator[FoundCall]:
 
 
 def _named_calls(body: str) -> list[FoundCall]:
-    """Return calls of the form `name{…}` that follow each other; none for anything else."""
+    """Return consecutive calls of the form `name{…}`; none if there is other text."""
     calls: list[FoundCall] = []
     while body:
         named = _MISTRAL_CALL.match(body)
@@ -346,7 +346,7 @@ def _named_calls(body: str) -> list[FoundCall]:
 
 
 def _object_end(text: str) -> int:
-    """Return where the JSON object with which a text begins ends; 0 for none."""
+    """Return the end of the JSON object at the beginning of a text; 0: there is none."""
     if not text.startswith("{"):
         return 0
     try:
@@ -372,7 +372,7 @@ def _tagged(text: str, tools: Tools, call: re.Pattern[str], argument: re.Pattern
 def _arguments(
     body: str, pattern: re.Pattern[str], schemas: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the arguments of a call in tags; None where anything else stands among them."""
+    """Return the arguments of a call in tags; None if there is other text among them."""
     arguments: dict[str, Any] = {}
     at = 0
     while match := pattern.match(body, at):
@@ -384,7 +384,7 @@ def _arguments(
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """Return a value of the type that a schema names first and that the text can have."""
+    """Return a text as a value of the first type in the schema that it can have."""
     types = list(_types(schema))
     if not types or "string" in types:
         is_null = "null" in types and text.strip() in ("null", "None")
@@ -402,12 +402,12 @@ def _types(schema: Any) -> Iterator[str]:
         [declared] if isinstance(declared, str) else declared if isinstance(declared, list) else []
     )
     for key in ("anyOf", "oneOf"):
-        for one in cast("list[Any]", fields.get(key) or []):
-            yield from _types(one)
+        for option in cast("list[Any]", fields.get(key) or []):
+            yield from _types(option)
 
 
 def _schemas(tools: Tools) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the name of each tool, and the schemas of its parameters by their names."""
+    """Yield the name of each tool, with the schemas of its parameters by name."""
     for tool in tools:
         function = tool.get("function", tool)
         if isinstance(function, Mapping):

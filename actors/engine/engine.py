@@ -23,6 +23,7 @@ from ...schemas.wire.bounds import MAX_TOP_K
 from ...schemas.wire.errors import ConfigError, EngineError, ModelError, NotFoundError
 from ..policy.vision import ImageReader
 from ..runtime import JobContext
+from ..weights.follower import KvOnSwap
 from ..weights.tensors import TensorSource
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 
 FinishReason = Literal["stop", "length", "cancelled"]
-KvOnSwap = Literal["keep", "recompute"]
 ExpertRecord: TypeAlias = NDArray[np.uint8]
 """uint8[tokens, layers, chosen]: the experts that read each token."""
 

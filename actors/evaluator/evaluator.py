@@ -19,12 +19,12 @@ from ...schemas.env import DescribeReply
 from ...schemas.metric import EpisodeScore, Metric
 from ...schemas.task import Task
 from ..engine.engine import bytes_of_engines
-from ..engine.weight_updates import WeightFollower
 from ..policy.chat import make_chat
 from ..policy.policies import check_weights, config_of_checkpoint
 from ..rollout.players import start_engines
 from ..rollout.validation import TaskEpisodes, Validator
 from ..runtime import JobContext
+from ..weights.follower import WeightFollower
 from ..weights.job_weights import open_weights
 
 _TOLD_AT_ONCE = 2000

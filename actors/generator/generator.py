@@ -21,7 +21,6 @@ from ...broker.client.rpc import call
 from ...broker.partial_rollouts import Fenced
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import Lease, TaskQueue
-from ...broker.weights.store import WeightStore
 from ...envs.host_client import Environments
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import SelfPlayConfig
@@ -31,7 +30,6 @@ from ...schemas.rollout import Group
 from ...schemas.wire.errors import BrokerError, DeadlineError, NotFoundError
 from ...schemas.wire.trace import GENERATOR_KINDS
 from ..engine.engine import Engine, bytes_of_engines, report_engine
-from ..engine.weight_updates import WeightFollower, fetch_version
 from ..policy.chat import make_chat
 from ..policy.policies import MAIN, check_weights, opponent_versions
 from ..rollout.agent_loop import EpisodeSampling
@@ -43,7 +41,9 @@ from ..rollout.recording import TaskRecorder, TaskSegments
 from ..rollout.teachers import AskedTeachers, TeacherContext
 from ..rollout.validation import TaskEpisodes, Validator
 from ..runtime import JobContext, settle_memory
+from ..weights.follower import WeightFollower, fetch_version
 from ..weights.job_weights import open_weights
+from ..weights.store import WeightStore
 
 # Opponents from earlier versions have engines of their own, one per policy. Their version changes
 # as the policy advances. It is swapped in between two decode steps, and running episodes continue

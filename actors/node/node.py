@@ -21,7 +21,6 @@ from ...broker.client.rpc import Service, call
 from ...broker.feed import publish_log
 from ...broker.jetstream.kv import Bucket
 from ...broker.jetstream.streams import stream_info
-from ...broker.weights.shared_memory import sweep
 from ...schemas.job import OpenedSecrets, OpenRequest
 from ...schemas.metric import LogLines, Presence
 from ...schemas.node import (
@@ -45,6 +44,7 @@ from ...schemas.wire.subjects import BUCKET_ACTORS, BUCKET_NODES, JobScope, rpc
 from ...schemas.wire.subjects import node as node_subject
 from ..gpus import Gpus
 from ..storage.run_folders import remove_run_folder
+from ..weights.shared_memory import sweep
 from .checks import serve_checks
 from .children import ActorStarter, Child, StartChild, StartFailed
 from .process import (

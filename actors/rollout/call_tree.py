@@ -246,29 +246,31 @@ class CallTree:
             parent.children.append(call)
 
     def _prompt(
-        self, parent: ModelCall | None, given: Sequence[CanonicalMessage], context: bytes
+        self, parent: ModelCall | None, messages: Sequence[CanonicalMessage], context: bytes
     ) -> CallPrompt:
         return CallPrompt(
             parent=parent,
-            given=tuple(given),
+            given=tuple(messages),
             context=context,
-            branch=self._branch(parent, given, context),
+            branch=self._branch(parent, messages, context),
             num_seen=len(self.calls),
         )
 
     def _branch(
-        self, parent: ModelCall | None, given: Sequence[CanonicalMessage], context: bytes
+        self, parent: ModelCall | None, messages: Sequence[CanonicalMessage], context: bytes
     ) -> Branch:
         if parent is not None or not self.calls:
-            same = [call for call in parent.children if _same(call.given, given)] if parent else []
+            same = (
+                [call for call in parent.children if _same(call.given, messages)] if parent else []
+            )
             return "sample" if same else "edited" if parent and parent.children else ""
-        if any(_same(root.given, given) and root.context == context for root in self.roots):
+        if any(_same(root.given, messages) and root.context == context for root in self.roots):
             return "sample"
-        if any(quotes(given, call.reply) for call in self.calls):
+        if any(quotes(messages, call.reply) for call in self.calls):
             return "compacted"
         if all(root.context != context for root in self.roots):
             return "tools"
-        if all(system_of(root.given) != system_of(given) for root in self.roots):
+        if all(system_of(root.given) != system_of(messages) for root in self.roots):
             return "system"
         return "apart"
 
@@ -551,7 +553,7 @@ def _before(call: ModelCall) -> list[ModelCall]:
 
 
 def _nexts(tree: CallTree, trained: Collection[int], end: int) -> dict[int, int]:
-    """Return the next trained call of each trained one; `end` is the last one of the main row.
+    """Map each trained call to the next one; `end` is the last one of the main row.
 
     The next call always ended later, so there is no cycle.
     """

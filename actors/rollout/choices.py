@@ -47,7 +47,7 @@ def sampling_of(
     )
 
 
-class Draw(Protocol):
+class DrawTokens(Protocol):
     """Draws the tokens of one choice: an engine's `generate` with all but the callback given."""
 
     async def __call__(self, *, on_token: OnToken | None) -> Generation:
@@ -100,9 +100,9 @@ class GrowingChoice:
         return self._stream.stopped
 
     async def generate(
-        self, draw: Draw, cancel: Callable[[], None], on_change: Callable[[], None]
+        self, draw: DrawTokens, cancel: Callable[[], None], on_change: Callable[[], None]
     ) -> Generation:
-        """Draw its tokens; `cancel` ends that at a stop text, `on_change` hears of each token."""
+        """Draw its tokens; `cancel` is called at a stop text, `on_change` after each token."""
 
         def add(drawn: Drawn) -> None:
             self.add(drawn)
@@ -118,7 +118,7 @@ class GrowingChoice:
         return generation
 
     def add(self, drawn: Drawn) -> None:
-        """Take the next token; nothing counts behind a stop text."""
+        """Add the next token; tokens after a stop text are ignored."""
         if self.stopped:
             return
         self.drawn.append(drawn)

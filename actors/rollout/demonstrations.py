@@ -23,10 +23,10 @@ from ...schemas.rollout import Group, Trajectory
 from ...schemas.task import Blame, Task
 from ...schemas.wire.errors import DataError, ModelError, TinkermqError
 from ...schemas.wire.foreign import words_of
-from ..engine.weight_updates import WeightFollower
 from ..policy.chat import ChatTokenizer, Conversation, make_chat, open_chat
 from ..policy.policies import check_weights
 from ..runtime import JobContext, settle_memory
+from ..weights.follower import WeightFollower
 from ..weights.job_weights import open_weights
 from .groups import GroupFailed, append_given_up, append_group
 from .players import start_engines

@@ -22,10 +22,10 @@ from ...schemas.rollout import Trajectory
 from ...schemas.task import Blame, Task
 from ...schemas.wire.errors import TinkermqError
 from ..engine.engine import Engine
-from ..engine.weight_updates import WeightFollower
 from ..policy.chat import ChatTokenizer
 from ..policy.policies import MAIN
 from ..runtime import JobContext
+from ..weights.follower import WeightFollower
 from .agent_loop import EpisodeFailed, EpisodePlan, EpisodeSampling, until_played
 from .groups import play_table
 from .players import Players

@@ -30,7 +30,6 @@ from ...schemas.infer import (
 from ...schemas.job import JobRecord
 from ...schemas.wire import errors
 from ..engine.engine import Engine, bytes_of_engines, report_engine
-from ..engine.weight_updates import WeightFollower
 from ..policy.chat import ChatTokenizer, make_chat
 from ..policy.lora import config_of
 from ..policy.policies import MAIN, check_weights, config_of_checkpoint, config_of_folder
@@ -45,6 +44,7 @@ from ..rollout.completions import Answers
 from ..rollout.players import load_base, settled_for_gpu, start_engine
 from ..runtime import JobContext, settle_memory
 from ..storage.adapters import base_of, is_adapter
+from ..weights.follower import WeightFollower
 from ..weights.job_weights import follow_weights
 
 # -- whole episodes, played by the generator's agent loop ------------------------------------------

@@ -19,7 +19,7 @@ from ...schemas.tinker.datum import LoraSpec
 from ...schemas.tinker.names import ModelName
 from ...schemas.tinker.operation import ModelInfo
 from ...schemas.wire.errors import ModelError, NotFoundError, StorageError
-from ..storage.files import flush, flush_entries
+from ..storage.files import new_folder
 from .models import ModelHistory, Models, TrainedModel
 from .operations import Adapters
 
@@ -85,7 +85,14 @@ class AdapterStates:
             return
         meta = {"user": model.user, "applied": model.applied, "info": model.info.to_map()}
         meta |= {"history": model.history.to_map(), "tokens": model.tokens}
-        self._write(adapters, model, folder, {**meta, "pending": model.is_pending})
+        meta["pending"] = model.is_pending
+        for unfinished in place.glob(".*"):  # of a killed process
+            shutil.rmtree(unfinished, ignore_errors=True)
+        with new_folder(folder, digests=False) as new:
+            adapters.save(model.key, new, with_optimizer=True)
+            if model.is_pending:
+                adapters.save_pending(model.key, new / _PENDING)
+            (new / _META).write_text(json.dumps(meta), encoding="utf-8")
         for old in place.iterdir():
             # newer ones were written by a trainer after this one
             if not old.name.isdigit() or int(old.name) < model.applied:
@@ -124,28 +131,6 @@ class AdapterStates:
 
     def _place(self, user: str, name: ModelName) -> Path:
         return self.folder / user / name.folder
-
-    def _write(
-        self, adapters: Adapters, model: TrainedModel, folder: Path, meta: dict[str, Any]
-    ) -> None:
-        hidden = folder.with_name(f".{folder.name}")
-        try:
-            for unfinished in folder.parent.glob(".*"):  # of a killed process
-                shutil.rmtree(unfinished, ignore_errors=True)
-            hidden.parent.mkdir(parents=True, exist_ok=True)
-            adapters.save(model.key, hidden, with_optimizer=True)
-            if model.is_pending:
-                adapters.save_pending(model.key, hidden / _PENDING)
-            (hidden / _META).write_text(json.dumps(meta), encoding="utf-8")
-            flush(hidden)
-            hidden.rename(folder)
-            flush_entries(folder.parent)
-        except OSError as error:
-            raise StorageError(
-                f"{folder} cannot be written: {error.strerror}", hint="see the disk of the pool"
-            ) from error
-        finally:
-            shutil.rmtree(hidden, ignore_errors=True)  # a part would take the room of the next
 
 
 def _meta(folder: Path) -> dict[str, Any]:

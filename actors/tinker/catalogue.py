@@ -246,9 +246,9 @@ class Catalogue:
             self._checkpoints.setdefault(stored.user, {})[stored.name] = stored
 
     def _remove(self, stored: StoredCheckpoint, why: Gone) -> StoredCheckpoint:
-        gone = self.folders.remove(stored, why)
-        self._checkpoints[stored.user][stored.name] = gone
-        return gone
+        record = self.folders.remove(stored, why)
+        self._checkpoints[stored.user][stored.name] = record
+        return record
 
     def _forget_checkpoint(self, stored: StoredCheckpoint) -> None:
         with self._lock:

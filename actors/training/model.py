@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from ...schemas.config.job import ModelConfig
 from ...schemas.config.sections import LearnerConfig, LoraConfig
+from ...schemas.plan.memory import LOGITS_BYTES
 from ...schemas.wire.errors import ModelError
 from ..policy.devices import exact_products
 from ..policy.experts import RouterReplay, routers_of
@@ -37,14 +38,6 @@ from .varlen import flatten, kernel_arguments, reads_flat_rows, with_runs
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _EXACT = 1e-3
 """Largest difference of log-probs that are the same but for the rounding of float32."""
-
-
-def logits_chunk_bytes(on_gpu: bool) -> int:
-    """Return the bytes of float32 logits that are held at once.
-
-    On a GPU the gradient of the output layer is added up once for each chunk: few are better.
-    """
-    return 2**30 if on_gpu else 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -236,7 +229,7 @@ class Scorer:
         self.hidden_size: int = config.hidden_size
         self._window, self._masks_by_layer = _sliding_window(config)
         self._temperature = temperature
-        self._chunk_bytes = chunk_bytes or logits_chunk_bytes(self.device.type == "cuda")
+        self._chunk_bytes = chunk_bytes or LOGITS_BYTES[self.device.type == "cuda"]
         with torch.no_grad(), exact_products():
             self.full_logits = not self.inside.compute(self._head_is_all)
             if self._window is not None and not self.inside.compute(self._has_window):

@@ -37,8 +37,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ...broker.weights.payloads import TensorBytes
-from ...broker.weights.shared_memory import UnfinishedFile
 from ...schemas.config.sections import LearnerConfig, resolve_dtype
 from ...schemas.wire.errors import ConfigError
 from ..policy.devices import TRAINED_WEIGHTS, use_onednn
@@ -52,7 +50,8 @@ from ..weights.broadcast_group import (
     own_address,
     reach_store,
 )
-from ..weights.tensors import DTYPES
+from ..weights.shared_memory import UnfinishedFile
+from ..weights.tensors import DTYPES, TensorBytes
 from .numerics import cast_weights_on_use, is_in_float32, modules_in_float32, store_frozen
 from .varlen import AttentionKey, choose_attention, set_attention
 

@@ -7,25 +7,25 @@ advantages, loss and gradient norm are those that a job of its own would compute
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...broker.weights.payloads import TensorBytes
-from ...broker.weights.shared_memory import UnfinishedFile
 from ...schemas.config.job import JobConfig
 from ...schemas.rollout import Group
 from ...schemas.wire.errors import ConfigError, OutOfMemoryError
 from ..policy.devices import own_device
-from ..policy.lora import policy_tensors
+from ..policy.lora import has_adapter, policy_tensors
 from ..policy.policies import MAIN, policy_config, policy_folder, policy_names
 from ..runtime import return_free_memory, tensor_bytes
+from ..weights.shared_memory import UnfinishedFile
+from ..weights.tensors import TensorBytes
 from .batch import assemble
 from .checkpoint_copy import SAVE, CheckpointCopy
 from .model import load_model
-from .parallel import Parallel, snapshot
+from .parallel import Parallel, snapshot, snapshot_bytes
 from .ranks import Order, Ranks, folder_here
 from .state import Numerics
 from .step import StepReport, Trainer
@@ -188,6 +188,15 @@ class Policies:
         """Copy what changes from version to version, of each policy, as it is published."""
         with self._ranks.doing(Order("gather", {"dtype": str(dtype).removeprefix("torch.")})):
             return snapshot(self.models, dtype, draft)
+
+    def snapshot_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a snapshot."""
+        return snapshot_bytes(self.models, dtype)
+
+    @property
+    def kind(self) -> Literal["full", "lora"]:
+        """Whether whole weights change from version to version, or an adapter."""
+        return "lora" if has_adapter(self.models[MAIN]) else "full"
 
     def read_beside_training(self, work: Callable[[], T]) -> "Future[T] | None":
         """Start what reads the weights as they are, in a thread; the next update waits for it.

@@ -26,13 +26,7 @@ from torch import Tensor
 
 from ...broker.client.connection import Broker
 from ...broker.client.rpc import Service, call
-from ...broker.weights.payloads import (
-    TRANSFER_DEADLINE_S,
-    Payload,
-    read_file,
-    remove_file,
-    write_file,
-)
+from ...schemas.local.process import in_daemon_thread
 from ...schemas.weights import JoinRound, Manifest, Round, TensorEntry
 from ...schemas.wire.errors import BrokerError, DeadlineError, NotFoundError
 from ...schemas.wire.subjects import JobScope
@@ -46,12 +40,17 @@ from .broadcast_group import (
     ProcessGroupFailed,
     Store,
     meet_group,
-    off_loop,
     open_store,
     own_address,
     server_of,
 )
-from .tensors import fingerprint
+from .payloads import (
+    TRANSFER_DEADLINE_S,
+    read_file,
+    remove_file,
+    write_file,
+)
+from .tensors import Payload, fingerprint
 
 # -- receiver --------------------------------------------------------------------------------------
 
@@ -398,7 +397,7 @@ class Sender:
             return
         try:
             group = await self._group(askers, wanted.device, store)
-            await off_loop(lambda: group.send(payload), f"weights {wanted.location}")
+            await in_daemon_thread(lambda: group.send(payload), f"weights {wanted.location}")
         except (ProcessGroupFailed, TimeoutError) as error:
             _log.warning("weights_round_failed", members=len(askers), error=str(error))
             self._leave(wanted.device)
@@ -429,7 +428,8 @@ class Sender:
         self._num_groups += 1
         own = self._device if device != "cpu" else torch.device("cpu")
         meet = partial(meet_group, device, store, name, 0, size, own, self._address, self._meet_s)
-        group = await off_loop(meet, f"group {name}", FORM_S)
+        async with asyncio.timeout(FORM_S):
+            group = await in_daemon_thread(meet, f"group {name}")
         self._last[device] = _Last(group, members)
         return group
 

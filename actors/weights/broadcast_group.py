@@ -21,11 +21,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import psutil
 import torch
@@ -35,12 +34,13 @@ from torch.multiprocessing import reductions
 
 from ...broker.client.connection import Broker
 from ...broker.jetstream.objects import DigestMismatch
-from ...broker.weights.payloads import Payload
+from ...schemas.local.process import in_daemon_thread
 from ...schemas.weights import Manifest, Round
 from ...schemas.wire.codec import pack, unpack
 from ...schemas.wire.errors import BrokerError, ConfigError
 from ..policy.devices import gpu_of
-from .tensors import PART_BYTES, fingerprint
+from .shared_memory import MEMORY_FOLDER
+from .tensors import PART_BYTES, Payload, fingerprint
 
 MEET_S = 20.0
 """A member that is not there after so long is done without."""
@@ -134,7 +134,7 @@ BUCKET_S = 60.0
 """A bucket that takes longer is lost, and the round with it."""
 FORM_S = 2 * BUCKET_S
 """Bound of `Group.meet`, beyond all deadlines within it: NCCL has none of its own."""
-POLL_S = 0.001
+_POLL_S = 0.001
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ABORT_ONLY = "2"
 """A lost member ends the communicator; torch's default ends the process."""
@@ -264,27 +264,31 @@ def _start(backend: Any, bucket: Tensor) -> Any:
 
 def _finish(work: Any, bucket: Tensor) -> Tensor:
     """Return a bucket once it is there; a wait of NCCL's own would have no deadline."""
-    deadline = time.monotonic() + BUCKET_S
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"a bucket took longer than {BUCKET_S:g} s")
-        time.sleep(POLL_S)
+    _wait(work.is_completed, "a bucket", BUCKET_S)
     work.wait()
     return bucket
+
+
+def _wait(holds: Callable[[], bool], whom: str, deadline_s: float, poll_s: float = _POLL_S) -> None:
+    """Wait until `holds()`; TimeoutError that names who was waited for."""
+    deadline = time.monotonic() + deadline_s
+    while not holds():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{whom} took longer than {deadline_s:g} s")
+        time.sleep(poll_s)
 
 
 def wait_for_all(store: dist.PrefixStore, rank: int, size: int, meet_s: float) -> None:
     """Tell that this member is there, and wait for the others."""
     store.set(f"here/{rank}", "")
     places = [f"here/{other}" for other in range(size)]
-    deadline = time.monotonic() + meet_s
-    while not store.check(places):
-        if time.monotonic() > deadline:
-            missing = [place for place in places if not store.check([place])]
-            raise ProcessGroupFailed(
-                f"{len(missing)} of {size} members did not come within {meet_s:g} s", hint=AGAIN
-            )
-        time.sleep(10 * POLL_S)
+    try:
+        _wait(lambda: store.check(places), "a member", meet_s, poll_s=10 * _POLL_S)
+    except TimeoutError as error:
+        missing = [place for place in places if not store.check([place])]
+        raise ProcessGroupFailed(
+            f"{len(missing)} of {size} members did not come within {meet_s:g} s", hint=AGAIN
+        ) from error
 
 
 def _gloo(store: dist.PrefixStore, rank: int, size: int, address: str) -> Any:
@@ -313,32 +317,6 @@ def _nccl(store: dist.PrefixStore, rank: int, size: int, device: torch.device) -
             os.environ[_NCCL_ERRORS] = before
 
 
-# -- threads that nobody waits for at the end of a process -----------------------------------------
-
-T = TypeVar("T")
-
-
-async def off_loop(work: Callable[[], T], name: str, deadline_s: float | None = None) -> T:
-    """Run `work` in a thread of its own and return its result, or raise its error.
-
-    Unlike those of `asyncio.to_thread` the thread is a daemon: a wait that was cancelled, or went
-    past its deadline (TimeoutError), leaves it behind, and the process can end before it.
-    """
-    done: Future[T] = Future()
-
-    def run() -> None:
-        if not done.set_running_or_notify_cancel():
-            return
-        try:
-            done.set_result(work())
-        except BaseException as error:  # noqa: BLE001  told to who waits
-            done.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    async with asyncio.timeout(deadline_s):
-        return await asyncio.wrap_future(done)
-
-
 # -- a buffer on a GPU that the learner and a receiver share ---------------------------------------
 # NCCL refuses two ranks on one device. So the learner exports a buffer of two buckets (CUDA IPC),
 # the receivers open it, and both tell each other by counters in their TCPStore which bucket is
@@ -346,7 +324,6 @@ async def off_loop(work: Callable[[], T], name: str, deadline_s: float | None = 
 # buffer is a file of shared memory, for the same steps without a GPU.
 
 _SLOTS = 2
-_MEMORY = "/dev/shm"  # noqa: S108  a file system of memory is what is wanted
 _REBUILT = (
     "storage_device",
     "storage_handle",
@@ -451,7 +428,9 @@ class SharedBufferGroup:
         with _as_failed(self):
             for target in targets:
                 number = self._num_moved + 1
-                self._wait(lambda n=number: int(self._store.get("written")) >= n, "the learner")
+                _wait(
+                    lambda n=number: int(self._store.get("written")) >= n, "the learner", BUCKET_S
+                )
                 target.copy_(self._slot(target.numel()))
                 self._settle()
                 self._num_moved = number
@@ -463,10 +442,7 @@ class SharedBufferGroup:
             return all(int(self._store.get(f"read/{one}")) >= number for one in self._others)
 
         if number > 0:
-            self._wait(have_read, "a receiver")
-
-    def _wait(self, is_so: Callable[[], bool], whom: str) -> None:
-        _wait(is_so, whom, BUCKET_S)
+            _wait(have_read, "a receiver", BUCKET_S)
 
     def _slot(self, num_bytes: int) -> Tensor:
         if self._buffer is None:
@@ -493,14 +469,6 @@ def _as_failed(group: SharedBufferGroup) -> Iterator[None]:
         raise
 
 
-def _wait(is_so: Callable[[], bool], whom: str, most_s: float) -> None:
-    deadline = time.monotonic() + most_s
-    while not is_so():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{whom} took longer than {most_s:g} s")
-        time.sleep(POLL_S)
-
-
 def _offered(
     store: dist.PrefixStore, num_bytes: int, size: int, device: torch.device, meet_s: float
 ) -> Tensor:
@@ -510,7 +478,7 @@ def _offered(
     if device.type == "cuda":
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     else:
-        file, path = tempfile.mkstemp(prefix="tinkermq-buffer-", dir=_MEMORY)
+        file, path = tempfile.mkstemp(prefix="tinkermq-buffer-", dir=MEMORY_FOLDER)
         os.close(file)
         buffer = _mapped(path, num_bytes)
     try:
@@ -620,7 +588,7 @@ class LocalMember:
     async def connect(self, address: str, port: int) -> None:
         """Connect to the learner's TCPStore; see `Member.connect`."""
         reach = partial(reach_store, address, port, INSTEAD)
-        self._store = await off_loop(reach, "weights store")
+        self._store = await in_daemon_thread(reach, "weights store")
 
     async def join(self, place: Round) -> None:
         """Form the group of a place; see `Member.join`."""
@@ -628,7 +596,8 @@ class LocalMember:
             return
         self.leave()
         try:
-            self._group = await off_loop(partial(self._meet, place), "weights group", FORM_S)
+            async with asyncio.timeout(FORM_S):
+                self._group = await in_daemon_thread(partial(self._meet, place), "weights group")
         except TimeoutError as error:  # NCCL waits for ever
             address = own_address(place.address, place.port)
             late = f"nothing came in {FORM_S:g} s"
@@ -639,11 +608,11 @@ class LocalMember:
         """Receive a version; see `Member.receive`."""
         group = self._group
         assert group is not None  # it was joined
-        payload = await off_loop(lambda: group.receive(manifest.num_bytes), "weights")
-        digest = await off_loop(lambda: fingerprint(payload), "weights digest")
+        payload = await in_daemon_thread(lambda: group.receive(manifest.num_bytes), "weights")
+        digest = await in_daemon_thread(lambda: fingerprint(payload), "weights digest")
         if digest != manifest.digest:
             raise DigestMismatch(f"it has digest {digest}, told was {manifest.digest}")
-        return _as_payload(payload)
+        return payload if payload.is_cuda else payload.numpy().data
 
     def leave(self) -> None:
         """Leave the group."""
@@ -667,7 +636,3 @@ class LocalMember:
 
 INSTEAD = "; or set weights.transport=object"
 """What else can be done where the learner cannot be reached."""
-
-
-def _as_payload(payload: Tensor) -> Payload:
-    return cast("Any", payload) if payload.is_cuda else payload.numpy().data

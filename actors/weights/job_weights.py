@@ -1,21 +1,17 @@
 """The weights of a job, as its learner, generators, evaluators and servers open them."""
 
 import os
-from collections.abc import Mapping
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 
-from ...broker.weights.payloads import TensorBytes
-from ...broker.weights.store import SeenFiles, WeightStore
 from ...schemas.config.job import JobConfig
 from ...schemas.config.sections import model_paths
 from ...schemas.wire.subjects import JobScope
 from ..policy.devices import own_device
-from ..policy.policies import MAIN, prefix_of
 from ..runtime import JobContext
 from .broadcast import BroadcastReceiver, Sender
-from .tensors import DTYPES, TensorSource
+from .store import SeenFiles, WeightStore
 
 
 def open_weights(context: JobContext, sender: Sender | None = None) -> WeightStore:
@@ -78,23 +74,3 @@ def device_of_new_weights(config: JobConfig) -> torch.device:
     if config.generator.engine == "vllm":
         return torch.device("cpu")
     return own_device()
-
-
-def as_sources(tensors: Mapping[str, TensorBytes], policy: str = MAIN) -> dict[str, TensorSource]:
-    """Give the fetched tensors of a policy in the form that an engine takes."""
-    prefix = prefix_of(policy)
-    return {
-        name.removeprefix(prefix): _source(item)
-        for name, item in tensors.items()
-        if (name.startswith(prefix) if prefix else "/" not in name)
-    }
-
-
-def _source(item: TensorBytes) -> TensorSource:
-    """Return bytes in memory as they are, those on a GPU as a tensor."""
-    data = item.data
-    if not isinstance(data, torch.Tensor):
-        return item.dtype, item.shape, cast("memoryview", data)
-    dtype = DTYPES[item.dtype]
-    aligned = data.storage_offset() % dtype.itemsize == 0
-    return (data if aligned else data.clone()).view(dtype).view(item.shape)

@@ -1,14 +1,16 @@
-"""Tensors as they come off the wire, and a digest of weights that is computed where they lie.
+"""Tensors of weights: as they travel, their layout in a payload, and a digest computed on GPUs.
 
-SHA-256 would need weights in the machine's memory and takes longer than sending them. So the digest
-is taken of the sums of rows and columns of squares of 1 MiB, of 64-bit words: a parity of two
-dimensions. Damage goes unseen only if at least four words changed, at the corners of a rectangle
-and by just the right amounts. It finds damage; it does not keep out somebody who means to deceive.
+The digest of the `nccl` transport is a fingerprint: SHA-256 would need weights in the machine's
+memory and takes longer than sending them. So it is taken of the sums of rows and columns of squares
+of 1 MiB, of 64-bit words: a parity of two dimensions. Damage goes unseen only if at least four
+words changed, at the corners of a rectangle and by just the right amounts. It finds damage; it does
+not detect a forged payload.
 """
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
 
@@ -16,26 +18,96 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...schemas.wire.errors import EngineError
+from ...schemas.weights import Manifest, TensorEntry
+from ...schemas.wire.errors import EngineError, MessageError
 
-TensorSource: TypeAlias = "torch.Tensor | tuple[str, Sequence[int], bytes | bytearray | memoryview]"
-"""A tensor, or (dtype name such as `bfloat16`, shape, little-endian row-major bytes)."""
+
+@dataclass(frozen=True, slots=True)
+class TensorBytes:
+    """A tensor in this machine's memory as it travels: little endian, row major."""
+
+    dtype: str
+    """A name in `DTYPES`."""
+    shape: Sequence[int]
+    data: memoryview
+
+
+TensorSource: TypeAlias = Tensor | TensorBytes
+"""A tensor of new weights; those that travelled to a GPU are tensors there."""
+Payload: TypeAlias = memoryview | Tensor
+"""All tensors of a version, one after the other; on a GPU uint8[N]."""
 
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+"""In which weights travel."""
+
+
+def layout(tensors: Mapping[str, TensorBytes]) -> list[TensorEntry]:
+    """Return the layout of a payload of tensors, one after the other. Raises MessageError."""
+    entries: list[TensorEntry] = []
+    offset = 0
+    for name, tensor in tensors.items():
+        entries.append(entry_of(name, tensor, offset))
+        offset += tensor.data.nbytes
+    for entry in entries:
+        _check_entry(entry, offset)
+    return entries
+
+
+def entry_of(name: str, tensor: TensorBytes, offset: int) -> TensorEntry:
+    """Return the entry of a tensor whose first byte is at `offset`."""
+    return TensorEntry(
+        name=name,
+        dtype=tensor.dtype,
+        shape=list(tensor.shape),
+        offset=offset,
+        num_bytes=tensor.data.nbytes,
+    )
+
+
+def check_layout(manifest: Manifest) -> None:
+    """Raise MessageError for a manifest whose tensors do not fit its payload."""
+    for entry in manifest.tensors:
+        _check_entry(entry, manifest.num_bytes)
+
+
+def _check_entry(entry: TensorEntry, num_bytes: int) -> None:
+    dtype = DTYPES.get(entry.dtype)
+    size = 0 if dtype is None else prod(entry.shape) * dtype.itemsize
+    fits = size == entry.num_bytes and entry.offset + size <= num_bytes
+    if dtype is None or not fits or min(entry.shape, default=0) < 0:
+        raise MessageError(
+            f"tensor {entry.name} of dtype {entry.dtype} and shape {entry.shape} does not fit "
+            f"its {entry.num_bytes} bytes at {entry.offset} of {num_bytes}",
+            hint="tensors travel as float32, bfloat16 or float16",
+        )
+
+
+def tensors_of(entries: Iterable[TensorEntry], payload: Payload) -> dict[str, TensorSource]:
+    """Return the tensors of a version: views of its payload, on a GPU copies of unaligned ones."""
+
+    def source(entry: TensorEntry) -> TensorSource:
+        data = payload[entry.offset : entry.offset + entry.num_bytes]
+        if isinstance(data, memoryview):
+            return TensorBytes(entry.dtype, tuple(entry.shape), data)
+        dtype = DTYPES[entry.dtype]
+        is_aligned = data.storage_offset() % dtype.itemsize == 0
+        return (data if is_aligned else data.clone()).view(dtype).view(entry.shape)
+
+    return {entry.name: source(entry) for entry in entries}
 
 
 def dtype_of(source: TensorSource) -> torch.dtype:
     """Return the dtype of new weights; EngineError for one that is not known."""
-    if isinstance(source, torch.Tensor):
+    if isinstance(source, Tensor):
         return source.dtype
-    dtype = DTYPES.get(source[0])
+    dtype = DTYPES.get(source.dtype)
     if dtype is None:
         raise EngineError(
-            f"weights of dtype {source[0]!r} cannot be loaded",
+            f"weights of dtype {source.dtype!r} cannot be loaded",
             hint=f"publish one of {', '.join(DTYPES)}",
         )
     return dtype
@@ -43,24 +115,30 @@ def dtype_of(source: TensorSource) -> torch.dtype:
 
 def bytes_of(source: TensorSource) -> np.ndarray:
     """Return new weights as uint8[N], row-major; EngineError for a size that does not fit."""
-    if isinstance(source, torch.Tensor):
+    if isinstance(source, Tensor):
         flat = source.detach().cpu().contiguous().view(-1).view(torch.uint8)
         return flat.numpy()
-    data = np.frombuffer(source[2], dtype=np.uint8)
-    expected = prod(source[1]) * dtype_of(source).itemsize
+    data = np.frombuffer(source.data, dtype=np.uint8)
+    expected = prod(source.shape) * dtype_of(source).itemsize
     if data.size != expected:
         raise EngineError(
-            f"a tensor of shape {list(source[1])} has {data.size} bytes instead of {expected}",
+            f"a tensor of shape {list(source.shape)} has {data.size} bytes instead of {expected}",
             hint="the payload is damaged: fetch it again",
         )
     return data
 
 
-def as_tensor(source: TensorSource, *, pinned: bool = False) -> torch.Tensor:
+def in_bytes(source: TensorSource) -> TensorBytes:
+    """Return new weights in this machine's memory; EngineError for a size that does not fit."""
+    name = str(dtype_of(source)).removeprefix("torch.")
+    return TensorBytes(name, tuple(source.shape), bytes_of(source).data)
+
+
+def as_tensor(source: TensorSource, *, pinned: bool = False) -> Tensor:
     """Return new weights as a tensor, of bytes in `pinned` memory; EngineError if they are none."""
-    if isinstance(source, torch.Tensor):
+    if isinstance(source, Tensor):
         return source.detach()
-    tensor = torch.empty(tuple(source[1]), dtype=dtype_of(source), pin_memory=pinned)
+    tensor = torch.empty(tuple(source.shape), dtype=dtype_of(source), pin_memory=pinned)
     if tensor.numel():
         np.copyto(tensor.view(-1).view(torch.uint8).numpy(), bytes_of(source))
     else:
@@ -68,9 +146,69 @@ def as_tensor(source: TensorSource, *, pinned: bool = False) -> torch.Tensor:
     return tensor
 
 
-def shape_of(source: TensorSource) -> tuple[int, ...]:
-    """Return the shape of new weights."""
-    return tuple(source.shape) if isinstance(source, torch.Tensor) else tuple(source[1])
+# -- which tensors new weights must have -----------------------------------------------------------
+
+_NAMES_SHOWN = 8
+
+
+class WeightNames:
+    """The tensors that change from version to version; a tied one has several names."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        """`weights` are the tensors themselves by name, on whatever device."""
+        self.tensors: list[Tensor] = []
+        self.names: list[list[str]] = []
+        """The names of each of `tensors`."""
+        seen: dict[int, int] = {}
+        for name, tensor in weights.items():
+            index = seen.setdefault(id(tensor), len(self.tensors))
+            if index == len(self.tensors):
+                self.tensors.append(tensor)
+                self.names.append([])
+            self.names[index].append(name)
+
+    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Raise EngineError listing the names that are missing, unknown, or of the wrong shape."""
+        known = {name for names in self.names for name in names}
+        missing = [names[0] for names in self.names if not any(name in shapes for name in names)]
+        unknown = sorted(name for name in shapes if name not in known)
+        wrong = [
+            f"{name} {list(shapes[name])}, the model's is {list(tensor.shape)}"
+            for tensor, names in zip(self.tensors, self.names, strict=True)
+            for name in names
+            if name in shapes and tuple(shapes[name]) != tuple(tensor.shape)
+        ]
+        problems: list[str] = []
+        for what, names in (("missing", missing), ("unknown", unknown), ("wrong shape", wrong)):
+            if names:
+                more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+                problems.append(f"{what}: {', '.join(names[:_NAMES_SHOWN])}{more}")
+        if problems:
+            raise EngineError(
+                f"the new weights do not fit the model: {'; '.join(problems)}",
+                hint="learner and generator must run the same model",
+            )
+
+    def checked(self, tensors: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
+        """Return each tensor under one of its names.
+
+        Raises EngineError for names and shapes that do not fit the model, for a dtype or size that
+        is not possible, and where two names of one tensor come with different values.
+        """
+        self.check({name: tensor.shape for name, tensor in tensors.items()})
+        by_name: dict[str, TensorSource] = {}
+        for names in self.names:
+            first, *others = [name for name in names if name in tensors]
+            by_name[first] = tensors[first]
+            for other in others:
+                both = [as_tensor(tensors[name]).float() for name in (first, other)]
+                if not torch.equal(*both):
+                    raise EngineError(
+                        f"{first} and {other} are one tensor in this model, the new weights give "
+                        "two",
+                        hint="learner and generator must both tie their embeddings",
+                    )
+        return by_name
 
 
 # -- the digest ------------------------------------------------------------------------------------

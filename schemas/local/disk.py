@@ -2,20 +2,20 @@
 
 import asyncio
 import contextlib
-import contextvars
 import errno
 import json
 import os
 import tempfile
-import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import structlog
 
 from ..wire.errors import StorageError
+from .process import in_daemon_thread
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -143,30 +143,9 @@ class DiskThreads:
         free = self._free.setdefault(who, asyncio.Semaphore(self._most))
         async with asyncio.timeout(self._deadline_s):
             await free.acquire()
-            looking = _in_daemon(lambda: read(*given, **named))
+            looking = in_daemon_thread(partial(read, *given, **named), "look at a disk")
             looking.add_done_callback(lambda _: free.release())
             return await asyncio.shield(looking)
-
-
-def _in_daemon(read: Callable[[], T]) -> "asyncio.Future[T]":
-    """Call `read` in a thread that the end of the process does not wait for."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def work() -> None:
-        try:
-            result = context.run(read)
-        except Exception as error:  # noqa: BLE001  it is raised where it is waited for
-            settle, outcome = future.set_exception, error
-        else:
-            settle, outcome = future.set_result, result
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(cast("Callable[[Any], None]", settle), outcome)
-
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # it was retrieved
-    threading.Thread(target=work, name="look at a disk", daemon=True).start()
-    return future
 
 
 # Files to which lines are appended, each whole or not at all.

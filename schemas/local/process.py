@@ -1,14 +1,20 @@
-"""A service as a process: it ends with its parent, hides its secrets, and reports to systemd."""
+"""Processes and threads: end with the parent, hide secrets, report to systemd, run in a daemon."""
 
 import asyncio
 import contextlib
+import contextvars
 import ctypes
 import itertools
 import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
 _LIBC: ctypes.CDLL | None = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -45,6 +51,29 @@ def erase_variable(name: str) -> str:
                 ctypes.memset(address + len(start), 0, len(text) - len(start))
     os.environ.pop(name, None)
     return value
+
+
+def in_daemon_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
+    """Call `work` in a thread of its own; return its result to come.
+
+    Unlike threads of `asyncio.to_thread`, the end of the process does not wait for this one.
+    """
+    done: Future[T] = Future()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            done.set_result(context.run(work))
+        except BaseException as error:  # noqa: BLE001  raised where the result is awaited
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    future = asyncio.wrap_future(done)
+    # Nobody may await it any more; asyncio would report its exception as never retrieved.
+    future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    return future
 
 
 # A service notifies systemd: it is ready, its loop runs, it stops.

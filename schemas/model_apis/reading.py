@@ -1,6 +1,7 @@
-"""Reads the parts of an answer and writes it in the words of an API.
+"""Reads the parts of an answer and writes it in the form of an API.
 
-The gateway reads a server's answer so, the proxy of an agent program a generator's.
+The gateway uses it for answers of servers, and the proxy of agent programs for answers of
+generators.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -127,7 +128,7 @@ class AnswerReader:
         if number not in self._open:
             return
         self._open.discard(number)
-        if self._is_chat and (pieces := self._kept(self._readers[number].finish(), number)):
+        if self._is_chat and (pieces := self._up_to_call(self._readers[number].finish(), number)):
             yield from self._begun().push(pieces, number)
         yield from self._begun().finish(reason, number, stop)
 
@@ -138,19 +139,19 @@ class AnswerReader:
             text, self._opened[number] = self._opened[number] + text, ""
         if not self._is_chat:
             return [TextPiece(text)] if text else []
-        return self._kept(self._readers[number].push(text), number)
+        return self._up_to_call(self._readers[number].push(text), number)
 
-    def _kept(self, pieces: list[Piece], number: int) -> list[Piece]:
+    def _up_to_call(self, pieces: list[Piece], number: int) -> list[Piece]:
         """Return the pieces up to the first tool call, where a choice may make one only."""
         if not self._one_call:
             return pieces
-        kept: list[Piece] = []
+        allowed: list[Piece] = []
         for piece in pieces:
             if number not in self._full:
-                kept.append(piece)
+                allowed.append(piece)
             if isinstance(piece, CanonicalCall):
                 self._full.add(number)
-        return kept
+        return allowed
 
     def _tokens(self, delta: Delta) -> NewTokens | None:
         """Return the new tokens of a choice, as far as they were asked for."""

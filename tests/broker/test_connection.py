@@ -13,6 +13,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import uvloop
+from tinkermq.actors.weights.store import WeightStore
+from tinkermq.actors.weights.tensors import TensorBytes
 from tinkermq.broker.client.connection import Broker, connect, first_connection, give_up_at
 from tinkermq.broker.client.faults import ConnectionLost, NoResponders, shown_url
 from tinkermq.broker.client.keys import new_api_key
@@ -23,8 +25,6 @@ from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import create_job_streams, create_shared
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.weights.payloads import TensorBytes
-from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.job import RequestRecord
 from tinkermq.schemas.wire.errors import (

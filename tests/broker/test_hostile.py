@@ -6,6 +6,8 @@ from contextlib import aclosing
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tinkermq.actors.weights.store import WeightStore
+from tinkermq.actors.weights.tensors import TensorBytes
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import follow, publish_log, publish_metric, read_dead, read_events
 from tinkermq.broker.jetstream.direct_get import (
@@ -19,8 +21,6 @@ from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import EVALUATION_BYTES
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue
-from tinkermq.broker.weights.payloads import TensorBytes
-from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import EvalRecord, Event, LogLines, Metric, Presence
 from tinkermq.schemas.node import NodeStatus

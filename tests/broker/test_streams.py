@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from tinkermq.actors.weights.store import WeightStore
+from tinkermq.actors.weights.tensors import TensorBytes
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.faults import missing
 from tinkermq.broker.feed import publish_dead, publish_event, publish_metric
@@ -22,8 +24,6 @@ from tinkermq.broker.jetstream.streams import (
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.rollouts import BatchLog, RolloutLog
 from tinkermq.broker.tasks import TaskQueue
-from tinkermq.broker.weights.payloads import TensorBytes
-from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.job import RequestRecord
 from tinkermq.schemas.metric import Event, Metric

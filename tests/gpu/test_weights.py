@@ -13,10 +13,10 @@ import pytest
 import torch
 from tinkermq.actors.policy.devices import own_device
 from tinkermq.actors.weights.broadcast import BroadcastReceiver, Sender
+from tinkermq.actors.weights.store import WeightStore
+from tinkermq.actors.weights.tensors import TensorBytes
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service
-from tinkermq.broker.weights.payloads import TensorBytes
-from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.wire.errors import NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 

@@ -93,8 +93,8 @@ async def served(**bounds: Any) -> AsyncIterator[Served]:
         Route("/flood", flood),
         Route("/light", read, methods=["GET", "POST"]),
     ]
-    is_light = {"is_light": lambda scope: scope["path"] == "/light"}
-    server = HttpServer("server", Starlette(routes=routes), HttpBounds(**(is_light | bounds)))
+    bounds = {"is_light": lambda scope: scope["path"] == "/light", **bounds}
+    server = HttpServer("server", Starlette(routes=routes), HttpBounds(**bounds))
     with listening_socket("127.0.0.1", 0) as listening:
         await server.listen(listening)
         here = Served(listening.getsockname()[1])
@@ -190,6 +190,14 @@ async def test_a_head_over_64_kib_is_refused(ahead: str) -> None:
             client[1].write(b"y" * 1024)
             await asyncio.sleep(0)
         assert b"200 OK" not in await rest_of(client)
+
+
+async def test_a_whole_head_over_64_kib_is_refused() -> None:
+    async with served() as here:
+        client = await here.open("POST /light", b"", more="y" * (MAX_HEAD_BYTES + 1))
+        assert b"200 OK" not in await rest_of(client)
+        client = await here.open("POST /light", b"ab" * MAX_HEAD_BYTES, more="y" * 60_000)
+        assert (await answer_of(client))[2] == str(2 * MAX_HEAD_BYTES).encode()
 
 
 async def test_a_client_that_reads_nothing_is_disconnected() -> None:

@@ -10,7 +10,7 @@ import torch
 from tinkermq.actors.policy.lora import policy_tensors
 from tinkermq.actors.policy.model_folder import load_policy
 from tinkermq.actors.policy.tiny_models import TinyKind, save_tiny_model
-from tinkermq.broker.weights.payloads import TensorBytes
+from tinkermq.actors.weights.tensors import TensorBytes, TensorSource
 from tinkermq.schemas.config.sections import LoraConfig
 from torch import nn
 from transformers import PreTrainedModel
@@ -107,7 +107,7 @@ def gradients_of(model: nn.Module) -> torch.Tensor:
     return torch.cat(found)
 
 
-def bytes_of(tensor: TensorBytes) -> bytes:
+def bytes_of(tensor: TensorSource) -> bytes:
     """Return the bytes of a tensor that is in this machine's memory."""
-    assert isinstance(tensor.data, memoryview)
+    assert isinstance(tensor, TensorBytes)
     return bytes(tensor.data)

@@ -18,13 +18,13 @@ import pytest
 from tinkermq.actors.learner.evaluations import Evaluations
 from tinkermq.actors.learner.tasks import Ledger
 from tinkermq.actors.training.state import LearnerState
+from tinkermq.actors.weights.store import WeightStore
+from tinkermq.actors.weights.tensors import TensorBytes
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.streams import create_job_streams, stream_info
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.rollouts import BatchLog, RolloutLog
 from tinkermq.broker.tasks import TaskQueue, ValidationLog
-from tinkermq.broker.weights.payloads import TensorBytes
-from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.env import DescribeReply

@@ -6,7 +6,7 @@ Nothing here has a GPU, so the process groups speak gloo; what they send, and wh
 from pathlib import Path
 
 import pytest
-from tinkermq.broker.weights.store import WeightStore
+from tinkermq.actors.weights.store import WeightStore
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
 from tinkermq.envs.games.bandit import BanditGame
 

@@ -9,9 +9,9 @@ import torch
 from tinkermq.actors.policy.model_folder import load_causal_lm
 from tinkermq.actors.storage.run_folders import checkpoint_folders
 from tinkermq.actors.training.checkpoint import CheckpointStore
+from tinkermq.actors.weights.store import WeightStore
 from tinkermq.broker.feed import best_of, read_scores
 from tinkermq.broker.kept_rollouts import RunRollouts
-from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.job import JobReply, ResumeRequest
 from tinkermq.schemas.rollout import Trajectory
 from tinkermq.schemas.wire.errors import ConfigError, NotFoundError

@@ -14,10 +14,10 @@ import pytest
 from tinkermq.actors.node.sandbox import FOLDERS_VARIABLE
 from tinkermq.actors.scheduler.submission.access import AUTHORS_VARIABLE
 from tinkermq.actors.storage.access import MODELS_VARIABLE, ROOTS_VARIABLE
+from tinkermq.actors.weights.store import WeightStore
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.feed import read_metrics, read_traces
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.weights.store import WeightStore
 from tinkermq.clients.base import JobAddress
 from tinkermq.clients.home import Home
 from tinkermq.clients.hosting.environments import GameEnvironment

@@ -18,8 +18,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from tinkermq.actors.policy.model_folder import load_causal_lm
 from tinkermq.actors.training.checkpoint import CheckpointStore
+from tinkermq.actors.weights.store import WeightStore
 from tinkermq.broker.feed import read_metrics
-from tinkermq.broker.weights.store import WeightStore
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
 from tinkermq.envs.write_data import write_rows
 

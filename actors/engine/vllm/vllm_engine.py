@@ -5,20 +5,19 @@ Several engines may share one model in vLLM, each with an adapter of its own. Wh
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+import torch
 
 from ....broker.jetstream.objects import DigestMismatch
-from ....broker.weights.shared_memory import place_of
-from ....broker.weights.store import WeightStore
 from ....schemas.config.job import JobConfig
 from ....schemas.config.sections import LoraConfig
-from ....schemas.weights import Manifest, Round
+from ....schemas.weights import Manifest, Round, TensorEntry
 from ....schemas.wire.array import IntVector
 from ....schemas.wire.errors import ConfigError, EngineError, ModelError
 from ...policy.lora import read_lora
@@ -27,7 +26,9 @@ from ...policy.vision import ImageReader, Images, digest_of, load_image_reader
 from ...storage.adapters import base_of, is_adapter
 from ...weights.broadcast import BroadcastReceiver
 from ...weights.broadcast_group import FORM_S, ProcessGroupFailed, no_route, own_address
-from ...weights.tensors import TensorSource, dtype_of, shape_of
+from ...weights.shared_memory import place_of
+from ...weights.store import WeightStore
+from ...weights.tensors import TensorBytes, TensorSource, WeightNames, entry_of
 from ..engine import (
     EngineStats,
     Generation,
@@ -48,7 +49,6 @@ from ..engine import (
     require_reader,
 )
 from ..transformers.adapters import RowAdapters
-from ..weight_updates import WeightNames
 from .model import VllmModel
 from .request import ShownImages, show
 from .weight_files import WeightFiles, hollow_model, reference_names
@@ -345,7 +345,7 @@ class VllmEngine:
                 await self.load_weights(version, tensors)
             return
         zeros: dict[str, TensorSource] = {
-            of_one[0]: ("float32", tuple(tensor.shape), bytes(4 * tensor.numel()))
+            of_one[0]: torch.zeros(tensor.shape)
             for of_one, tensor in zip(names.names, names.tensors, strict=True)
         }
         await self.load_weights(version, zeros)
@@ -365,17 +365,15 @@ class VllmEngine:
 
     def _check_manifest(self, manifest: Manifest) -> None:
         names = self._reference()
-        names.check({one.name: (one.dtype, one.shape, b"") for one in manifest.tensors})
+        names.check({entry.name: entry.shape for entry in manifest.tensors})
 
     def _checked(self, tensors: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
-        names = self._reference()
-        names.check(tensors)
-        return names.once(tensors)
+        return self._reference().checked(tensors)
 
     def _update(self, version: int, tensors: Mapping[str, TensorSource]) -> dict[str, Any]:
         """Return what vLLM's workers take tensors by: the file that they lie in, or one of ours."""
-        found = _update_of_mapped(tensors)
-        return found or update_of_file(*self._files.write_model(version, tensors), tensors)
+        mapped = _update_of_mapped(tensors)
+        return mapped or update_of_file(*self._files.write_model(version, tensors))
 
     async def _load_adapter(
         self, version: int, tensors: Mapping[str, TensorSource], kv: KvOnSwap
@@ -537,7 +535,9 @@ class _Workers:
 
         Raises ProcessGroupFailed, DigestMismatch.
         """
-        await self._model.take_weights(update_of(manifest))
+        await self._model.take_weights(
+            update_of(manifest.tensors, manifest.num_bytes, digest=manifest.digest)
+        )
         kind, why = await self._model.transfer_outcome()
         if kind == "damaged":
             raise DigestMismatch(why)
@@ -559,44 +559,35 @@ class _Workers:
             raise ProcessGroupFailed(why)
 
 
-def update_of(manifest: Manifest) -> dict[str, Any]:
-    """Return what workers take a version from the learner by; see `TakeVersion`."""
-    entries = sorted(manifest.tensors, key=lambda entry: entry.offset)
+def update_of(
+    entries: Iterable[TensorEntry], num_bytes: int, *, digest: str = "", path: str = ""
+) -> dict[str, Any]:
+    """Return what workers take a version by, from the learner or from a file; see `TakeVersion`."""
+    ordered = sorted(entries, key=lambda entry: entry.offset)
     return {
-        "names": [entry.name for entry in entries],
-        "dtype_names": [entry.dtype for entry in entries],
-        "shapes": [entry.shape for entry in entries],
-        "offsets": [entry.offset for entry in entries],
-        "num_bytes": manifest.num_bytes,
-        "digest": manifest.digest,
+        "names": [entry.name for entry in ordered],
+        "dtype_names": [entry.dtype for entry in ordered],
+        "shapes": [entry.shape for entry in ordered],
+        "offsets": [entry.offset for entry in ordered],
+        "num_bytes": num_bytes,
+        "digest": digest,
+        "path": path,
     }
+
+
+def update_of_file(path: Path, entries: Iterable[TensorEntry]) -> dict[str, Any]:
+    """Return what workers take a version by that lies in a file."""
+    return update_of(entries, path.stat().st_size, path=str(path))
 
 
 def _update_of_mapped(tensors: Mapping[str, TensorSource]) -> dict[str, Any] | None:
     """Return what workers take tensors by that lie in one mapped file; None: they do not."""
-    places: dict[str, tuple[Path, int]] = {}
+    entries: list[TensorEntry] = []
+    paths: set[Path] = set()
     for name, source in tensors.items():
-        data = None if not isinstance(source, tuple) else source[2]
-        place = place_of(data) if isinstance(data, memoryview) else None
-        if place is None:
+        if not isinstance(source, TensorBytes) or (place := place_of(source.data)) is None:
             return None
-        places[name] = place
-    paths = {path for path, _ in places.values()}
-    if len(paths) != 1:
-        return None
-    return update_of_file(paths.pop(), {name: at for name, (_, at) in places.items()}, tensors)
-
-
-def update_of_file(
-    path: Path, offsets: Mapping[str, int], tensors: Mapping[str, TensorSource]
-) -> dict[str, Any]:
-    """Return what workers take tensors by that lie in a file, each at its place."""
-    names = sorted(tensors, key=lambda name: offsets[name])
-    return {
-        "names": names,
-        "dtype_names": [str(dtype_of(tensors[name])).removeprefix("torch.") for name in names],
-        "shapes": [list(shape_of(tensors[name])) for name in names],
-        "offsets": [offsets[name] for name in names],
-        "num_bytes": path.stat().st_size,
-        "path": str(path),
-    }
+        path, offset = place
+        entries.append(entry_of(name, source, offset))
+        paths.add(path)
+    return update_of_file(paths.pop(), entries) if len(paths) == 1 else None

@@ -17,16 +17,23 @@ import torch
 from safetensors import TensorSpec, serialize_file
 
 from ....schemas.config.sections import ADAPTER_CONFIG, LoraConfig
+from ....schemas.weights import TensorEntry
 from ....schemas.wire.errors import EngineError, ModelError
 from ...policy.lora import add_adapter, policy_tensors, uniform
 from ...policy.model_folder import auto_class, load_model_config
-from ...weights.tensors import TensorSource, as_tensor, bytes_of, dtype_of, shape_of
-from ..weight_updates import WeightNames
+from ...weights.shared_memory import MEMORY_FOLDER
+from ...weights.tensors import (
+    TensorBytes,
+    TensorSource,
+    WeightNames,
+    as_tensor,
+    in_bytes,
+    layout,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_MEMORY = Path("/dev/shm")  # noqa: S108  a file system of memory is what is wanted
 _PREFIX = "tinkermq-weights-"
 _INFIX = ".lora_A."
 _VISION_TOWER = ".visual."
@@ -36,27 +43,23 @@ class WeightFiles:
     """A folder of memory that goes with its owner; in it, one folder per version."""
 
     def __init__(self) -> None:
-        root = _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
+        root = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else Path(tempfile.gettempdir())
         _sweep(root)
         self._root = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=root))
 
     def write_model(
         self, version: int, tensors: Mapping[str, TensorSource]
-    ) -> tuple[Path, dict[str, int]]:
-        """Write tensors that were checked, one after the other; return the file and their places.
+    ) -> tuple[Path, list[TensorEntry]]:
+        """Write tensors that were checked, one after the other; return the file and its layout.
 
         For those that lie in no file of shared memory yet.
         """
-        buffers = self._buffers(tensors)
+        by_name = self._with_room(tensors)
         path = Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self._root)) / "model"
-        offsets: dict[str, int] = {}
-        place = 0
         with path.open("wb") as file:
-            for name, buffer in buffers.items():
-                offsets[name] = place
-                file.write(buffer.data)
-                place += buffer.nbytes
-        return path, offsets
+            for tensor in by_name.values():
+                file.write(tensor.data)
+        return path, layout(by_name)
 
     def write_adapter(
         self, version: int, tensors: Mapping[str, TensorSource], config: LoraConfig
@@ -93,24 +96,24 @@ class WeightFiles:
         shutil.rmtree(self._root, ignore_errors=True)
 
     def _write(self, version: int, file: str, tensors: Mapping[str, TensorSource]) -> Path:
-        buffers = self._buffers(tensors)
+        by_name = self._with_room(tensors)
         folder = Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self._root))
         specs = {
-            key: TensorSpec(
-                dtype=str(dtype_of(source)).removeprefix("torch."),
-                shape=list(shape_of(source)),
-                data_ptr=buffers[key].ctypes.data,
-                data_len=buffers[key].nbytes,
+            name: TensorSpec(
+                dtype=tensor.dtype,
+                shape=list(tensor.shape),
+                data_ptr=np.frombuffer(tensor.data, np.uint8).ctypes.data,
+                data_len=tensor.data.nbytes,
             )
-            for key, source in tensors.items()
+            for name, tensor in by_name.items()
         }
         serialize_file(specs, folder / file, {"format": "pt"})
         return folder
 
-    def _buffers(self, tensors: Mapping[str, TensorSource]) -> dict[str, np.ndarray]:
-        """Return the bytes of tensors; EngineError where they do not fit."""
-        buffers = {key: bytes_of(source) for key, source in tensors.items()}
-        size = sum(buffer.nbytes for buffer in buffers.values())
+    def _with_room(self, tensors: Mapping[str, TensorSource]) -> dict[str, TensorBytes]:
+        """Return the bytes of tensors; EngineError where there is no room for them."""
+        by_name = {name: in_bytes(source) for name, source in tensors.items()}
+        size = sum(tensor.data.nbytes for tensor in by_name.values())
         free = shutil.disk_usage(self._root).free
         if size > free:
             raise EngineError(
@@ -118,7 +121,7 @@ class WeightFiles:
                 f"{free >> 20} MiB left",
                 hint="make it larger (`mount -o remount,size=…`, or --shm-size of a container)",
             )
-        return buffers
+        return by_name
 
 
 def hollow_model(path: str, *, trust_remote_code: bool) -> "PreTrainedModel":

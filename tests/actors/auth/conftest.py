@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from tinkermq.actors.storage.access import ROOTS_VARIABLE
+from tinkermq.actors.weights.store import WeightStore
+from tinkermq.actors.weights.tensors import TensorBytes
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import publish_event, publish_log, publish_metric
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue
-from tinkermq.broker.weights.payloads import TensorBytes
-from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.metric import Event, LogLines, Metric
 from tinkermq.schemas.wire.subjects import JobScope
 

@@ -11,6 +11,7 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 from tinkermq.actors.auth.callout import PROGRAM_CONNECTIONS
+from tinkermq.actors.weights.store import WeightStore
 from tinkermq.broker.calls import ask_users
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.keys import EpisodeIdentity, episode_key, episode_secret
@@ -26,7 +27,6 @@ from tinkermq.broker.jetstream.streams import (
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.presence import list_presences
 from tinkermq.broker.rollouts import BatchLog, RolloutLog
-from tinkermq.broker.weights.store import WeightStore
 from tinkermq.envs.agents.proxy.proxy import EpisodeSigner
 from tinkermq.schemas.job import OpenRequest
 from tinkermq.schemas.metric import EvalRecord, Event

@@ -12,6 +12,7 @@ from tinkermq.actors.engine.engine import Drawn, Engine, Generation, Sampling
 from tinkermq.actors.engine.transformers.decoder import load_decoder
 from tinkermq.actors.engine.transformers.transformers_engine import TransformersEngine
 from tinkermq.actors.policy.tiny_models import TinyKind
+from tinkermq.actors.weights.tensors import TensorBytes
 from tinkermq.schemas.wire.errors import ConfigError, EngineError, ModelError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -497,8 +498,8 @@ async def test_weights_come_as_bytes_in_another_dtype_and_with_tied_names(
 ) -> None:
     weights = {name: value.bfloat16() for name, value in changed(model, 1).items()}
     buffers = {
-        name: ("bfloat16", list(v.shape), v.contiguous().view(torch.uint8).numpy().tobytes())
-        for name, v in weights.items()
+        name: TensorBytes("bfloat16", value.shape, value.flatten().view(torch.uint8).numpy().data)
+        for name, value in weights.items()
     }
     buffers["lm_head.weight"] = buffers["model.embed_tokens.weight"]
     await engine.load_weights(1, buffers)
@@ -524,8 +525,9 @@ async def test_weights_that_do_not_fit_are_refused_and_change_nothing(
     assert "model.layers.0.mlp.up_proj.weight [2, 3], the model's is" in caught.value.message
     with pytest.raises(EngineError, match="are one tensor in this model"):
         await engine.load_weights(1, good | {"lm_head.weight": torch.zeros(264, 64)})
+    short = TensorBytes("float32", [64], memoryview(b"1234"))
     with pytest.raises(EngineError, match="bytes instead of"):
-        await engine.load_weights(1, good | {"model.norm.weight": ("float32", [64], b"1234")})
+        await engine.load_weights(1, good | {"model.norm.weight": short})
     prompt = np.arange(10, 30, dtype=np.int32)
     result = await engine.generate(prompt, Sampling(5), request_id="1")
     assert engine.version == 0

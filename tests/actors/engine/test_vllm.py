@@ -15,10 +15,10 @@ from tinkermq.actors.engine.engine import Sampling
 from tinkermq.actors.policy.lora import policy_tensors
 from tinkermq.actors.policy.policies import MAIN, config_of_folder
 from tinkermq.actors.rollout.players import Base, load_base, start_engine
+from tinkermq.actors.weights.store import WeightStore
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams
 from tinkermq.broker.nats_server import NatsServer
-from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.config.job import JobConfig, LimitsConfig
 from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import ConfigError, EngineError

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -326,6 +327,7 @@ def test_a_new_version_brings_back_all_that_the_second_level_discards(
     """Nothing of these models is neither a parameter that is loaded nor a buffer."""
     from tinkermq.actors.engine.vllm.transfer import MemoryTransferEngine
     from tinkermq.actors.engine.vllm.vllm_engine import update_of_file
+    from tinkermq.actors.engine.vllm.weight_files import WeightFiles
 
     vllm_of, loading = of_vllm("config"), of_vllm("model_executor.model_loader")
     fields = {**CONFIGS[name], **SMALL}
@@ -336,12 +338,10 @@ def test_a_new_version_brings_back_all_that_the_second_level_discards(
     once = {key: value.detach() for key, value in published.items() if key != "lm_head.weight"}
     if not config.tie_word_embeddings:
         once["lm_head.weight"] = published["lm_head.weight"].detach()
-    offsets, place = dict[str, int](), 0
-    with (tmp_path / "payload").open("wb") as file:
-        for key, value in once.items():
-            offsets[key] = place
-            place += file.write(value.float().contiguous().numpy().tobytes())
-    update = update_of_file(tmp_path / "payload", offsets, once)
+    files = WeightFiles()
+    written, entries = files.write_model(0, {key: value.float() for key, value in once.items()})
+    update = update_of_file(Path(shutil.copy(written, tmp_path / "payload")), entries)
+    files.close()
     model_config = vllm_of.ModelConfig(
         model=str(tmp_path), skip_tokenizer_init=True, dtype="float32"
     )

@@ -10,15 +10,15 @@ import pytest
 import pytest_asyncio
 import torch
 from tinkermq.actors.engine.engine import Engine, KvOnSwap, Sampling
-from tinkermq.actors.engine.weight_updates import fetch_version
 from tinkermq.actors.policy.policies import MAIN
 from tinkermq.actors.weights.broadcast import BroadcastReceiver, Sender
+from tinkermq.actors.weights.follower import fetch_version
+from tinkermq.actors.weights.store import WeightStore
+from tinkermq.actors.weights.tensors import TensorBytes
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams
 from tinkermq.broker.nats_server import NatsServer
-from tinkermq.broker.weights.payloads import TensorBytes
-from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.weights import JoinRound, Manifest, Round
 from tinkermq.schemas.wire.errors import BrokerError, EngineError, NotFoundError
@@ -217,7 +217,7 @@ async def test_weights_that_come_in_part_are_taken_whole_by_the_next_round(
     engines = {MAIN: vllm}
     await load_version(store, engines, await learner.publish(1), "keep")
     manifest = await learner.publish(2)
-    update = update_of(manifest)
+    update = update_of(manifest.tensors, manifest.num_bytes, digest=manifest.digest)
     path = learner.sender._folder / "part"
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(bytes(manifest.num_bytes))

@@ -250,7 +250,7 @@ async def test_everything_of_a_job_can_be_read(stack: Stack, gateway: Gateway) -
     ("method", "path", "body", "status", "says"),
     [
         ("GET", "/api/v1/jobs/nope", None, 404, "no job or run 'nope'"),
-        ("GET", "/api/v1/nope", None, 404, "no page"),
+        ("GET", "/api/v1/nope", None, 404, "does not exist"),
         ("GET", "/api/v1/jobs?limit=many", None, 400, "limit='many'"),
         ("POST", "/api/v1/jobs", {}, 400, "config"),
         ("POST", "/api/v1/jobs", {"config": "a: [b"}, 400, "not valid YAML"),
@@ -266,7 +266,7 @@ async def test_everything_of_a_job_can_be_read(stack: Stack, gateway: Gateway) -
         ("POST", "/api/v1/jobs/nope/pause", {}, 404, "no job or run"),
         ("POST", "/api/v1/jobs/nope/scale", {"role": "learner", "count": 1}, 400, "role"),
         ("POST", "/api/v1/jobs/nope/scale", {"role": "server", "count": 1}, 404, "no job or run"),
-        ("POST", "/api/v1/jobs/nope/explode", {}, 404, "no page"),
+        ("POST", "/api/v1/jobs/nope/explode", {}, 404, "does not exist"),
     ],
 )
 async def test_an_error_says_what_is_wrong(

@@ -73,7 +73,7 @@ WRONG: list[tuple[str, str, Any, int, str]] = [
     ("POST", "sessions/s1/finish", {"reason": "done"}, 400, "reason='done' must be a JSON obj"),
     ("GET", "sessions/s9", None, 404, "there is no session s9"),
     ("GET", "training_runs/s9:train:0", None, 404, "there is no training run s9:train:0"),
-    ("GET", "training_runs?limit=many", None, 400, "limit='many' is no whole number"),
+    ("GET", "training_runs?limit=many", None, 400, "limit='many' must be an integer"),
     ("GET", "training_runs?project_id=p", None, 400, "this service has no projects"),
     ("PUT", "training_runs/s1:train:0/checkpoints/weights/a/ttl", {"ttl_seconds": "1"},
      400, "ttl_seconds='1' must be an integer"),

@@ -142,7 +142,7 @@ def test_a_group_that_does_not_fit_the_job_is_refused() -> None:
     ledger.note_task(_good().task.model_copy(update={"index": 9}))
     other = _taken(_good(), ledger=ledger)
     assert other.candidate.unusable == "malformed"
-    assert "what was given out is position 9" in other.refusal
+    assert "the issued task is position 9" in other.refusal
 
 
 def test_episodes_of_several_rows_are_refused_by_a_job_that_takes_a_row_for_an_episode() -> None:

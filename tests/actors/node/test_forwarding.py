@@ -36,7 +36,7 @@ import asyncio, json, os
 import numpy as np
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.jetstream.streams import create_job_streams
-from tinkermq.broker.weights.store import TensorBytes, WeightStore
+from tinkermq.actors.weights.store import WeightStore
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.subjects import JobScope
 

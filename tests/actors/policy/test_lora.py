@@ -32,7 +32,7 @@ from tinkermq.actors.training.model import load_model
 from tinkermq.actors.training.parallel import snapshot
 from tinkermq.actors.training.state import LearnerState
 from tinkermq.actors.training.step import Trainer
-from tinkermq.broker.weights.payloads import TensorBytes
+from tinkermq.actors.weights.tensors import TensorBytes
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.sections import LoraConfig
 from tinkermq.schemas.wire.errors import ModelError

@@ -31,12 +31,13 @@ from tinkermq.actors.policy.model_folder import (
 )
 from tinkermq.actors.policy.tiny_models import TinyKind, save_tiny_model
 from tinkermq.actors.policy.vision import ImageReader, load_image_reader
-from tinkermq.actors.weights.job_weights import as_sources, device_of_new_weights
-from tinkermq.actors.weights.tensors import TensorSource
-from tinkermq.broker.weights.payloads import TensorBytes
-from tinkermq.broker.weights.shared_memory import SharedMemory
+from tinkermq.actors.weights.follower import of_policy
+from tinkermq.actors.weights.job_weights import device_of_new_weights
+from tinkermq.actors.weights.shared_memory import SharedMemory
+from tinkermq.actors.weights.tensors import TensorBytes, TensorSource, tensors_of
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.sections import LoraConfig
+from tinkermq.schemas.weights import TensorEntry
 from tinkermq.schemas.wire.errors import DataError
 from tinkermq.schemas.wire.images import encoded_image
 from tinkermq.schemas.wire.subjects import JobScope
@@ -393,17 +394,19 @@ def test_without_a_gpu_new_weights_come_into_memory(engine: str) -> None:
 def test_an_engine_takes_weights_from_memory_and_from_tensors_alike(on_device: bool) -> None:
     payload = np.random.default_rng(0).integers(0, 120, 2 + 24, np.uint8)
     data = torch.from_numpy(payload) if on_device else payload.data
-    told = {  # the second begins at no multiple of its four bytes
-        "a": TensorBytes("bfloat16", (1,), data[:2]),
-        "b": TensorBytes("float32", (2, 3), data[2:]),
-        "other/b": TensorBytes("float32", (2, 3), data[2:]),
-    }
+    b = {"dtype": "float32", "shape": [2, 3], "offset": 2, "num_bytes": 24}  # not aligned
+    entries = [
+        TensorEntry(name="a", dtype="bfloat16", shape=[1], offset=0, num_bytes=2),
+        TensorEntry.model_validate({"name": "b", **b}),
+        TensorEntry.model_validate({"name": "other/b", **b}),
+    ]
+    tensors = tensors_of(entries, data)
     weights = {"a": torch.zeros(1, dtype=torch.bfloat16), "b": torch.zeros(2, 3)}
     buffer = DoubleBuffer(weights)
-    buffer.swap(buffer.prepare(as_sources(told)))
+    buffer.swap(buffer.prepare(of_policy(tensors)))
     assert weights["a"].view(torch.uint8).tolist() == payload[:2].tolist()
     assert weights["b"].flatten().view(torch.uint8).tolist() == payload[2:].tolist()
-    assert set(as_sources(told, "other")) == {"b"}
+    assert set(of_policy(tensors, "other")) == {"b"}
 
 
 async def test_an_engine_computes_with_weights_where_they_lie_in_shared_memory(
@@ -416,10 +419,8 @@ async def test_an_engine_computes_with_weights_where_they_lie_in_shared_memory(
 
     def given(data: memoryview) -> dict[str, TensorSource]:
         half = len(data) // 2
-        told = {"a": data[:half], "b": data[half:]}
-        return as_sources(
-            {name: TensorBytes("float32", (1 << 18,), view) for name, view in told.items()}
-        )
+        views = {"a": data[:half], "b": data[half:]}
+        return {name: TensorBytes("float32", (1 << 18,), view) for name, view in views.items()}
 
     first = await memory.offer("0" * 64, [payloads[1].data.cast("B")])
     assert first is not None

@@ -344,7 +344,7 @@ def test_the_teachers_prompt_is_the_policys_with_the_text_in_it() -> None:
         ({"correct": 1.0}, "the game's `info` has None under this name"),
         ({"solution": 42}, "the game's `info` has 42 under this name"),
         ({"solution": ""}, "the game's `info` has '' under this name"),
-        ({"solution": "It is " + "4" * 99}, "tokens longer than the prompt"),
+        ({"solution": "It is " + "4" * 99}, "tokens longer than the policy's"),
     ],
 )
 def test_a_game_that_tells_no_text_or_too_long_a_one_is_named(

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from tinkermq.actors.engine.engine import Engine
-from tinkermq.actors.engine.weight_updates import WeightFollower
 from tinkermq.actors.policy.chat import ChatTokenizer
 from tinkermq.actors.policy.model_folder import load_causal_lm, load_tokenizer
 from tinkermq.actors.policy.policies import MAIN
@@ -22,11 +21,12 @@ from tinkermq.actors.rollout.validation import (
     is_infrastructure,
     join_rows,
 )
+from tinkermq.actors.weights.follower import WeightFollower
+from tinkermq.actors.weights.store import WeightStore
+from tinkermq.actors.weights.tensors import TensorBytes
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.tasks import TaskQueue, ValidationLog, publish_validation_tasks
-from tinkermq.broker.weights.payloads import TensorBytes
-from tinkermq.broker.weights.store import WeightStore
 from tinkermq.envs.agents.episode import NoCalls
 from tinkermq.envs.evaluation import score_of, validation_metrics
 from tinkermq.schemas.config.job import LimitsConfig

@@ -1,23 +1,27 @@
 """A learner asks the scheduler for room for its versions; the bound is that of its model."""
 
 import asyncio
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 import pytest
 import torch
-from tinkermq.actors.learner.saving import Publisher, num_versions
+from tinkermq.actors.learner.evaluations import MOST_EVALUATIONS
 from tinkermq.actors.policy.policies import MAIN
+from tinkermq.actors.runtime import JobContext
 from tinkermq.actors.training.parallel import snapshot, snapshot_bytes
+from tinkermq.actors.weights.history import WeightHistory
+from tinkermq.actors.weights.publisher import Publisher, num_versions
+from tinkermq.actors.weights.store import room_for
+from tinkermq.actors.weights.tensors import layout
 from tinkermq.broker.client.connection import connect
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.jetstream.objects import ObjectStore
 from tinkermq.broker.jetstream.streams import WEIGHTS_BYTES, create_shared, stream_info
 from tinkermq.broker.nats_server import NatsServer
 from tinkermq.broker.user_records import UserStore, create_user_stores
-from tinkermq.broker.weights.history import WeightHistory
-from tinkermq.broker.weights.payloads import layout
-from tinkermq.broker.weights.store import room_for
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.user import QuotaReply, UserRecord
@@ -59,6 +63,12 @@ async def ask(stack: Stack, job: str, wanted: int, least: int = 1) -> int:
     return answer.num_bytes
 
 
+def publisher_of(context: JobContext, models: Mapping[str, nn.Module]) -> Publisher:
+    """Return what publishes these models; no version is."""
+    size = partial(snapshot_bytes, models)
+    return Publisher(context, lambda *_: {}, size, kind="full", num_evaluated=MOST_EVALUATIONS)
+
+
 async def test_a_learner_gets_the_bound_of_its_model_and_what_it_may_hold_counts(
     stack: Stack,
 ) -> None:
@@ -68,9 +78,9 @@ async def test_a_learner_gets_the_bound_of_its_model_and_what_it_may_hold_counts
         models = {MAIN: nn.Linear(1 << 15, 1 << 15, bias=False)}
     config = config_of(generator={"dtype": "bfloat16"})
     context = await job_context(stack.broker, job.scope, "learner", config)
-    publisher = Publisher(context, models, lambda *_: {})
+    publisher = publisher_of(context, models)
     await publisher.reserve()
-    wanted, _ = num_versions(config, differences=True)
+    wanted, _ = num_versions(config, MOST_EVALUATIONS, differences=True)
     assert await bound_of(stack, job) == room_for(wanted, LARGE)
     held = (await stack.until(job, lambda now: now.stored_bytes > LARGE)).stored_bytes
     assert held > room_for(wanted, LARGE)
@@ -87,7 +97,7 @@ async def test_what_a_killed_learner_has_left_takes_no_room(stack: Stack) -> Non
     await stack.broker.append(
         f"$O.{bucket}.C.killed", b"2" * 9999, deadline_s=PATIENCE_S, waiting_for="a part"
     )
-    await Publisher(context, {MAIN: nn.Linear(1, 1)}, lambda *_: {}).reserve()
+    await publisher_of(context, {MAIN: nn.Linear(1, 1)}).reserve()
     assert (await stream_info(stack.broker, f"OBJ_{bucket}"))["state"]["messages"] == 0
 
 
@@ -140,7 +150,7 @@ async def test_a_disk_that_cannot_hold_the_least_is_named_at_the_start(
     job = await stack.running()
     context = await job_context(stack.broker, job.scope, "learner", config)
     with pytest.raises(StorageError, match=r"the disk of weights\.folder has room for"):
-        await Publisher(context, models, lambda *_: {}).reserve()
+        await publisher_of(context, models).reserve()
 
 
 @pytest.mark.parametrize(
@@ -156,7 +166,8 @@ async def test_a_disk_that_cannot_hold_the_least_is_named_at_the_start(
 def test_versions_that_may_be_needed_follow_from_the_configuration(
     sections: dict[str, object], differences: bool, versions: tuple[int, int]
 ) -> None:
-    assert num_versions(config_of(**sections), differences=differences) == versions
+    config = config_of(**sections)
+    assert num_versions(config, MOST_EVALUATIONS, differences=differences) == versions
 
 
 def test_tied_tensors_count_once_and_lie_in_one_buffer() -> None:

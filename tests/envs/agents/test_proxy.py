@@ -485,7 +485,7 @@ async def test_a_branch_has_a_reward_and_a_name_by_the_call_that_it_begins_with(
     assert episode.to_info() == {"branch_rewards": {"0": 1.5}, "branch_names": {"0": "planner"}}
     await post(http, "reward", 404, reward=1, branch=7)
     refused = await post(http, "reward", 400, reward=1, branch=0, call=0)
-    assert "of a call or of a branch" in refused["error"]["message"]
+    assert "for a call or for a branch" in refused["error"]["message"]
 
 
 async def test_the_end_is_said_once(http: httpx.AsyncClient, episode: ProgramEpisode) -> None:

@@ -131,7 +131,7 @@ async def test_the_makers_libraries_know_the_errors_and_try_again_only_what_may_
     ("path", "body", "says"),
     [
         ("/v1/chat/completions", b"{", "not valid JSON"),
-        ("/v1/chat/completions", b"[]", "no object"),
+        ("/v1/chat/completions", b"[]", "must be an object"),
         ("/v1/chat/completions", b"{}", "messages is empty"),
         ("/v1/chat/completions", json.dumps(chat_body(n=17)).encode(), "the parameter 'n' is 17"),
         ("/v1/chat/completions", json.dumps(chat_body(stop=["x"] * 17)).encode(), "stop"),

@@ -185,7 +185,7 @@ async def test_an_episode_whose_asker_has_gone_waits_for_the_next() -> None:
     asked = LeaseRequests(4)
     assert (await ask(asked, wait_s=0)).episode == ""
     waiting = ask(asked)
-    await until(lambda: asked._wanted == 1, "the question")
+    await until(lambda: asked._num_requested == 1, "the question")
     await asked.acquire()
     waiting.cancel()
     await asyncio.wait({waiting})

@@ -153,7 +153,7 @@ def test_more_sessions_than_allowed_are_refused():
 
 def test_a_machine_without_bubblewrap_is_refused_with_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SandboxError, match="no bubblewrap on this machine") as refused:
+    with pytest.raises(SandboxError, match="bubblewrap is not installed here") as refused:
         LocalCodeSandbox(SandboxSettings(packages=[]))
     assert "apt-get install bubblewrap" in refused.value.hint
 

@@ -220,7 +220,7 @@ async def test_what_cannot_be_hosted_is_refused_at_the_start(tmp_path):
 
 async def test_a_machine_without_bubblewrap_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SandboxError, match="no bubblewrap on this machine") as error:
+    with pytest.raises(SandboxError, match="bubblewrap is not installed here") as error:
         async with hosting():
             pass
     assert "apt-get install bubblewrap" in error.value.hint

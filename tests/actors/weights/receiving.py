@@ -8,7 +8,7 @@ import hashlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from tinkermq.actors.weights.broadcast import BroadcastReceiver
 from tinkermq.actors.weights.broadcast_group import LocalMember
+from tinkermq.actors.weights.store import WeightStore
+from tinkermq.actors.weights.tensors import TensorSource
 from tinkermq.broker.client.connection import connect
-from tinkermq.broker.weights.payloads import TensorBytes
-from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.wire.errors import NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
@@ -30,12 +30,12 @@ MEET_S = 1.0
 DiesAt = Literal["placed", "met"]
 
 
-def digest(tensors: dict[str, TensorBytes]) -> str:
+def digest(tensors: Mapping[str, TensorSource]) -> str:
     """Return a digest of all bytes, in order."""
     return hashlib.sha256(b"".join(bytes_of(one) for one in tensors.values())).hexdigest()
 
 
-async def newest(store: WeightStore, version: int = -1) -> tuple[int, dict[str, TensorBytes]]:
+async def newest(store: WeightStore, version: int = -1) -> tuple[int, dict[str, TensorSource]]:
     """Wait for a newer version and fetch it, as generators do."""
     while True:
         manifest = await store.wait_newer(version, PATIENCE_S)

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tinkermq.actors.weights import shared_memory
+from tinkermq.actors.weights.shared_memory import SharedMemory, own_folder, sweep
+from tinkermq.actors.weights.store import WeightStore
+from tinkermq.actors.weights.tensors import TensorBytes
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.jetstream.objects import ObjectStore, digest_of
 from tinkermq.broker.jetstream.streams import bound_weights
 from tinkermq.broker.nats_server import NatsServer
-from tinkermq.broker.weights import shared_memory
-from tinkermq.broker.weights.payloads import TensorBytes
-from tinkermq.broker.weights.shared_memory import SharedMemory, own_folder, sweep
-from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.weights import Manifest, WeightsAnnouncement
 from tinkermq.schemas.wire.errors import NotFoundError, StorageError
 from tinkermq.schemas.wire.subjects import JobScope
@@ -35,7 +35,7 @@ DIGEST = digest_of([PAYLOAD])
 WRITER = """
 import asyncio, sys
 from pathlib import Path
-from tinkermq.broker.weights.shared_memory import SharedMemory
+from tinkermq.actors.weights.shared_memory import SharedMemory
 from tinkermq.schemas.wire.subjects import JobScope
 
 async def fill(buffer):

@@ -27,8 +27,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from functools import cache, cached_property, partial
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import Literal, TypeVar, cast
+from typing import Literal, TypeVar
 
+from ...broker.client.connection import Broker, Msg
+from ...broker.client.replies import Listening
+from ...broker.jetstream.kv import Bucket, DamagedEntry
+from ...broker.jetstream.objects import CHUNK_BYTES, DigestMismatch, digest_of
 from ...schemas.weights import (
     LATEST,
     Difference,
@@ -46,23 +50,11 @@ from ...schemas.wire.errors import (
     StorageError,
 )
 from ...schemas.wire.subjects import JobScope
-from ..client.connection import Broker, Msg
-from ..client.replies import Listening
-from ..jetstream.kv import Bucket, DamagedEntry
-from ..jetstream.objects import CHUNK_BYTES, DigestMismatch, digest_of
+from .broadcast import BroadcastReceiver, Sender
 from .history import Step, WeightHistory, Whole, joined, make
-from .payloads import (
-    Holder,
-    Payload,
-    Payloads,
-    Receiver,
-    TensorBytes,
-    Transport,
-    check_layout,
-    layout,
-    locations,
-)
+from .payloads import Payloads, Transport, locations
 from .shared_memory import SharedMemory, UnfinishedFile, in_parts, whole_file
+from .tensors import Payload, TensorBytes, TensorSource, check_layout, layout, tensors_of
 
 # Digests of the model folder's files, so that machines with other files are reported.
 # The learner's manifests have them, and receivers compare: tokenizer and template, and the base of
@@ -156,8 +148,8 @@ class WeightStore:
         differences: bool = True,
         full_snapshot_every: int = 16,
         look_s: float = _LOOK_S,
-        holder: Holder | None = None,
-        receiver: Receiver | None = None,
+        holder: Sender | None = None,
+        receiver: BroadcastReceiver | None = None,
         files: SeenFiles | None = None,
         shared_bytes: int = 0,
         sha256: bool = True,
@@ -219,10 +211,7 @@ class WeightStore:
         """
         entries = layout(tensors)
         await asyncio.to_thread(lambda: self._files.digests)  # reads them, once
-        buffers = [
-            cast("memoryview", tensor.data) for tensor in tensors.values() if tensor.data.nbytes
-        ]
-        views = [data.cast("B") for data in buffers]
+        views = [tensor.data.cast("B") for tensor in tensors.values() if tensor.data.nbytes]
         if kind == "full" and self._history.keeps(entries):
             manifest = await self._publish_words(version, entries, views)
         else:
@@ -404,7 +393,7 @@ class WeightStore:
                 async with asyncio.timeout(wait_s):
                     await self._announced.wait()
 
-    async def fetch(self, manifest: Manifest) -> dict[str, TensorBytes]:
+    async def fetch(self, manifest: Manifest) -> dict[str, TensorSource]:
         """Return the tensors of a version: views of one buffer, checked against the digest.
 
         Raises NotFoundError when the version was removed, BrokerError when its digest does not
@@ -422,14 +411,7 @@ class WeightStore:
             if manifest is self._early:  # no longer in shared memory; it comes once it is stored
                 self._early = None
             raise
-        return {
-            entry.name: TensorBytes(
-                entry.dtype,
-                tuple(entry.shape),
-                payload[entry.offset : entry.offset + entry.num_bytes],
-            )
-            for entry in manifest.tensors
-        }
+        return tensors_of(manifest.tensors, payload)
 
     async def receive(
         self, manifest: Manifest, receive: Callable[[Manifest], Awaitable[object]]

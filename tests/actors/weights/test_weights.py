@@ -4,6 +4,7 @@ import asyncio
 import resource
 import socket
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nats.js.errors import DigestMismatchError
 from safetensors.numpy import load_file
+from tinkermq.actors.weights.history import apply, encode
+from tinkermq.actors.weights.store import FORMAT, SeenFiles, WeightStore, software
+from tinkermq.actors.weights.tensors import TensorBytes, TensorSource
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.jetstream.objects import ObjectStore, chunks_of
 from tinkermq.broker.jetstream.streams import (
@@ -21,9 +25,6 @@ from tinkermq.broker.jetstream.streams import (
     stream_info,
 )
 from tinkermq.broker.nats_server import NatsServer
-from tinkermq.broker.weights.history import apply, encode
-from tinkermq.broker.weights.payloads import TensorBytes
-from tinkermq.broker.weights.store import FORMAT, SeenFiles, WeightStore, software
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.weights import Manifest
 from tinkermq.schemas.wire.errors import (
@@ -59,7 +60,7 @@ def _tensors(seed: int, num_values: int = 1000) -> dict[str, TensorBytes]:
     }
 
 
-def _same(one: dict[str, TensorBytes], other: dict[str, TensorBytes]) -> bool:
+def _same(one: Mapping[str, TensorSource], other: Mapping[str, TensorSource]) -> bool:
     return list(one) == list(other) and all(
         (a.dtype, a.shape, bytes_of(a)) == (b.dtype, b.shape, bytes_of(b))
         for a, b in zip(one.values(), other.values(), strict=True)

@@ -8,18 +8,15 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import structlog
-import torch
 
-from ...broker.weights.payloads import TensorBytes
-from ...broker.weights.store import WeightStore
 from ...schemas.weights import Manifest
-from ...schemas.wire.errors import DeadlineError, EngineError, NotFoundError
-from ..weights.job_weights import as_sources
-from ..weights.tensors import TensorSource, as_tensor, shape_of
-from .engine import Engine, KvOnSwap
+from ...schemas.wire.errors import DeadlineError, NotFoundError
+from ..policy.policies import MAIN, prefix_of
+from .store import WeightStore
+from .tensors import TensorSource
 
 _POLL_S = 30.0
 _LOOK_S = 2.0
@@ -27,12 +24,37 @@ _GONE_S = 0.1
 _log = structlog.get_logger()
 
 
-async def load_policies(
-    engines: Mapping[str, Engine], version: int, tensors: Mapping[str, TensorBytes], kv: KvOnSwap
-) -> None:
-    """Make a fetched version the weights of engines, each by its policy."""
-    for policy, engine in engines.items():
-        await engine.load_weights(version, as_sources(tensors, policy), kv)
+KvOnSwap = Literal["keep", "recompute"]
+"""What running requests do with their keys and values when weights change: continue with them, or
+compute them anew."""
+
+
+class LoadsWeights(Protocol):
+    """What an engine does with new weights; see `actors.engine.engine.Engine`."""
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it has weights to compute with."""
+        ...
+
+    async def load_weights(
+        self, version: int, tensors: Mapping[str, TensorSource], kv: KvOnSwap = "keep"
+    ) -> None:
+        """Make a version the engine's weights."""
+        ...
+
+
+@runtime_checkable
+class DirectEngine(Protocol):
+    """An engine whose workers may receive versions from the learner, without this process."""
+
+    def takes_from_learner(self, manifest: Manifest) -> bool:
+        """Return whether its workers receive this version."""
+        ...
+
+    async def receive_weights(self, manifest: Manifest, store: WeightStore, kv: KvOnSwap) -> None:
+        """Have the workers receive a version, and make it the engine's weights."""
+        ...
 
 
 Load: TypeAlias = Callable[[KvOnSwap], Awaitable[None]]
@@ -40,37 +62,41 @@ Load: TypeAlias = Callable[[KvOnSwap], Awaitable[None]]
 
 
 async def fetch_version(
-    store: WeightStore, engines: Mapping[str, Engine], manifest: Manifest
+    store: WeightStore, engines: Mapping[str, LoadsWeights], manifest: Manifest
 ) -> Load:
     """Fetch a published version; return what makes it the weights of engines, each by its policy.
 
-    An engine whose workers take it from the learner by themselves does so then, and nothing is
-    fetched here. Raises what `WeightStore.fetch` raises.
+    Nothing is fetched for an engine whose workers receive it themselves: they do when it is loaded.
+    Raises what `WeightStore.fetch` raises.
     """
     only = next(iter(engines.values())) if len(engines) == 1 else None
     if isinstance(only, DirectEngine) and only.takes_from_learner(manifest):
         return partial(only.receive_weights, manifest, store)
     tensors = await store.fetch(manifest)
-    return partial(load_policies, engines, manifest.version, tensors)
+
+    async def load(kv: KvOnSwap) -> None:
+        for policy, engine in engines.items():
+            await engine.load_weights(manifest.version, of_policy(tensors, policy), kv)
+
+    return load
 
 
-@runtime_checkable
-class DirectEngine(Protocol):
-    """An engine whose workers may take versions from the learner, past this process."""
-
-    def takes_from_learner(self, manifest: Manifest) -> bool:
-        """Whether they take this one."""
-        ...
-
-    async def receive_weights(self, manifest: Manifest, store: WeightStore, kv: KvOnSwap) -> None:
-        """Have them take it and make it the engine's weights."""
-        ...
+def of_policy(tensors: Mapping[str, TensorSource], policy: str = MAIN) -> dict[str, TensorSource]:
+    """Return the tensors of one policy, by the names that its model gives them."""
+    prefix = prefix_of(policy)
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if (name.startswith(prefix) if prefix else "/" not in name)
+    }
 
 
 class WeightFollower:
     """Keeps engines at the newest published version."""
 
-    def __init__(self, store: WeightStore, engines: Mapping[str, Engine], kv: KvOnSwap) -> None:
+    def __init__(
+        self, store: WeightStore, engines: Mapping[str, LoadsWeights], kv: KvOnSwap
+    ) -> None:
         """`engines` by policy."""
         self._store = store
         self._engines = engines
@@ -119,7 +145,7 @@ class WeightFollower:
         """Wait until there is room for new weights."""
         await self._may_load.wait()
 
-    def may_give_up(self, engine: Engine) -> bool:
+    def may_give_up(self, engine: LoadsWeights) -> bool:
         """Whether an engine that falls asleep needs no weights until another version comes.
 
         It does while it is kept at one, as for a validation, and if its versions come elsewhere.
@@ -256,67 +282,3 @@ class WeightFollower:
         """Have all that wait look again."""
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-# Which tensors new weights must have: their names, shapes, sizes, and which of them are one.
-
-_NAMES_SHOWN = 8
-
-
-class WeightNames:
-    """The tensors that change from version to version; a tied one has several names."""
-
-    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """`weights` are the tensors themselves by name, on whatever device."""
-        self.tensors: list[torch.Tensor] = []
-        self.names: list[list[str]] = []
-        """The names of each of `tensors`."""
-        seen: dict[int, int] = {}
-        for name, tensor in weights.items():
-            index = seen.setdefault(id(tensor), len(self.tensors))
-            if index == len(self.tensors):
-                self.tensors.append(tensor)
-                self.names.append([])
-            self.names[index].append(name)
-
-    def check(self, given: Mapping[str, TensorSource]) -> None:
-        """Raise EngineError listing the names that are missing, unknown, or of the wrong shape."""
-        known = {name for names in self.names for name in names}
-        problems: list[str] = []
-        missing = [names[0] for names in self.names if not any(n in given for n in names)]
-        extra = sorted(name for name in given if name not in known)
-        wrong: list[str] = []
-        for live, names in zip(self.tensors, self.names, strict=True):
-            for name in names:
-                shape = shape_of(given[name]) if name in given else tuple(live.shape)
-                if shape != tuple(live.shape):
-                    wrong.append(f"{name} {list(shape)}, the model's is {list(live.shape)}")
-        for what, names in (("missing", missing), ("unknown", extra), ("wrong shape", wrong)):
-            if names:
-                more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-                problems.append(f"{what}: {', '.join(names[:_NAMES_SHOWN])}{more}")
-        if problems:
-            raise EngineError(
-                f"the new weights do not fit the model: {'; '.join(problems)}",
-                hint="learner and generator must run the same model",
-            )
-
-    def once(self, given: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
-        """Return each tensor under one of its names.
-
-        Raises EngineError for a dtype or size that cannot be, and where names of one tensor are
-        given different ones.
-        """
-        once: dict[str, TensorSource] = {}
-        for names in self.names:
-            first, *others = [name for name in names if name in given]
-            once[first] = given[first]
-            for other in others:
-                both = [as_tensor(given[name]).float() for name in (first, other)]
-                if not torch.equal(*both):
-                    raise EngineError(
-                        f"{first} and {other} are one tensor in this model, the new weights give "
-                        "two",
-                        hint="learner and generator must both tie their embeddings",
-                    )
-        return once

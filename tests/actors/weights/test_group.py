@@ -183,7 +183,7 @@ async def test_a_receiver_that_has_left_a_shared_buffer_costs_the_learner_a_dead
 def test_a_shared_buffer_with_a_missing_member_does_not_form_and_leaves_no_file(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(broadcast_group, "_MEMORY", str(tmp_path))
+    monkeypatch.setattr(broadcast_group, "MEMORY_FOLDER", tmp_path)
     with pytest.raises(ProcessGroupFailed, match="1 of 2 members did not come"):
         SharedBufferGroup.meet(open_store(HOST), "one", rank, 2, torch.device("cpu"), 0.1)
     assert not list(tmp_path.iterdir())

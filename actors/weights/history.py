@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from ...broker.jetstream.objects import DigestMismatch, digest_of
 from ...schemas.weights import Difference, Manifest, TensorEntry
 from ...schemas.wire.errors import MessageError
-from ..jetstream.objects import DigestMismatch, digest_of
+from .tensors import DTYPES
 
 if TYPE_CHECKING:
     from pyarrow import Codec
@@ -158,9 +159,6 @@ def _words(buffer: memoryview) -> Words:
     return np.frombuffer(buffer, "<u2")
 
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
 @dataclass(frozen=True, slots=True)
 class Whole:
     """A version in memory."""
@@ -200,7 +198,7 @@ class WeightHistory:
         """Whether versions of this layout are held: those of 16 bits, mostly."""
         num_bytes = {2: 0, 4: 0}
         for entry in tensors:
-            num_bytes[ITEM_BYTES[entry.dtype]] += entry.num_bytes
+            num_bytes[DTYPES[entry.dtype].itemsize] += entry.num_bytes
         return self._enabled and num_bytes[2] >= num_bytes[4]
 
     def hold(self, whole: Whole, anchor: Whole | None = None) -> None:

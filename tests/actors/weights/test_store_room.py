@@ -6,12 +6,12 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
+from tinkermq.actors.weights.store import NEWEST, WeightStore, room_for
+from tinkermq.actors.weights.tensors import TensorBytes
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.objects import ObjectStore
 from tinkermq.broker.jetstream.streams import bound_weights, create_job_streams, stream_info
 from tinkermq.broker.nats_server import NatsServer
-from tinkermq.broker.weights.payloads import TensorBytes
-from tinkermq.broker.weights.store import NEWEST, WeightStore, room_for
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.local import disk
 from tinkermq.schemas.local.disk import with_room

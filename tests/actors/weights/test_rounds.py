@@ -11,11 +11,11 @@ import pytest
 from nats.aio.msg import Msg
 from tinkermq.actors.weights.broadcast import BroadcastReceiver, Sender
 from tinkermq.actors.weights.broadcast_group import ProcessGroupFailed, reach_store
+from tinkermq.actors.weights.store import WeightStore
+from tinkermq.actors.weights.tensors import TensorBytes
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.nats_server import NatsServer
-from tinkermq.broker.weights.payloads import TensorBytes
-from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.weights import JoinRound, Manifest
 from tinkermq.schemas.wire.errors import (
     BrokerError,
@@ -25,7 +25,7 @@ from tinkermq.schemas.wire.errors import (
 )
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.actors.broadcast.receiving import MEET_S, DiesAt, die, follow, newest, processes
+from tests.actors.weights.receiving import MEET_S, DiesAt, die, follow, newest, processes
 from tests.support.models import bytes_of
 from tests.support.waiting import AFTER_PATIENCE_S, until
 

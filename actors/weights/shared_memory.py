@@ -32,7 +32,7 @@ import structlog
 
 from ...schemas.wire.subjects import JobScope
 
-_MEMORY = Path("/dev/shm")  # noqa: S108  a file system of memory is what is wanted
+MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108  a file system of memory is what is wanted
 _HALF = ".half"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _PART_BYTES = 16 << 20
@@ -129,7 +129,7 @@ class SharedMemory:
         scope: JobScope,
         max_bytes: int,
         *,
-        root: Path = _MEMORY,
+        root: Path = MEMORY_FOLDER,
         wait_s: float = _WAIT_S,
     ) -> None:
         """Use at most `max_bytes` for the job; 0: share nothing."""
@@ -321,7 +321,7 @@ class UnfinishedFile:
             os.close(self._lock)
 
 
-def own_folder(root: Path = _MEMORY) -> Path:
+def own_folder(root: Path = MEMORY_FOLDER) -> Path:
     """Return this user's folder, made if it is missing; OSError for one that is not safe."""
     folder = root / f"tinkermq-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
@@ -332,7 +332,7 @@ def own_folder(root: Path = _MEMORY) -> Path:
     return folder
 
 
-def sweep(keep_s: float = _KEEP_S, root: Path = _MEMORY) -> None:
+def sweep(keep_s: float = _KEEP_S, root: Path = MEMORY_FOLDER) -> None:
     """Remove files that are not mapped and were not requested in the last `keep_s`; a failure is
     harmless."""
     with contextlib.suppress(OSError):

@@ -1,37 +1,30 @@
-"""Where the bytes of published weights lie: objects in NATS, or files in a shared folder.
-
-Those of the `nccl` transport lie in the learner's memory and travel by torch.distributed, of which
-the broker defines only the two interfaces below; `actors/weights` has both.
-"""
+"""Payloads of the transports `object` and `file`: objects in NATS, files in a shared folder."""
 
 import asyncio
 import contextlib
 import json
-import math
 import mmap
 import shutil
 import struct
 import uuid
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence, Set
 from io import FileIO
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal
 
 import numpy as np
 
-from ...schemas.weights import Manifest, TensorEntry, payload_label, payload_of
-from ...schemas.wire.errors import ConfigError, MessageError, NotFoundError, StorageError
-from ...schemas.wire.subjects import JobScope
-from ..client.connection import Broker
-from ..jetstream.objects import (
+from ...broker.client.connection import Broker
+from ...broker.jetstream.objects import (
     BucketFullError,
     DigestMismatch,
     ObjectStore,
     digest_of,
     new_digest,
 )
-from .history import ITEM_BYTES
+from ...schemas.weights import Manifest, TensorEntry, payload_label, payload_of
+from ...schemas.wire.errors import ConfigError, NotFoundError, StorageError
+from ...schemas.wire.subjects import JobScope
 from .shared_memory import MappedFile
 
 # Weights as files on a path that learner and generators share.
@@ -141,56 +134,6 @@ def _write_all(file: FileIO, view: memoryview) -> None:
 
 TRANSFER_DEADLINE_S = 600.0
 Transport = Literal["object", "file", "nccl"]
-
-
-class OnDevice(Protocol):
-    """Bytes in the memory of an accelerator: a tensor of uint8[N]."""
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes."""
-        ...
-
-    def __getitem__(self, index: slice, /) -> "OnDevice":
-        """Return some of them, as a view."""
-        ...
-
-
-Payload: TypeAlias = memoryview | OnDevice
-"""Bytes of weights in this process."""
-
-
-class Holder(Protocol):
-    """Holds payloads in the learner's memory and hands them out."""
-
-    async def put(
-        self, version: int, entries: list[TensorEntry], views: Sequence[memoryview]
-    ) -> tuple[str, str]:
-        """Hold a payload; return its location and digest."""
-        ...
-
-    async def holds(self, location: str) -> bool:
-        """Whether a payload is there: a learner that died held what its next one has not."""
-        ...
-
-    async def secure(self, locations: Iterable[str]) -> None:
-        """See to it that these payloads outlive this process. Raises StorageError."""
-        ...
-
-    async def remove(self, location: str) -> None:
-        """Forget a payload; harmless if it is gone."""
-        ...
-
-
-class Receiver(Protocol):
-    """Receives payloads from the learner's memory."""
-
-    async def get(self, manifest: Manifest) -> Payload:
-        """Return the payload of a version.
-
-        Raises NotFoundError when it was removed, DigestMismatch, DeadlineError, BrokerError.
-        """
-        ...
 
 
 class Payloads:
@@ -314,56 +257,3 @@ def locations(manifest: Manifest) -> list[str]:
     """Return where all that was stored for a version lies."""
     places = [manifest.location, *(difference.location for difference in manifest.differences)]
     return [place for place in places if place]
-
-
-# Tensors as they travel, and where each lies in the payload of a version. No torch here.
-
-
-@dataclass(frozen=True, slots=True)
-class TensorBytes:
-    """One tensor as it travels: little endian, row major."""
-
-    dtype: str
-    """`float32`, `bfloat16` or `float16`."""
-    shape: tuple[int, ...]
-    """Shape."""
-    data: Payload
-    """Its bytes; those that are published are in the machine's memory."""
-
-
-def layout(tensors: Mapping[str, TensorBytes]) -> list[TensorEntry]:
-    """Say where each tensor lies in the payload, one after the other. Raises MessageError."""
-    entries: list[TensorEntry] = []
-    offset = 0
-    for name, tensor in tensors.items():
-        size = tensor.data.nbytes
-        entries.append(
-            TensorEntry(
-                name=name,
-                dtype=tensor.dtype,
-                shape=list(tensor.shape),
-                offset=offset,
-                num_bytes=size,
-            )
-        )
-        offset += size
-    for entry in entries:
-        _check_entry(entry, offset)
-    return entries
-
-
-def check_layout(manifest: Manifest) -> None:
-    """Raise MessageError for a manifest whose tensors do not fit its payload."""
-    for entry in manifest.tensors:
-        _check_entry(entry, manifest.num_bytes)
-
-
-def _check_entry(entry: TensorEntry, num_bytes: int) -> None:
-    size = math.prod(entry.shape) * ITEM_BYTES.get(entry.dtype, 0)
-    fits = size == entry.num_bytes and entry.offset + size <= num_bytes
-    if not fits or min(entry.shape, default=0) < 0 or entry.dtype not in ITEM_BYTES:
-        raise MessageError(
-            f"tensor {entry.name} of dtype {entry.dtype} and shape {entry.shape} does not fit "
-            f"its {entry.num_bytes} bytes at {entry.offset} of {num_bytes}",
-            hint="tensors travel as float32, bfloat16 or float16",
-        )

@@ -1,0 +1,170 @@
+"""The sender's side: a learner publishes the versions of its job's weights.
+
+`Publisher` copies the weights at once and sends the copy in the background, so training continues.
+How a version travels, how long it stays, and in which form receivers fetch it is behind `store`.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Set
+from typing import Literal
+
+import torch
+
+from ...broker.client.rpc import call
+from ...schemas.config.job import JobConfig
+from ...schemas.local.disk import with_room
+from ...schemas.weights import WeightsBound, WeightsRoom
+from ...schemas.wire.errors import StorageError
+from ...schemas.wire.subjects import rpc
+from ..policy.devices import own_device
+from ..runtime import JobContext
+from .job_weights import make_sender, open_weights
+from .shared_memory import UnfinishedFile, is_in_memory
+from .store import NEWEST, room_for
+from .tensors import TensorBytes
+
+_RESERVE_S = 60.0
+
+Taken = dict[str, TensorBytes]
+Read = Callable[[Callable[[], Taken]], "Awaitable[asyncio.Future[Taken]]"]
+"""Starts what reads the weights, and returns its result to come, once they may be trained on."""
+Snapshot = Callable[[torch.dtype, UnfinishedFile | None], Taken]
+
+
+class Publisher:
+    """Publishes the versions of a job's policies."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        snapshot: Snapshot,
+        snapshot_bytes: Callable[[torch.dtype], int],
+        *,
+        kind: Literal["full", "lora"],
+        num_evaluated: int,
+    ) -> None:
+        """`snapshot` copies what changes from version to version, into a file if it gets one.
+
+        Such a copy has `snapshot_bytes`. At most `num_evaluated` versions wait for an evaluation.
+        """
+        config = self._config = context.config
+        self._context = context
+        self._service = context.service
+        self._missing = context.missing
+        self._sender = make_sender(context)
+        self._store = open_weights(context, self._sender)
+        self._snapshot = snapshot
+        self._kind: Literal["full", "lora"] = kind
+        on_gpu = own_device().type == "cuda"
+        self._dtype: torch.dtype = getattr(torch, config.published_dtype(on_gpu=on_gpu))
+        self._num_bytes = snapshot_bytes(self._dtype)
+        differences = config.weights.differences and self._dtype.itemsize == 2
+        self._num_versions = num_versions(config, num_evaluated, differences=differences)
+        self._sending: asyncio.Task[None] | None = None
+        self._pinned: set[int] = set()
+        self.sending_bytes = 0
+        """Of the copy that is being sent, where this process holds it."""
+        self.send_s = 0.0
+        """Seconds that the last sending took, beside training."""
+
+    async def reserve(self) -> None:
+        """See to it that there is room for all versions that may be needed at a time.
+
+        Raises BrokerError, QuotaError or StorageError where there is not even the least.
+        """
+        if self._sender is not None:
+            return
+        await self._store.sweep()
+        wanted, least = (room_for(number, self._num_bytes) for number in self._num_versions)
+        bound = await self._store.bound_bytes()
+        is_file = self._config.weights.transport == "file"
+        if is_file and bound < least:
+            raise StorageError(
+                f"the versions of weights need {least:,} bytes, and the disk of weights.folder "
+                f"has room for {bound:,}",
+                hint="free some space, name another folder, or set learner.publish_dtype=bfloat16",
+            )
+        if not is_file and bound < wanted:
+            scope = self._context.scope
+            await call(
+                self._context.broker,
+                rpc(scope.user, "scheduler", "weights-room"),
+                WeightsRoom(job=scope.job, wanted_bytes=wanted, least_bytes=least),
+                WeightsBound,
+                timeout_s=_RESERVE_S,
+                waiting_for="room for versions of weights",
+                idempotent=True,
+            )
+
+    async def publish(self, version: int, read: Read, *, keep: Callable[[], Set[int]]) -> None:
+        """Publish the model as `version`; an earlier publication is waited for first.
+
+        `keep` tells which versions are needed now; it is asked whenever room is needed.
+        """
+        await self.wait()
+        if await self._store.is_out(version):
+            return
+        taken = await read(self._take)
+        self._pinned &= keep()
+        self._sending = asyncio.create_task(
+            self._send(version, taken, keep), name=f"weights {version}"
+        )
+        if version == 0:
+            await self.wait()
+
+    def _take(self) -> Taken:
+        """Copy the models, those of a CPU into the machine's shared memory, where there is some."""
+        draft = None if own_device().type == "cuda" else self._store.draft(self._num_bytes)
+        return self._snapshot(self._dtype, draft)
+
+    async def serve(self) -> None:
+        """Hand out versions, by the transport that takes them from here; to be run beside all."""
+        if self._sender is not None:
+            await self._sender.open(self._service)
+            await self._sender.serve()
+
+    async def has(self, version: int) -> bool:
+        """Whether a version can be fetched now."""
+        return await self._store.manifest(version) is not None
+
+    def pin(self, version: int) -> None:
+        """Keep a version until its evaluation is reported."""
+        self._pinned.add(version)
+
+    async def wait(self) -> None:
+        """Wait until the last publication is out; raise what it raised."""
+        if self._sending is not None:
+            await self._sending
+            self._sending = None
+
+    async def _send(
+        self, version: int, taken: "asyncio.Future[Taken]", keep: Callable[[], Set[int]]
+    ) -> None:
+        tensors = await taken
+
+        async def publish() -> None:
+            await self._store.make_room(tensors, self._pinned | keep())
+            await self._store.publish(version, tensors, kind=self._kind)
+
+        started = time.perf_counter()
+        views = (tensor.data for tensor in tensors.values())
+        self.sending_bytes = sum(view.nbytes for view in views if not is_in_memory(view))
+        await with_room(publish, f"the weights of version {version}", self._missing)
+        self.sending_bytes = 0
+        self.send_s = time.perf_counter() - started
+        await self._store.keep(self._pinned | keep(), newest=NEWEST)
+
+
+def num_versions(config: JobConfig, num_evaluated: int, *, differences: bool) -> tuple[int, int]:
+    """Return how many whole versions may be needed at a time, and without how many a run stands.
+
+    Needed are the newest two and the one that is stored, those that are evaluated, and opponents
+    in self-play; with differences also the anchors of which those are made. A run goes on, slower,
+    with room for the newest, the next, one that is evaluated, and the opponents.
+    """
+    opponents = config.self_play.pool_size if config.self_play.past_share else 0
+    evaluated = int(config.validates)
+    anchors = 1 + evaluated + opponents if differences else 0
+    wanted = 3 + num_evaluated * evaluated + opponents + anchors
+    return wanted, 2 + evaluated + opponents + anchors

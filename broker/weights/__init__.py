@@ -1,1 +1,0 @@
-"""The weights of a job as they travel: versions, whole or as differences."""
