@@ -20,7 +20,7 @@ from ....broker.jobs import is_final
 from ....schemas.config.algorithm import is_checkpoint, served_job
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import parse_config
-from ....schemas.config.sections import is_url, rename_keys
+from ....schemas.config.sections import is_url
 from ....schemas.job import BEST_STEP, LAST_STEP, JobRecord, SubmitRequest
 from ....schemas.local.folder import Folder
 from ....schemas.tinker.names import CheckpointName, is_path, run_in
@@ -554,7 +554,7 @@ def changed_config(record: JobRecord, changes: Mapping[str, Any]) -> JobConfig:
         raise errors.StateError(f"job {record.name} was never configured", hint="submit a new job")
     before = parse_config({**record.config, "name": record.name})
     known = before.model_dump(mode="json", exclude_unset=True)
-    after = parse_config(merged(known, rename_keys(changes)))
+    after = parse_config(merged(known, changes))
     for key, why in _KEPT:
         if _value(before, key) != _value(after, key):
             raise errors.ConfigError(

@@ -207,7 +207,7 @@ class Submission:
         """
         async with self._view.lock(user):
             record = await self._view.get(user, request.job)
-            config = merged(record.config, sections.rename_keys(request.config))
+            config = merged(record.config, request.config)
             if record.configured:
                 return origins.already_configured(record, config)
             if record.state != "QUEUED":
