@@ -1,8 +1,8 @@
 """Request machines from a cluster and release them, as the queue needs them.
 
-Level-triggered: each turn reads the cluster, the nodes and the queue, decides anew and acts. Only
-idle times, failures and when nodes were there are remembered, so it may be killed at any time: its
-successor finds all machines in the cluster by their names, and gives those that run time to join.
+Level-triggered: each turn reads the cluster, the nodes and the queue, decides anew and acts. It
+only remembers idle times, failures and when nodes were alive, so it may be killed at any time: its
+successor finds all machines in the cluster by their names, and gives running ones time to join.
 Use of the day's budget is stored each turn, per machine.
 
 A node is closed to new actors in one turn and released in the next, if nothing came in between.
@@ -33,7 +33,7 @@ from ..placement import NodeSlots, PlacementRequest, UserShares, place
 from .source import Machine, MachineNames, MachineSource
 
 # How many machines to request and which to release (pure). The queue is placed as if more machines
-# were there; those that it then uses are missing. So quotas, priorities and reserved slots count as
+# existed; those that it then uses are missing. So quotas, priorities and reserved slots count as
 # they do for nodes.
 
 _NEW = "~new-"
@@ -41,25 +41,25 @@ _NEW = "~new-"
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a pool may ask for."""
+    """Bounds of the machines of a pool."""
 
     least: int
     most: int
     slots: int
-    """Of one machine."""
+    """Slots of one machine."""
     idle_s: float
     slot_hours_per_day: float | None = None
 
 
 @dataclass(frozen=True)
 class Demand:
-    """The queue and the nodes, as the scheduler sees them at one moment."""
+    """The queue and the nodes at one moment."""
 
     queue: Sequence[PlacementRequest]
     nodes: Sequence[NodeSlots]
     shares: UserShares
     busy: frozenset[str]
-    """Nodes that run something, or shall."""
+    """Nodes that run actors, or will."""
     now: float
 
 
@@ -71,7 +71,7 @@ class Decision:
     give_back: tuple[str, ...] = ()
     """Names of machines."""
     why: str = ""
-    """Why no more are asked for than that; empty if more are not needed."""
+    """Why no more machines are requested; empty if no more are needed."""
 
 
 def machines_needed(demand: Demand, slots: int, room: int, *, gpus: bool = False) -> int:
@@ -89,7 +89,7 @@ def machines_needed(demand: Demand, slots: int, room: int, *, gpus: bool = False
 
 
 def machines_of(slots: int, count: int, *, gpus: bool) -> list[NodeSlots]:
-    """Return idle nodes as machines that have not come would be."""
+    """Return idle nodes as further machines would be."""
     names = (f"{_NEW}{number:05d}" for number in range(count))
     return [NodeSlots(name, slots, frozenset(range(slots)), are_gpus=gpus) for name in names]
 
@@ -101,10 +101,10 @@ def decide(
     idle_s: Mapping[str, float],
     slot_hours: float,
 ) -> Decision:
-    """Decide by what is there (`machines`, by name in order of age) and what is `needed` beside it.
+    """Decide from the existing `machines` (by name, oldest first) and the number `needed`.
 
-    `needed` counts machines beyond those that are here; `idle_s` says how long nothing ran on those
-    of which nothing does; `slot_hours` were used today.
+    `needed` counts machines beyond the existing nodes; `idle_s` are the idle times of idle ones;
+    `slot_hours` were used today.
     """
     budget = bounds.slot_hours_per_day
     staying = [name for name, state in machines.items() if state != "draining"]
@@ -117,7 +117,7 @@ def decide(
     returned = spare[: max(len(staying) - bounds.least, 0)]
     missing = max(needed - len(pending), bounds.least - len(staying), 0)
     room = max(bounds.most - len(machines), 0)
-    why = f"{bounds.most} machines are the most there may be" if missing > room else ""
+    why = f"the pool may have at most {bounds.most} machines" if missing > room else ""
     return Decision(min(missing, room), tuple(returned), why)
 
 
@@ -131,25 +131,25 @@ class RequestBackoff:
     """A pause that doubles with every failure, and ends with the first success."""
 
     def __init__(self) -> None:
-        """Nothing has failed."""
+        """Start without a failure."""
         self.trouble = ""
         """The last failure; empty after a success."""
         self._num_failures = 0
         self._until = float("-inf")
 
     def failed(self, why: str) -> None:
-        """Note a failure; the pause begins anew."""
+        """Note a failure; the pause starts again."""
         self.trouble = why
         pause_s = min(FIRST_PAUSE_S * 2**self._num_failures, LAST_PAUSE_S)
         self._until = time.monotonic() + pause_s
         self._num_failures += 1
 
     def succeeded(self) -> None:
-        """Note that a machine has come."""
+        """Note that a machine has joined."""
         self.__init__()
 
     def is_over(self) -> bool:
-        """Return whether it may be tried again."""
+        """Return whether a request may be tried again."""
         return time.monotonic() >= self._until
 
 
@@ -165,12 +165,12 @@ class Spending:
     """The record of a day's use."""
 
     def __init__(self, broker: Broker) -> None:
-        """Read nothing yet."""
+        """Start without a record."""
         self._bucket = Bucket(broker, BUCKET_MACHINES, MachineSpending)
         self._known: MachineSpending | None = None
 
     async def record_use(self, machines: Sequence[Machine], now: float) -> float:
-        """Note what runs at `now` (seconds since the epoch); return seconds used that day."""
+        """Note the machines running at `now` (seconds since the epoch); return that day's use."""
         before = self._known or await self._read()
         self._known = spent(before, machines, now)
         if self._known != before and self._known.seconds:
@@ -188,7 +188,7 @@ class Spending:
 def spent(
     before: MachineSpending | None, machines: Sequence[Machine], now: float
 ) -> MachineSpending:
-    """Return what was used of the day of `now`, machines that have ended included. Pure."""
+    """Return the use on the day of `now`, including ended machines. Pure."""
     day = int(now // _DAY_S)
     seconds = dict(before.seconds) if before is not None and before.day == day else {}
     for machine in machines:
@@ -207,7 +207,7 @@ class MachineKeeper:
     def __init__(
         self, broker: Broker, config: MachinesConfig, url: str, source: MachineSource, pool: Nodes
     ) -> None:
-        """Have asked for nothing; `url` names the pool."""
+        """Start without requests; `url` names the pool."""
         self._config = config
         self._source = source
         self._pool = pool
@@ -216,10 +216,10 @@ class MachineKeeper:
         self._patience = RequestBackoff()
         self._idle_since: dict[str, float] = {}
         self._here_at: dict[str, float] = {}
-        """When the nodes of machines were there last, by their ids; none that has not joined. What
-        ran when this scheduler began may have joined, and counts as there then."""
+        """When the nodes of machines were last alive, by their ids, for machines that have joined.
+        Machines that ran when this scheduler started count as alive then."""
         self._returned_at: dict[str, float] = {}
-        """When machines were given back, by their ids."""
+        """When machines were returned, by their ids."""
         self._known: dict[str, Machine] | None = None
         self._state = MachineList(on=config.on, least=config.least, most=config.most)
         self._bounds = Bounds(
@@ -227,15 +227,15 @@ class MachineKeeper:
         )
 
     def could_come(self) -> list[NodeSlots]:
-        """Return nodes for all machines that there may be, as a pool that is grown would have."""
+        """Return nodes for all machines that the pool may have."""
         return machines_of(self._config.slots, self._config.most, gpus=self._config.gpus)
 
     async def answer(self, _: Empty) -> MachineList:
-        """Return what became of asking."""
+        """Return the state of the machines, for clients."""
         return self._state
 
     async def run(self, waiting: Callable[[], Demand], may_act: Callable[[], bool]) -> None:
-        """Look for ever; acts only while `may_act`, which another scheduler ends."""
+        """Run turns for ever; act only while `may_act`, until another scheduler takes over."""
         while self._config.most:
             if may_act():
                 await self._try(waiting)
@@ -283,12 +283,12 @@ class MachineKeeper:
         return decision
 
     def _trouble(self, decision: Decision) -> str:
-        """Return why machines do not come that are needed."""
+        """Return why needed machines are not available."""
         matters = decision.ask or not self._patience.is_over()
         return (self._patience.trouble if matters else "") or decision.why
 
     async def _without_doubles(self, machines: Sequence[Machine]) -> list[Machine]:
-        """Return back what was asked for twice; the one that is further, or older, stays."""
+        """Return machines that were requested twice; the one that is further, or older, stays."""
         first: dict[str, Machine] = {}
         for machine in sorted(machines, key=lambda item: item.state == "asked"):
             if machine.name in first:
@@ -297,7 +297,7 @@ class MachineKeeper:
         return sorted(first.values(), key=lambda item: self._names.number(item.name))
 
     def _note_fates(self, seen: Iterable["SeenMachine"]) -> None:
-        """Notice machines that joined, and those that ended before they did."""
+        """Note machines that joined, and those that ended before they joined."""
         now = {item.machine.id: item for item in seen}
         joined = {"here"} if self._known is not None else {"here", "coming"}
         here = {number for number, item in now.items() if item.state in joined}
@@ -308,8 +308,8 @@ class MachineKeeper:
             if number not in now.keys() | self._here_at.keys() | self._returned_at.keys():
                 waited = f"; it waited: {machine.why}" if machine.why else ""
                 self._patience.failed(
-                    f"{machine.name} ({number}) ended before its node had joined: see what it "
-                    f"wrote, {machine.log}{waited}"
+                    f"{machine.name} ({number}) ended before its node had joined: see its log, "
+                    f"{machine.log}{waited}"
                 )
         self._known = {number: item.machine for number, item in now.items()}
         self._here_at = {number: at for number, at in self._here_at.items() if number in now}
@@ -352,7 +352,7 @@ class MachineKeeper:
             _log.warning("machine_refused", error=error.message, hint=error.hint)
 
     async def _give_back(self, machine: Machine, *, has_joined: bool) -> None:
-        """Give a machine back, whose node drains if it has joined; end what does not drain."""
+        """Return a machine; its node drains if it has joined. End one that does not drain."""
         given_at = self._returned_at.get(machine.id)
         if given_at is not None and time.monotonic() - given_at < self._config.drain_s:
             return  # a second signal would end it at once
@@ -362,7 +362,7 @@ class MachineKeeper:
         _log.info("machine_given_back", machine=machine.name, id=machine.id, drain=drain)
 
     def _is_late(self, item: "SeenMachine") -> bool:
-        """Return whether a machine runs and its node should have joined by now, or come back."""
+        """Return whether a running machine's node is late to join or to reconnect."""
         machine, join_s = item.machine, self._config.join_s
         if item.state != "coming" or machine.started is None:
             return False
@@ -371,7 +371,7 @@ class MachineKeeper:
         if away_s < join_s:
             return False
         if machine.id not in self._returned_at:
-            fate = "has not joined within" if here_at is None else "has not been heard of for"
+            fate = "has not joined within" if here_at is None else "was silent for"
             self._patience.failed(
                 f"the node of {machine.name} ({machine.id}) {fate} {join_s:g} s: can it reach the "
                 "broker at its URL?"
@@ -381,7 +381,7 @@ class MachineKeeper:
 
 @dataclass(frozen=True)
 class SeenMachine:
-    """A machine, and what the pool makes of it."""
+    """A machine, and its state in the pool."""
 
     machine: Machine
     state: MachineState

@@ -1,9 +1,9 @@
 """Machines of Kubernetes: a pod for each, whose one container is the node.
 
-A pod's name is the machine's, and a namespace holds no name twice: who asked twice, after a kill in
-between, has one machine. Pods are found again by a label. A pod that is deleted, evicted or
-preempted hears SIGTERM and has its grace; a node drains at that as it does on any SIGTERM. An ended
-pod is kept, with its log, until its name is asked for again.
+A pod has its machine's name, and names are unique in a namespace: a repeated request, after a kill
+in between, creates one machine. Pods are found again by a label. A deleted, evicted or preempted
+pod gets SIGTERM and its grace period; a node drains on any SIGTERM. An ended pod is kept, with its
+log, until its name is requested again.
 """
 
 import asyncio
@@ -32,15 +32,15 @@ _PAGE = 500
 _NOT_FOUND, _CONFLICT = 404, 409
 _ENDED = frozenset({"Succeeded", "Failed"})
 _GRACE_S = 10
-"""Of a pod whose node has not joined."""
+"""Grace period of a pod whose node has not joined."""
 _HINT = "run `kubectl auth can-i create pods` as the scheduler's user; see `context:`, `namespace:`"
 
 
 class KubernetesSource:
-    """Makes, lists and deletes pods, through the official client."""
+    """Creates, lists and deletes pods, through the official client."""
 
     def __init__(self, config: MachinesConfig, url: str) -> None:
-        """Have nodes reach the broker at `url`."""
+        """Nodes connect to the broker at `url`."""
         self._config = config
         self._url = url
         self._names = MachineNames(url)
@@ -55,12 +55,12 @@ class KubernetesSource:
         return sorted(own, key=lambda machine: self._names.number(machine.name))
 
     async def request_machine(self, name: str) -> None:
-        """Make the pod of a machine, harmless where it is; raises PlacementError."""
+        """Create the pod of a machine, unless it exists; raises PlacementError."""
         made = pod(self._config, self._url, name)
         await self._call_api(lambda api: _made(api, self._config.namespace, name, made))
 
     async def release_machine(self, machine: Machine, *, drain: bool) -> None:
-        """Delete this very pod: with its own grace, or with little where no node has joined."""
+        """Delete exactly this pod: with its grace period, or a short one if no node has joined."""
         grace_s = None if drain else _GRACE_S
         await self._call_api(
             lambda api: _deleted(api, self._config.namespace, machine.name, machine.id, grace_s)
@@ -70,7 +70,7 @@ class KubernetesSource:
         return await asyncio.to_thread(self._asked, work)
 
     def _asked(self, work: Callable[["CoreV1Api"], T]) -> T:
-        """Do it in this thread; report errors in the cluster's words."""
+        """Call the API in a thread; report errors in the cluster's words."""
         if self._api is None:
             self._api = _connected(self._config.context)
         from kubernetes.client.exceptions import ApiException
@@ -79,23 +79,24 @@ class KubernetesSource:
         try:
             return work(self._api)
         except ValidationError as error:
-            raise PlacementError(f"`pod:` makes no pod: {_first(error)}", hint=_HINT) from error
+            text = f"`pod:` is not a valid pod: {_first(error)}"
+            raise PlacementError(text, hint=_HINT) from error
         except ApiException as error:
             raise _refusal(error) from error
         except HTTPError as error:
             reason = getattr(error, "reason", None) or error
             late = isinstance(reason, TimeoutError) and not isinstance(reason, NewConnectionError)
             kind = DeadlineError if late else PlacementError
-            raise kind(f"Kubernetes cannot be asked: {reason}", hint=_HINT) from error
+            raise kind(f"Kubernetes cannot be reached: {reason}", hint=_HINT) from error
 
 
 def pool_label(names: MachineNames) -> str:
-    """Return the label by which a pool's pods are found."""
+    """Return the label of a pool's pods."""
     return names.prefix.strip("-")
 
 
 def pod(config: MachinesConfig, url: str, name: str) -> dict[str, Any]:
-    """Return the pod of one machine; what the pool's owner adds wins."""
+    """Return the pod of one machine; the pool owner's additions take precedence."""
     command = [config.python, "-P", "-m", "tinkermq.actors.node", "--nats", url, "--name", name]
     variables = {CREDENTIALS_VARIABLE: config.credentials} if config.credentials else {}
     size = {_GPU: str(config.slots)} if config.gpus else {"cpu": str(config.slots)}
@@ -125,7 +126,7 @@ def pod(config: MachinesConfig, url: str, name: str) -> dict[str, Any]:
 
 
 def _merged(base: Any, over: Any) -> Any:
-    """Return `base` with what `over` says: maps by key, lists of named things by name."""
+    """Return `base` overlaid with `over`: maps by key, lists of named items by name."""
     if isinstance(base, dict) and isinstance(over, dict):
         left, right = cast("dict[str, Any]", base), cast("dict[str, Any]", over)
         changed = {
@@ -152,19 +153,20 @@ def _connected(context: str) -> "CoreV1Api":
         from kubernetes import client, config
     except ImportError as error:
         raise NotFoundError(
-            "the scheduler has no client of Kubernetes", hint="pip install 'tinkermq[kubernetes]'"
+            "the Kubernetes client is not installed for the scheduler",
+            hint="pip install 'tinkermq[kubernetes]'",
         ) from error
     settings = client.Configuration()
     try:
         _load(config, settings, context)
     except (config.ConfigException, OSError) as error:
-        raise PlacementError(f"no Kubernetes is configured: {error}", hint=_HINT) from error
+        raise PlacementError(f"Kubernetes is not configured: {error}", hint=_HINT) from error
     settings.retries = False
     return client.CoreV1Api(client.ApiClient(settings))
 
 
 def _load(config: Any, settings: Any, context: str) -> None:
-    """Read where the cluster is; the variable as of now, because the client reads it once."""
+    """Load the cluster's address; reads the variable now, as the client reads it only once."""
     file = os.environ.get("KUBECONFIG")
     if "KUBERNETES_SERVICE_HOST" in os.environ and not (file or context):
         config.load_incluster_config(client_configuration=settings)
@@ -190,7 +192,7 @@ def _listed(api: "CoreV1Api", namespace: str, selector: str) -> list["V1Pod"]:
 
 
 def _made(api: "CoreV1Api", namespace: str, name: str, made: Any) -> None:
-    """Make a pod; an ended one of that name is replaced, a running one is returned."""
+    """Create a pod; an ended one of that name is replaced, a running one is returned."""
     from kubernetes.client.exceptions import ApiException
 
     try:
