@@ -464,7 +464,7 @@ def test_an_empty_file_says_nothing(tmp_path: Path, content: bytes) -> None:
         (b"a: !!python/object:os.system 1\n", "the tag 'tag:yaml.org,2002:python/object"),
         (b"a: !mine 1\n", "the tag '!mine'"),
         (b"a: !!binary aGk=\n", "the tag"),
-        (b"? [a, b]\n: 1\n", "no text"),
+        (b"? [a, b]\n: 1\n", "not text"),
         (b"a: \xff\n", "is not UTF-8"),
         ("a: 1\n".encode("utf-16"), "is not UTF-8"),
         (b"a: \x00\n", "not valid YAML"),
