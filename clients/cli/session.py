@@ -59,7 +59,7 @@ COMMON = Common()
 
 
 def positive(_: Any, value: float) -> None:
-    """Refuse a number that is not positive and finite; a validator of an option."""
+    """Validate that an option is positive and finite."""
     if not 0 < value < math.inf:
         raise ValueError("Must be > 0, and finite.")
 

@@ -134,10 +134,10 @@ LOG_BYTES = 32 * 2**20
 
 
 def bound_log(log: Path) -> None:
-    """Move what a log holds to `<name>.1` once it is more than `LOG_BYTES`.
+    """Move the content of a log to `<name>.1` once it is larger than `LOG_BYTES`.
 
-    The file stays the one that its process appends to; what is written meanwhile is lost. So is
-    all that it held where the disk has no room for the copy.
+    The process keeps appending to the same file; lines written during the copy are lost. If the
+    disk has no room for the copy, the whole content is lost.
     """
     try:
         if log.stat().st_size <= LOG_BYTES:
@@ -302,8 +302,8 @@ class Supervisor:
 
     def _environment(self, name: str, url: str) -> dict[str, str]:
         """Return the environment of a child: secrets travel as names of files."""
-        given = without_secrets(os.environ)  # of the user who typed `up`
-        environment = {**given, URL_VARIABLE: url, "TINKERMQ_LOG_FORMAT": "json"}
+        inherited = without_secrets(os.environ)  # of the user who typed `up`
+        environment = {**inherited, URL_VARIABLE: url, "TINKERMQ_LOG_FORMAT": "json"}
         if self.secrets.exist:
             environment[CREDENTIALS_VARIABLE] = str(self.secrets.credentials(name))
         if name == "auth":
@@ -329,8 +329,8 @@ class Supervisor:
     def _wait_until_ready(self, url: str) -> None:
         deadline = time.monotonic() + READY_DEADLINE_S
         while not self.stopping:
-            heard = asyncio.run(_list_actor_pids(url, self._credentials()))
-            missing = [child.name for child in self.children if not self._answers(child, heard)]
+            live_pids = asyncio.run(_list_actor_pids(url, self._credentials()))
+            missing = [child.name for child in self.children if not self._answers(child, live_pids)]
             if not missing:
                 return
             for child in self.children:
@@ -344,10 +344,10 @@ class Supervisor:
                 )
             time.sleep(POLL_S)
 
-    def _answers(self, child: StackProcess, heard: set[int]) -> bool:
-        """Whether a child is up: the gateway listens, others have a heartbeat."""
+    def _answers(self, child: StackProcess, live_pids: set[int]) -> bool:
+        """Return whether a child is up: the gateway listens, others have a heartbeat."""
         if child.name != "gateway":
-            return child.pid in heard
+            return child.pid in live_pids
         assert self.gateway is not None
         with contextlib.suppress(OSError), socket.create_connection(_place(self.gateway), 1):
             return child.exit_code is None
@@ -427,12 +427,12 @@ class Supervisor:
         self.home.clear()
         for child in reversed(self.children):
             child.stop(NODE_STOP_S if child.name == "node" else SCHEDULER_STOP_S)
-        self._give_machines_back()
+        self._release_machines()
         if self.server is not None:
             self.server.stop()
 
-    def _give_machines_back(self) -> None:
-        """Drain all machines while the broker still runs, so that it is no failure to them."""
+    def _release_machines(self) -> None:
+        """Drain all machines while the broker still runs, so that they do not fail."""
         if self.options.on is None or self.server is None or not self.server.running:
             return
         module = "tinkermq.actors.scheduler.machines"
@@ -498,7 +498,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in OF_PERSONS:
         erase_variable(name)
     try:
-        Supervisor(options).run(lambda state: _tell({"state": state.model_dump()}))
+        Supervisor(options).run(lambda state: _write_line({"state": state.model_dump()}))
     except errors.TinkermqError as error:
         return _fail(error)
     except OSError as error:
@@ -513,7 +513,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _fail(error: errors.TinkermqError) -> int:
     _log(str(error))
-    _tell({"error": {"code": error.code, "message": error.message, "hint": error.hint}})
+    _write_line({"error": {"code": error.code, "message": error.message, "hint": error.hint}})
     return 1
 
 
@@ -533,8 +533,8 @@ def _parse(argv: Sequence[str] | None) -> StackOptions:
     return StackOptions(**vars(parser.parse_args(argv)))
 
 
-def _tell(message: dict[str, object]) -> None:
-    """Write the line for `up`, then close the pipe; `up` may have ended already."""
+def _write_line(message: dict[str, object]) -> None:
+    """Write the line that `up` reads, then close the pipe; `up` may have ended already."""
     try:
         sys.stdout.write(json.dumps(message) + "\n")
         sys.stdout.flush()
