@@ -358,11 +358,11 @@ class UserConnections:
                         await self._end_process(connection, why)
         self._over = over
 
-    def _rate(self, one: Connection, passed_s: float) -> "_Rate":
+    def _rate(self, connection: Connection, passed_s: float) -> "_Rate":
         """Return what was sent a second since the last look; a new connection has only begun."""
-        before = self._seen.get(one.key)
-        messages = one.messages - (before.messages if before else 0)
-        num_bytes = one.num_bytes - (before.num_bytes if before else 0)
+        before = self._seen.get(connection.key)
+        messages = connection.messages - (before.messages if before else 0)
+        num_bytes = connection.num_bytes - (before.num_bytes if before else 0)
         return _Rate(messages / passed_s, num_bytes / passed_s)
 
     async def _end(self, name: str, why: str) -> None:
@@ -402,19 +402,18 @@ def _excess(quota: Quota, mine: list[Connection], rates: list[_Rate]) -> str:
 
 
 def _excess_of(
-    process: JobConnection, rate: _Rate, one: Connection, of_job: list[Connection]
+    process: JobConnection, rate: _Rate, connection: Connection, of_job: list[Connection]
 ) -> str:
     """Say what a process or program has or sends too much of; empty if nothing."""
     who, most = "a process", PROCESS_MESSAGES_S
     num = sum(item.subscriptions for item in of_job)
-    if num > JOB_SUBSCRIPTIONS and one.subscriptions * len(of_job) >= num:
+    if num > JOB_SUBSCRIPTIONS and connection.subscriptions * len(of_job) >= num:
         return f"{num:,} subscriptions of the job's processes, it may have {JOB_SUBSCRIPTIONS:,}"
     if process.episode:
         who, most = "a program", PROGRAM_MESSAGES_S
-        if one.subscriptions > PROGRAM_SUBSCRIPTIONS:
-            return (
-                f"{one.subscriptions:,} subscriptions, a program may have {PROGRAM_SUBSCRIPTIONS}"
-            )
+        if connection.subscriptions > PROGRAM_SUBSCRIPTIONS:
+            num = connection.subscriptions
+            return f"{num:,} subscriptions, a program may have {PROGRAM_SUBSCRIPTIONS}"
         if rate.num_bytes > PROGRAM_BYTES_S:
             return f"{rate.num_bytes:,.0f} bytes a second, a program may send {PROGRAM_BYTES_S:,}"
     if rate.messages > most:

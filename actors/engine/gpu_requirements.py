@@ -99,7 +99,8 @@ def lack_of_memory(card: GpuState, share: float) -> EngineError | None:
     fits = int(100 * card.free_bytes / card.total_bytes) / 100
     return EngineError(
         f"{card} has {card.free_bytes / _GIB:.1f} of {card.total_bytes / _GIB:.1f} GiB free, and "
-        f"the engine needs {needed / _GIB:.1f} (a share of {share:.2f}): other processes hold the rest",
+        f"the engine needs {needed / _GIB:.1f} (a share of {share:.2f}): other processes hold "
+        "the rest",
         hint=f"end what runs there (`nvidia-smi`), or set generator.memory_share to {fits:.2f} or "
         "less; two jobs on one GPU each need a share of their own",
     )
