@@ -146,6 +146,14 @@ class Delta(Message):
         columns = {name: getattr(self, name)[start:end] for name in TOKEN_COLUMNS}
         return self.model_copy(update={**columns, **fields})
 
+    def extended(self, later: Self) -> Self:
+        """Return the delta joined with the next one; its columns are extended in place."""
+        for name in TOKEN_COLUMNS:
+            getattr(self, name).extend(getattr(later, name))
+        finish = later if later.finish is not None else self
+        update = {"text": self.text + later.text, "finish": finish.finish, "stop": finish.stop}
+        return self.model_copy(update=update)
+
 
 class TextPart(Part):
     """Part of the answer to a request for generated text."""

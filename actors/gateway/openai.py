@@ -65,18 +65,18 @@ _NOT_SERVED = FINAL_STATES | {"PAUSED"}
 
 @dataclass(frozen=True)
 class Serving:
-    """A job whose servers answer."""
+    """A served model of a job."""
 
     record: JobRecord
     version: int | None
     is_ready: bool = True
-    """Whether one of its servers is heard of, and has its model."""
+    """One of its servers is alive and has loaded the model."""
     adapter: str = ""
-    """Which of its further adapters, as `run@step`; empty: what it serves first."""
+    """One of its further adapters, as `run@step`; empty: its main model."""
 
     @property
     def model(self) -> str:
-        """The name of what is served: `run@step`, or the job's."""
+        """The model's name: `run@step`, or the job's name."""
         record = self.record
         if self.adapter:
             return self.adapter
@@ -85,7 +85,7 @@ class Serving:
         return record.serves or record.name
 
     def is_called(self, name: str) -> bool:
-        """Whether a model's name means this job: job, run, or `run@step` of what is served."""
+        """Whether a name is one of this model: job, run, or `run@step`."""
         record = self.record
         if self.adapter:
             return name == self.adapter
@@ -94,7 +94,7 @@ class Serving:
     def ask(
         self, broker: Broker, query: "Query", room: Room | None
     ) -> AsyncGenerator[infer.InferPart, None]:
-        """Ask one of the job's servers; closing the generator cancels the work."""
+        """Send a request to one of the job's servers; closing the generator cancels it."""
         scope = self.record.scope
         verb = "chat" if isinstance(query, infer.ChatRequest) else "complete"
         return ask_parts(
@@ -121,13 +121,13 @@ class Serving:
 
 
 class ServingJobs:
-    """The serving jobs of each user, read anew every few seconds."""
+    """The serving jobs of each user, cached for a few seconds."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, list[Serving]]] = {}
 
     async def _all(self, broker: Broker) -> list[Serving]:
-        """Return the jobs that answer, and those whose servers are away, newest first."""
+        """Return the jobs with and without available servers, newest first."""
         read, serving = self._known.get(broker.user, (0.0, []))
         if not read or time.monotonic() - read > _FRESH_S:
             serving = await _read(broker)
@@ -135,29 +135,29 @@ class ServingJobs:
         return serving
 
     async def list(self, broker: Broker) -> list[Serving]:
-        """Return the jobs of the connection's user that answer now, newest first."""
+        """Return the jobs of the connection's user with available servers, newest first."""
         return [serving for serving in await self._all(broker) if serving.is_ready]
 
     async def find(self, broker: Broker, name: str) -> Serving:
-        """Return the job that a model's name means.
+        """Return the job that serves a model.
 
-        Raises NotFoundError that names the models there are, NobodyAnswersError for one whose
-        servers are starting, or away.
+        Raises NotFoundError with the available models, NobodyAnswersError if no server of the job
+        is available.
         """
-        called: list[Serving] = []
+        matching: list[Serving] = []
         for fresh in (False, True):
             if fresh:
                 self._known.pop(broker.user, None)
-            called = [serving for serving in await self._all(broker) if serving.is_called(name)]
-            for serving in called:
+            matching = [serving for serving in await self._all(broker) if serving.is_called(name)]
+            for serving in matching:
                 if serving.is_ready:
                     return serving
-        if called:
-            record = called[0].record
+        if matching:
+            record = matching[0].record
             raise errors.NobodyAnswersError(
                 f"no server of job {record.name} answers for model {name!r} now: the job is "
                 f"{record.state}",
-                hint=f"ask again when its servers have started; see `tinkermq logs {record.name}`",
+                hint=f"retry when its servers have started; see `tinkermq logs {record.name}`",
             )
         there = ", ".join(serving.model for serving in await self.list(broker))
         raise errors.NotFoundError(
@@ -181,7 +181,7 @@ async def _read(broker: Broker) -> list[Serving]:
 
 
 async def _serving(broker: Broker, record: JobRecord) -> Serving:
-    """Return a job as its servers are: it answers as long as one of them does."""
+    """Return a job with the state of its servers."""
     actors = [entry.value for entry in await list_presences(broker, record.scope.key)]
     working = [actor for actor in actors if actor.role == "server" and actor.state == "working"]
     versions = [actor.version for actor in working if actor.version is not None]
@@ -191,7 +191,7 @@ async def _serving(broker: Broker, record: JobRecord) -> Serving:
 
 @dataclass(frozen=True)
 class SampledPath:
-    """A checkpoint that the samplers of a Tinker service answer with."""
+    """A checkpoint that a Tinker service samples from."""
 
     adapter: str
     """Its path."""
@@ -202,11 +202,11 @@ class SampledPath:
     def ask(
         self, broker: Broker, query: "Query", room: Room | None
     ) -> AsyncGenerator[infer.InferPart, None]:
-        """Ask one of the samplers; closing the generator cancels the work."""
+        """Send a request to one of the samplers; closing the generator cancels it."""
         return self.trainers.answer(broker, self.job, query, room)
 
     def shown(self) -> dict[str, Any]:
-        """Return it as OpenAI tells of a model."""
+        """Return its entry in the list of models."""
         model = {"id": self.adapter, "object": "model", "created": 0}
         return {**model, "owned_by": "tinker", "job": self.job}
 
@@ -217,11 +217,11 @@ class ServedModels:
     def __init__(self, trainers: Trainers) -> None:
         """Find checkpoints at `trainers`."""
         self.serving = ServingJobs()
-        """The jobs that serve."""
+        """The serving jobs."""
         self._trainers = trainers
 
     async def find(self, broker: Broker, name: str) -> Serving | SampledPath:
-        """Return what answers under a name; raises NotFoundError, NobodyAnswersError."""
+        """Return the model of a name; raises NotFoundError, NobodyAnswersError."""
         if is_path(name):
             for serving in await self.serving.list(broker):
                 if serving.is_called(name):
@@ -233,7 +233,7 @@ class ServedModels:
         name = await self._trainers.source(broker, path)
         if name.kind == "external_weights":
             raise errors.ConfigError(
-                f"{path} was saved to be downloaded, and is not sampled from",
+                f"{path} was saved for download and cannot be sampled from",
                 hint="save the model with save_weights_for_sampler, and name that path",
             )
         job = await self._trainers.job_of_checkpoint(broker, name)
@@ -246,20 +246,20 @@ Query: TypeAlias = infer.ChatRequest | infer.CompletionRequest
 
 _STATEFUL = "x-tinkermq-stateful"
 _LARGE = 64 << 10
-"""Bytes of what is read or written in a thread: the loop answers others meanwhile."""
+"""Bytes of a body or answer that is processed in a thread, not to block the loop."""
 _VALUE_BYTES = 64
-"""Of an answer as JSON, for each token, log-prob and likeliest token."""
+"""JSON bytes of an answer per token, log-prob and likeliest token."""
 _PIECE_ITEMS = 64
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _GONE_S = 0.5
 _KEEPALIVE_S = 15.0
-"""Shorter than proxies wait for a stream that says nothing."""
+"""Shorter than the timeouts of reverse proxies for idle streams."""
 _CLIENT_CLOSED = 499
 _SHOWN = 100
 _SAMPLED = frozenset(Decoding.model_fields)
-"""What of sampling a server takes."""
+"""Sampling options of served models."""
 _SINGLE = frozenset({"parallel_tool_calls", "tool_choice.disable_parallel_tool_use"})
-"""Fields that have an effect here: in an episode an answer is trained as it was generated."""
+"""Fields with an effect for served models; in an episode answers are trained as generated."""
 _NO_EFFORT = "how much a model thinks is set by its chat template: leave it out"
 _HINTS = {
     "background": "answers are not kept: ask for a stream, and read it",
@@ -283,7 +283,7 @@ class Answering:
     """Answers requests of every API."""
 
     def __init__(self, models: ServedModels, keepalive_s: float) -> None:
-        """Ask `models`; a stream that has nothing to say says so each `keepalive_s`."""
+        """Answer with `models`; idle streams get a sign of life every `keepalive_s`."""
         self._models = models
         self._keepalive_s = keepalive_s
 
@@ -294,13 +294,13 @@ class Answering:
         raw = await read_body(request)
         large = len(raw) > _LARGE
         read = await asyncio.to_thread(read_query, raw, api) if large else read_query(raw, api)
-        asked, query = read
-        model = await self._models.find(broker, asked.model)
+        model_request, query = read
+        model = await self._models.find(broker, model_request.model)
         query = query.model_copy(update={"adapter": model.adapter})
         room: Room | None = request.scope.get(TAKEN)
         parts = model.ask(broker, query, room)
-        reading = ServedAnswer(api, asked, query)
-        if not asked.stream:
+        reading = ServedAnswer(api, model_request, query)
+        if not model_request.stream:
             raw = await unless_gone(request, _whole(parts, reading, room))
             return Response(raw, media_type="application/json")
         first = await unless_gone(request, _first_of(parts, self._keepalive_s))
@@ -312,7 +312,7 @@ class Answering:
 
 
 def read_query(raw: bytes, api: answers.ModelApi) -> tuple[ModelRequest, Query]:
-    """Read a body; return it and what a server is asked. RequestError names what is refused."""
+    """Read a body; return it and the request to a server. RequestError names a refused field."""
     try:
         value: Any = read_json(raw)
     except errors.MessageError as error:
@@ -332,7 +332,7 @@ def read_query(raw: bytes, api: answers.ModelApi) -> tuple[ModelRequest, Query]:
 
 
 def _check(model_request: ModelRequest) -> None:
-    """Raise RequestError for what a server does not do."""
+    """Raise RequestError for a field that servers do not support."""
     for name in (*model_request.without_effect, *(set(model_request.sampling) - _SAMPLED)):
         if not is_label(name) and not (model_request.calls_one and name in _SINGLE):
             name = name[:_SHOWN]
@@ -345,25 +345,25 @@ def _check(model_request: ModelRequest) -> None:
         raise RequestError("the parameter 'model' is missing", param="model")
     if model_request.previous:
         raise RequestError(
-            "answers are not kept, so none can be continued by its id",
+            "the server does not store answers, so an answer cannot be continued by its id",
             param="previous_response_id",
             hint="send the whole conversation as input",
         )
     if model_request.is_prefill:
         raise RequestError(
-            "the last message is the assistant's, and an answer is not continued here",
+            "the last message is the assistant's, and served models do not continue an answer",
             param="messages",
-            hint="end with a message of the user, or continue the text with /v1/completions",
+            hint="end with a user's message, or continue the text with /v1/completions",
         )
 
 
 class ServedAnswer:
-    """A server's answer, read part by part and written in the words of an API."""
+    """A server's answer, read part by part and written in the form of an API."""
 
     def __init__(self, api: answers.ModelApi, model_request: ModelRequest, query: Query) -> None:
         """Read the answer to `query`."""
         self._api = api
-        self._asked = model_request
+        self._request = model_request
         self._query = query
         self._created = int(time.time())
         self._reader: AnswerReader | None = None
@@ -376,14 +376,14 @@ class ServedAnswer:
         reader = self._reader
         if reader is None:
             # a chat keeps its reasoning in the text, unless its form has no room for it
-            has_form = bool(part.opened) and self._asked.format is not None
+            has_form = bool(part.opened) and self._request.format is not None
             reader = self._reader = AnswerReader(
                 self._api,
-                self._asked,
+                self._request,
                 keeps_reasoning=self._api is CHAT and not has_form,
-                one_call=self._asked.calls_one,
+                one_call=self._request.calls_one,
             )
-            names = [call_name(self._query.request, n) for n in range(self._asked.num_choices)]
+            names = [call_name(self._query.request, n) for n in range(self._request.num_choices)]
             yield from reader.begin(self._head(part.model), part, names)
         self._vocabulary = part.vocabulary or self._vocabulary
         for ids in part.prompt_token_ids[:1]:
@@ -403,18 +403,18 @@ class ServedAnswer:
         return {**self._reader.whole(), **self._extra()}
 
     def fail(self, error: errors.TinkermqError) -> str:
-        """Return the event that ends a stream which cannot go on."""
-        reader = self._reader or AnswerReader(self._api, self._asked)
-        return reader.fail(self._head(self._asked.model), self._api.error(error, error.status))
+        """Return the event that ends a failed stream."""
+        reader = self._reader or AnswerReader(self._api, self._request)
+        return reader.fail(self._head(self._request.model), self._api.error(error, error.status))
 
     def _head(self, model: str) -> answers.AnswerHead:
         return answers.AnswerHead(self._api.id_of(self._query.request), self._created, model)
 
     def _extra(self) -> dict[str, Any]:
-        """Return the field that an answer has besides where tokens were asked for."""
-        if self._asked.prompt_logprobs is not None:
+        """Return the additional field of an answer with tokens."""
+        if self._request.prompt_logprobs is not None:
             return {"tinkermq": {"vocabulary": self._vocabulary}}
-        if not self._asked.return_token_ids or self._api in (CHAT, COMPLETIONS):
+        if not self._request.return_token_ids or self._api in (CHAT, COMPLETIONS):
             return {}
         answer = {"token_ids": self._ids}
         return {"tinkermq": {"prompt_token_ids": self._prompt_ids, "answers": [answer]}}
@@ -423,7 +423,7 @@ class ServedAnswer:
 async def _whole(
     parts: AsyncGenerator[infer.InferPart, None], reading: ServedAnswer, room: Room | None
 ) -> bytes:
-    """Return an answer as JSON; it takes up room until the request is over."""
+    """Return an answer as JSON; it occupies `room` until the request is over."""
     held_bytes = 0
     async with aclosing(parts):
         async for part in parts:
@@ -438,7 +438,7 @@ async def _whole(
 
 
 def _held_bytes(part: infer.InferPart) -> int:
-    """Return about how many bytes of an answer a part makes."""
+    """Estimate the bytes of an answer that a part makes."""
     num_values = sum(
         len(delta.token_ids) + len(delta.logprobs) + sum(map(len, delta.top_logprobs))
         for delta in part.deltas
@@ -448,9 +448,9 @@ def _held_bytes(part: infer.InferPart) -> int:
 
 
 def _json(value: Any, depth: int = 4) -> Iterator[str]:
-    """Yield JSON in pieces, between which other threads have their turns.
+    """Yield JSON in pieces, so that other threads can run in between.
 
-    Down to a choice's fields each value is a piece, below them some items of a list.
+    Down to a choice's fields each value is a piece; below them a piece has several list items.
     """
     if isinstance(value, dict) and depth:
         fields = cast("dict[str, Any]", value).items()
@@ -480,7 +480,7 @@ async def _stream(
     waiting: str,
     keepalive_s: float,
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of an answer; the server stops when the reader goes away."""
+    """Yield the events of an answer; if the reader disconnects, the server stops."""
     try:
         while True:
             while not (await asyncio.wait({coming}, timeout=keepalive_s))[0]:
@@ -508,7 +508,7 @@ def _exhaust(events: Iterable[str]) -> None:
 
 
 def _refuse_stateful(named: str, param: str) -> None:
-    """Raise RequestError for stateful chats, which were removed."""
+    """Raise RequestError for stateful chats, which do not exist any more."""
     raise RequestError(
         f"{named} was removed: a served model continues the text of a conversation, not its tokens",
         param=param,
@@ -518,7 +518,7 @@ def _refuse_stateful(named: str, param: str) -> None:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await something, but give it up when the client has disconnected away."""
+    """Await something, but cancel it when the client disconnects."""
     task = asyncio.ensure_future(work)
     try:
         while not task.done():
@@ -531,7 +531,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _first_of(parts: AsyncGenerator[infer.InferPart, None], wait_s: float) -> _Coming:
-    """Return the first part: one that comes soon, so that a refusal has a status of its own."""
+    """Wait shortly for the first part, so that a refusal gets its own HTTP status."""
     coming = asyncio.ensure_future(anext(parts))
     try:
         if (await asyncio.wait({coming}, timeout=wait_s))[0]:
@@ -549,7 +549,7 @@ async def _give_up(coming: _Coming, parts: AsyncGenerator[infer.InferPart, None]
 
 
 async def read_body(request: Request) -> bytes:
-    """Return a body; HTTPException 413 for one that is too large."""
+    """Return a body; HTTPException 413 if it is too large."""
     raw = bytearray()
     async for chunk in request.stream():
         raw += chunk
@@ -561,15 +561,15 @@ async def read_body(request: Request) -> bytes:
 # -- endpoints -------------------------------------------------------------------------------------
 
 OF_TINKER = "/tinker/oai/api/v1"
-"""Where programs look for OpenAI's endpoints that know Tinker's address alone."""
+"""Prefix of OpenAI's endpoints for programs that only know Tinker's address."""
 _NO_MODEL = "model_not_found"
 
 
 class UserBrokers(Protocol):
-    """The connections of those who are logged in."""
+    """The connections of logged-in users."""
 
     async def broker(self, request: Request) -> Broker:
-        """Return the NATS connection of the user that a request comes from."""
+        """Return the NATS connection of a request's user."""
         ...
 
 
@@ -600,19 +600,19 @@ class ModelEndpoints:
     """The endpoints."""
 
     def __init__(self, sessions: UserBrokers, models: ServedModels, keepalive_s: float) -> None:
-        """Answer visitors of `sessions` from `models`."""
+        """Answer the users of `sessions` with `models`."""
         self._sessions = sessions
         self._models = models
         self._answering = Answering(models, keepalive_s)
 
     async def models(self, request: Request) -> Response:
-        """List what the user's jobs serve."""
+        """List the models of the user's jobs."""
         broker = await self._sessions.broker(request)
         served = await self._models.serving.list(broker)
         return JSONResponse({"object": "list", "data": [item.shown() for item in served]})
 
     async def model(self, request: Request) -> Response:
-        """Tell of one model."""
+        """Return one model."""
         broker = await self._sessions.broker(request)
         match = await self._models.find(broker, request.path_params["model"])
         return JSONResponse(match.shown())
@@ -630,7 +630,7 @@ class ModelEndpoints:
 def guarded(
     endpoint: Callable[[Request], Awaitable[Response]], api: answers.ModelApi = CHAT
 ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """Return an endpoint whose errors come in the words of an API."""
+    """Return an endpoint with errors in the form of an API."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -647,12 +647,12 @@ def guarded(
 
 
 def api_of(path: str) -> answers.ModelApi:
-    """Return the API in whose words errors come under a path."""
+    """Return the API whose form errors have under a path."""
     return {"/v1/messages": MESSAGES, "/v1/responses": RESPONSES}.get(path, CHAT)
 
 
 def worded(error: errors.TinkermqError, status: int, api: answers.ModelApi) -> dict[str, Any]:
-    """Return an error as the API words it; what is not there is a model that is not served."""
+    """Return an error in the form of an API; status 404 means an unknown model."""
     value = api.error(error, status)
     if status == 404 and "code" in value["error"]:
         value["error"]["code"] = _NO_MODEL

@@ -198,7 +198,8 @@ class ProgramRequests:
             await self._app(scope, receive, send)
             return
         try:
-            episode = await self._episodes.of_key(_key_of(scope))
+            key = bare_key(split_path(scope["path"])[0]) or _presented(scope)
+            episode = await self._episodes.of_key(key)
             num_bytes = body_bytes(Headers(scope=scope), MAX_BODY_BYTES)
             with self._episodes.share(episode.user).taken(num_bytes) as share:
                 scope[TAKEN] = share
@@ -213,11 +214,6 @@ def is_of_program(scope: Scope) -> bool:
     if scope["type"] != "http":
         return False
     return bool(split_path(scope["path"])[0]) or bool(_presented(scope))
-
-
-def _key_of(scope: Scope) -> str:
-    """Return the key of an episode: that in the path, if there is one."""
-    return bare_key(split_path(scope["path"])[0]) or _presented(scope)
 
 
 def _presented(scope: Scope) -> str:

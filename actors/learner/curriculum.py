@@ -2,7 +2,7 @@
 
 A task is chosen with a weight of p (1 − p), where p is the share of its episodes that were solved:
 what is always or never solved teaches nothing (learnability, arXiv 2408.15099). Newer episodes
-count more, unseen tasks weigh most, and a share of all choices is uniform, so that nothing is given
+count more, unseen tasks weigh most, and a share of all choices is uniform, so that no task is given
 up for good.
 
 The rates after step v are a function of the first v batch records and the groups that they name,
@@ -10,8 +10,8 @@ and a choice is one of the job's seed, the position in the data order, and the r
 version that the task names (`Task.chosen_at`): everything can be worked out again from the log.
 
 Custom filters and curricula decide which groups are trained, and how tasks weigh. Their decisions
-stand in the batch records and in the tasks, so a replay asks nobody; a learner that starts again
-asks anew, so they must answer the same for the same inputs.
+are recorded in the batch records and in the tasks, so a replay does not call them; a learner that
+starts again calls them again, so they must return the same for the same inputs.
 
 Shape letters: E episodes, I tasks.
 """
@@ -33,14 +33,14 @@ from ..training.state import LearnerState
 from .data_order import Chosen, DataOrder
 
 MEMORY = 0.5
-"""What earlier episodes of a task still count when it comes again."""
+"""Weight of a task's earlier episodes when it comes again."""
 _STREAM = 3
 _SOLVED = 0.9
 
 
 @dataclass(frozen=True)
 class CurriculumInputs:
-    """What is known of I tasks, newer episodes counting more; the arrays are read-only."""
+    """Statistics of I tasks, newer episodes counting more; the arrays are read-only."""
 
     tries_I: NDArray[np.float64]
     """Episodes; 0: the task has not come yet."""
@@ -61,7 +61,7 @@ def learnability(inputs: CurriculumInputs) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class CurriculumConfig:
-    """How the curriculum is set."""
+    """Settings of a curriculum."""
 
     num_items: int
     """Rows of the data, or seeds of a game that generates its states."""
@@ -108,18 +108,18 @@ class Curriculum:
         return self._order.task_seed(index)
 
     def pass_over(self, group: Group, reason: DropReason) -> None:
-        """Take notice of a group that is not trained."""
+        """Note a group that is not trained."""
         if reason != "duplicate":
             self._noted.append(group)
 
     def keep(self, task: Task) -> None:
-        """Take notice of a task that is to be issued again: it is not chosen anew."""
+        """Note a task that will be issued again: its choice is kept."""
         if task.index is not None and task.chosen_at is not None and self._knows(task.item):
             assert task.item is not None
             self._saved_choices[task.index] = (task.item, task.chosen_at)
 
     def learn(self, trained: Iterable[Group]) -> None:
-        """Count what was noted and what a step has trained, in order."""
+        """Count the noted groups and those that a step has trained, in order."""
         groups, self._noted = [*self._noted, *trained], []
         for group in groups:
             if self._knows(group.task.item):
@@ -186,7 +186,7 @@ MOST_IN_A_ROW = 4096
 
 @dataclass(frozen=True)
 class FilterInputs:
-    """What a filter reads of a group."""
+    """The inputs of a filter for one group."""
 
     rewards_E: NDArray[np.float64]
     """Return of each episode."""
@@ -195,7 +195,7 @@ class FilterInputs:
     truncated_E: NDArray[np.bool_]
     """Whether a token limit ended it."""
     infos: list[dict[str, Any]]
-    """What the game told in `info` at the end of each."""
+    """`info` of the game at the end of each episode."""
     data_source: str
     """Of the row of the data; empty where it has none."""
     sample: int | None
@@ -210,7 +210,10 @@ class CustomFilter:
         self._in_a_row = 0
 
     def keeps(self, group: Group) -> bool:
-        """Ask it; raises ConfigError for no answer, and for one that leaves out everything."""
+        """Return whether a group is trained.
+
+        Raises ConfigError for an invalid answer, and for a filter that leaves out every group.
+        """
         answer = self.answer(filter_inputs(group))
         self._in_a_row = 0 if answer else self._in_a_row + 1
         if self._in_a_row > MOST_IN_A_ROW:
@@ -220,7 +223,7 @@ class CustomFilter:
         return answer
 
     def answer(self, inputs: FilterInputs) -> bool:
-        """Return what it says of a group."""
+        """Return the function's answer for a group."""
         answer = self._function.called(inputs)
         if isinstance(answer, np.ndarray | np.generic):
             answer = cast("Any", answer).tolist()
@@ -232,13 +235,13 @@ class CustomFilter:
 
 
 def keeps_of(target: str | None) -> Callable[[Group], bool] | None:
-    """Return what says which groups are trained; None: all are. Raises ConfigError."""
+    """Return the function that selects groups to train; None: all are. Raises ConfigError."""
     function = custom_function("filter", target)
     return None if function is None else CustomFilter(function).keeps
 
 
 def filter_inputs(group: Group) -> FilterInputs:
-    """Return what a filter reads of a group."""
+    """Return the inputs of a filter for a group."""
     episodes = group.episodes
     return FilterInputs(
         rewards_E=np.array([return_of(rows) for rows in episodes]),
@@ -257,7 +260,7 @@ class CustomCurriculum:
         self._function = function
 
     def weigh(self, inputs: CurriculumInputs) -> NDArray[np.float64]:
-        """Return float64[I]; raises ConfigError for what are no weights."""
+        """Return float64[I]; raises ConfigError if the answer is not a list of weights."""
         answer = self._function.called(inputs)
         with blaming(self._function.failure):
             weights_I = _numbers(answer)
@@ -271,7 +274,7 @@ class CustomCurriculum:
 
 
 def _numbers(answer: Any) -> NDArray[np.float64]:
-    """Return an answer as numbers; NaN for what are none."""
+    """Return an answer as an array of numbers; NaN if it is not one."""
     try:
         return np.asarray(answer, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):

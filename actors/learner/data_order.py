@@ -1,7 +1,7 @@
 """Which row and which seed stand at a position of the job's data order.
 
 Every epoch visits each row once, in a shuffled order of its own. Both are functions of the job's
-seed and the position alone, so a restart goes on where it was.
+seed and the position alone, so a restart continues where it was.
 """
 
 from collections.abc import Iterable
@@ -21,20 +21,20 @@ from ..training.state import LearnerState
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a task at a position of the data order is."""
+    """The task at a position of the data order."""
 
     sample: int | None
     """Row of the data, or None for a generated game."""
     seed: int
     """Seed of its episodes."""
     item: int | None = None
-    """What a curriculum chose: the row, or the number of the seed."""
+    """The choice of a curriculum: the row, or the number of the seed."""
     chosen_at: int | None = None
-    """Version after which it chose."""
+    """Version after which the curriculum chose it."""
 
 
 class TaskOrder(Protocol):
-    """Says which task stands at a position, and may learn from those that were played."""
+    """Maps positions to tasks; may learn from the tasks that were played."""
 
     def choose(self, index: int, version: int) -> Chosen:
         """Return the task at a position, chosen at the learner's version."""
@@ -45,19 +45,19 @@ class TaskOrder(Protocol):
         ...
 
     def pass_over(self, group: Group, reason: DropReason) -> None:
-        """Take notice of a group that is not trained; it counts from the next step on."""
+        """Note a group that is not trained; it counts from the next step on."""
         ...
 
     def keep(self, task: Task) -> None:
-        """Take notice of a task that is to be issued again."""
+        """Note a task that will be issued again."""
         ...
 
     def learn(self, trained: Iterable[Group]) -> None:
-        """Take notice of what a step has trained."""
+        """Note the groups that a step has trained."""
         ...
 
     def numbers(self) -> dict[str, float]:
-        """Describe what was learnt as metrics."""
+        """Return metrics of what was learnt."""
         ...
 
     def write_to(self, state: LearnerState) -> None:
@@ -77,31 +77,31 @@ class DataOrder:
         return Chosen(self.sample(index), self.task_seed(index))
 
     def sample(self, index: int) -> int | None:
-        """Row at a position, or None for a generated game."""
+        """Return the row at a position, or None for a generated game."""
         if self.num_rows is None:
             return None
         epoch, place = divmod(index, self.num_rows)
         return int(_permutation(self.seed, epoch, self.num_rows)[place])
 
     def task_seed(self, index: int) -> int:
-        """Seed of the task at a position: 62 bits."""
+        """Return the seed of the task at a position: 62 bits."""
         return int(np.random.SeedSequence([self.seed, index]).generate_state(1, np.uint64)[0] >> 2)
 
     def pass_over(self, group: Group, reason: DropReason) -> None:
-        """Nothing is learnt."""
+        """Learn nothing."""
 
     def keep(self, task: Task) -> None:
-        """A position stands for the same task whenever it is issued."""
+        """Do nothing: a position has the same task whenever it is issued."""
 
     def learn(self, trained: Iterable[Group]) -> None:
-        """Nothing is learnt."""
+        """Learn nothing."""
 
     def numbers(self) -> dict[str, float]:
-        """Nothing is measured."""
+        """Return no metrics."""
         return {}
 
     def write_to(self, state: LearnerState) -> None:
-        """Nothing is to be remembered."""
+        """Write nothing."""
 
 
 @lru_cache(maxsize=2)

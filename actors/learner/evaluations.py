@@ -1,7 +1,7 @@
 """Evaluations of a job's versions: tasks are issued, their results summarised and reported.
 
-Who plays the tasks, generators or an evaluator, makes no difference here. What is asked for stands
-in a bucket, tasks and results in a stream, so a learner that starts again goes on where it was.
+Generators or an evaluator play the tasks. Requests are stored in a bucket, tasks and results in a
+stream, so a learner that starts again continues where it was.
 """
 
 import asyncio
@@ -24,16 +24,16 @@ from ...schemas.wire.errors import ConflictError, TinkermqError
 from ...schemas.wire.subjects import BUCKET_EVALS, JobScope
 
 _LOOK_S = 2.0
-"""The longest time without a look: what is written is heard, but for what the connection lost."""
+"""Longest time between two reads of the bucket: messages may be lost with a connection."""
 _MAX_OPEN = 4
 _MAX_BLAME_CHARS = 8192
 _MAX_VALUES_BYTES = EVALUATION_BYTES - (4 << 10)
-"""Of the metrics of a version: its record has little else, as one that failed has no metrics."""
+"""Of the metrics of a version; the rest of its record is small."""
 MOST_EVALUATIONS = _MAX_OPEN + 1
-"""Versions that may wait for an evaluation at a time: the last one does in any case."""
+"""Versions that may wait for an evaluation at once; the last version is always evaluated."""
 MOST_KEPT = 512
-"""Records of a job that stay in the bucket, which all users share, beside that of the best version;
-the metrics of older ones are in the job's feed."""
+"""Records of a job that stay in the bucket, which all users share, beside the record of the best
+version; the metrics of older versions are in the job's feed."""
 
 
 class Evaluations:
@@ -45,17 +45,20 @@ class Evaluations:
         scope: JobScope,
         config: JobConfig,
         describe: Callable[[], Awaitable[DescribeReply]],
-        tell: Callable[[int, dict[str, float]], Awaitable[None]],
-        event: Callable[..., Awaitable[None]],
-        heard: Callable[[], None] = lambda: None,
+        report_values: Callable[[int, dict[str, float]], Awaitable[None]],
+        publish_event: Callable[..., Awaitable[None]],
+        note_progress: Callable[[], None] = lambda: None,
         *,
         most_kept: int = MOST_KEPT,
     ) -> None:
-        """`describe` asks the job's environment hosts for their tasks, `tell` is given the step and
-        values of every result, `event` reports one that failed, `heard` is called at each result
-        of a task. Without validation tasks nothing is ever asked for.
+        """Without validation tasks nothing is evaluated.
+
+        `describe` asks the job's environment hosts for their tasks; `report_values` gets the step
+        and the values of every result; `publish_event` reports a failed evaluation; `note_progress`
+        is called at each result of a task.
         """
-        self._describe, self._tell, self._event, self._heard = describe, tell, event, heard
+        self._describe, self._report_values = describe, report_values
+        self._publish_event, self._note_progress = publish_event, note_progress
         self._config = config
         self._training = config.training
         self._broker = broker
@@ -73,7 +76,7 @@ class Evaluations:
         self._waiting: set[int] = set()
         self._scores: dict[int, ValidationScore] = {}
         self._ended: set[int] = set()
-        """Versions whose record is there, and that nobody waits for."""
+        """Versions whose record is there, and for which nobody waits."""
         self._most_kept = most_kept
         self._revision = 0
         """Of the newest write that was read."""
@@ -81,7 +84,7 @@ class Evaluations:
         self._changed, self._reported = asyncio.Event(), asyncio.Event()
 
     async def load(self) -> None:
-        """Take notice of what was asked for before a restart, and report what came meanwhile."""
+        """Read the requests from before a restart, and report the results since then."""
         await self.collect()
 
     @property
@@ -94,30 +97,30 @@ class Evaluations:
         return best_of(dict(self._scores), steps) if self._training.keep_best else None
 
     def spared(self, steps: Sequence[int]) -> set[int]:
-        """Return those of these steps whose checkpoints stay: the best, and who may become it."""
+        """Return those of these steps whose checkpoints stay: the best, and those that may be."""
         if not self._training.keep_best:
             return set()
         best = self.best(steps)
         return self.open_versions.intersection(steps) | ({best} if best is not None else set())
 
     def note_version(self, version: int) -> None:
-        """Take notice that a version is published: what is asked of newer ones waits."""
+        """Note that a version is published; requests for newer versions wait."""
         self._newest = max(self._newest, version)
         self._changed.set()
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether the version after `step` is to be evaluated; `last` is the job's last step."""
+        """Return whether to evaluate the version after `step`; `last` is the job's last step."""
         training = self._training
         if step == 0:
             return training.validate_before_training
         return step == last or bool(training.test_freq and step % training.test_freq == 0)
 
     async def request_due(self, step: int, last: int) -> bool:
-        """Ask for the evaluation of the version after `step`, if it is due; see `request`."""
+        """Request the evaluation of the version after `step`, if it is due; see `request`."""
         return self.is_due(step, last) and await self.request(step, always=step == last)
 
     async def request(self, version: int, *, always: bool = False) -> bool:
-        """Ask for an evaluation; False when it is there already or too many are waiting."""
+        """Request an evaluation; return False if it exists already or too many are waiting."""
         if not self._config.validates:
             return False
         if len(self._waiting) >= _MAX_OPEN and not always:
@@ -133,10 +136,10 @@ class Evaluations:
         return True
 
     async def follow(self) -> None:
-        """Issue the tasks of what is asked for, and report results as they come, for ever."""
+        """Issue the tasks of requested evaluations, and report their results, for ever."""
         forget = self._broker.on_reconnect(self._changed.set)
         async with KeyChanges(self._broker, BUCKET_EVALS, self._scope.key) as changes:
-            listening = await self._broker.listen(self._scope.validated, self._hear)
+            listening = await self._broker.listen(self._scope.validated, self._note_result)
             try:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._wake(changes), name="requested evaluations")
@@ -150,13 +153,13 @@ class Evaluations:
                 await listening.stop()
 
     async def _wake(self, changes: KeyChanges) -> None:
-        """Look again at each request, and now and then."""
+        """Read the bucket at each request, and after some seconds."""
         while True:
             await changes.wait(_LOOK_S)
             self._changed.set()
 
-    def _hear(self, _: Any) -> None:
-        self._heard()
+    def _note_result(self, _: Any) -> None:
+        self._note_progress()
         self._changed.set()
 
     async def play(self) -> None:
@@ -178,7 +181,7 @@ class Evaluations:
                 self._num_missing[version] = len(missing)
                 return
             results = await self._log.read(version)
-            refused = next((one.blame for one in results if one.blame is not None), None)
+            refused = next((item.blame for item in results if item.blame is not None), None)
             values = self._summary(tasks, results)
         except TinkermqError as error:
             await self._finish(version, "failed", blame=str(error))
@@ -219,9 +222,9 @@ class Evaluations:
         values: dict[str, float] | None = None,
         blame: str = "",
     ) -> None:
-        """Write down what became of a version; `collect` reports it."""
+        """Record the outcome of a version; `collect` reports it."""
         if state == "failed":
-            await self._event("evaluation_failed", blame, version=version)
+            await self._publish_event("evaluation_failed", blame, version=version)
         entry = await self._bucket.find(self._key(version))
         if entry is not None and entry.value.state in ("requested", "running"):
             changes = {"state": state, "values": values or {}, "blame": blame[:_MAX_BLAME_CHARS]}
@@ -231,7 +234,7 @@ class Evaluations:
         self._changed.set()
 
     async def collect(self) -> None:
-        """Report the results that have come; clients may have asked for versions, too."""
+        """Report the results so far; clients may have requested versions, too."""
         async with self._collecting:
             for entry in await self._bucket.changes(self._scope.key, self._revision):
                 self._revision = entry.revision
@@ -253,7 +256,7 @@ class Evaluations:
             self._reported.set()
 
     async def _forget_oldest(self) -> None:
-        """Remove the records of the oldest versions, but that of the best, beyond the bound."""
+        """Remove the records of the oldest versions beyond the bound, except that of the best."""
         ended = self._ended - {best_of(self._scores, self._scores)} - self._waiting
         for version in sorted(ended)[: -self._most_kept]:
             await self._bucket.delete(self._key(version))
@@ -261,7 +264,7 @@ class Evaluations:
             self._scores.pop(version, None)
 
     async def wait_all(self) -> None:
-        """Wait until every evaluation that was asked for is reported; `follow` goes on beside."""
+        """Wait until every requested evaluation is reported, while `follow` runs."""
         await self.collect()
         while self._waiting:
             self._reported.clear()
@@ -269,7 +272,7 @@ class Evaluations:
 
     @property
     def named_wait(self) -> str:
-        """Who is waited for: what is missing of the open evaluations."""
+        """Name of the wait for the open evaluations: who plays them, and how many tasks."""
         left = ", ".join(
             f"version {version} ({self._num_missing[version]} tasks)"
             if version in self._num_missing
@@ -280,12 +283,12 @@ class Evaluations:
         return f"{who} to validate {left}"
 
     async def _report(self, entry: Entry[EvalRecord]) -> None:
-        """Publish a result, then mark it: after a crash in between it is published again."""
+        """Publish a result, then mark it; after a crash in between it is published again."""
         record = entry.value
         if record.values:
             metric = Metric(step=record.step, values=record.values, time=time.time())
             await publish_metric(self._broker, self._scope, metric)
-            await self._tell(record.step, record.values)
+            await self._report_values(record.step, record.values)
         reported = record.model_copy(
             update={"state": "reported" if record.state == "done" else "given_up"}
         )

@@ -1,11 +1,11 @@
-"""When a job is given up: nothing but failed or useless tasks, many in a row, or nothing at all.
+"""When a job is given up: many failed tasks or useless groups in a row, or no task for very long.
 
-A failed task is data: it is recorded, its credit returns, and the job goes on. But where every
-task fails (the game raises, all prompts are too long) the job would issue tasks for ever; then it
-ends with the last task's reason. So it does where tasks succeed and none of their groups can be
-trained: all returns of each are equal, a filter leaves them out, they are stale or malformed. And
-where nothing comes for very long, as when the client that hosts the game has gone for good, it
-would hold its slots for ever.
+A failed task is data: it is recorded, its credit returns, and the job continues. But if every task
+fails (the game raises, all prompts are too long) the job would issue tasks for ever; it then ends
+with the last task's reason. It also ends if tasks succeed and none of their groups can be trained:
+all returns of each are equal, a filter leaves them out, they are stale or malformed. And if no task
+finishes for very long, as when the client that hosts the game has left, the job ends rather than
+hold its slots.
 """
 
 import time
@@ -20,9 +20,9 @@ LEAST_UNTRAINABLE = 256
 UNTRAINABLE_BATCHES = 20
 RESERVATION_EXPIRED = "reservation_expired"
 _HICCUP = 32
-"""After a step so many groups in a row that cannot be trained are nothing special."""
+"""So many untrainable groups in a row after a step are normal, and not reported."""
 _NOT_COUNTED: frozenset[DropReason] = frozenset({"failed", "duplicate"})
-"""Failed tasks are counted by `Failures`; of a duplicate the first was trained or counted."""
+"""`Failures` counts failed tasks; of duplicates, the first was trained or counted."""
 _WHY: dict[DropReason, tuple[str, type[errors.TinkermqError], str]] = {
     "equal_rewards": (
         "all returns of each group were equal (algorithm.filter_equal_rewards)",
@@ -34,7 +34,7 @@ _WHY: dict[DropReason, tuple[str, type[errors.TinkermqError], str]] = {
     "filtered": (
         "algorithm.own_filter left them out",
         errors.ConfigError,
-        "see what the filter looks at, or leave it out",
+        "check the filter, or remove it",
     ),
     "stale": (
         "their tokens are older than training.max_staleness allows",
@@ -44,13 +44,13 @@ _WHY: dict[DropReason, tuple[str, type[errors.TinkermqError], str]] = {
     "malformed": (
         "they are malformed (event `groups_dropped` says why)",
         errors.DataError,
-        "see whether generators, model and configuration belong together",
+        "check that generators, model and configuration belong together",
     ),
 }
 
 
 def deserted(idle_s: float, *, external: bool = False) -> errors.TinkermqError:
-    """Return the error of a job of which nothing was heard for too long.
+    """Return the error of a job in which no task has finished for too long.
 
     `external`: its tasks or trajectories come from outside.
     """
@@ -59,11 +59,11 @@ def deserted(idle_s: float, *, external: bool = False) -> errors.TinkermqError:
             f"nobody published a task or a group for {idle_s:g} s (limits.idle_s), and the run "
             "needs more of them for its last steps",
             hint="groups that could not be trained (event `groups_dropped`) have to be replaced: "
-            "resume the run and publish more; it goes on from its last checkpoint",
+            "resume the run and publish more; it continues from its last checkpoint",
         )
     return errors.GameError(
-        f"no task was finished for {idle_s:g} s (limits.idle_s): the environments may have gone",
-        hint="bring them back and resume the run; it goes on from its last checkpoint",
+        f"no task was finished for {idle_s:g} s (limits.idle_s): the environments may be missing",
+        hint="start them again and resume the run; it continues from its last checkpoint",
     )
 
 
@@ -84,24 +84,24 @@ class Failures:
         self._idle_s = idle_s
         self._external = external
         self._clock = clock
-        self._heard = clock()
+        self._progressed_at = clock()
 
-    def heard(self) -> None:
-        """Take notice that the job is not idle, or not to blame for it."""
-        self._heard = self._clock()
+    def note_progress(self) -> None:
+        """Note that the job is not idle, or that it is idle for a known reason."""
+        self._progressed_at = self._clock()
 
     def idle(self) -> errors.TinkermqError | None:
-        """Return the error of a job of which nothing was heard for too long, or None."""
-        late = self._clock() - self._heard >= self._idle_s
+        """Return the error of a job that has been idle for too long, or None."""
+        late = self._clock() - self._progressed_at >= self._idle_s
         return deserted(self._idle_s, external=self._external) if late else None
 
     def note_task(self, blame: Blame | None) -> None:
-        """Take notice of one finished task: why it failed, or None if it did not.
+        """Note one finished task: why it failed, or None if it did not.
 
-        An agent's reservation that ran out says nothing about the job. Raises the error of the
-        boundary that is to blame when too many have failed in a row.
+        An agent's expired reservation is not counted. Raises the error of the boundary that is to
+        blame when too many have failed in a row.
         """
-        self.heard()
+        self.note_progress()
         if blame is None:
             self._num_in_a_row = 0
         elif blame.code != RESERVATION_EXPIRED:
@@ -114,16 +114,16 @@ class Failures:
 
 
 class Untrainable:
-    """Counts the groups in a row that came and could not be trained, since the last step.
+    """Counts the groups in a row, since the last step, that could not be trained.
 
-    Pure: what is dropped stands in the learner's state and in the log, so that a learner that
-    starts again counts the same.
+    Pure: dropped groups are in the learner's state and in the log, so that a learner that starts
+    again counts the same.
     """
 
     def __init__(self, batch_size: int, limit: int | None, judged_seq: int = 0) -> None:
         """`limit`: give up after so many, 0 for never, None for the default.
 
-        What came up to the entry `judged_seq` of the log was judged before.
+        Entries of the log up to `judged_seq` were judged before.
         """
         by_default = max(LEAST_UNTRAINABLE, UNTRAINABLE_BATCHES * batch_size)
         self._limit = by_default if limit is None else limit
@@ -134,29 +134,29 @@ class Untrainable:
 
     @property
     def num_in_a_row(self) -> int:
-        """So many came since the last that can be trained."""
+        """Number of untrainable groups since the last trainable one."""
         return self._counts.total()
 
     def count_dropped(self, dropped: Iterable[Dropped], usable: Iterable[int]) -> None:
-        """Count anew, of what was `dropped` since the last step; `usable` waits to be trained."""
+        """Count the groups `dropped` since the last step; groups in `usable` wait to be trained."""
         after = max(usable, default=self._judged_seq)
         self._counts = Counter(
             item.reason for item in dropped if item.seq > after and item.reason not in _NOT_COUNTED
         )
 
     def stepped(self) -> None:
-        """Take notice of a step: some groups can be trained."""
+        """Note a step: some groups can be trained."""
         self._counts.clear()
         self._least = self._next_report = max(self._batch_size, _HICCUP)
 
     def give_up(self, seq: int) -> int:
-        """Judge all up to an entry of the log, so that a resumed run begins to count; return it."""
+        """Judge all entries up to `seq`, so that a resumed run counts from there; return it."""
         self._judged_seq = seq
         return seq
 
     @property
     def wait(self) -> str:
-        """What a job waits for that has had a batch's worth of them; nothing before."""
+        """Name of the job's wait once a batch's worth could not be trained; empty before."""
         if self.num_in_a_row < self._least:
             return ""
         return f"a group that can be trained: {self._summary()}"
@@ -176,8 +176,8 @@ class Untrainable:
         _, error, remedy = self._main
         return error(
             f"{self._summary()} (limits.untrainable_groups: {self._limit})",
-            hint=f"{remedy}; the run goes on from its checkpoint when it is resumed, and with "
-            "limits.untrainable_groups=0 it never ends for this",
+            hint=f"{remedy}; when resumed, the run continues from its checkpoint; with "
+            "limits.untrainable_groups=0 it never ends for this reason",
         )
 
     @property

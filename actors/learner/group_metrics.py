@@ -1,4 +1,4 @@
-"""The numbers of one step that come from its groups, under the names that users know."""
+"""The metrics of one step that come from its groups."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -85,7 +85,7 @@ def _as_one(rows: Sequence[Trajectory]) -> Trajectory:
 def _agent_numbers(played: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
     """Describe the trees of calls of agents' episodes; nothing where there are none.
 
-    What a generator tells of an episode stands in `info` of its main row, below `agent`.
+    The generator's numbers of an episode are in `info` of its main row, below `agent`.
     """
     rows = [item for episode in played for item in episode if item.kind]
     if not rows:
@@ -110,9 +110,9 @@ def _agent_numbers(played: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
 
 
 def _masked_share(played: Sequence[Sequence[Trajectory]], num_generated: float) -> dict[str, float]:
-    """Say how much the forms that programs demanded took out of the choice of a mean token.
+    """Return the share of tokens that structured output masked, for a mean generated token.
 
-    Nothing where none was demanded.
+    Empty where no program requested structured output.
     """
     episode_numbers = [_numeric_fields(episode[0].info.get("agent")) for episode in played]
     if not any("masked_tokens" in numbers for numbers in episode_numbers):
@@ -122,7 +122,7 @@ def _masked_share(played: Sequence[Sequence[Trajectory]], num_generated: float) 
 
 
 def _numeric_fields(numbers: Any) -> dict[str, float]:
-    """Return what is a number among what somebody told."""
+    """Return the numeric fields of a mapping from outside."""
     if not isinstance(numbers, dict):
         return {}
     named = cast("dict[str, Any]", numbers)

@@ -44,13 +44,13 @@ class CheckedEntry:
     """SHA-256 of its payload."""
     candidate: Candidate
     blame: Blame | None
-    """Why its task was given up, where it was."""
+    """Why its task was given up; None if it was not."""
     traceparent: str
-    """W3C trace context that came with it."""
+    """W3C trace context of its message."""
     arrived: float
     """Seconds since the epoch at which it was read."""
     refusal: str = ""
-    """Why it is malformed, where it is."""
+    """Why it is malformed; empty if it is not."""
 
 
 class Intake:
@@ -71,11 +71,11 @@ class Intake:
         why_no_rows: str | None = None,
         keeps: Callable[[Group], bool] | None = None,
     ) -> None:
-        """Read from `from_seq` on: all before was decided on, and the ranges `decided` behind it.
+        """Read from `from_seq` on; entries before it, and the ranges `decided`, are decided.
 
-        `ledger` knows which tasks were issued; `check_readable` raises DataError for what the
-        model cannot read, such as images; `why_no_rows` says why no episode may have several rows,
-        if none may; `keeps` whether a group is trained at all.
+        `ledger` knows which tasks were issued; `check_readable` raises DataError for a group that
+        the model cannot read, such as one with images; `why_no_rows` is the reason why no episode
+        may have several rows, if none may; `keeps` returns whether a group is trained.
         """
         self._log = log
         self._ledger = ledger
@@ -94,7 +94,7 @@ class Intake:
         self.last_seq = from_seq - 1
         """Newest sequence that was read, or need not be."""
         self.max_version = 0
-        """Newest version that a group may have been made with: the newest that was recorded."""
+        """Newest version that may have generated a group: the newest recorded one."""
         self.bytes_held = 0
         """Bytes of the log since the last checkpoint."""
         self._arrived: list[CheckedEntry] = []
@@ -106,7 +106,7 @@ class Intake:
                 self._enter(entry)
 
     def note_version(self, version: int) -> None:
-        """Take notice that groups may have been made with a version; it never falls.
+        """Note that groups may have been generated with a version; it never falls.
 
         While recorded steps are trained again, generators still have newer weights.
         """
@@ -117,18 +117,13 @@ class Intake:
         return await self._log.last_seq()
 
     async def catch_up(self, deadline_s: float) -> None:
-        """Wait until all that is in the log now has been read; raise DeadlineError otherwise.
+        """Wait until all present entries of the log have been read; raise DeadlineError otherwise.
 
-        Raises StorageError for a log that does not reach to where it is to be read from.
+        Raises StorageError for a log that ends before the first entry to read.
         """
         ever = await self.newest()
         if ever < self._from_seq - 1:
-            raise StorageError(
-                f"the rollout log ends at entry {ever}, the checkpoint knows of "
-                f"{self._from_seq - 1}: stream {self._log.stream} was deleted and made again",
-                hint="restore the stream from a back-up, or go on in a new run: `tinkermq fork "
-                "RUN@STEP`",
-            )
+            raise stream_recreated("rollout log", ever, self._from_seq - 1, self._log.stream)
         newest = await self._log.newest_there()
         try:
             async with asyncio.timeout(deadline_s):
@@ -150,7 +145,7 @@ class Intake:
         return arrived
 
     def candidates(self) -> list[Candidate]:
-        """Return what may be trained or dropped."""
+        """Return the undecided entries, which may be trained or dropped."""
         return [entry.candidate for entry in self._entries.values()]
 
     def __getitem__(self, seq: int) -> CheckedEntry:
@@ -160,7 +155,7 @@ class Intake:
         return seq in self._entries
 
     def forget(self, seqs: Iterable[int]) -> None:
-        """Let go of entries that have been decided on."""
+        """Remove entries that have been decided."""
         for seq in seqs:
             del self._entries[seq]
 
@@ -169,7 +164,7 @@ class Intake:
         return min(self._entries, default=self.last_seq + 1)
 
     def write_to(self, state: LearnerState) -> None:
-        """Put what has been decided on into the state of a checkpoint."""
+        """Put the decided entries into the state of a checkpoint."""
         first = state.log_seq = self.first_undecided()
         ends = [*sorted(self._entries), self.last_seq + 1]
         later = [(seq + 1, following) for seq, following in pairwise(ends) if following > seq + 1]
@@ -221,12 +216,12 @@ class Intake:
         """Raise MessageError for a group that this job cannot train."""
         task = group.task
         if not self._ledger.was_issued(task.task):
-            raise MessageError(f"task {task.task} was never given out")
+            raise MessageError(f"task {task.task} was never issued")
         if (issued := self._ledger.issued_instead_of(task)) is not None:
             raise MessageError(
                 f"the group of task {task.task} is of position {task.index} with seed {task.seed}; "
-                f"what was given out is position {issued.index} with seed {issued.seed}",
-                hint="a learner that was cut off had issued that one",
+                f"the issued task is position {issued.index} with seed {issued.seed}",
+                hint="a fenced-off learner issued the other task",
             )
         if group.error is not None:
             return
@@ -236,8 +231,8 @@ class Intake:
                 f"{self._group_size}"
             )
         if task.greedy_baseline != self._greedy_baseline:
-            wanted = "has no" if self._greedy_baseline else "has a"
-            raise MessageError(f"the group of task {task.task} {wanted} greedy episode")
+            problem = "lacks its" if self._greedy_baseline else "has a"
+            raise MessageError(f"the group of task {task.task} {problem} greedy episode")
         if self._why_no_rows and any(len(rows) > 1 for rows in group.episodes):
             raise MessageError(
                 f"the group of task {task.task} has episodes of several rows: {self._why_no_rows}"
@@ -259,8 +254,17 @@ class Intake:
             raise MessageError(f"the returns of the group of task {task.task} must be finite")
 
 
+def stream_recreated(what: str, last: int, known: int, stream: str) -> StorageError:
+    """Return the error of a stream that ends before what the checkpoint knows of it."""
+    return StorageError(
+        f"the {what} ends at entry {last}, the checkpoint knows entry {known}: stream {stream} was "
+        "deleted and made again",
+        hint="restore the stream from a back-up, or start a new run: `tinkermq fork RUN@STEP`",
+    )
+
+
 def _blame_of(refused: MessageError) -> Blame | None:
-    """Blame the task for what the model cannot read: a job all of whose groups are so ends."""
+    """Blame the task for a group that the model cannot read, so that many in a row end the job."""
     cause = refused.__cause__
     if not isinstance(cause, DataError):
         return None
@@ -287,14 +291,14 @@ def batch_digest(entries: Iterable[CheckedEntry]) -> str:
 
 # -- groups that are never trained -----------------------------------------------------------------
 # A dropped group returns its credit; its task is issued again where that can help (`tasks.py`). The
-# next batch record names all that was dropped since the one before, so that a learner that starts
-# again decides the same.
+# next batch record names all groups dropped since the last one, so that a learner that starts again
+# decides the same.
 
-TOLD_EVERY_S = 30.0
+REPORT_EVERY_S = 30.0
 _EXAMPLES = 3
 _EXAMPLE_CHARACTERS = 300
-_TOLD: frozenset[DropReason] = frozenset({"malformed", "failed", "stale"})
-"""The others are asked for (`filter_equal_rewards`), or say nothing is lost (`duplicate`)."""
+_REPORTED: frozenset[DropReason] = frozenset({"malformed", "failed", "stale"})
+"""The other reasons are configured (`filter_equal_rewards`) or lose nothing (`duplicate`)."""
 
 
 class Drops:
@@ -317,27 +321,27 @@ class Drops:
         self._ledger = ledger
         self._order = order
         self.waste = state.waste.model_copy()
-        """What was generated and not trained."""
+        """Counts of generated and of trained tokens and episodes."""
         self.num_by_reason = Counter(state.dropped_by_reason)
-        """Groups that were dropped since the start of the run."""
+        """Numbers of dropped groups since the start of the run."""
         self._publish_event = publish_event
         self._clock = clock
         self._unrecorded: list[Dropped] = list(state.unrecorded)
         self._unreported: Counter[str] = Counter()
         self._examples: list[str] = []
-        self._again = 0
-        self._lost = 0
+        self._num_reissued = 0
+        self._num_lost = 0
         self._next_s = float("-inf")
 
     def drop(self, dropped: Sequence[Dropped], *, reported: bool = False) -> None:
-        """Decide that entries are never trained; `reported`: its event was sent already."""
+        """Decide that entries are never trained; `reported`: their event was sent before."""
         for item in dropped:
             entry = self._intake[item.seq]
             again = item.task is not None and self._ledger.drop(
                 item.task,
                 item.reason,
-                hopeless=entry.blame is not None and entry.blame.boundary == "task",
-                foreign=self._is_foreign(entry),
+                unplayable=entry.blame is not None and entry.blame.boundary == "task",
+                of_another_task=self._is_of_another_task(entry),
             )
             if again and entry.task is not None and item.reason != "malformed":
                 self._order.keep(entry.task)
@@ -346,47 +350,47 @@ class Drops:
                 self._order.pass_over(entry.group, item.reason)
             self.waste.add_failed(entry.tokens_wasted)
             self.num_by_reason[item.reason] += 1
-            if item.reason in _TOLD and not reported:
+            if item.reason in _REPORTED and not reported:
                 self._count_drop(item, entry, again=again)
         self._intake.forget(item.seq for item in dropped)
         self._unrecorded += dropped
 
     @property
     def unrecorded(self) -> Sequence[Dropped]:
-        """What was dropped since the last batch record."""
+        """Entries dropped since the last batch record."""
         return self._unrecorded
 
-    def _is_foreign(self, entry: CheckedEntry) -> bool:
-        """Whether a group is of another task than was issued under its number."""
+    def _is_of_another_task(self, entry: CheckedEntry) -> bool:
+        """Return whether a group is of another task than was issued under its number."""
         return entry.task is not None and self._ledger.issued_instead_of(entry.task) is not None
 
     def take_unrecorded(self) -> list[Dropped]:
-        """Return what no batch record names yet; the next one does."""
-        taken, self._unrecorded = self._unrecorded, []
-        return taken
+        """Return the dropped entries for the next batch record, which names them."""
+        dropped, self._unrecorded = self._unrecorded, []
+        return dropped
 
     def write_to(self, state: LearnerState) -> None:
-        """Put the counters, and what no batch record names yet, into the state of a checkpoint."""
+        """Put the counters, and the unrecorded entries, into the state of a checkpoint."""
         state.unrecorded = list(self._unrecorded)
         state.waste = self.waste.model_copy()
         state.dropped_by_reason = dict(self.num_by_reason)
 
     def _count_drop(self, item: Dropped, entry: CheckedEntry, *, again: bool) -> None:
         self._unreported[item.reason] += 1
-        self._again += again
-        self._lost += self._external and not again and item.reason != "duplicate"
+        self._num_reissued += again
+        self._num_lost += self._external and not again and item.reason != "duplicate"
         if len(self._examples) < _EXAMPLES and (why := _why(item, entry)):
             self._examples.append(why[:_EXAMPLE_CHARACTERS])
 
     async def report_drops(self, *, now: bool = False) -> None:
-        """Publish what was dropped since the last time as one event, now and then."""
+        """Publish the entries dropped since the last event as one event, if it is due."""
         if not self._unreported or (not now and self._clock() < self._next_s):
             return
-        self._next_s = self._clock() + TOLD_EVERY_S
+        self._next_s = self._clock() + REPORT_EVERY_S
         counts, self._unreported = self._unreported, Counter()
         examples, self._examples = self._examples, []
-        again, self._again = self._again, 0
-        lost, self._lost = self._lost, 0
+        again, self._num_reissued = self._num_reissued, 0
+        lost, self._num_lost = self._num_lost, 0
         total = sum(counts.values())
         reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(counts.items()))
         lines = [
@@ -395,7 +399,7 @@ class Drops:
             *examples,
         ]
         if lost:
-            lines.append(f"whoever made them: publish {lost} more, or the run waits for them")
+            lines.append(f"external actors must publish {lost} more; the run waits for them")
         data: dict[str, Any] = {"dropped": dict(counts), "issued_again": again}
         await self._publish_event("groups_dropped", "\n".join(lines), **data)
 

@@ -112,7 +112,7 @@ class Learner:
             Environments(broker, scope, config.env, context.missing).describe,
             reporter.log_evaluation,
             context.event,
-            self._failures.heard,
+            self._failures.note_progress,
         )
         checkpoints.judged = self._evaluations
         parts = (self._intake, self._ledger, self._issuer, self._drops, order)
@@ -176,7 +176,7 @@ class Learner:
                 break
             await self._train(self._recorded.entries_of(record), record, is_new=False)
         await self._drop_repeated()
-        self._failures.heard()
+        self._failures.note_progress()
         await self._request_evaluation()
         settle_memory()
         self._reporter.tracer.forget()
@@ -318,7 +318,7 @@ class Learner:
         Without a checkpoint the log is not trimmed, and the groups of the next step may be waiting
         for room in it: the job is not idle.
         """
-        self._failures.heard()
+        self._failures.note_progress()
         if self._saver.is_to_be_tried_again:
             await self._begin_save()
         with self._context.missing(self._saver.missing or "a checkpoint"):
@@ -331,7 +331,7 @@ class Learner:
         named = self._context.waiting("somebody to resume the job")
         with named, self._time_use.doing("paused"):
             await self._wait_or_poll(self._control_changed)
-        self._failures.heard()
+        self._failures.note_progress()
 
     async def _wait_or_poll(self, event: asyncio.Event) -> None:
         with contextlib.suppress(TimeoutError):
@@ -397,7 +397,7 @@ class Learner:
         self._context.step = self._state.step
         self._context.set_state("working", version=self._state.step)
         self._ledger.train(entry.number for entry in entries if entry.number is not None)
-        self._failures.heard()
+        self._failures.note_progress()
         self._untrainable.stepped()
         self._order.learn(groups)
         for group in groups:
@@ -410,11 +410,12 @@ class Learner:
         Versions of an SFT job are published where they are evaluated or saved.
         """
         step, last, evaluations = self._state.step, self._state.total_steps, self._evaluations
-        wanted = step == 0 or self._saver.is_due or evaluations.is_due(step, last)
-        if wanted or not self._config.sft.data:
-            kept = {*opponent_versions(self._config.self_play, step), *([step] if wanted else [])}
+        is_kept = step == 0 or self._saver.is_due or evaluations.is_due(step, last)
+        if is_kept or not self._config.sft.data:
+            needed = set(opponent_versions(self._config.self_play, step))
+            needed |= {step} if is_kept else set()
             await self._publisher.publish(
-                step, self._compute.read_weights, keep=lambda: evaluations.open_versions | kept
+                step, self._compute.read_weights, keep=lambda: evaluations.open_versions | needed
             )
             evaluations.note_version(step)
 

@@ -1,11 +1,11 @@
-"""What a learner's GPU holds: settings chosen at its start, smaller passes, turns with an engine.
+"""Memory of a learner's GPU: settings chosen at the start, smaller passes, turns with an engine.
 
-How many tokens a pass has decides the last bits of a sum, so each step's number is part of its
-batch record: a step trained again, or replayed, has the same passes. The number in force is in
-checkpoints.
+The number of tokens in a pass decides the last bits of a sum, so it is part of each batch record: a
+step that is trained again, or replayed, has the same passes. The present number is in checkpoints.
 
 Ranks that share a model cannot repeat a step in place (`training/rank_batches.py`). Their learner
-writes down the smaller passes, ends, and is started again: the step is recorded, and not trained.
+stores the smaller number of tokens, ends, and is started again: the step is recorded, but not
+trained.
 """
 
 import asyncio
@@ -46,10 +46,10 @@ _log = structlog.get_logger()
 def with_chosen_settings(
     config: JobConfig, card: GpuCard | None, *, shared: bool = False
 ) -> JobConfig:
-    """Return a configuration whose `auto` keys of the learner are settled for a card.
+    """Return a configuration whose `auto` keys of the learner are chosen for a card.
 
-    `shared`: an engine has the same card. Without a card, or for a model that is not known, it
-    stays as it is: the defaults of a CPU.
+    `shared`: an engine uses the same card. Without a card, or for an unknown model, the keys keep
+    the defaults of a CPU.
     """
     learner = config.learner
     chosen = "auto" in learner.settings.values()
@@ -62,14 +62,14 @@ def with_chosen_settings(
 
 
 class SmallerPasses(NamedTuple):
-    """From which step on passes are smaller than recorded, and how small."""
+    """The step from which on passes are smaller than recorded, and their tokens."""
 
     step: int
     microbatch_tokens: int
 
 
 def read_smaller_passes(run_dir: Path) -> SmallerPasses | None:
-    """Return what a learner that was out of memory wrote down; None if none was."""
+    """Return the smaller passes that a learner out of memory stored; None if there are none."""
     try:
         values = json.loads((run_dir / _FILE).read_text())
         return SmallerPasses(int(values["step"]), int(values["microbatch_tokens"]))
@@ -83,7 +83,7 @@ class PassTokens:
     def __init__(
         self, config: JobConfig, run_dir: Path, state: LearnerState, *, auto: bool
     ) -> None:
-        """Begin with those of the checkpoint's state where they are chosen (`auto`)."""
+        """Begin with the tokens of the checkpoint's state where they are chosen (`auto`)."""
         self._configured = config.learner.pass_tokens
         self._smaller = read_smaller_passes(run_dir)
         self._state = state
@@ -94,27 +94,27 @@ class PassTokens:
 
     @property
     def now(self) -> int:
-        """Those of the next new step."""
+        """Tokens of a pass in the next new step."""
         return self._state.microbatch_tokens
 
     def of(self, record: BatchRecord) -> int:
-        """Return those of a recorded step."""
+        """Return the tokens of a pass in a recorded step."""
         tokens = record.microbatch_tokens or self._configured
         if self._smaller is not None and record.step >= self._smaller.step:
             tokens = min(tokens, self._smaller.microbatch_tokens)
         return tokens
 
     def note(self, tokens: int) -> None:
-        """Go on with those of the step that was trained."""
+        """Use the tokens of the step that was trained from now on."""
         self._state.microbatch_tokens = tokens
 
 
 def smaller_passes_after(
     config: JobConfig, run_dir: Path, error: OutOfMemoryError
 ) -> TinkermqError:
-    """Write down smaller passes for ranks that were out of memory; return what to raise.
+    """Store smaller passes for ranks that were out of memory; return the error to raise.
 
-    That is an error after which the learner is started again, or the given one where the step did
+    The learner is started again after that error, unless it is `error` itself: then the step did
     not fit in smaller passes either.
     """
     if not config.learner.sharded or not error.step:
@@ -136,22 +136,22 @@ def smaller_passes_after(
 
 
 # -- a GPU that is shared with a generator ---------------------------------------------------------
-# What each may hold, and whether they take turns at all, `schemas/plan` decides. Either both keep a
+# `schemas/plan` decides how much each may hold, and whether they take turns. Either both keep a
 # share of the memory and compute at the same time, or the engine sleeps while the learner trains:
-# then the learner asks for the GPU before a step, and gives it back after the new version is a
-# snapshot. The generator tells in each request what it does, so that neither has to remember
-# anything about the other: a learner or a generator that is started anew goes on from there.
+# then the learner requests the GPU before a step, and returns it after the snapshot of the new
+# version. Each request of the generator has its state, so that neither has to remember the other's:
+# a learner or a generator that is started anew continues from there.
 
 _POLL_S = 2.0
 _FREE_S = 900.0
-"""How long a generator may take to free the GPU: its engine may just be starting."""
+"""How long a generator may take to free the GPU: its engine may be starting."""
 T = TypeVar("T")
 
 
 def gpu_use_of(
     config: JobConfig, policies: Sequence[nn.Module], critics: Sequence[nn.Module] = ()
 ) -> GpuUse:
-    """Return how the GPU of this process is shared; on a CPU the engine sleeps if it is told to.
+    """Return how the GPU of this process is shared; on a CPU the engine sleeps if configured.
 
     Raises ConfigError where learner and engine do not fit.
     """
@@ -167,7 +167,7 @@ def gpu_use_of(
 def models_of(
     config: JobConfig, policies: Sequence[nn.Module], critics: Sequence[nn.Module]
 ) -> JobModels:
-    """Count the weights of loaded models, whose shapes are not known."""
+    """Count the weights of loaded models with unknown shapes."""
     return counted_models(
         config,
         weights=_num_weights(policies),
@@ -177,15 +177,15 @@ def models_of(
 
 
 def _num_weights(models: Sequence[nn.Module], *, trained: bool = False) -> int:
-    found = (p for model in models for p in model.parameters())
-    return sum(p.numel() for p in found if p.requires_grad or not trained)
+    weights = (weight for model in models for weight in model.parameters())
+    return sum(weight.numel() for weight in weights if weight.requires_grad or not trained)
 
 
 class GpuTurns:
-    """The learner's side: it has the GPU while it trains."""
+    """The learner's side of the turns: it has the GPU while it trains."""
 
     def __init__(self, context: JobContext, use: GpuUse | None) -> None:
-        """Share a GPU as `use` says; None: the learner has one of its own."""
+        """Share a GPU as `use` says; None: the learner has a GPU of its own."""
         self._context = context
         self._use = use
         self._turn = GpuTurn(number=0, asleep=False, version=-1)
@@ -194,7 +194,7 @@ class GpuTurns:
             self._turn = self._turn.model_copy(update=shares)
         self._changed = asyncio.Condition()
         self._free_at = -1
-        """Number of the turn in which the generator has told that it sleeps."""
+        """Number of the turn in which the generator last slept."""
 
     async def serve(self) -> None:
         """Answer the generator; to be called once the models are loaded."""
@@ -203,28 +203,28 @@ class GpuTurns:
             await self._context.service.endpoint("turn", subject, GpuTurnRequest, self._answer)
 
     async def published(self, version: int) -> None:
-        """Tell that a version is there, with which the learner begins or goes on."""
+        """Return the GPU to the engine, with the version that the learner has published."""
         await self._advance(asleep=False, version=version)
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Have the GPU alone meanwhile, if the engine has to free it.
+        """Have the GPU alone within the block, if the engine has to free it.
 
         Raises EngineError for a generator that does not free it.
         """
         if self._use is None or not self._use.sleeps:
             yield
             return
-        await self._take()
+        await self._acquire()
         try:
             yield
         finally:
             await self.published(self._context.step or 0)
 
     def freeing(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Return what does some work, and then gives memory back that torch keeps for later.
+        """Return a function that does some work and then frees the memory that torch caches.
 
-        The engine takes its own back when the new version is published.
+        The engine allocates its own again when the new version is published.
         """
 
         def run() -> T:
@@ -236,7 +236,7 @@ class GpuTurns:
 
         return run if self._use is not None and self._use.sleeps else work
 
-    async def _take(self) -> None:
+    async def _acquire(self) -> None:
         await self._advance(asleep=True, version=self._turn.version)
         number = self._turn.number
         try:
@@ -256,7 +256,7 @@ class GpuTurns:
             self._changed.notify_all()
 
     async def _answer(self, request: GpuTurnRequest) -> GpuTurn:
-        """Take notice of what the generator does; answer once there is something new."""
+        """Note the generator's state; answer once there is another turn."""
         async with self._changed:
             if request.asleep and request.seen == self._turn.number:
                 self._free_at = request.seen
@@ -265,5 +265,5 @@ class GpuTurns:
                 async with asyncio.timeout(_POLL_S):
                     await self._changed.wait_for(lambda: self._turn.number != request.seen)
             except TimeoutError:
-                pass  # the answer tells that nothing has changed
+                pass  # the answer is the same turn
             return self._turn

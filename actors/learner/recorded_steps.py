@@ -17,7 +17,7 @@ from ...schemas.task import BatchRecord, Task
 from ...schemas.wire.errors import BrokerError, DeadlineError, MessageError, StorageError
 from ..runtime import JobContext
 from ..training.state import LearnerState
-from .intake import CheckedEntry, Drops, Intake, batch_digest
+from .intake import CheckedEntry, Drops, Intake, batch_digest, stream_recreated
 from .staleness import num_admissible
 from .tasks import Ledger
 
@@ -59,20 +59,22 @@ class RecordedSteps:
     async def refuse_if_replaced(self) -> None:
         """Raise FencedError rather than let a fenced-off learner write a checkpoint.
 
-        A broker that is away does not prevent a checkpoint: decisions in it that are recorded
-        nowhere are compared with the records when it is loaded.
+        An unreachable broker does not prevent a checkpoint: decisions in it that no record has are
+        compared with the records when it is loaded.
         """
         with contextlib.suppress(TimeoutError, BrokerError, DeadlineError):
             async with asyncio.timeout(_OWNER_S):
                 await self.check_owner()
 
     async def read(self) -> None:
-        """Read the records: what the job had come to, and how many tasks were given out."""
+        """Read the records: the last step of the job, and a bound on the tasks that were issued."""
         stored = await self._batches.read_all()
         self._records = [record for _, record in stored]
         last_seq = stored[-1][0] if stored else 0
         if last_seq < self._state.batch_seq:
-            raise _cut_off("batch records", last_seq, self._state.batch_seq, self._batches.stream)
+            raise stream_recreated(
+                "log of batches", last_seq, self._state.batch_seq, self._batches.stream
+            )
         self._state.batch_seq = last_seq
         self._intake.note_version(self._state.step)
         if self._records:
@@ -115,10 +117,10 @@ class RecordedSteps:
     def entries_of(self, record: BatchRecord) -> list[CheckedEntry]:
         """Return the entries that a recorded step trained, and drop those that it dropped."""
         step, intake = record.step, self._intake
-        lost = [seq for seq in record.seqs if seq not in intake]
-        if lost:
+        missing = [seq for seq in record.seqs if seq not in intake]
+        if missing:
             raise StorageError(
-                f"step {step} trained log entries {lost[:5]} that the rollout log no longer has",
+                f"step {step} trained log entries {missing[:5]} that the rollout log no longer has",
                 hint="resume from a checkpoint that is at least that new, or fork the run",
             )
         self._drops.drop([item for item in record.dropped if item.seq in intake], reported=True)
@@ -130,12 +132,12 @@ class RecordedSteps:
             raise StorageError(
                 f"step {step} trained log entries {[entry.seq for entry in refused[:5]]} that "
                 f"cannot be trained now: {refused[0].refusal}",
-                hint="was the configuration changed in the middle of the run?",
+                hint="check whether the configuration was changed in the middle of the run",
             )
         return entries
 
     async def _largest_number(self) -> int:
-        """Bound the numbers that were given out before a crash: each log entry may be a credit."""
+        """Bound the numbers that were issued before a crash: each log entry may be a credit."""
         training: TrainingConfig = self._context.config.training
         num_read = await self._intake.newest() + 1 - self._state.log_seq
         by_gate = num_admissible(
@@ -145,11 +147,3 @@ class RecordedSteps:
             self._ledger.num_credits + max(num_read, 0),
         )
         return max([by_gate, *(n + 1 for record in self._records for n in record.tasks)])
-
-
-def _cut_off(what: str, last: int, known: int, stream: str) -> StorageError:
-    return StorageError(
-        f"the {what} end at {last}, the checkpoint knows of {known}: stream {stream} was deleted "
-        "and made again",
-        hint="restore the stream from a back-up, or go on in a new run: `tinkermq fork RUN@STEP`",
-    )

@@ -1,10 +1,10 @@
 """Train a run again from its log: `python -m tinkermq.actors.learner.replay --job JOB`.
 
-The batch records say what each step trained, the rollout log holds it. Trained again from the same
-initial weights the run arrives at the same bits on the same hardware, which is proven by comparing
-with the run's newest checkpoint. Checkpoints say how the steps were computed. Where bits
+The batch records name the groups of each step, and the rollout log holds them. Trained again from
+the same initial weights on the same hardware, a run arrives at the same bits: the result is
+compared with the run's newest checkpoint, which also says how the steps were computed. Where bits
 cannot be repeated (CUDA kernels without `learner.deterministic`, another GPU or torch), the weights
-are compared within a bound. Nothing of the run is changed.
+are compared within a bound. The run is not changed.
 """
 
 import argparse
@@ -49,13 +49,13 @@ from .start import starting_point
 
 T = TypeVar("T")
 BOUND = 0.1
-"""Of the distance that the run moved its weights, so far may a replay that cannot repeat the bits
-be away from them."""
+"""Largest distance from the run's weights of a replay that cannot repeat the bits, as a share of
+the distance that the run moved them."""
 
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What a replay found."""
+    """The result of a replay."""
 
     steps: int
     """Steps that were trained again."""
@@ -77,7 +77,7 @@ class ReplayResult:
 
     @property
     def is_sound(self) -> bool:
-        """Whether it is identical, or as near as can be where bits may differ."""
+        """Whether it is identical, or within the bound where bits may differ."""
         near = bool(self.inexact) and self.distance <= BOUND
         return not self.repeated and (not self.differing or near)
 
@@ -153,7 +153,7 @@ def _as_recorded(config: JobConfig, recorded: Sequence[Numerics]) -> JobConfig:
 
 
 def why_inexact(recorded: Sequence[Numerics], now: Numerics) -> str:
-    """Say why steps that were computed so, and now so, may differ in bits; empty: they may not."""
+    """Return why steps computed then and now may differ in bits; empty: they may not."""
     for then in recorded:
         if not then.repeats:
             return f"it was trained with {then}; learner.deterministic=true makes a run repeat"
@@ -246,22 +246,22 @@ async def _main(arguments: argparse.Namespace, console: Console) -> int:
         )
         return 0
     if result.differing:
-        told = (
+        message = (
             f"{result.steps} steps trained again: {len(result.differing)} tensors differ from "
             f"{result.checkpoint}, first {result.differing[0]}"
         )
         if result.inexact:
-            told += (
+            message += (
                 f". Bits may differ: {result.inexact}. The distance is {result.distance:.2g} of "
                 f"what the run moved its weights, at most {BOUND:g} is allowed"
             )
-        console.print(told, style=None if result.is_sound else "red", markup=False)
+        console.print(message, style=None if result.is_sound else "red", markup=False)
     return 0 if result.is_sound else 1
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the command line and replay; exit code 0 only if every bit is the same, or near enough
-    where bits may differ."""
+    """Parse the command line and replay; exit code 0 only if every bit is the same, or within the
+    bound where bits may differ."""
     parser = service_parser("learner.replay")
     parser.add_argument("--user", default="local", help="owner of the job (default: local)")
     parser.add_argument("--job", required=True, help="job id or name of the run")

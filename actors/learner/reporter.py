@@ -1,4 +1,4 @@
-"""Reports each step: to the feed, to the trackers, and in one line what holds it up."""
+"""Reports each step to the feed and to the trackers, and its bottleneck as an event."""
 
 import asyncio
 import math
@@ -36,19 +36,19 @@ from .group_metrics import demonstration_numbers, group_numbers
 from .intake import CheckedEntry, Drops, Intake
 
 # -- where the time of a step went -----------------------------------------------------------------
-# The learner's, and that of all whom it may wait for. Groups may be those of external agents, so
-# what they tell is never taken at its word.
+# The learner's time, and that of the generators and environment hosts that it may wait for. Groups
+# may come from external agents, so their numbers are not trusted.
 
 MAX_GROUPS = 64
 
 
 def learner_time_use() -> TimeUse:
-    """Return the partition of the learner's time; what it does on purpose counts before waiting."""
+    """Return the partition of the learner's time; any work counts before waiting."""
     return TimeUse("paused", "checkpoint", "train", "publish", "wait", rest="other")
 
 
 class StepTracer:
-    """Collects what generators and environment hosts tell, and makes the trace of each step."""
+    """Collects the times of generators and environment hosts into the trace of each step."""
 
     def __init__(self) -> None:
         self._generators: dict[str, dict[str, float]] = {}
@@ -56,14 +56,14 @@ class StepTracer:
         self._last_seconds: dict[str, tuple[int, dict[str, float]]] = {}
 
     def take_group(self, group: Group) -> None:
-        """Take the time of its generator that a group tells of, trained or not."""
+        """Add the generator's time that a group reports, trained or not."""
         kinds = (kind for kind in GENERATOR_KINDS if kind in group.time_use)
         spans = {kind: _length(group.time_use[kind]) for kind in kinds}
         if spans:
             _add(self._generators.setdefault(group.source, {}), spans)
 
     def take_host(self, host: Presence) -> None:
-        """Take an environment host's heartbeat: counters since its start."""
+        """Add an environment host's heartbeat: counters since its start."""
         seconds = {kind: host.numbers.get(f"{kind}_s", 0.0) for kind in HOST_KINDS}
         pid, before = self._last_seconds.get(host.actor, (0, {}))
         self._last_seconds[host.actor] = host.pid, seconds
@@ -72,7 +72,7 @@ class StepTracer:
             _add(self._hosts.setdefault(host.actor, {}), spent)
 
     def forget(self) -> None:
-        """Leave out what came so far: it was told before a restart."""
+        """Discard the times so far: they are from before a restart."""
         self._generators, self._hosts = {}, {}
 
     def trace(
@@ -83,7 +83,7 @@ class StepTracer:
         learner: Mapping[str, float],
         send_s: float,
     ) -> StepTrace:
-        """Return the trace of a step that is over, and begin with the next."""
+        """Return the trace of a step that has ended, and begin the next."""
         last = sorted(entries, key=lambda entry: entry.arrived)[-MAX_GROUPS:]
         generators, hosts = self._generators, self._hosts
         self.forget()
@@ -136,14 +136,14 @@ _COUNTED = 8
 
 
 class CoreUse:
-    """Measures the share of busy core time from one look to the next."""
+    """Measures the share of busy core time between calls."""
 
     def __init__(self, source: Path = Path("/proc/stat")) -> None:
         self._source = source
         self._last = self._read()
 
     def busy_share(self) -> float:
-        """Return the busy share since the last look, 0 to 1; 0 where nothing tells it."""
+        """Return the busy share since the last call, 0 to 1; 0 where it is unknown."""
         now, last = self._read(), self._last
         self._last = now
         spent = [new - old for new, old in zip(now, last, strict=False)]
@@ -164,14 +164,14 @@ _WINDOW = 20
 _BOTTLENECK_EVERY_S = 5.0
 _MAX_TABLE_CHARS = 20_000
 _FLUSH_S = 5.0
-"""So long a learner that ends early waits for trackers to take what they were told."""
+"""How long a learner that ends early waits for trackers to log their numbers."""
 _MAX_UNWRITTEN = 10_000
 """Steps whose numbers wait for a file that cannot be written."""
 
 
 @dataclass
 class Generators:
-    """What the generators' heartbeats last said."""
+    """The numbers of the generators' last heartbeats."""
 
     tokens_per_s: float = 0.0
     count: int = 0
@@ -249,10 +249,10 @@ class Reporter:
         await self._report_bottleneck()
 
     async def _log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand numbers to the trackers, each once; a full disk is waited for.
+        """Hand numbers to the trackers, each once; wait for room on a full disk.
 
-        A file that cannot be written for another reason gets them later; whatever is wrong with a
-        tracker is told, and ends nothing.
+        A file that cannot be written for another reason gets them later. A failing tracker is
+        reported and does not end the run.
         """
         self._unwritten.append((step, values))
         for tracker in self.trackers:
@@ -266,15 +266,17 @@ class Reporter:
     async def _write(self, tracker: Tracker) -> None:
         """Write the numbers that are not yet in the run's own file."""
 
-        async def say(word: str) -> None:
-            await self.context.event("disk_full", word, step=step)
+        async def report_full_disk(message: str) -> None:
+            await self.context.event("disk_full", message, step=step)
 
         while self._unwritten:
             step, values = self._unwritten[0]
             log = in_thread(tracker.log, values, step)
             try:
                 missing = self.context.missing
-                await with_room(log, f"metrics of step {step}", missing, first_word=say)
+                await with_room(
+                    log, f"metrics of step {step}", missing, first_word=report_full_disk
+                )
             except (OSError, StorageError) as error:
                 if not self._is_unwritable:
                     self._is_unwritable = True
@@ -285,13 +287,13 @@ class Reporter:
         self._is_unwritable = False
 
     async def _report_to_trackers(self) -> None:
-        """Tell what is wrong with trackers, each once."""
+        """Report the problems of trackers, each once."""
         for tracker in self.trackers:
             for event in tracker.take_events() if isinstance(tracker, GuardedTracker) else ():
                 await self.context.event(event.kind, event.message, **event.data)
 
     async def _log_episodes(self, step: int, groups: Sequence[Group]) -> None:
-        """Hand episodes of the step to the trackers, where that is asked for."""
+        """Hand episodes of the step to the trackers, if configured."""
         tracking = self.context.config.tracking
         if tracking.episodes_every and step % tracking.episodes_every == 0:
             rows = await asyncio.to_thread(episode_rows, groups, tracking.max_episodes)
@@ -299,7 +301,7 @@ class Reporter:
                 tracker.log_episodes(rows, step)
 
     async def log_checkpoint(self, step: int, folder: Path) -> None:
-        """Hand a checkpoint to the trackers, where that is asked for."""
+        """Hand a checkpoint to the trackers, if configured."""
         if self.context.config.tracking.checkpoints:
             for tracker in self.trackers:
                 await asyncio.to_thread(tracker.log_checkpoint, folder, step)
@@ -331,12 +333,12 @@ class Reporter:
         await self._log(step, values)
 
     async def flush(self) -> None:
-        """Let the trackers take what they were told, as far as they do so within some seconds."""
+        """Let the trackers log their numbers, for some seconds at most."""
         guarded = [tracker for tracker in self.trackers if isinstance(tracker, GuardedTracker)]
         await asyncio.gather(*(asyncio.to_thread(tracker.flush, _FLUSH_S) for tracker in guarded))
 
     async def finish(self) -> None:
-        """Close the trackers, however long that takes some of them, but for those that hang."""
+        """Close the trackers, however long they take, except those that hang."""
         with self.context.waiting("the trackers to finish"):
             await asyncio.gather(*(asyncio.to_thread(tracker.finish) for tracker in self.trackers))
         await self._report_to_trackers()
@@ -347,7 +349,7 @@ class Reporter:
     def _numbers(
         self, groups: Sequence[Group], step: int, report: StepReport, waste: Waste, oldest: int
     ) -> dict[str, float]:
-        """Return what the groups and the step tell; rewards and lag mean nothing in an SFT job."""
+        """Return the numbers of the groups and of the step; an SFT job has no rewards or lag."""
         config = self.context.config
         if config.sft.data:
             trained = {key: n for key, n in report.numbers.items() if key.startswith("actor/")}
@@ -381,7 +383,7 @@ class Reporter:
 
 
 def episode_rows(groups: Sequence[Group], most: int) -> list[dict[str, Any]]:
-    """Return what a table tells of the first episodes of a step."""
+    """Return the rows of a table of the first episodes of a step."""
     rows = (
         {
             "task": group.task.task,

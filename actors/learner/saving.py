@@ -1,4 +1,4 @@
-"""When the learner writes a checkpoint, uploads it, and trims the rollout log behind it.
+"""The checkpoints of a learner: writing and uploading them, and trimming the log behind them.
 
 Training waits for the copy that a checkpoint is written from, and for the previous checkpoint if
 that is still being written; the rest happens in the background.
@@ -33,23 +33,23 @@ from .reporter import Reporter
 
 _FINAL_TRIES = 12
 _LAST_ROLLOUTS_BYTES = 16 << 20
-"""Of the log of a run that has ended so much stays, to be read by people."""
+"""Bytes of the log that stay readable after the end of a run."""
 _PAUSE_S = 5.0
 _WRITING_SHARE = 10
 _UPLOAD_S = 600.0
 _UPLOAD_TRIES = 3
-"""Of one request before a failure is told; then the whole is tried again, for ever."""
+"""Tries of a request before its failure is reported; the upload is then repeated for ever."""
 _DRAIN_S = 8.0
-"""A node gives actors that drain 20 s. What is not in the store then is trained again elsewhere."""
+"""A node gives draining actors 20 s. Steps that are not in the store by then are trained again."""
 _CLOSE_S = 8.0
-"""How long a learner that has failed waits for the checkpoint that it is writing."""
+"""How long a failed learner waits for the checkpoint that it is writing."""
 
 
 class CheckpointAge:
-    """How long it is since a checkpoint was written. Pure: it is told the time, in seconds."""
+    """The time since a checkpoint was written. Pure: the caller passes the time, in seconds."""
 
     def __init__(self, most_s: float, now: float) -> None:
-        """Call it old after `most_s`, or never where that is 0; `now` the run begins."""
+        """A checkpoint is due after `most_s`, never if that is 0; the run begins at `now`."""
         self._most_s = most_s
         self._since = now
         self._took_s = 0.0
@@ -59,16 +59,16 @@ class CheckpointAge:
         self._since, self._took_s = ended, ended - began
 
     def is_over(self, now: float) -> bool:
-        """Whether a checkpoint is due; at most a tenth of the time goes into writing them."""
+        """Return whether a checkpoint is due; at most a tenth of the time is spent writing them."""
         patience = max(self._most_s, _WRITING_SHARE * self._took_s)
         return bool(self._most_s) and now - self._since >= patience
 
 
 class StatePart(Protocol):
-    """A part of the learner that has something to remember in checkpoints."""
+    """A part of the learner whose state is part of checkpoints."""
 
     def write_to(self, state: LearnerState) -> None:
-        """Put it into the state of a checkpoint."""
+        """Write the part's state into that of a checkpoint."""
         ...
 
 
@@ -114,7 +114,7 @@ class Saver:
         self._uploads = None if mirror is None else Uploads(context, mirror, self._trim)
 
     async def upload(self) -> None:
-        """Bring checkpoints to the store of the job, if it has one, as long as it trains."""
+        """Upload checkpoints to the store of the job, if it has one, for ever."""
         if self._uploads is None:
             return
         local = await asyncio.to_thread(self._checkpoints.first_seqs)
@@ -142,7 +142,7 @@ class Saver:
 
     @property
     def missing(self) -> str:
-        """What checkpoints need and do not get, so that the log is not trimmed; or nothing."""
+        """What checkpoints lack, so that the log is not trimmed; empty if they lack nothing."""
         if self.lacks_room:
             return "room on the disk for a checkpoint"
         stuck = self._uploads is not None and self._uploads.trouble is not None
@@ -155,7 +155,7 @@ class Saver:
 
     @property
     def is_to_be_tried_again(self) -> bool:
-        """Whether a checkpoint for which there was no room may be tried again now."""
+        """Whether a checkpoint that did not fit on the disk may be tried again now."""
         return self.lacks_room and not self.is_writing and time.monotonic() >= self._next_try
 
     async def save(self, *, keep_bytes: int = 0) -> str | None:
@@ -164,11 +164,11 @@ class Saver:
         return await self.finish()
 
     async def begin(self, *, keep_bytes: int = 0) -> None:
-        """Copy what a checkpoint holds, and write it in the background; trim the log behind it.
+        """Copy a checkpoint, write it in the background, and trim the log behind it.
 
-        One that is still being written is waited for first. Of what was trained so many bytes stay
-        in the log; nobody trains them again, since the checkpoint says from where on the log
-        counts. A full disk does not end the run: the first failure is an event.
+        A checkpoint that is still being written is finished first. `keep_bytes` of trained groups
+        stay in the log; they are not trained again, since the checkpoint knows its place in the
+        log. A full disk does not end the run: the first failure is an event.
         """
         await self.finish()
         held_bytes = self._intake.bytes_held
@@ -184,22 +184,22 @@ class Saver:
     async def finish(self) -> str | None:
         """Wait for the checkpoint that is being written; return its folder, None without one.
 
-        Raises what keeps checkpoints from being written, unless their disk is full.
+        Raises the error of a checkpoint that could not be written, unless its disk is full.
         """
         if self._writing is None:
             return None
         with self._context.waiting("the last checkpoint, which is being written"):
-            folder = await asyncio.shield(self._writing)  # a run that ends lets it become whole
+            folder = await asyncio.shield(self._writing)  # the end of a run does not interrupt it
         self._writing = None
         return folder
 
     async def check(self) -> None:
-        """Raise what has kept the last checkpoint from being written."""
+        """Raise the error of the last checkpoint, if it has failed."""
         if self._writing is not None and not self.is_writing:
             await self.finish()
 
     async def close(self) -> None:
-        """Give a checkpoint that is being written a while to become whole, whatever happens."""
+        """Wait some seconds for a checkpoint that is being written."""
         if self._writing is not None:
             await asyncio.wait([self._writing], timeout=_CLOSE_S)
             if not self._writing.done():
@@ -211,7 +211,7 @@ class Saver:
     async def _write(
         self, state: LearnerState, copied: CheckpointCopy, held_bytes: int
     ) -> str | None:
-        """Write a copy, and do all that a checkpoint allows; return its folder, None without."""
+        """Write a copy, and trim the log; return the checkpoint's folder, None if it failed."""
         context, began = self._context, time.monotonic()
         try:
             write = partial(self._checkpoints.save, state, copied.write)
@@ -225,7 +225,7 @@ class Saver:
             outcome = await self._keep_weights(state.step, copied)
             raise ModelError(
                 f"a checkpoint could not be saved: {type(error).__name__}: {error}; {outcome}",
-                hint="mend what the model's folder lacks; the weights can begin a new run",
+                hint="complete the model's folder; a new run can start from the weights",
             ) from error
         copied.release()
         self._failed, self._saved_seq = None, state.log_seq
@@ -241,7 +241,7 @@ class Saver:
         return str(folder)
 
     async def _note_failure(self, step: int, copied: CheckpointCopy, error: StorageError) -> None:
-        """Tell the first time that a checkpoint could not be written; it is tried again."""
+        """Report the first time that a checkpoint could not be written; it is tried again."""
         first, self._failed = self._failed is None, error
         self._next_try = time.monotonic() + _PAUSE_S
         if not error.is_full:
@@ -251,7 +251,7 @@ class Saver:
             await self._context.event("checkpoint_failed", str(self._failed), step=step)
 
     async def _keep_weights(self, step: int, copied: CheckpointCopy) -> str:
-        """Keep the weights of a step without a checkpoint, once; say where."""
+        """Save the weights of a step without a checkpoint, once; return a sentence about it."""
         if self._kept_weights is None or self._kept_weights[0] != step:
             run_dir, job = self._context.run_dir, self._context.scope.job
             places = [run_dir, Path(tempfile.gettempdir()) / job]
@@ -263,15 +263,16 @@ class Saver:
                 self._kept_weights = step, await self._in_thread(keep)
             except TinkermqError as error:
                 return error.message
-        return f"the weights of step {step} are kept in {self._kept_weights[1]}, as safetensors"
+        return f"the weights of step {step} are in {self._kept_weights[1]}, as safetensors"
 
     async def _in_thread(self, work: Callable[[], Path]) -> Path:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _trim(self) -> None:
-        """Trim the log behind the checkpoint before the newest, which may turn out to be damaged.
+        """Trim the log behind the checkpoint before the newest, since the newest may be damaged.
 
-        Where the log has no room for that, behind the newest. With a store, of those in it.
+        If the log has no room for that, trim it behind the newest. With a store, only checkpoints
+        in it count.
         """
         if self._context.config.training.keep_rollouts:
             return
@@ -283,7 +284,7 @@ class Saver:
             await log.trim(newest, keep_bytes=keep)
 
     def _first_needed(self) -> tuple[int, int]:
-        """Return the first entry behind the newest checkpoint but one, and behind the newest."""
+        """Return the first entry behind the last checkpoint but one, and behind the newest."""
         if self._uploads is None:
             return self._first_needed_here(), self._saved_seq
         seqs = [1, *(seq for _, seq in sorted(self._uploads.first_seqs.items()))]
@@ -301,7 +302,7 @@ class Saver:
     async def save_at_the_end(self) -> str:
         """Write the last checkpoint, waiting for room on the disk; return its folder.
 
-        Raises StorageError when something else than room is missing for a minute.
+        Raises StorageError when it has failed for a minute for another reason.
         """
         kept_bytes = min(_LAST_ROLLOUTS_BYTES, self._context.config.limits.rollout_bytes // 4)
         left = _FINAL_TRIES
@@ -321,7 +322,7 @@ class Saver:
         )
 
     async def _until_uploaded(self) -> None:
-        """Wait for the last checkpoint to come into the store; who drains does not wait for long.
+        """Wait until the last checkpoint is in the store; a draining learner waits only seconds.
 
         Raises StorageError.
         """
@@ -331,14 +332,14 @@ class Saver:
         if await self._uploads.finished(_UPLOAD_S if ends else _DRAIN_S) or not ends:
             return
         raise StorageError(
-            f"the last checkpoint of step {self._state.step} lies in {self._checkpoints.folder} of "
-            f"this machine only: {self._uploads.trouble or 'its upload took too long'}",
-            hint="see the store, then `tinkermq resume` the run",
+            f"the last checkpoint of step {self._state.step} is only in {self._checkpoints.folder} "
+            f"of this machine: {self._uploads.trouble or 'its upload took too long'}",
+            hint="check the store, then `tinkermq resume` the run",
         )
 
 
 def open_mirror(context: JobContext, *, tries: int = 6) -> CheckpointMirror | None:
-    """Open the store of a job's checkpoints, on the loop; None for a job without.
+    """Open the store of a job's checkpoints, on the loop; return None for a job without.
 
     Raises StorageError.
     """
@@ -359,9 +360,9 @@ def open_mirror(context: JobContext, *, tries: int = 6) -> CheckpointMirror | No
 
 # -- uploads of a learner --------------------------------------------------------------------------
 #
-# Checkpoints are uploaded while training continues, one at a time. Hard links in `uploading/` of
-# the run's folder hold those that wait, since the run may remove its own meanwhile. Only the newest
-# and those that are kept for good wait; the newest goes first. A failed upload is repeated until it
+# Checkpoints are uploaded while training continues, one at a time. Waiting ones are hard links in
+# `uploading/` of the run's folder, since the run may remove its own meanwhile. Only the newest and
+# those that are kept for good wait; the newest goes first. A failed upload is repeated until it
 # succeeds: until a checkpoint is in the store, the log is not trimmed behind it.
 
 
@@ -380,7 +381,7 @@ class Uploads:
         mirror: CheckpointMirror,
         uploaded: Callable[[], Awaitable[None]],
     ) -> None:
-        """`uploaded` is called whenever a checkpoint has come into the store."""
+        """`uploaded` is called after each upload of a checkpoint."""
         self._context = context
         self._mirror = mirror
         self._uploaded = uploaded
@@ -391,15 +392,15 @@ class Uploads:
         self._begun = asyncio.Event()
         self.trouble: TinkermqError | OSError | None = None
         self.first_seqs: dict[int, int] = {}
-        """By step of the checkpoints that are in the store: the first log entry behind each."""
+        """First log entry behind each checkpoint in the store, by step."""
 
     @property
     def missing(self) -> str:
-        """What is waited for while an upload fails."""
+        """Name of the wait while an upload fails."""
         return f"the store {self._mirror.store.url} for a checkpoint"
 
     async def begin(self, local: dict[int, int]) -> list[int]:
-        """Look which local checkpoints (step: first log entry) are in the store; return the others.
+        """Return the local checkpoints (step: first log entry) that are not in the store.
 
         Raises StorageError for a store that cannot be written.
         """
@@ -411,7 +412,7 @@ class Uploads:
         return [step for step in local if step not in there]
 
     async def add_checkpoint(self, step: int, first_seq: int, folder: Path) -> None:
-        """Upload a checkpoint when its turn comes; it may be removed from where it is."""
+        """Upload a checkpoint when its turn comes; its folder may be removed meanwhile."""
         await self._begun.wait()
         held = self._folder / f"{folder.name}.{first_seq}"
 
@@ -420,17 +421,17 @@ class Uploads:
             name_bases_by_url(held)
 
         await with_room(in_thread(hold), "a checkpoint to upload", self._context.missing)
-        waiting, kept = self._waiting, self._kept()
-        self._waiting = [one for one in waiting if one.step in kept and one.held != held]
+        waiting, steps = self._waiting, self._kept_steps()
+        self._waiting = [item for item in waiting if item.step in steps and item.held != held]
         self._waiting.append(_Upload(step, first_seq, held))
         self._idle.clear()
         self._changed.set()
-        for one in waiting:
-            if one.step not in kept and one.held != held:
-                await asyncio.to_thread(shutil.rmtree, one.held, ignore_errors=True)
+        for item in waiting:
+            if item.step not in steps and item.held != held:
+                await asyncio.to_thread(shutil.rmtree, item.held, ignore_errors=True)
 
     async def upload_all(self) -> None:
-        """Upload what is taken, for ever."""
+        """Upload the waiting checkpoints, for ever."""
         try:
             while True:
                 await self._changed.wait()
@@ -442,16 +443,16 @@ class Uploads:
             self._mirror.store.close()
 
     async def _upload(self, upload: _Upload) -> None:
-        """Upload one, trying again until it is there or a newer one waits."""
+        """Upload a checkpoint, trying again until it is stored or a newer one waits."""
         step, first_seq, held = upload
         while True:
             try:
                 await asyncio.to_thread(self._mirror.upload, step, held)
             except (TinkermqError, OSError) as error:
                 await self._failed(step, error)
-                if not any(one.step >= step for one in self._waiting):
+                if not any(item.step >= step for item in self._waiting):
                     continue
-                if isinstance(error, TinkermqError) and step in self._kept(step):
+                if isinstance(error, TinkermqError) and step in self._kept_steps(step):
                     self._waiting.insert(0, upload)
                     return
                 break
@@ -462,9 +463,9 @@ class Uploads:
             break
         await asyncio.to_thread(shutil.rmtree, held, ignore_errors=True)
 
-    def _kept(self, *more: int) -> set[int]:
-        """Return which of the steps that are in the store, wait, or come now are kept for good."""
-        waiting = (one.step for one in self._waiting)
+    def _kept_steps(self, *more: int) -> set[int]:
+        """Return which of the stored, waiting and further steps are kept for good."""
+        waiting = (item.step for item in self._waiting)
         return self._mirror.kept(sorted({*self.first_seqs, *waiting, *more}))
 
     async def _failed(self, step: int, error: TinkermqError | OSError) -> None:
@@ -475,7 +476,7 @@ class Uploads:
             await asyncio.sleep(_PAUSE_S)
 
     async def finished(self, deadline_s: float) -> bool:
-        """Wait until all that was taken is in the store; return whether it is."""
+        """Wait until all added checkpoints are in the store; return whether they are."""
         try:
             async with asyncio.timeout(deadline_s):
                 with self._context.waiting(f"the upload to {self._mirror.store.url}"):

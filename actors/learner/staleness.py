@@ -60,7 +60,7 @@ def num_admissible(
 
 
 def min_version(slot: int, batch_size: int, max_staleness: int) -> int:
-    """Give the oldest version that may begin the task in `slot`."""
+    """Return the oldest version that may begin the task in `slot`."""
     return max(0, slot // batch_size - max_staleness)
 
 
@@ -86,7 +86,7 @@ class Candidate:
     max_token_version: int | None = None
     """Newest version that produced one of its tokens, where it is not the oldest."""
     filtered: bool = False
-    """A filter of the user's own leaves it out."""
+    """The user's own filter leaves it out."""
 
     def version_that_counts(self, policy: StalenessPolicy) -> int:
         """Return the version by which it is too old: of its oldest token, or of its newest."""
@@ -102,7 +102,7 @@ def oldest_trained(version: int, training: TrainingConfig) -> int:
 
 
 def returns_credit(reason: DropReason) -> bool:
-    """Say whether another task may be issued in place of the dropped one.
+    """Return whether another task may be issued in place of the dropped one.
 
     A duplicate's task was trained or dropped, and its credit used or returned, before.
     """
@@ -111,7 +111,7 @@ def returns_credit(reason: DropReason) -> bool:
 
 @dataclass(frozen=True)
 class BatchDecision:
-    """What to do now; final, whatever comes later."""
+    """What to do now; it does not depend on later entries."""
 
     train: list[int] = field(default_factory=list[int])
     """Log sequences to train, in this order, that of their tasks; empty while more groups are
@@ -143,7 +143,7 @@ def triage(
     filter_equal_rewards: bool = False,
     decided: Container[int] = (),
 ) -> tuple[list[Candidate], list[tuple[int, DropReason]]]:
-    """Separate what can be trained from what never will, in log order.
+    """Separate entries that can be trained from those that never will, in log order.
 
     `decided` holds the task numbers that were trained or dropped before; of two entries with the
     same number the first in the log counts.
@@ -173,10 +173,10 @@ def _must_wait(
     batch_size: int,
     bound: int,
 ) -> bool:
-    """Say whether training this batch now would push an outstanding task over the bound.
+    """Return whether training this batch now would push an outstanding task over the bound.
 
-    The batch holds the earliest deadlines of what is ready. Where it also holds a later deadline
-    than d, all that is left with a deadline ≤ d is outstanding, and waiting lets it in.
+    The batch holds the earliest deadlines of the groups that are ready. Where it also holds a later
+    deadline than d, all others with a deadline ≤ d are outstanding, and waiting lets them in.
     """
     latest = max(candidate.min_token_version for candidate in train) + bound
     per_deadline = Counter(version_of_task + bound for version_of_task in outstanding)
@@ -226,7 +226,7 @@ def form_batch(
 
 
 def _in_order_of_tasks(candidate: Candidate) -> tuple[bool, int, int]:
-    """Order a batch by its tasks, whichever was played first; what has no number comes last."""
+    """Order a batch by its tasks, whichever was played first; entries without a number are last."""
     return candidate.number is None, candidate.number or 0, candidate.seq
 
 
@@ -252,7 +252,7 @@ _COMPUTING = ("generate", "swap", "other")
 
 @dataclass(frozen=True)
 class Pace:
-    """What some steps tell."""
+    """The pace of some steps."""
 
     step_s: float
     """Seconds from step to step."""
@@ -276,7 +276,7 @@ class Staleness:
         self._hold = 0
 
     def adapt(self, trace: StepTrace) -> None:
-        """Take the times of a step, and choose anew where that is asked for."""
+        """Add the times of a step, and choose the bound anew if it is `auto`."""
         if not self._is_auto:
             return
         self._hold = max(self._hold - 1, 0)

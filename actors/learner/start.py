@@ -103,8 +103,8 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
         await _try_saving(context, policies, tokenizer)
     state.total_steps = steps
     state.note_numerics(policies.numerics)
-    given = given_section(context.record.config, "learner").get("microbatch_tokens", "auto")
-    passes = PassTokens(config, context.run_dir, state, auto=given == "auto")
+    configured = given_section(context.record.config, "learner").get("microbatch_tokens", "auto")
+    passes = PassTokens(config, context.run_dir, state, auto=configured == "auto")
     return Learner(
         context,
         Compute(context, policies, tokenizer, passes),
@@ -116,10 +116,9 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
 
 
 async def _try_saving(context: JobContext, policies: Policies, tokenizer: Any) -> None:
-    """Find what keeps checkpoints from being saved before anything is trained.
+    """Save a trial checkpoint before anything is trained; raises ModelError.
 
-    Of large models all but the weights is written: a checkpoint of them takes minutes. Raises
-    ModelError.
+    For large models without their weights, which would take minutes.
     """
     is_small = policies.num_bytes <= _TRIED_WHOLE_BYTES
     save = policies.save if is_small else policies.save_form
@@ -141,7 +140,7 @@ async def _try_saving(context: JobContext, policies: Policies, tokenizer: Any) -
 def _fetch_newest(
     context: JobContext, mirror: CheckpointMirror | None, checkpoints: CheckpointStore
 ) -> list[TinkermqError]:
-    """Bring the newest checkpoint of the job's store here; return what is damaged, here and there.
+    """Fetch the newest checkpoint of the job's store; return what is damaged, here and there.
 
     Raises StorageError for a store that cannot be written.
     """
@@ -154,7 +153,7 @@ def _fetch_newest(
 
 
 def task_order(config: JobConfig, num_rows: int | None, state: LearnerState) -> TaskOrder:
-    """Return the order of tasks that the configuration asks for, as far as it has come."""
+    """Return the configured order of tasks, with its state."""
     training, order = config.training, DataOrder(config.seed, num_rows)
     num_items = num_rows or training.curriculum_tasks
     if training.curriculum == "none" or num_items is None:
@@ -168,7 +167,7 @@ def task_order(config: JobConfig, num_rows: int | None, state: LearnerState) -> 
 
 
 _TRIED_WHOLE_BYTES = 1 << 30
-"""The weights of smaller models are written, too, when saving is tried: seconds."""
+"""A trial checkpoint of a smaller model has its weights, too: that takes seconds."""
 _FRESH_LOG: dict[str, Any] = {
     "numerics": [],
     "batch_seq": 0,
@@ -177,7 +176,7 @@ _FRESH_LOG: dict[str, Any] = {
     "unrecorded": [],
     "judged_seq": 0,
 }
-"""What a fork's state says of its log and steps, which are new."""
+"""Fields of a fork's state about its log and steps, which are new."""
 
 
 class StartingPoint(NamedTuple):
@@ -187,11 +186,11 @@ class StartingPoint(NamedTuple):
     """The checkpoint; None for the initial model."""
     state: LearnerState
     damaged: list[TinkermqError]
-    """What is wrong with newer checkpoints."""
+    """The errors of newer checkpoints, which are damaged."""
 
 
 def starting_point(checkpoints: CheckpointStore, fork_dir: str) -> StartingPoint:
-    """Return the newest checkpoint that is whole, or what the run started from.
+    """Return the newest whole checkpoint, or what the run started from.
 
     A fork starts from another run's checkpoint: its log is new, so its frontier is, too. Raises
     StorageError when that one is damaged.
@@ -207,9 +206,9 @@ def starting_point(checkpoints: CheckpointStore, fork_dir: str) -> StartingPoint
 
 
 async def _start_of_records(context: JobContext, checkpoints: CheckpointStore) -> StartingPoint:
-    """Return the newest checkpoint that is whole and of the recorded steps.
+    """Return the newest whole checkpoint that agrees with the recorded steps.
 
-    A learner that was cut off, and did not know of the one after it, may have written one.
+    A fenced-off learner may have written one that does not.
     """
     refused: list[TinkermqError] = []
     while True:
@@ -230,9 +229,9 @@ async def _start_of_records(context: JobContext, checkpoints: CheckpointStore) -
 def unlike_records(
     folder: Path, state: LearnerState, records: Sequence[BatchRecord]
 ) -> StorageError | None:
-    """Say what is wrong with a checkpoint whose learner decided otherwise than the records do.
+    """Return the error of a checkpoint that contradicts the records; None if it agrees.
 
-    The record behind a checkpoint names all that was dropped before it and recorded nowhere.
+    The record behind a checkpoint names all entries that were dropped before it and not recorded.
     """
     following = next((record for record in records if record.step == state.step + 1), None)
     if following is None:
@@ -241,20 +240,20 @@ def unlike_records(
     if not (other := [item.seq for item in state.unrecorded if item.seq not in named]):
         return None
     return StorageError(
-        f"checkpoint {folder} was written by a learner that was cut off: it had dropped entries "
+        f"checkpoint {folder} was written by a fenced-off learner: it had dropped entries "
         f"{other[:5]} of the rollout log, which the record of step {following.step} does not name",
-        hint="the one before is taken; nothing that was recorded is lost",
+        hint="the checkpoint before it is used; no recorded step is lost",
     )
 
 
 async def _report_damaged(context: JobContext, start: StartingPoint) -> None:
-    """Tell which checkpoints are damaged; raise when what came after the good one is gone, too.
+    """Report damaged checkpoints; raise StorageError if the log behind the good one was trimmed.
 
     A node that sees other files below the run's folder finds no checkpoint, and none damaged.
     """
     for error in start.damaged:
-        taken = start.folder or "the model that the run began with"
-        await context.event("checkpoint_damaged", f"{error.message}; taken instead: {taken}")
+        used = start.folder or "the model that the run began with"
+        await context.event("checkpoint_damaged", f"{error.message}; used instead: {used}")
     there = await RolloutLog(context.broker, context.scope).first_seq()
     if there <= start.state.log_seq:
         return
@@ -262,21 +261,21 @@ async def _report_damaged(context: JobContext, start: StartingPoint) -> None:
         raise StorageError(
             f"{start.damaged[0].message}; the checkpoint before is of step "
             f"{start.state.step}, and the rollout log was trimmed behind it",
-            hint="restore the file, or fork the run from a checkpoint that is whole; "
-            "training.keep_last and limits.rollout_bytes say how far one can go back",
+            hint="restore the file, or fork the run from a whole checkpoint; how far a run can go "
+            "back depends on training.keep_last and limits.rollout_bytes",
         )
     raise StorageError(
         f"the newest checkpoint that this node sees below {context.run_dir} is of step "
         f"{start.state.step}, and the rollout log was trimmed behind a later one",
-        hint="the nodes that a job runs on must see the same files under output_dir, or set "
-        "storage.url (`broker:` needs nothing else)",
+        hint="the nodes of a job must see the same files under output_dir; or set storage.url "
+        "(`broker:` needs nothing else)",
     )
 
 
 async def _num_rows(context: JobContext) -> int | None:
     """Count the rows of the data: those of an SFT job here, others at the environment hosts.
 
-    Raises GameError if none of them comes.
+    Raises GameError if no host starts.
     """
     config = context.config
     if config.sft.data:

@@ -25,11 +25,11 @@ from .data_order import TaskOrder
 from .staleness import Staleness, min_version, num_admissible, returns_credit
 
 MAX_TRIES = 3
-"""A task whose groups cannot be trained is issued this often; a stale one as often as it takes."""
+"""Tries of a task whose groups cannot be trained; a stale group's task is issued without bound."""
 
 
 def is_issued_again(reason: DropReason, tries: int) -> bool:
-    """Whether a task is issued again that was dropped for `reason`, after so many failed tries.
+    """Return whether a task dropped for `reason`, after so many failed tries, is issued again.
 
     Where all returns are equal, they may be equal for ever: another task takes its place.
     """
@@ -50,7 +50,7 @@ class Issue:
 
 
 class Ledger:
-    """Knows the fate of every task number of a job, and of every position of its data order."""
+    """Tracks every task number of a job, and every position of its data order."""
 
     def __init__(self, state: LearnerState) -> None:
         self.trained = NumberSet(state.trained)
@@ -58,22 +58,22 @@ class Ledger:
         self.next_task = state.next_task
         self._next_index = state.next_index
         self._indices = NumberSet(state.indices)
-        self._owed: dict[int, int] = dict(state.owed)
+        self._to_reissue: dict[int, int] = dict(state.owed)
         self._tries: dict[int, int] = dict(state.owed_tries)
         self._client_tasks: dict[int, Task] = {}
-        self._owed_tasks: dict[int, Task] = {task.task: task for task in state.owed_tasks}
+        self._client_reissues: dict[int, Task] = {task.task: task for task in state.owed_tasks}
         self._index_of: dict[int, int] = {}
         self._in_log: set[int] = set()
         self._reissued = NumberSet()
-        self._missing: list[int] = []
-        self._lost: list[int] = []
+        self._free_numbers: list[int] = []
+        self._lost_positions: list[int] = []
         self._recovery_limit = 0
         self._issued: dict[int, Task] = {}
         self.min_versions: dict[int, int] = {}
         """Issued and not in the log yet: number -> oldest version its tokens may have."""
 
     def __contains__(self, number: object) -> bool:
-        """Whether a number's fate is decided."""
+        """Return whether a number is trained or dropped."""
         assert isinstance(number, int)
         return number in self.trained or number in self.dropped
 
@@ -81,23 +81,23 @@ class Ledger:
     def num_credits(self) -> int:
         """Admission credits that were returned.
 
-        A number that somebody used before it was given out is passed over when its turn comes,
-        and counts from then on.
+        A number that was used before it was issued is skipped when its turn comes, and counts from
+        then on.
         """
         return self.dropped.count_below(self.next_task)
 
-    # -- taking notice -------------------------------------------------------------------------
+    # -- noting --------------------------------------------------------------------------------
 
     def expect(self, limit: int) -> None:
-        """Take numbers below `limit` for issued until `find_missing`: a crash forgot how many."""
+        """Assume until `find_missing` that numbers below `limit` were issued before a crash."""
         self._recovery_limit = limit
 
     def was_issued(self, number: int) -> bool:
-        """Whether a number can have been given out."""
+        """Return whether a number may have been issued."""
         return number < max(self.next_task, self._recovery_limit)
 
     def note_task(self, task: Task) -> None:
-        """Take notice of a task that was issued or found in the queue."""
+        """Note a task that was issued, or is in the queue."""
         self._note(task.task, task)
         if task.task not in self:
             self._issued[task.task] = task
@@ -105,40 +105,40 @@ class Ledger:
                 self.min_versions[task.task] = task.min_version
 
     def issued_instead_of(self, task: Task) -> Task | None:
-        """Return the task that was issued under a number, if it is another than this one.
+        """Return the task issued under the number of `task`, if it is another one.
 
-        A learner that was cut off, and does not know of the one after it, may have issued it.
+        A fenced-off learner may have issued `task`.
         """
         issued = self._issued.get(task.task)
         return None if issued is None or issued.identity == task.identity else issued
 
     def note_in_log(self, number: int, claimed: Task | None) -> None:
-        """Take notice that a number's group is in the log.
+        """Note that a number's group is in the log.
 
-        `claimed` is the task that the group names, None if it cannot be read. It is believed only
-        about a number of which nothing else is known, after a crash.
+        `claimed` is the task that the group names, None if it cannot be read. It counts only for a
+        number of which nothing else is known, after a crash.
         """
         if number in self or not self.was_issued(number):
             return
         self._note(number, None if number in self.min_versions else claimed)
         self._in_log.add(number)
         self.min_versions.pop(number, None)
-        if number in self._missing:
-            self._missing.remove(number)
+        if number in self._free_numbers:
+            self._free_numbers.remove(number)
 
     def _note(self, number: int, task: Task | None) -> None:
         self.next_task = max(self.next_task, number + 1)
         if task is None:
             return
         if task.reissue_of is not None and task.reissue_of < number:
-            if self._owed.pop(task.reissue_of, None) is not None:
+            if self._to_reissue.pop(task.reissue_of, None) is not None:
                 self._tries.pop(task.reissue_of, None)
-            self._owed_tasks.pop(task.reissue_of, None)
+            self._client_reissues.pop(task.reissue_of, None)
             self._reissued.add(task.reissue_of)
         # No position is issued under a smaller number than its own.
         if task.index is not None and task.index <= number:
-            for old in [n for n, at in self._owed.items() if at == task.index and n < number]:
-                del self._owed[old]
+            for old in [n for n, at in self._to_reissue.items() if at == task.index and n < number]:
+                del self._to_reissue[old]
                 self._tries.pop(old, None)
             self._next_index = max(self._next_index, task.index + 1)
             if number not in self:
@@ -149,24 +149,26 @@ class Ledger:
             self._client_tasks[number] = task
 
     def find_missing(self) -> None:
-        """List the numbers and data positions that were given out and are nowhere.
+        """List the numbers and positions that were issued and are neither in the queue nor the log.
 
-        They are issued again. Everything in the queue and in the log must have been noted.
+        They are issued again. All tasks in the queue and in the log must have been noted.
         """
         self._recovery_limit = 0
-        known = set(self._index_of.values()) | set(self._owed.values())
-        self._lost = [at for at in self._indices.gaps(self._next_index) if at not in known]
+        known = set(self._index_of.values()) | set(self._to_reissue.values())
+        self._lost_positions = [
+            at for at in self._indices.gaps(self._next_index) if at not in known
+        ]
         decided = NumberSet(self.trained.ranges() + self.dropped.ranges())
-        self._missing = [
+        self._free_numbers = [
             number
             for number in decided.gaps(self.next_task)
             if number not in self._in_log and number not in self.min_versions
         ]
 
     def find_repeated(self) -> list[int]:
-        """Return the undecided numbers whose position was trained, or stands under another number.
+        """Return the undecided numbers whose position was trained, or has another number, too.
 
-        Two learners issued them, of which one was cut off. Of several the lowest stays.
+        A fenced-off learner issued one of them. Of several numbers the lowest stays.
         """
         repeated: list[int] = []
         held: set[int] = set()
@@ -179,29 +181,34 @@ class Ledger:
         return repeated
 
     def withdraw(self, number: int) -> None:
-        """Forget the task under a number that is not in the log: another is issued under it."""
+        """Remove the task under a number that is not in the log: another is issued under it."""
         self._index_of.pop(number, None)
         self._issued.pop(number, None)
         self._tries.pop(number, None)
         self.min_versions.pop(number, None)
-        self._missing.append(number)
+        self._free_numbers.append(number)
 
     # -- deciding ------------------------------------------------------------------------------
 
     def train(self, numbers: Iterable[int]) -> None:
-        """Decide: these are trained."""
+        """Decide that numbers are trained."""
         for number in numbers:
             self.trained.add(number)
             self._settle(number)
 
     def drop(
-        self, number: int, reason: DropReason, *, hopeless: bool = False, foreign: bool = False
+        self,
+        number: int,
+        reason: DropReason,
+        *,
+        unplayable: bool = False,
+        of_another_task: bool = False,
     ) -> bool:
-        """Decide: this group is never trained; its credit returns, once.
+        """Decide that a group is never trained; its credit returns, once.
 
         Returns whether its task, a position of the data order or a client's, will be issued again
-        under another number; a `hopeless` one never is. A `foreign` group is of another task than
-        was issued: that one has not failed by it.
+        under another number; an `unplayable` one never is. A group that is `of_another_task` than
+        was issued does not count as a failed try of the issued task.
         """
         if not returns_credit(reason) or number in self:
             return False
@@ -212,21 +219,23 @@ class Ledger:
             tries = task.tries
         if elsewhere := self._is_elsewhere(number):
             self._index_of.pop(number, None)
-        again = (foreign or is_issued_again(reason, tries)) and not hopeless and not elsewhere
-        tries += reason != "stale" and not foreign
+        again = (
+            (of_another_task or is_issued_again(reason, tries)) and not unplayable and not elsewhere
+        )
+        tries += reason != "stale" and not of_another_task
         if again and task is not None:
-            self._owed_tasks[number] = task.model_copy(update={"tries": tries})
+            self._client_reissues[number] = task.model_copy(update={"tries": tries})
         elif again and number in self._index_of:
-            self._owed[number] = self._index_of.pop(number)
+            self._to_reissue[number] = self._index_of.pop(number)
             if tries:
                 self._tries[number] = tries
         self._settle(number)
-        return number in self._owed or number in self._owed_tasks
+        return number in self._to_reissue or number in self._client_reissues
 
     def _is_elsewhere(self, number: int) -> bool:
-        """Whether a task has been issued again, or its position stands under another number.
+        """Return whether a task was issued again, or its position has another number.
 
-        An unreadable group does not tell in whose place it stood, but the one after it does.
+        An unreadable group does not name the task that it replaces, but the one after it does.
         """
         index = self._index_of.get(number)
         if number in self._reissued or index is None:
@@ -238,7 +247,7 @@ class Ledger:
         index = self._index_of.pop(number, None)
         self._client_tasks.pop(number, None)
         self._issued.pop(number, None)
-        if number not in self._owed:
+        if number not in self._to_reissue:
             self._tries.pop(number, None)
         if index is not None and number not in self._reissued:
             self._indices.add(index)
@@ -250,12 +259,12 @@ class Ledger:
     def num_issuable(self, version: int, max_staleness: int, batch: int, total_steps: int) -> int:
         """Count the tasks that the staleness gate lets through now."""
         allowed = num_admissible(version, max_staleness, batch, self.num_credits, total_steps)
-        return max(0, allowed - self.next_task) + len(self._missing)
+        return max(0, allowed - self.next_task) + len(self._free_numbers)
 
     def reserve(self) -> tuple[int, int]:
-        """Give out the next number, and its slot."""
-        if self._missing:
-            number = self._missing.pop(0)
+        """Return the next number, and its slot."""
+        if self._free_numbers:
+            number = self._free_numbers.pop(0)
         else:
             while self.next_task in self.dropped:
                 self.next_task += 1
@@ -264,23 +273,23 @@ class Ledger:
         return number, max(0, number - self.dropped.count_below(number))
 
     @property
-    def num_owed_tasks(self) -> int:
-        """Clients' tasks that are to be issued again."""
-        return len(self._owed_tasks)
+    def num_client_reissues(self) -> int:
+        """Number of clients' tasks to issue again."""
+        return len(self._client_reissues)
 
-    def next_owed_task(self) -> tuple[Task, int, int]:
-        """Give out the next number for the oldest of them; return it with number and slot."""
+    def next_client_reissue(self) -> tuple[Task, int, int]:
+        """Return the oldest client's task to issue again, with its new number and slot."""
         number, slot = self.reserve()
-        return self._owed_tasks.pop(min(self._owed_tasks)), number, slot
+        return self._client_reissues.pop(min(self._client_reissues)), number, slot
 
     def next_issue(self) -> Issue:
-        """Give out the next number with the data position it stands for."""
+        """Return the next number with its position of the data order."""
         number, slot = self.reserve()
-        if self._owed:
-            old = min(self._owed)
-            return Issue(number, self._owed.pop(old), old, slot, self._tries.pop(old, 0))
-        if self._lost:
-            return Issue(number, self._lost.pop(0), None, slot)
+        if self._to_reissue:
+            old = min(self._to_reissue)
+            return Issue(number, self._to_reissue.pop(old), old, slot, self._tries.pop(old, 0))
+        if self._lost_positions:
+            return Issue(number, self._lost_positions.pop(0), None, slot)
         index = self._next_index
         self._next_index += 1
         return Issue(number, index, None, slot)
@@ -292,10 +301,10 @@ class Ledger:
         state.indices = self._indices.ranges()
         state.next_task = self.next_task
         state.next_index = self._next_index
-        state.owed = sorted(self._owed.items())
-        state.owed_tasks = [task for _, task in sorted(self._owed_tasks.items())]
+        state.owed = sorted(self._to_reissue.items())
+        state.owed_tasks = [task for _, task in sorted(self._client_reissues.items())]
         state.owed_tries = sorted(
-            (owed, n) for owed, n in self._tries.items() if owed in self._owed
+            (owed, n) for owed, n in self._tries.items() if owed in self._to_reissue
         )
 
 
@@ -303,7 +312,7 @@ _log = structlog.get_logger()
 
 
 class TaskIssuer:
-    """Publishes the tasks of a job; numbers given to external agents pass the same gate."""
+    """Publishes the tasks of a job; numbers for external agents pass the same gate."""
 
     def __init__(
         self,
@@ -316,7 +325,7 @@ class TaskIssuer:
         bound: int = 0,
         check_owner: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`bound` is the staleness bound that was in force, where it is chosen.
+        """`bound` is the last staleness bound, where it is chosen automatically.
 
         `check_owner` raises FencedError when another learner has taken the job over.
         """
@@ -330,7 +339,7 @@ class TaskIssuer:
         self.staleness = Staleness(config.training, bound)
         self._reserved: dict[int, float] = {}
         self.is_open = False
-        """Whether the ledger is complete, so that clients may be given numbers."""
+        """Whether the ledger is complete, so that clients may get numbers."""
 
     async def check_owner(self) -> None:
         """Raise FencedError when another learner has taken the job over; DeadlineError."""
@@ -340,10 +349,10 @@ class TaskIssuer:
     async def issue(self, version: int) -> int:
         """Publish every task that may be issued at `version`; return how many.
 
-        Those of clients that were dropped come first; where clients bring all tasks, nothing else.
+        Dropped tasks of clients come first; where clients publish all tasks, no others are issued.
         """
         room = self.num_issuable(version)
-        again = min(room, self._ledger.num_owed_tasks)
+        again = min(room, self._ledger.num_client_reissues)
         tasks = [self._again(version) for _ in range(again)]
         if self._config.training.tasks != "external":
             issues = [self._ledger.next_issue() for _ in range(room - again)]
@@ -357,7 +366,7 @@ class TaskIssuer:
 
     def _again(self, version: int) -> Task:
         """Return a client's task that was dropped, under a new number."""
-        task, number, slot = self._ledger.next_owed_task()
+        task, number, slot = self._ledger.next_client_reissue()
         changes = {
             "task": number,
             "issued": time.time(),
@@ -400,7 +409,7 @@ class TaskIssuer:
         self._refuse_while_closed()
         await self.check_owner()
         count = min(len(request.tasks), self.num_issuable(version))
-        # All numbers are taken before the first wait: the gate holds for everybody who asks.
+        # All numbers are reserved before the first wait, so that concurrent requests pass the gate.
         tasks = [self._client_task(spec, version) for spec in request.tasks[:count]]
         for task in tasks:
             await self._publish(task)
@@ -420,7 +429,7 @@ class TaskIssuer:
         )
 
     def reserve(self, request: ReserveRequest, version: int) -> list[int]:
-        """Give numbers to an external agent that appends its groups itself.
+        """Return numbers for an external agent that appends its groups itself.
 
         Raises StateError when the gate lets none through now, or while the learner starts.
         """
@@ -428,17 +437,17 @@ class TaskIssuer:
         count = min(request.count, self.num_issuable(version))
         if count == 0:
             raise StateError(
-                "the job takes no more trajectories now: the staleness bound is reached",
+                "the job accepts no more trajectories now: the staleness bound is reached",
                 hint="try again after the next training step",
             )
-        given = [self._ledger.reserve() for _ in range(count)]
-        for number, slot in given:
+        reserved = [self._ledger.reserve() for _ in range(count)]
+        for number, slot in reserved:
             self._ledger.min_versions[number] = self._min_version(slot, version)
             self._reserved[number] = time.monotonic() + request.deadline_s
-        return [number for number, _ in given]
+        return [number for number, _ in reserved]
 
     async def expire_reservations(self) -> None:
-        """Close the numbers that an agent did not use in time: a late append is then refused."""
+        """Close the numbers that an agent did not use in time; a late append is then refused."""
         now = time.monotonic()
         for number, deadline in list(self._reserved.items()):
             if number not in self._ledger.min_versions:
@@ -452,33 +461,33 @@ class TaskIssuer:
         blame = Blame(
             boundary="task",
             code="reservation_expired",
-            message=f"no trajectories came for the reserved task {number}",
+            message=f"no trajectories were appended for the reserved task {number}",
             hint="append within the deadline of the reservation",
         )
         return Group(task=task, error=blame, source="learner")
 
     @property
     def is_left_alone(self) -> bool:
-        """Whether nothing is under way, and only somebody outside can bring something."""
+        """Whether no task is under way, and only external actors can publish one."""
         return self._config.training.tasks == "external" and not self._ledger.min_versions
 
     def waits_for(self, missing: int) -> str:
-        """Say who is to bring the groups that the next batch lacks."""
+        """Return the name of the wait for the groups that the next batch lacks."""
         if self._config.training.tasks != "external":
             return f"the generators: {missing} more groups"
         coming, lost = len(self._ledger.min_versions), self._ledger.num_credits
-        why = f" ({lost} that came could not be trained)" if lost else ""
+        why = f" ({lost} could not be trained)" if lost else ""
         return f"{missing} more groups from outside, {coming} of them under way{why}"
 
     def _refuse_while_closed(self) -> None:
         if not self.is_open:
             raise StateError(
-                "the learner is starting and does not know yet which tasks were issued",
+                "the learner is starting and has not read yet which tasks were issued",
                 hint="try again in some seconds",
             )
 
     def _min_version(self, slot: int, version: int) -> int:
-        """Give the oldest version that may begin the task; older tokens would be dropped."""
+        """Return the oldest version that may begin the task; older tokens would be dropped."""
         training = self._config.training
         oldest = min_version(slot, training.batch_size, self.staleness.now)
         if training.staleness_policy == "train":
@@ -486,7 +495,7 @@ class TaskIssuer:
         return max(oldest, version - self.staleness.largest)
 
     async def _publish(self, task: Task) -> None:
-        """Queue a task; one that another learner has queued under its number makes room for it."""
+        """Queue a task, in place of one that a fenced-off learner queued under its number."""
         self._ledger.note_task(task)
         while not await self._queue.publish(task, traceparent=new_trace()):
             other = await self._queue.find(task.task)
@@ -494,5 +503,5 @@ class TaskIssuer:
                 _log.info("task_was_there", task=task.task)
                 return
             await self.check_owner()
-            _log.warning("task_replaced", task=task.task, position=task.index, was=other.index)
+            _log.warning("task_replaced", task=task.task, position=task.index, old=other.index)
             await self._queue.remove(task.task)

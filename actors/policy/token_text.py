@@ -281,12 +281,12 @@ class SpecialText:
         ids = self._as_text(text)
         unknown = cast("int | None", self._tokenizer.unk_token_id)  # any text may contain these
         known = {token for token in self._ids.values() if token != unknown}
-        wanted = [token for token in map(self._ids.__getitem__, self.find(text)) if token in known]
-        if [token for token in ids if token in known] != wanted:
+        markers = [token for token in map(self._ids.__getitem__, self.find(text)) if token in known]
+        if [token for token in ids if token in known] != markers:
             coded = {match[0] for match in self._coded.finditer(text)}
-            held = sorted(self._names[code] for code in coded if code in self._names)[:3]
+            shown = sorted(self._names[code] for code in coded if code in self._names)[:3]
             raise ModelError(
-                f"the tokenizer makes special tokens of {', '.join(held)} in the text of a message",
+                f"the tokenizer makes special tokens of {', '.join(shown)} in a message",
                 hint="leave them out of the messages, or use a tokenizer with a tokenizer.json",
             )
         return ids

@@ -102,7 +102,7 @@ class GrowingChoice:
     async def generate(
         self, draw: DrawTokens, cancel: Callable[[], None], on_change: Callable[[], None]
     ) -> Generation:
-        """Draw its tokens; `cancel` ends that at a stop text, `on_change` hears of each token."""
+        """Draw its tokens; `cancel` is called at a stop text, `on_change` after each token."""
 
         def add(drawn: Drawn) -> None:
             self.add(drawn)
@@ -118,7 +118,7 @@ class GrowingChoice:
         return generation
 
     def add(self, drawn: Drawn) -> None:
-        """Take the next token; nothing counts behind a stop text."""
+        """Add the next token; tokens after a stop text are ignored."""
         if self.stopped:
             return
         self.drawn.append(drawn)

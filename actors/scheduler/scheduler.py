@@ -303,7 +303,7 @@ class _SchedulerRequests:
         return NodeList(nodes=nodes, trouble=self._trouble())
 
     def _trouble(self) -> str:
-        """Say what the scheduler waits for; empty if nothing keeps it from going on."""
+        """Return what the scheduler waits for; empty if nothing keeps it from going on."""
         if (trouble := self._broker.availability.trouble) is not None:
             return trouble.text
         if refusing := self._pool.refusing:
@@ -355,9 +355,7 @@ class _SchedulerRequests:
     async def _bound_weights(self, record: JobRecord, num_bytes: int) -> WeightsBound:
         """Set the bound, which counts among the bytes of streams that the user may have."""
         stored = states.reserved_bytes(self._view.config(record)) + num_bytes
-        user, more = record.user, stored - states.stored_bytes(record)
-        quota, held = self._view.quota(user), self._view.held(user)
-        states.check_room(user, quota, held, max_stored_bytes=more)
+        self._view.check_room(record.user, max_stored_bytes=stored - states.stored_bytes(record))
         await bound_weights(self._broker, record.scope, num_bytes)
         update = {"stored_bytes": stored}
         await self._jobs.update(record, lambda now: now.model_copy(update=update))
@@ -376,7 +374,7 @@ class _SchedulerRequests:
 
     async def damaged(self, _: Empty, context: RequestContext) -> DamagedRecords:
         """Return which records of the user cannot be read; of the whole pool for admins."""
-        everything = self._broker.user == DEFAULT_USER or self._view.is_admin(context.user)
+        everything = self._view.may_administer(context.user)
         return await self._damage.read("" if everything else context.user)
 
     async def key(self, _: Empty) -> SealingKey:
@@ -472,17 +470,13 @@ class _SchedulerRequests:
             )
         if len(wanted) > len(record.actors):
             self._reconciler.refuse_impossible(wanted)
-            added, held = wanted[len(record.actors) :], self._view.held(record.user)
-            for more, has in ((wanted, {}), (added, held)):  # by itself, and beside the others
-                states.check_room(
-                    record.user,
-                    self._view.quota(record.user),
-                    has,
-                    max_slots=states.slots_of(more),
-                    max_actors=len(more),
-                )
+            self._view.check_alone(record.user, wanted)
+            added = wanted[len(record.actors) :]
+            self._view.check_room(
+                record.user, max_slots=states.slots_of(added), max_actors=len(added)
+            )
             grown = record.model_copy(update={"actors": wanted})
-            self._submission.check_growth(record, grown)
+            self._view.check_growth(record, grown)
 
         def resize(current: JobRecord) -> JobRecord:
             actors = states.scaled(current.actors, request.role, request.count, slots)
@@ -498,7 +492,7 @@ class _SchedulerRequests:
                 f"job {record.name} is {record.state}, its priority decides nothing any more",
                 hint="see what waits: `tinkermq ps`",
             )
-        states.check_priority(context.user, request.priority, self._view.quota(context.user))
+        self._view.check_priority(context.user, request.priority)
 
         def change(current: JobRecord) -> JobRecord:
             return current.model_copy(update={"priority": request.priority})
@@ -518,7 +512,7 @@ class _SchedulerRequests:
             def change(current: JobRecord) -> JobRecord:
                 return current.model_copy(update={"config": {**current.config, **labels}})
 
-            self._submission.check_growth(record, change(record))
+            self._view.check_growth(record, change(record))
             return JobReply(record=await self._jobs.update(record, change))
 
     async def _remove(

@@ -5,6 +5,7 @@ others, so that a damaged table is noticed, too. A copy may be without the learn
 (`learner/`).
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -185,6 +186,37 @@ def read_record(file: Path) -> dict[str, Any] | None:
 
 
 # -- folders that are synced to disk before they get their names -----------------------------------
+
+
+@contextlib.contextmanager
+def new_folder(
+    final: Path, *libraries: type[Exception], digests: bool = True, lasting: bool = True
+) -> Iterator[Path]:
+    """Yield a hidden folder, which gets its name at the end of the block, or is removed.
+
+    A folder with that name is replaced. A `lasting` one is synced to disk, with `digests` of its
+    files. Raises StorageError for errors of the disk, also those of `libraries`.
+    """
+    hidden = final.with_name(f".{final.name}.writing")
+    try:
+        shutil.rmtree(hidden, ignore_errors=True)
+        hidden.mkdir(parents=True)
+        yield hidden
+        permit_as_folder(hidden)
+        if lasting:
+            if digests:
+                write_digests(hidden)
+            flush(hidden)
+        shutil.rmtree(final, ignore_errors=True)
+        hidden.rename(final)
+        if lasting:
+            flush_entries(final.parent)
+    except Exception as error:
+        failure = storage_error(final, error, *libraries)  # before room is made again
+        shutil.rmtree(hidden, ignore_errors=True)
+        if failure is None:
+            raise
+        raise failure from error
 
 
 def flush(folder: Path) -> None:

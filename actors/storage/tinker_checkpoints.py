@@ -200,12 +200,12 @@ class CheckpointFolders:
 
     def remove(self, stored: StoredCheckpoint, why: Gone) -> StoredCheckpoint:
         """Remove the files of a checkpoint, and record why, if the disk has room for that."""
-        gone = replace(stored, gone=why, size_bytes=0, is_public=False, time=time.time())
+        record = replace(stored, gone=why, size_bytes=0, is_public=False, time=time.time())
         try:
-            self.commit(gone)
+            self.commit(record)
         except errors.StorageError:  # the disk is full: removing the folder makes room
             self.forget(stored.place)
-        return gone
+        return record
 
     def forget(self, place: Path) -> None:
         """Remove a checkpoint's files and its record."""

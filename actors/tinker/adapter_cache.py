@@ -19,9 +19,9 @@ from ...schemas.tinker.datum import LoraSpec
 from ...schemas.tinker.names import ModelName
 from ...schemas.tinker.operation import ModelInfo
 from ...schemas.wire.errors import ModelError, NotFoundError, StorageError
-from ..storage.files import flush, flush_entries
+from ..storage.files import new_folder
 from .models import ModelHistory, Models, TrainedModel
-from .operations import Adapters
+from .training.trainer import AdapterTrainer
 
 # Saved states: adapter, optimiser, pending gradients, and the number of the last operation, so that
 # repeating later operations leads to the same bits. A state exists completely or not at all.
@@ -77,7 +77,7 @@ class AdapterStates:
                 damaged.append(DamagedState(place.parents[1].name, name, error.message))
         return states, damaged
 
-    def save(self, adapters: Adapters, model: TrainedModel) -> None:
+    def save(self, adapters: AdapterTrainer, model: TrainedModel) -> None:
         """Write a model's state after its newest operation, and remove older ones."""
         place = self._place(model.user, model.name) / "state"
         folder = place / str(model.applied)
@@ -85,24 +85,31 @@ class AdapterStates:
             return
         meta = {"user": model.user, "applied": model.applied, "info": model.info.to_map()}
         meta |= {"history": model.history.to_map(), "tokens": model.tokens}
-        self._write(adapters, model, folder, {**meta, "pending": model.is_pending})
+        meta["pending"] = model.is_pending
+        for unfinished in place.glob(".*"):  # of a killed process
+            shutil.rmtree(unfinished, ignore_errors=True)
+        with new_folder(folder, digests=False) as new:
+            adapters.save(model.key, new, with_optimizer=True)
+            if model.is_pending:
+                adapters.save_pending(model.key, new / _PENDING)
+            (new / _META).write_text(json.dumps(meta), encoding="utf-8")
         for old in place.iterdir():
             # newer ones were written by a trainer after this one
             if not old.name.isdigit() or int(old.name) < model.applied:
                 shutil.rmtree(old, ignore_errors=True)
 
-    def load(self, adapters: Adapters, model: TrainedModel) -> None:
+    def load(self, adapters: AdapterTrainer, model: TrainedModel) -> None:
         """Load a model's newest state; raises ModelError if it is damaged."""
         folder = self._place(model.user, model.name) / "state" / str(model.saved)
         adapters.load(model.key, folder, with_optimizer=True)
         if _meta(folder).get("pending"):
             adapters.load_pending(model.key, folder / _PENDING)
 
-    def suspend(self, adapters: Adapters, model: TrainedModel) -> None:
+    def suspend(self, adapters: AdapterTrainer, model: TrainedModel) -> None:
         """Write a model as it is now, and evict it from memory; raises StorageError."""
         adapters.suspend(model.key, self._suspended(model))
 
-    def resume(self, adapters: Adapters, model: TrainedModel) -> None:
+    def resume(self, adapters: AdapterTrainer, model: TrainedModel) -> None:
         """Load a suspended model; raises ModelError."""
         file = self._suspended(model)
         adapters.resume(model.key, file)
@@ -124,28 +131,6 @@ class AdapterStates:
 
     def _place(self, user: str, name: ModelName) -> Path:
         return self.folder / user / name.folder
-
-    def _write(
-        self, adapters: Adapters, model: TrainedModel, folder: Path, meta: dict[str, Any]
-    ) -> None:
-        hidden = folder.with_name(f".{folder.name}")
-        try:
-            for unfinished in folder.parent.glob(".*"):  # of a killed process
-                shutil.rmtree(unfinished, ignore_errors=True)
-            hidden.parent.mkdir(parents=True, exist_ok=True)
-            adapters.save(model.key, hidden, with_optimizer=True)
-            if model.is_pending:
-                adapters.save_pending(model.key, hidden / _PENDING)
-            (hidden / _META).write_text(json.dumps(meta), encoding="utf-8")
-            flush(hidden)
-            hidden.rename(folder)
-            flush_entries(folder.parent)
-        except OSError as error:
-            raise StorageError(
-                f"{folder} cannot be written: {error.strerror}", hint="see the disk of the pool"
-            ) from error
-        finally:
-            shutil.rmtree(hidden, ignore_errors=True)  # a part would take the room of the next
 
 
 def _meta(folder: Path) -> dict[str, Any]:
@@ -180,7 +165,7 @@ class AdapterCache:
 
     def __init__(
         self,
-        adapters: Adapters,
+        adapters: AdapterTrainer,
         states: AdapterStates,
         models: Models,
         *,

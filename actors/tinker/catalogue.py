@@ -34,7 +34,7 @@ from ..storage.files import read_record, write_record
 from ..storage.tinker_checkpoints import CheckpointFolders, Gone, StoredCheckpoint, missing
 from .exports import make_external
 from .models import TrainedModel
-from .operations import Adapters
+from .training.trainer import AdapterTrainer
 
 MAX_CHECKPOINTS = 10_000
 """Of one user, records of removed ones included."""
@@ -128,7 +128,7 @@ class Catalogue:
 
     def save(
         self,
-        adapters: Adapters,
+        adapters: AdapterTrainer,
         model: TrainedModel,
         name: CheckpointName,
         seq: int,
@@ -246,9 +246,9 @@ class Catalogue:
             self._checkpoints.setdefault(stored.user, {})[stored.name] = stored
 
     def _remove(self, stored: StoredCheckpoint, why: Gone) -> StoredCheckpoint:
-        gone = self.folders.remove(stored, why)
-        self._checkpoints[stored.user][stored.name] = gone
-        return gone
+        record = self.folders.remove(stored, why)
+        self._checkpoints[stored.user][stored.name] = record
+        return record
 
     def _forget_checkpoint(self, stored: StoredCheckpoint) -> None:
         with self._lock:

@@ -26,7 +26,7 @@ from .sequences import by_sequence, choose, is_last_of_sequence, lengths_by_sequ
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What the advantage functions read; each says what it needs beyond the first three."""
+    """Inputs of the advantage functions; each needs the first three, and those that it names."""
 
     rewards_S: Tensor
     """Outcome reward: the return of each episode."""
@@ -47,7 +47,7 @@ class AdvantageInputs:
     values_N: Tensor | None = None
     """The critic's value before each token; needed by gae."""
     lone_S: Tensor | None = None
-    """bool: sequences that nobody of their task can be compared with: those get 0."""
+    """bool: sequences without another one of their task to compare with: they get 0."""
     owner_S: Tensor | None = None
     """int64: the episode of each sequence, where one may have several with equal `group_S`."""
     calls: BatchCalls | None = None
@@ -126,23 +126,23 @@ def _by_owner(
 
 @dataclass(frozen=True)
 class Values:
-    """What a critic says of a batch before a step."""
+    """A critic's values of a batch before a step."""
 
     values_N: Tensor
     """Value before each token."""
     after_S: Tensor | None = None
-    """Value at the end of each sequence whose game would have gone on, 0 for others; None: nothing
-    is expected behind any end."""
+    """Value at the end of each sequence whose game would have continued, 0 for others; None: 0 for
+    all."""
 
 
 @dataclass(frozen=True)
 class ValueTargets:
-    """What a critic's updates of one step read, over the whole batch."""
+    """Inputs of a critic's updates in one step, over the whole batch."""
 
     values_N: Tensor
     """Its values before the step."""
     returns_N: Tensor
-    """What they should have been."""
+    """The returns that they are trained towards."""
     sample_N: Tensor
     """int64: the sample of each token (`batch.py`)."""
     kept_N: Tensor
@@ -180,7 +180,7 @@ def _laid_out(value: float | Tensor, seq_N: Tensor, num_seqs: int) -> Tensor:
 def between_tokens(
     within: float, turns: float | None, seq_N: Tensor, turn_N: Tensor | None
 ) -> float | Tensor:
-    """Return what counts between each token and the next: float64[N] where turns have their own."""
+    """Return γ or λ between each token and the next: float64[N] where turns have their own."""
     if turns is None or turn_N is None:
         return within
     ends_N = is_last_of_sequence(seq_N)
@@ -319,8 +319,7 @@ def gpg(inputs: AdvantageInputs) -> Tensor:
 def passk(inputs: AdvantageInputs) -> Tensor:
     """The lead of a group's best episode on its second, over the std (arXiv 2503.19595).
 
-    All others get 0, and so does the best where it is not better: what is trained is that one of
-    the group is good.
+    All others get 0, and so does the best if it is not better: this trains the group's maximum.
     """
     rewards_S, key_S, peers = _groups(inputs)
     owner_S = torch.arange(len(rewards_S)) if inputs.owner_S is None else inputs.owner_S
@@ -447,7 +446,7 @@ def _call_turns(inputs: AdvantageInputs, calls: BatchCalls) -> _Turns:
 def grpo_per_turn(inputs: AdvantageInputs) -> Tensor:
     """R_t = r_t + γ R_{t+1} per turn, normalised among the group's episodes at the same turn.
 
-    A turn that only one episode of its group reached has nothing to be compared with: 0.
+    A turn that only one episode of its group reached gets 0.
     """
     if inputs.calls is not None:
         return _per_call(inputs, inputs.calls)
@@ -462,7 +461,7 @@ def grpo_per_turn(inputs: AdvantageInputs) -> Tensor:
 def grpo_per_step(inputs: AdvantageInputs) -> Tensor:
     """R_t = r_t + γ R_{t+1} per turn, less the mean of the first returns R_0, over their std.
 
-    It is OpenTinker's estimator of that name, after GTPO (arXiv 2511.17052), but that a group whose
+    OpenTinker's estimator of that name, after GTPO (arXiv 2511.17052), except that a group whose
     first returns are all equal gets 0: divided by their std of 0 it would grow without bound.
     """
     turns = _turns(inputs, "grpo_per_step")
@@ -593,10 +592,10 @@ def overlong_penalty(
     factor: float = 1.0,
     cut_S: Tensor | None = None,
 ) -> Tensor:
-    """Give the soft penalty of DAPO for lengths in the last `buffer` tokens: float32[S], ≤ 0.
+    """Return the soft penalty of DAPO for lengths in the last `buffer` tokens: float32[S], ≤ 0.
 
     min(−(len − (max_len − buffer)) / buffer · factor, 0), arXiv 2503.14476; the whole factor for
-    an episode that a limit cut (bool[S]), though it be one of less than `max_len` tokens.
+    an episode that a limit cut (bool[S]), even if it has fewer than `max_len` tokens.
     """
     if not 0 < buffer <= max_len:
         raise ConfigError(

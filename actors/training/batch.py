@@ -1,16 +1,16 @@
 """From the groups of a batch to the flat arrays that advantages and losses work on.
 
-Calls of agents' episodes are a tree in place of turns that follow each other. A call has at most
-one that it led to, so what later calls earned reaches it on one way, a chain. Chains of an episode
-end at its last call, or where nothing came of an answer: there the episode's own reward stands, or,
-within a branch that is credited with its own, that of the branch.
+The calls of an agent's episode form a tree; the turns of a game follow each other. A call leads to
+at most one other, so rewards of later calls reach it along one path, a chain. Chains end at the
+episode's last call, or at an answer without consequence. At a chain's end stands the episode's own
+reward, or, within a branch that is credited with its own reward, that of the branch.
 
-A sample is what is rewarded and weighed as one: the whole episode, or each of its turns. A turn as
-a sample has the conversation before it as its prompt. Every turn only appends to that conversation,
-so the log-probs are those of the episode's one forward pass: only rewards, advantages and all that
-is computed by sequence are taken by turn. Turns are compared with those of the same number in the
-group's other episodes, so that long episodes do not weigh more. An episode of several rows is one
-sample: its tokens follow each other, row by row.
+A sample is the unit of rewards and weights: the whole episode, or each of its turns. The prompt of
+a turn is the conversation before it. Every turn only appends to that conversation, so the log-probs
+come from the episode's one forward pass; only rewards, advantages and sums by sequence are taken by
+turn. Turns are compared with those of the same number in the group's other episodes, so that long
+episodes do not weigh more. An episode of several rows is one sample: its tokens follow each other,
+row by row.
 
 Shape letters: N generated tokens, S sequences (rows), E episodes, K calls, B branches, M samples.
 """
@@ -77,13 +77,13 @@ class BatchCalls:
     observed_K: Tensor
     """int64: tokens before it that were new to the model."""
     rewards_K: Tensor
-    """float64: what was posted for it."""
+    """float64: the reward posted for it."""
     outcome_K: Tensor
     """float64: its episode's own reward."""
     branch_K: Tensor
     """int64: the innermost branch with a reward that it is in, -1: none."""
     branch_reward_B: Tensor
-    """float64: what was posted for the branch."""
+    """float64: the reward posted for the branch."""
     branch_key_B: Tensor
     """int64: branches with equal numbers are compared: of one task and role."""
     branch_episode_B: Tensor

@@ -29,24 +29,24 @@ from .sequences import is_last_of_sequence, lengths_by_sequence, sum_by_sequence
 
 @dataclass(frozen=True)
 class Credit:
-    """What the tokens of a batch have earned."""
+    """The advantages of a batch."""
 
     samples: Samples
     rewards_E: Tensor
-    """What each episode earned, with all that the configuration adds and takes off."""
+    """Reward of each episode, with all that the configuration adds and subtracts."""
     advantages_N: Tensor
     targets: advantages.ValueTargets | None
-    """What the critic is trained towards; None without one."""
+    """Targets of the critic; None without a critic."""
     kept_S: Tensor
     """bool: sequences that are trained; the others are in no loss and in no denominator."""
     kept_N: Tensor
-    """bool: tokens that are trained, so too."""
+    """bool: tokens that are trained; the others are in no loss and in no denominator."""
 
     def of_top_entropy(self, entropy_N: Tensor, share: float) -> "Credit":
-        """Leave credit with the share of the trained tokens that have the highest entropy.
+        """Set advantages to 0 except for the share of trained tokens with the highest entropy.
 
-        The quantile is that of all of them, interpolated (arXiv 2506.01939). The others stay in
-        what losses are divided by.
+        The quantile is that of all trained tokens, interpolated (arXiv 2506.01939). The others stay
+        in the denominators of losses.
         """
         ordered = entropy_N[self.kept_N].double().sort().values
         if share == 1 or not len(ordered):
@@ -69,9 +69,9 @@ def assign_credit(
     """Compute the advantages of a batch, by the configuration's function or the user's `own`.
 
     `old_N` and `reference_N` are read where a KL enters the rewards; `values` are the critic's.
-    An episode that is masked (`overlong_filter`) still counts in its group's mean and std, as in
-    TRL, but not where a whole batch is whitened; and so do tokens that are too old. One that took
-    its game too long (`env.on_step_timeout=mask`) counts nowhere: nobody knows what it is worth.
+    A masked episode (`overlong_filter`) still counts in its group's mean and std, as in TRL, but
+    not where a whole batch is whitened; the same holds for tokens that are too old. An episode
+    whose game took too long (`env.on_step_timeout=mask`) counts nowhere: its return is unknown.
     """
     algorithm = config.algorithm
     cut_S = batch.truncated_S
@@ -121,7 +121,7 @@ def assign_credit(
 
 
 def _with_ends(rewards_N: Tensor, after_S: Tensor, seq_N: Tensor, gamma: float) -> Tensor:
-    """Add what is expected behind the end of each sequence to its last token."""
+    """Add the value at the end of each sequence to its last token."""
     last_N = is_last_of_sequence(seq_N)
     return rewards_N + gamma * after_S[seq_N] * last_N
 
@@ -135,7 +135,7 @@ def _advantages(
     """Compare episodes, and branches that are credited with rewards of their own.
 
     `own`: tokens of such a branch have its advantage, the others that of the episode; `both`: they
-    have the sum. What is taken off the rewards of a branch's tokens is taken off the branch's.
+    have the sum. Penalties on the tokens of a branch are subtracted from the branch's reward.
     """
     if batch.calls is None:
         return compute(inputs)
@@ -175,7 +175,7 @@ def _by_branch(
 ) -> advantages.AdvantageInputs:
     """Take each branch with a reward as one sequence; for tokens that are in one.
 
-    `further_N` is what its tokens earn beside the reward, 0 for the others.
+    `further_N` is the reward of its tokens beside the posted one, 0 for the others.
     """
     seq_N = calls.branch_K[calls.call_N].clamp(min=0)
     key_B, episode_B = calls.branch_key_B, calls.branch_episode_B
@@ -192,11 +192,11 @@ def _by_branch(
 
 
 def _of_tokens(inputs: advantages.AdvantageInputs, kept_N: Tensor) -> advantages.AdvantageInputs:
-    """Return what advantages of some of the tokens are computed from."""
+    """Return the inputs of the advantages of some of the tokens."""
     names = ("seq_N", "token_rewards_N", "turn_N", "state_N", "values_N", "kept_N")
-    given = {name: getattr(inputs, name) for name in names}
+    values_by_name = {name: getattr(inputs, name) for name in names}
     arrays: dict[str, Any] = {
-        name: None if value is None else value[kept_N] for name, value in given.items()
+        name: None if value is None else value[kept_N] for name, value in values_by_name.items()
     }
     calls = inputs.calls
     return replace(inputs, **arrays, calls=None if calls is None else calls.of_tokens(kept_N))
@@ -223,9 +223,9 @@ def _options(config: JobConfig) -> dict[str, Any]:
 def _rewards(
     config: JobConfig, batch: TrainingBatch, old_N: Tensor | None, reference_N: Tensor | None
 ) -> Tensor:
-    """Return the reward of each token, with what the configuration adds and takes off: float64[N].
+    """Return the reward of each token, with what the configuration adds and subtracts: float64[N].
 
-    So sums do not hang on their order, and equal episodes have equal returns.
+    In float64 sums do not depend on their order, and equal episodes have equal returns.
     """
     algorithm = config.algorithm
     rewards_N = batch.token_rewards_N.double()

@@ -1,8 +1,8 @@
-"""The critic of PPO: a model of its own that estimates what an episode will still earn.
+"""The critic of PPO: a separate model that estimates an episode's remaining return.
 
 It is a decoder like the policy's with one output, the value, in place of the vocabulary. It reads
-the same packed rows, so the value of a token stands at the column that predicts the token. The
-value layer starts at 0: a new critic says 0 everywhere, and advantages are plain returns.
+the same packed rows, so the value of a token is at the column that predicts the token. The value
+layer starts at 0: a new critic returns 0 everywhere, and advantages are plain returns.
 """
 
 # torch leaves some of its methods untyped, safetensors its paths.
@@ -40,7 +40,7 @@ class ValueModel(nn.Module):
         parallel: Parallel,
         attention: AttentionKey = "auto",
     ) -> None:
-        """Take the decoder of a causal language model, and put it where it computes.
+        """Use the decoder of a causal language model, moved to its device.
 
         Raises ModelError when it cannot read packed rows.
         """
@@ -79,7 +79,7 @@ class Critic:
     """The value model with its optimiser."""
 
     def __init__(self, model: PreTrainedModel, config: JobConfig, parallel: Parallel) -> None:
-        """Make a new critic of a causal language model's weights."""
+        """Create a critic with a causal language model's weights."""
         attention = config.model.attn_implementation
         self.model = ValueModel(model, config.learner, parallel, attention)
         self._config = config
@@ -99,14 +99,14 @@ class Critic:
         return self._parallel.add_up(values_N)
 
     def begin_step(self, rate: float, targets: ValueTargets) -> None:
-        """Begin a step at a learning rate, and forget what the last one measured."""
+        """Begin a step at a learning rate, and clear the metrics of the last one."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self._targets = targets
         self._sums, self._num_tokens, self._norms = {}, 0, []
 
     def accumulate(self, micros: list[MicroBatch], denominators: Denominators) -> None:
-        """Add up the gradients of micro-batches; if that ends early, it can begin anew."""
+        """Add up the gradients of micro-batches; after an error this can be repeated."""
         self.optimizer.zero_grad()
         before = dict(self._sums), self._num_tokens
         try:
@@ -117,7 +117,7 @@ class Critic:
             raise
 
     def update(self) -> None:
-        """Make one optimiser update; one whose gradient is not finite is left out."""
+        """Make one optimiser update; skip it if its gradient is not finite."""
         clip = self._config.learner.grad_clip
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip)
         self._norms.append(float(whole(norm)))
@@ -149,7 +149,7 @@ class Critic:
             self._sums[name] = self._sums.get(name, 0.0) + float(value.detach())
 
     def numbers(self) -> dict[str, float]:
-        """Name what the step measured on all ranks as metrics."""
+        """Return the metrics of the step over all ranks."""
         finite = [norm for norm in self._norms if math.isfinite(norm)]
         kept_N = self._targets.kept_N
         values_N, returns_N = self._targets.values_N[kept_N], self._targets.returns_N[kept_N]
@@ -174,7 +174,7 @@ class Critic:
     # -- checkpoints ---------------------------------------------------------------------------
 
     def copy(self, copies: HostCopies) -> ModelCopy:
-        """Copy what a checkpoint holds of it."""
+        """Copy the critic's part of a checkpoint."""
         return copies.take_model(self.model, self.optimizer, self._parallel)
 
     def weights(self) -> dict[str, Tensor]:
@@ -182,7 +182,7 @@ class Critic:
         return {name: whole(value).cpu() for name, value in self.model.state_dict().items()}
 
     def load(self, folder: Path) -> bool:
-        """Take weights and optimiser state from a checkpoint; False when it has no critic.
+        """Load weights and optimiser state from a checkpoint; return False if it has no critic.
 
         Only the checkpoint of another run, which a fork starts from, may have none.
         """
@@ -196,7 +196,7 @@ class Critic:
 
 
 def spread(name: str, values: Tensor) -> dict[str, float]:
-    """Give mean, largest and smallest value as metrics; none where there are no values."""
+    """Return mean, largest and smallest value as metrics; none without values."""
     if not len(values):
         return {}
     return {

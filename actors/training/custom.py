@@ -1,8 +1,8 @@
-"""Functions of the user's own: found by `module:function` or an entry point, and checked.
+"""Functions of the user, loaded by `module:function` or an entry point.
 
-They have the signature of the library's own functions and run in the learner, in its process. What
-they return is looked at on every call, so that a wrong one ends the job with its name and the value
-instead of training nothing, or anything.
+They have the signature of the library's functions and run in the learner's process. Every return
+value is checked, so that a wrong function ends the job with its name and the value instead of
+training on garbage.
 
 Shape letters: N generated tokens.
 """
@@ -30,14 +30,14 @@ _LATER = (
     inspect.isgeneratorfunction,
     inspect.isasyncgenfunction,
 )
-_CHECK = "see what it does wrong with `tinkermq algorithm check {target}`"
+_CHECK = "test it with `tinkermq algorithm check {target}`"
 
 
 class CustomFunction:
-    """One function of the user's."""
+    """One function of the user."""
 
     def __init__(self, kind: Kind, target: str) -> None:
-        """Import it; raises ConfigError with what the import raised."""
+        """Import it; raises ConfigError with the import's error."""
         self.key = f"{'training' if kind == 'curriculum' else 'algorithm'}.own_{kind}={target}"
         self._hint = _CHECK.format(target=target)
         self._call = self._find(target)
@@ -95,13 +95,13 @@ class CustomFunction:
             )
         if any(kind(function) for kind in _LATER):
             raise ConfigError(
-                f"{self.key} is async, or yields: it is asked in the middle of a step",
-                hint="write it with def, and return the answer",
+                f"{self.key} is async or a generator, but is called within a step",
+                hint="write it with def, and return the value",
             )
         return function
 
     def _place(self, target: str) -> str:
-        """Return `module:function` of what a package may have registered by a short name."""
+        """Return `module:function` of a function that a package registers by a short name."""
         if ":" in target:
             return target
         there = {
@@ -116,16 +116,16 @@ class CustomFunction:
         return there[target]
 
     def called(self, inputs: object) -> Any:
-        """Return what it answers; ConfigError with what it raised, and where."""
+        """Return its result; raises ConfigError with its error, and the place of it."""
         with blaming(self.failure):
             try:
                 return self._call(inputs)
             except torch.OutOfMemoryError as error:
                 full = error
-        raise full  # nobody's mistake: the step is tried in smaller micro-batches
+        raise full  # not the function's fault: the step is tried in smaller micro-batches
 
     def failure(self, error: BaseException) -> TinkermqError:
-        """Return what is raised of whatever it, or its answer, has raised."""
+        """Return the ConfigError for an error of the function, or of its result."""
         ours = root_cause(error)
         if isinstance(ours, TinkermqError):
             return ours
@@ -141,17 +141,17 @@ class CustomFunction:
                 f"return one value for each token: shape [{num}]",
             )
         if not value.is_floating_point():
-            raise self.wrong(f"returned {what} of {value.dtype}, which are no real numbers")
+            raise self.wrong(f"returned {what} of {value.dtype}, which are not real numbers")
         if not bool(torch.isfinite(value).all()):
             count = int((~torch.isfinite(value)).sum())
             raise self.wrong(f"returned {count} {what} of {num} that are NaN or infinite")
         return value
 
     def wrong(self, what: str, hint: str = "") -> ConfigError:
-        """Return what is raised of an answer that cannot be used."""
+        """Return the ConfigError for an unusable result."""
         return ConfigError(f"{self.key} {what}", hint="; ".join(filter(None, (hint, self._hint))))
 
 
 def custom_function(kind: Kind, target: str | None) -> CustomFunction | None:
-    """Return the function that a key names; None where it names none. Raises ConfigError."""
+    """Return the function that a key names; None if it names none. Raises ConfigError."""
     return None if target is None else CustomFunction(kind, target)

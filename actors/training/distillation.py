@@ -5,9 +5,9 @@ no group. It has the policy's gradient of KL(π‖π_teacher) once the correctio
 (Agarwal et al. 2023, arXiv:2306.13649; Gu et al. 2023, arXiv:2306.08543). Their forward KL is a
 loss over the tokens that they find the likeliest.
 
-What is learnt is a function of the batch: a teacher that learners load scores it here, one that
-generators ask has done so before the group entered the log, and what a teacher reads beside the
-policy's prompt stands there, too. So a run is replayed to the same bits.
+A step is a function of the batch: a teacher that the learner loads scores it here; a teacher that
+generators ask has scored it before the group entered the log, which also holds the teacher's own
+prompt. So a run replays to the same bits.
 
 Shape letters: N generated tokens, S sequences, K tokens in the place of each.
 """
@@ -45,10 +45,10 @@ _LEAST_REST = 1e-6
 
 @dataclass(frozen=True)
 class TeacherScores:
-    """What teachers say of the tokens of a batch."""
+    """Teachers' scores of the tokens of a batch."""
 
     logprobs_N: Tensor
-    """float32: log-prob of each token; 0 where nobody teaches."""
+    """float32: log-prob of each token; 0 without a teacher."""
     taught_N: Tensor
     """bool: tokens that a teacher has scored."""
     top_ids_NK: Tensor | None = None
@@ -59,7 +59,7 @@ class TeacherScores:
 
 @dataclass(frozen=True)
 class TeacherTargets:
-    """What a forward KL reads, over the whole batch."""
+    """Inputs of a forward KL, over the whole batch."""
 
     ids_NK: Tensor
     """int64: the teacher's likeliest tokens."""
@@ -70,10 +70,10 @@ class TeacherTargets:
 
 
 def teacher_advantage(gap_N: Tensor, taught_N: Tensor, *, normalise: bool) -> Tensor:
-    """Return the advantage of each token from log π_teacher − log π_o; 0 where nobody teaches.
+    """Return the advantage of each token from log π_teacher − log π_o; 0 without a teacher.
 
-    Normalised it is divided by its standard deviation over the tokens taught, and not centred: the
-    sign says what the teacher would rather have.
+    Normalising divides it by its standard deviation over the tokens taught, without centring: the
+    sign is the teacher's preference.
     """
     if not normalise or int(taught_N.sum()) < 2:
         return gap_N
@@ -132,7 +132,7 @@ EVERY_SOURCE = ""
 
 
 class Teachers:
-    """The teachers of one policy; none, mostly."""
+    """The teachers of one policy; often none."""
 
     def __init__(
         self,
@@ -142,9 +142,9 @@ class Teachers:
         packer: RankPacker,
         parallel: Parallel,
     ) -> None:
-        """`scorer` scores by the policy, `load` opens a frozen model by its folder.
+        """`scorer` scores with the policy, `load` opens a frozen model by its folder.
 
-        Raises ModelError for a teacher that cannot read what the policy writes.
+        Raises ModelError for a teacher that cannot read the policy's tokens.
         """
         self._algorithm = config.algorithm
         self._packer = packer
@@ -167,7 +167,7 @@ class Teachers:
         }
 
     def check(self, group: Group) -> None:
-        """Raise DataError for a group that lacks what is for a teacher, or came from it."""
+        """Raise DataError for a group without the prompt or the scores of its teacher."""
         needs_prompt = self._algorithm.teacher_context is not None
         for item in group.sampled if self._of_source else ():
             source = item.data_source
@@ -178,19 +178,19 @@ class Teachers:
             if needs_prompt and teaching.prompt is None:
                 raise DataError(
                     "a trajectory has no prompt for its teacher (algorithm.teacher_context)",
-                    hint="whoever publishes it must give `teaching`, as the pool's generators do",
+                    hint="its publisher must set `teaching`, as the pool's generators do",
                 )
             width = 0 if teaching.top_ids is None else teaching.top_ids.shape[1]
             if scorer is None and (teaching.logprobs is None or width < self._top_k):
                 raise DataError(
-                    "a trajectory has no log-probs of its teacher, whom generators ask",
-                    hint="whoever publishes it must give `teaching`, as the pool's generators do",
+                    "a trajectory has no log-probs of its teacher, which generators ask",
+                    hint="its publisher must set `teaching`, as the pool's generators do",
                 )
 
     def guide(
         self, credit: Credit, batch: TrainingBatch, old_N: Tensor | None
     ) -> tuple[Credit, TeacherTargets | None, dict[str, float]]:
-        """Return the credit with what the teachers add, what else they teach, and numbers.
+        """Return the credit with teachers' advantages, the targets of a forward KL, and metrics.
 
         `old_N` is log π_o, which is there where a teacher's advantage needs it.
         """
@@ -214,7 +214,7 @@ class Teachers:
 
     @torch.no_grad()
     def _score(self, batch: TrainingBatch) -> TeacherScores:
-        """Return what each token's teacher says of it."""
+        """Return the teachers' scores of the tokens."""
         scores = _empty(batch, self._top_k)
         for source, scorer in self._of_source.items():
             keep_S = self._rows_of(source, batch)
@@ -228,7 +228,7 @@ class Teachers:
     def _score_here(
         self, scorer: Scorer, total: TeacherScores, batch: TrainingBatch, keep_S: Tensor
     ) -> None:
-        """Let a model in this process score some sequences, of which this rank has a share."""
+        """Score this rank's share of some sequences with a model in this process."""
         mine = _empty(batch, self._top_k)
         for micro in self._packer.pack(_as_taught(batch), keep_S):
             request = ScoreOptions(top_k=self._top_k)
@@ -245,7 +245,7 @@ class Teachers:
                 whole.add_(self._parallel.add_up(part))
 
     def _read_logged(self, scores: TeacherScores, batch: TrainingBatch, keep_S: Tensor) -> None:
-        """Take what stands in the log of some sequences; `check` has seen that it is there."""
+        """Return the scores in the log for some sequences; `check` made sure that they exist."""
         lengths_S = lengths_by_sequence(batch.seq_N, batch.num_seqs)
         ends = cast("list[int]", lengths_S.cumsum(0).tolist())
         for place in cast("list[int]", keep_S.nonzero().flatten().tolist()):
@@ -253,7 +253,7 @@ class Teachers:
             if teaching is None or teaching.logprobs is None:
                 raise DataError(f"sequence {place} of the batch was not scored by its teacher")
             tokens = slice(end - len(teaching.logprobs), end)
-            # Copies: torch takes no array that is read-only, as those of the log are.
+            # Copies: torch does not accept read-only arrays, as those of the log are.
             scores.logprobs_N[tokens] = torch.tensor(teaching.logprobs).to(scores.logprobs_N)
             if self._top_k and teaching.top_ids is not None and teaching.top_logprobs is not None:
                 top = (teaching.top_ids, teaching.top_logprobs)
@@ -291,7 +291,7 @@ def _put(
 
 
 def _as_taught(batch: TrainingBatch) -> TrainingBatch:
-    """Return the batch with the prompts that teachers read in place of the policy's."""
+    """Return the batch with the teachers' prompts in place of the policy's."""
     prompts = [None if teaching is None else teaching.prompt for teaching in batch.teaching]
     if all(prompt is None for prompt in prompts):
         return batch
@@ -303,7 +303,7 @@ def _as_taught(batch: TrainingBatch) -> TrainingBatch:
 
 
 def _behind(prompt: NDArray[Any], sequence: TokenSequence) -> TokenSequence:
-    """Return a sequence with another first prompt; what was generated stays."""
+    """Return a sequence with another first prompt; the generated tokens stay."""
     first = int(np.argmax(sequence.mask))
     ids = np.concatenate([prompt.astype(sequence.token_ids.dtype), sequence.token_ids[first:]])
     mask = np.concatenate([np.zeros(len(prompt), sequence.mask.dtype), sequence.mask[first:]])

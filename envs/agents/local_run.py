@@ -173,7 +173,8 @@ class LocalModel:
 
     async def _answer(self, request: CallRequest, tell: Tell[CallPart]) -> CallPart:
         history = self._history(request)
-        names = [_name(request, choice) for choice in range(request.decoding.num_choices)]
+        name = request.request.partition("-")[0]
+        names = [call_name(name, choice) for choice in range(request.decoding.num_choices)]
         if request.count_only:
             return CallPart(prompt_tokens=_num_characters(history), names=names[:1])
         call = self._enter(request, history)
@@ -224,10 +225,6 @@ class LocalModel:
         call = LocalCall(len(self.calls), request, history, parent, len(self.answers))
         self.calls.append(call)
         return call
-
-
-def _name(request: CallRequest, choice: int) -> str:
-    return call_name(request.request.partition("-")[0], choice)
 
 
 def _num_characters(messages: Sequence[CanonicalMessage]) -> int:

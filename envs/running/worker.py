@@ -45,7 +45,8 @@ def main() -> None:
             outcome, error = _attempt(call, arguments)
             if verb == "start" and error is None:
                 episodes, outcome = outcome
-            _send(sock, _answer(number, outcome, error))
+            answer = _answer(number, outcome, error)
+            sock.sendall(LENGTH.pack(len(answer)) + answer)
 
 
 def _pass(*_: Any) -> None:
@@ -105,10 +106,6 @@ def _answer(number: int, outcome: Any, error: Any) -> bytes:
         return pack([number, outcome, error])
     except MessageError as failure:
         return pack([number, None, _error_fields(failure)])
-
-
-def _send(sock: socket.socket, payload: bytes) -> None:
-    sock.sendall(LENGTH.pack(len(payload)) + payload)
 
 
 if __name__ == "__main__":

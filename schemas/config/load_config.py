@@ -405,7 +405,7 @@ def check_keys(values: dict[str, Any]) -> None:
 
 
 def _may_be_mended(problem: ErrorDetails) -> bool:
-    """Whether further keys can fix it: one is missing, or keys of a section conflict."""
+    """Return whether further keys can fix it: one is missing, or keys of a section conflict."""
     if problem["type"] == "missing":
         return True
     model: Any = JobConfig

@@ -505,7 +505,7 @@ _URL = re.compile(r"(s3|gs|file)://|broker:runs/")
 
 
 def is_url(value: str) -> bool:
-    """Whether a text is the URL of a store, not a folder or hub model."""
+    """Return whether a text is the URL of a store, not a folder or hub model."""
     return _URL.match(value) is not None
 
 

@@ -49,11 +49,6 @@ class RequestError(TinkermqError):
         """The field, such as `messages[3].content`."""
 
 
-def text_of(error: TinkermqError) -> str:
-    """Return the message and the hint of an error."""
-    return f"{error.message}. {error.hint}" if error.hint else error.message
-
-
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
     """One request of any API."""

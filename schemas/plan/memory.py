@@ -18,8 +18,9 @@ from .model_shape import ModelShape, VisionShape
 
 GIB = 1 << 30
 _MIB = 1 << 20
-_LOGITS_BYTES = {True: GIB, False: 256 * _MIB}
-"""Float32 logits that the learner holds at once: on a GPU, and on a CPU."""
+LOGITS_BYTES = {True: GIB, False: 256 * _MIB}
+"""Float32 logits that the learner holds at once: on a GPU, and on a CPU. On a GPU the gradient of
+the output layer is added up once for each chunk of logits, so few chunks are better."""
 _LOGITS_COPIES = 3
 """Tensors of that size: logits, log-softmax, and one more on the way to an entropy or gradient. In
 float32 on a CPU two: the third stood for the weight's gradient, which is added in place there."""
@@ -277,7 +278,7 @@ def _head_gradient(load: LearnerLoad) -> int:
 
 
 def _adds_gradients_in_place(load: LearnerLoad) -> bool:
-    """Whether a pass adds to the gradients that are there: in float32 on a CPU."""
+    """Return whether a pass adds to the gradients that are there: in float32 on a CPU."""
     return not load.on_gpu and load.compute_bytes == _MASTER_BYTES
 
 
@@ -369,7 +370,7 @@ def _logits(load: LearnerLoad) -> int:
     """Return what the output layer takes; its logits are computed in chunks."""
     tokens = -(-load.microbatch_tokens // load.context_parallel)
     whole = 4 * load.shape.vocab * tokens
-    held = min(whole, _LOGITS_BYTES[load.on_gpu])
+    held = min(whole, LOGITS_BYTES[load.on_gpu])
     return (_LOGITS_COPIES - _adds_gradients_in_place(load)) * held
 
 

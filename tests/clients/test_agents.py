@@ -109,7 +109,7 @@ def test_a_program_that_fails_is_told_with_what_it_printed(cli: Cli, made: Path)
     assert "I cannot" in done.out
     absent = cli("agent", "check", "agent.yaml", "agent.command=[no-such-agent]")
     assert absent.code == 2
-    assert "programs find no 'no-such-agent'" in absent.err
+    assert "programs do not find 'no-such-agent'" in absent.err
 
 
 def test_a_game_is_no_agent(cli: Cli, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 import threading
 import time
@@ -45,8 +46,10 @@ from tinkermq.schemas.wire.trace import GroupTrace, StepTrace, new_trace, span_o
 
 from tests.clients.command import Outcome, command
 from tests.clients.conftest import Cli, new_record
+from tests.clients.test_transcripts import TRANSCRIPTS
 from tests.support.configs import REPOSITORY
 from tests.support.groups import make_group, make_trajectory
+from tests.support.snapshots import assert_transcript
 from tests.support.waiting import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.full
@@ -151,16 +154,18 @@ async def test_ps_hides_runs_that_have_ended_unless_asked(
     assert run.name in (await aside(cli, "ps", "-a", "--nats-url", broker.url)).out
 
 
-async def test_logs_are_printed_by_actor(broker: Broker, run: JobRecord, cli: Cli) -> None:
-    outcome = await aside(cli, "logs", run.name, "--nats-url", broker.url)
-    assert outcome.out.splitlines() == [
-        "learner | 10:11:12 info step_done",
-        "learner | a bare line",
-        "generator-0 | 10:11:12 info step_done",
-        "generator-0 | a bare line",
-    ]
-    words = ("logs", run.job, "--actor", "learner", "--json", "--nats-url", broker.url)
-    assert len((await aside(cli, *words)).out.splitlines()) == 1
+async def test_commands_show_of_a_run_what_they_showed_when_it_was_last_read(
+    broker: Broker, run: JobRecord, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def answer(line: str) -> str:
+        outcome = cli(*line.replace("my-run", run.name).split(), "--nats-url", broker.url)
+        code = f"[exit code {outcome.code}]\n" if outcome.code else ""
+        told = f"{outcome.out}{outcome.err}{code}".replace(run.name, "my-run")
+        return re.sub(r'"time": [0-9.]+', '"time": …', told)
+
+    await asyncio.to_thread(assert_transcript, TRANSCRIPTS / "run.txt", answer)
 
 
 async def test_logs_go_on_with_new_lines_until_control_c(
@@ -292,21 +297,6 @@ async def test_an_actor_that_was_scaled_away_has_its_logs(
     assert (outcome.code, "did you mean generator-7?" in outcome.err) == (2, True)
 
 
-async def test_an_unknown_actor_names_the_closest(broker: Broker, run: JobRecord, cli: Cli) -> None:
-    outcome = await aside(cli, "logs", run.name, "--actor", "lerner", "--nats-url", broker.url)
-    assert outcome.code == 2
-    assert "did you mean learner?" in outcome.err
-
-
-async def test_an_attempt_that_was_not_made_is_refused(
-    broker: Broker, run: JobRecord, cli: Cli
-) -> None:
-    words = ("logs", run.name, "--nats-url", broker.url, "--attempt")
-    assert len((await aside(cli, *words, "1")).out.splitlines()) == 4
-    outcome = await aside(cli, *words, "2")
-    assert (outcome.code, "its attempts are 1 to 1" in outcome.err) == (2, True)
-
-
 @pytest.mark.parametrize("kind", ["sft", "eval", "infer"])
 async def test_a_job_that_logs_no_rollouts_says_so(broker: Broker, kind: str, cli: Cli) -> None:
     record = new_record(JobScope("local", f"{kind}-of-all")).model_copy(update={"kind": kind})
@@ -321,9 +311,6 @@ async def test_an_unknown_run_names_the_closest(broker: Broker, run: JobRecord, 
         outcome = await aside(cli, verb, run.name + "x", "--nats-url", broker.url)
         assert outcome.code == 2, verb
         assert f"did you mean {run.name}?" in outcome.err
-
-
-async def test_the_id_of_a_model_is_printed_as_it_is(broker: Broker, cli: Cli) -> None:
     outcome = await aside(cli, "replay", "s1:train:0", "--nats-url", broker.url)
     assert "s1:train:0" in outcome.err  # rich has a picture for `:train:`
 
@@ -345,41 +332,6 @@ async def test_rollouts_show_what_calls_and_branches_were_rewarded_with(
         "call 1 (reader): 3 tokens, row 1  reward 0  reward of its branch -1.5  said",
         "call 2 (the history was edited): 3 tokens, row 1  reward 0.25  said",
     ]
-
-
-async def test_rollouts_show_messages_rewards_and_versions_best_first(
-    broker: Broker, run: JobRecord, cli: Cli
-) -> None:
-    words = ("rollouts", run.name, "--sort", "reward", "--json", "--nats-url", broker.url)
-    rows = [json.loads(line) for line in (await aside(cli, *words)).out.splitlines()]
-    assert [row.get("reward") for row in rows] == [1.0, 0.25, None]
-    assert rows[1]["messages"][0]["content"] == "7*8"
-    assert (rows[1]["step"], rows[0]["step"]) == (1, None)
-    assert rows[0]["versions"] == [0, 0]
-    assert [(row["finish"], row["finish_reasons"]) for row in rows[:2]] == [
-        ("length", ["length"]),
-        ("done", ["stop"]),
-    ]
-    text = (await aside(cli, "rollouts", run.name, "--nats-url", broker.url)).out
-    assert "given up" in text
-    assert "ended by length (cut: turn 1)" in text
-    # What looks like markup in a model's answer is shown as it is.
-    assert "    [1]" in text
-
-
-async def test_rollouts_of_one_step_and_those_with_errors(
-    broker: Broker, run: JobRecord, cli: Cli
-) -> None:
-    words = ("rollouts", run.name, "--step", "1", "--json", "--nats-url", broker.url)
-    rows = [json.loads(line) for line in (await aside(cli, *words)).out.splitlines()]
-    assert [row["task"] for row in rows] == [0]
-    words = ("rollouts", run.name, "--errors", "--json", "--nats-url", broker.url)
-    rows = [json.loads(line) for line in (await aside(cli, *words)).out.splitlines()]
-    assert [row["task"] for row in rows] == [2, 1]
-    assert rows[0]["error"]["message"] == "the game hung"
-    outcome = await aside(cli, "rollouts", run.name, "--step", "9", "--nats-url", broker.url)
-    assert outcome.code == 2
-    assert "trained are 1 to 1" in outcome.err
 
 
 async def test_a_live_run_evaluates_its_newest_version(
@@ -406,25 +358,11 @@ async def test_a_live_run_evaluates_its_newest_version(
     assert told == {"evaluated": f"{run.name}@4", "values": {"val/mean_score": 0.75}}
 
 
-async def test_what_is_no_checkpoint_is_refused(broker: Broker, run: JobRecord, cli: Cli) -> None:
-    for words in (("fork", run.name), ("fork", f"{run.name}@x"), ("eval", f"{run.name}@x")):
-        outcome = await aside(cli, *words, "--nats-url", broker.url)
-        assert outcome.code == 2
-        assert "RUN@STEP" in outcome.err
-
-
 async def test_without_a_scheduler_a_change_says_so(own_broker: Broker, cli: Cli) -> None:
     record = await JobStore(own_broker).create(new_record(JobScope("local", "a")), "test")
     outcome = await aside(cli, "stop", record.name, "--nats-url", own_broker.url)
     assert outcome.code == 1
     assert "no scheduler is connected" in outcome.err
-
-
-async def test_scale_is_checked_before_anything_is_asked(cli: Cli) -> None:
-    assert "generators=2" in (await aside(cli, "scale", "r", "generators")).err
-    outcome = await aside(cli, "scale", "r", "generatrs=2")
-    assert outcome.code == 2
-    assert "did you mean generators?" in outcome.err
 
 
 # -- `tinkermq ps` names an actor that fails again and again ---------------------------------------

@@ -162,7 +162,7 @@ async def test_a_run_whose_last_group_from_outside_is_dropped_asks_for_another(
         async def asks() -> bool:
             waits_for = (await job.actors())["learner"].waits_for
             return waits_for == (
-                "1 more groups from outside, 0 of them under way (1 that came could not be trained)"
+                "1 more groups from outside, 0 of them under way (1 could not be trained)"
             )
 
         await job.eventually(asks, "the learner to ask for a group")

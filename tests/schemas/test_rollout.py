@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.schemas.rollout import Group, Trajectory, check_group, largest_parts, with_cut_infos
+from tinkermq.schemas.model_apis.canonical import CanonicalCall, Picture
+from tinkermq.schemas.model_apis.request import packed, unpacked
+from tinkermq.schemas.rollout import (
+    Group,
+    LoggedCall,
+    Trajectory,
+    check_group,
+    largest_parts,
+    with_cut_infos,
+)
 from tinkermq.schemas.task import Blame, Task
 from tinkermq.schemas.wire.codec import INFO_CUT, cut_info, pack, packed_bytes, unpack
 from tinkermq.schemas.wire.errors import DataError, MessageError
@@ -364,3 +373,17 @@ def test_what_is_no_image_is_not_sent(image: Any, words: str) -> None:
 
 def test_messages_without_images_have_none() -> None:
     assert not any(image_parts([{"role": "user", "content": "<image>"}, {"role": "user"}]))
+
+
+def test_a_logged_call_without_later_fields_is_read() -> None:
+    """Runs with programs that were recorded before messages had further fields stay readable."""
+    message = {"role": "tool", "content": ["3", b"\x89PNG"], "call_id": "c1"}
+    assistant = {"role": "assistant", "calls": [["add", '{"a": 1}', "c1"]], "reasoning": "hm"}
+    fields = {"context": b"tools", "num_given": 3, "name": "c00001", "has_tools": True}
+    fields |= {"is_thinking": False, "finish": "stop", "num_seen": 1, "request": b"digest"}
+    call = LoggedCall.from_map({"v": 1, "given": [assistant, message], **fields})
+    answered, result = map(unpacked, call.given)
+    assert answered.calls == (CanonicalCall("add", '{"a": 1}', "c1"),)
+    assert (answered.reasoning, result.call_id) == ("hm", "c1")
+    assert result.content == ("3", Picture(b"\x89PNG"))
+    assert list(map(packed, (answered, result))) == call.given

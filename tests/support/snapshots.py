@@ -1,5 +1,6 @@
 """Texts that tests compare with files: `SNAPSHOTS=write pytest FILE` writes down what is so now."""
 
+import difflib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,9 @@ def assert_snapshot(file: Path, text: str) -> None:
     """Compare a text with a file."""
     if os.environ.get("SNAPSHOTS") == "write":
         file.write_text(text)
-    assert text == file.read_text(), f"SNAPSHOTS=write pytest writes {file.name} anew"
+    lines = (file.read_text().splitlines(), text.splitlines())
+    changes = "\n".join(difflib.unified_diff(*lines, str(file), "now", lineterm="", n=1))
+    assert not changes, f"{changes}\nSNAPSHOTS=write pytest writes it anew"
 
 
 def assert_transcript(file: Path, answer: Callable[[str], str]) -> None:

@@ -210,21 +210,21 @@ def _unfit(why: str) -> ModelError:
 
 
 class DoubleBuffer:
-    """The second set of the weights that change: all of a model, or those of its adapter.
+    """Two sets of the published weights: all of a model, or those of its adapter.
 
-    On a CPU new weights that lie in the machine's shared memory are the second set themselves, of
-    which all engines of the machine have one copy.
+    On a CPU new weights in the machine's shared memory are used as the second set, of which all
+    engines of the machine share one copy.
 
     `prepare` may run in any thread while the model decodes; `swap` runs in the engine's thread.
     One update at a time.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """`weights` are the tensors themselves by name; a tied one has several names."""
+        """`weights` are the model's tensors by name; a tied one has several names."""
         self._names = WeightNames(weights)
         self._spare: list[torch.Tensor] | None = None
         self._is_shared = self._was_shared = False
-        """Whether the prepared set lies in shared memory, and whether that in use does."""
+        """Whether the prepared set is in shared memory, and whether the current one is."""
 
     @property
     def num_bytes(self) -> int:
@@ -237,27 +237,26 @@ class DoubleBuffer:
         return self.num_bytes * (1 + (self._spare is not None))
 
     def prepare(self, tensors: Mapping[str, TensorSource]) -> list[torch.Tensor]:
-        """Copy and convert new weights into the spare set, unless they are used where they lie;
-        return it.
+        """Return new weights, copied to the spare set or in shared memory.
 
-        Raises EngineError listing the names that are missing, unknown, or of the wrong shape.
+        Raises EngineError that lists names which are missing, unknown, or of the wrong shape.
         """
-        given = self._names.checked(tensors)
-        shared = _in_shared_memory(given.values(), self._names.tensors)
+        new = self._names.checked(tensors)
+        shared = _in_shared_memory(new.values(), self._names.tensors)
         self._is_shared = shared is not None
         if shared is not None:
             self._spare = None
             return shared
         spare, self._spare = self._spare, None
         fresh = spare or [torch.empty_like(t, requires_grad=False) for t in self._names.tensors]
-        for target, source in zip(fresh, given.values(), strict=True):
+        for target, source in zip(fresh, new.values(), strict=True):
             _fill(target, source)
         if fresh and fresh[0].is_cuda:
             torch.cuda.synchronize(fresh[0].device)
         return fresh
 
     def swap(self, fresh: list[torch.Tensor]) -> None:
-        """Make a prepared set the model's weights; the old set is filled next time."""
+        """Use a prepared set as the model's weights; the old set becomes the spare one."""
         old = [tensor.data for tensor in self._names.tensors]
         for tensor, new in zip(self._names.tensors, fresh, strict=True):
             tensor.data = new
@@ -267,56 +266,56 @@ class DoubleBuffer:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The weights that change."""
+        """The published weights."""
         return self._names.tensors
 
     def free_spare(self) -> None:
-        """Free the set that is not in use."""
+        """Free the spare set."""
         self._spare = None
 
 
 class OffloadedWeights:
-    """The weights of a model in the machine's memory; on its device stands one number for each.
+    """A model's weights, moved to the machine's memory.
 
-    Their shapes stay as they are, so that new weights can be prepared and take their place.
+    On the device each tensor is replaced by one number with the tensor's shape, so that new weights
+    can be prepared.
     """
 
-    def __init__(self, model: nn.Module, given_up: Iterable[Tensor] = ()) -> None:
-        """Copy all weights and buffers but those that are given up, and free their memory."""
-        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
-        """Each tensor, what stands in its place, and its values."""
-        others = {id(tensor) for tensor in given_up}
+    def __init__(self, model: nn.Module, dropped: Iterable[Tensor] = ()) -> None:
+        """Copy all weights and buffers except the dropped ones, and free the device's memory."""
+        self._copies: list[tuple[Tensor, Tensor, Tensor]] = []
+        """Each tensor, its replacement, and its values."""
+        others = {id(tensor) for tensor in dropped}
         for tensor in (*model.parameters(), *model.buffers()):
             place = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
             if id(tensor) not in others:
                 values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                self._kept.append((tensor, place, values.copy_(tensor.data)))
+                self._copies.append((tensor, place, values.copy_(tensor.data)))
             tensor.data = place
 
     @property
     def num_bytes(self) -> int:
-        """Of the machine's memory."""
-        return sum(values.nbytes for _, _, values in self._kept)
+        """Used memory of the machine."""
+        return sum(values.nbytes for _, _, values in self._copies)
 
     def restore(self) -> None:
-        """Give the weights their memory and values back, but those that were replaced."""
-        for tensor, place, values in self._kept:
+        """Copy the weights back to the device, except those that were replaced meanwhile."""
+        for tensor, place, values in self._copies:
             if tensor.data_ptr() == place.data_ptr():
                 tensor.data = values.to(tensor.device)
-        self._kept.clear()
+        self._copies.clear()
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory for all its values; none has while the engine sleeps."""
+    """Whether a tensor has memory for all its values, unlike in a sleeping engine."""
     return tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
 def _in_shared_memory(
     sources: Iterable[TensorSource], live: Sequence[torch.Tensor]
 ) -> list[torch.Tensor] | None:
-    """Return new weights as they lie in this machine's shared memory; None where they do not, or
-    not as the model computes with them."""
-    found: list[torch.Tensor] = []
+    """Return new weights in this machine's shared memory; None for others, or another layout."""
+    views: list[torch.Tensor] = []
     for source, tensor in zip(sources, live, strict=True):
         if isinstance(source, Tensor) or tensor.is_cuda or dtype_of(source) != tensor.dtype:
             return None
@@ -325,8 +324,8 @@ def _in_shared_memory(
         shared = torch.frombuffer(source.data, dtype=torch.uint8)
         if shared.data_ptr() % tensor.itemsize or shared.numel() != tensor.nbytes:
             return None
-        found.append(shared.view(tensor.dtype).view(tensor.shape))
-    return found
+        views.append(shared.view(tensor.dtype).view(tensor.shape))
+    return views
 
 
 def _fill(target: torch.Tensor, source: TensorSource) -> None:

@@ -65,7 +65,7 @@ class PromptScorer:
     """Scores prompts with a decoder's model; in the engine's thread."""
 
     def __init__(self, decoder: SlotDecoder) -> None:
-        """Compute nothing yet."""
+        """Prepare for `decoder`."""
         self._decoder = decoder
         self._head_is_all: bool | None = None
 
@@ -181,7 +181,7 @@ class EngineWorker:
     ) -> None:
         self.version = version
         self.has_weights = True
-        """Whether none were given up for which no others have come."""
+        """Whether the weights are complete: a sleeping engine may have dropped them."""
         self._decoder = decoder
         self._weights = weights
         self._deliver = deliver
@@ -219,7 +219,7 @@ class EngineWorker:
                 if self._has_work:
                     self._tick()
                 self._flush()
-        except Exception as error:  # noqa: BLE001  # the engine's boundary: every request learns of it
+        except Exception as error:  # noqa: BLE001  # the engine's boundary: it fails all requests
             reason = EngineError(
                 f"the engine failed: {type(error).__name__}: {error}",
                 hint="see the generator's log; its tasks go to another generator",
@@ -297,8 +297,8 @@ class EngineWorker:
             self._weights.free_spare()
             self._forget_prefixes()
             self._decoder.cache.free()
-            given_up = () if keep_weights else self._weights.tensors
-            self._asleep = OffloadedWeights(self._decoder.model, given_up)
+            dropped = () if keep_weights else self._weights.tensors
+            self._asleep = OffloadedWeights(self._decoder.model, dropped)
             self.has_weights = keep_weights
             if self._decoder.device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -13,7 +13,7 @@ async def _main(context: JobContext) -> int | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a rank until it is told to stop; return the exit code."""
+    """Run a rank until it is stopped; return the exit code."""
     return run_job_actor("rank", _main, argv)
 
 

@@ -1,12 +1,11 @@
 """The ranks beside rank 0: child processes, or actors that the scheduler has placed on nodes.
 
-Orders go to actors as requests. Groups do not travel with them: each rank reads the batch from the
-rollout log. Whether they are all there is asked all the time, because a link that is cut shows
-nothing by itself, and a collective would wait for it.
+Orders go to actors as requests, without groups: each rank reads the batch from the rollout log. The
+learner polls all ranks, because a cut link is silent and a collective would wait for it.
 
 A rank is an actor that receives the learner's orders; a process of its own carries them out. Each
-process of the learner that begins gets a new process, so that nothing of one that has died, or
-hangs in a collective, is in the way.
+new process of the learner gets a new process of the rank, so that one that has died, or hangs in a
+collective, is not in the way.
 """
 
 import asyncio
@@ -47,13 +46,13 @@ from ...training.ranks import Order, Ranks
 from ...weights.broadcast_group import own_address, server_of
 
 # -- ranks that are child processes of rank 0: for a replay, and to check a machine ----------------
-# They are told each piece of work through a pipe. They die with rank 0; one that ends by itself
+# They receive each piece of work through a pipe. They die with rank 0; one that ends by itself
 # fails it.
 
 _CHILD_END_S = 5.0
-"""How long a rank may take to end after it was told to; it has nothing to write then."""
+"""How long a rank may take to end when requested; it has nothing to write then."""
 _CHILD_SEEN_END_S = 5.0
-"""How long after a failure here the end of another rank may be seen to have caused it."""
+"""How long after a failure here the end of another rank still counts as its cause."""
 _CHILD_LOOK_S = 0.2
 _MOST_TOLD = 4096
 _log = structlog.get_logger()
@@ -67,11 +66,11 @@ class _RankProcess:
     process: subprocess.Popen[bytes]
     orders: Connection
     status_fd: int
-    """Descriptor of what it tells of its end."""
+    """Descriptor from which the reason of its end is read."""
 
     @classmethod
     def start(cls, rank: int) -> "_RankProcess":
-        """Start one; on the main thread, whose end is its own."""
+        """Start one; on the main thread, with which it ends."""
         reading, writing = os.pipe()
         status_fd, telling = os.pipe()
         module = "tinkermq.actors.learner.ranks.worker"
@@ -89,7 +88,7 @@ class _RankProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is no more."""
+        """Whether the process has ended."""
         return self.process.poll() is not None
 
     @property
@@ -98,12 +97,12 @@ class _RankProcess:
         return self.process.poll() == EXIT_OUT_OF_MEMORY
 
     def why_ended(self) -> str:
-        """Say how it has ended; to be asked once."""
+        """Return how the process has ended; to be called once."""
         last = os.read(self.status_fd, _MOST_TOLD).decode(errors="replace")
         return f"its process ended with code {self.process.returncode}" + (last and f": {last}")
 
     def close(self, patience_s: float = _CHILD_END_S) -> None:
-        """Tell it to end, and see to it; blocks for `patience_s` at most."""
+        """End the process, by force after `patience_s`."""
         if not self.orders.closed:
             self.orders.close()
         try:
@@ -119,13 +118,13 @@ class ChildRanks(Ranks):
     """The ranks of one machine, as child processes."""
 
     def __init__(self, config: JobConfig, children: Sequence[_RankProcess]) -> None:
-        """Speak to processes that have been started."""
+        """Send orders to processes that have been started."""
         super().__init__(config)
         self._children = children
 
     @classmethod
     def start(cls, config: JobConfig) -> "ChildRanks":
-        """Start what the configuration asks for; on the main thread, whose end is theirs."""
+        """Start the configured ranks; on the main thread, with which they end."""
         return cls(config, [_RankProcess.start(rank) for rank in range(1, config.learner.ranks)])
 
     @property
@@ -135,7 +134,7 @@ class ChildRanks(Ranks):
 
     @contextlib.contextmanager
     def doing(self, order: Order) -> Iterator[None]:
-        """Tell all ranks to do something while it is done here.
+        """Have all ranks do something while it is done here.
 
         Raises EngineError if one of them has ended.
         """
@@ -146,7 +145,7 @@ class ChildRanks(Ranks):
 
     @contextlib.contextmanager
     def explaining(self, order: Order) -> Iterator[None]:
-        """Raise EngineError in place of another error of something all do, if a rank has ended."""
+        """Raise EngineError in place of another error of common work, if a rank has ended."""
         try:
             yield
         except (OSError, RuntimeError) as error:
@@ -173,7 +172,7 @@ class ChildRanks(Ranks):
         return next((child for child in self._children if child.has_ended), None)
 
     def _wait_for_end(self) -> _RankProcess | None:
-        """A broken connection is noticed before the end of the process that it led to."""
+        """Wait for the end of a process whose connection has broken."""
         deadline = time.monotonic() + _CHILD_SEEN_END_S
         while (ended := self._first_ended()) is None and time.monotonic() < deadline:
             time.sleep(_CHILD_LOOK_S)
@@ -182,13 +181,13 @@ class ChildRanks(Ranks):
 
 def _ended(child: _RankProcess, order: Order | None) -> TinkermqError:
     doing = "waiting" if order is None else order.do
-    text = f"rank {child.rank} of the learner (process {child.process.pid}) is gone at {doing!r}: "
+    text = f"rank {child.rank} of the learner (process {child.process.pid}) ended in {doing!r}: "
     if child.was_out_of_memory:
         return _rank_out_of_memory(f"{text}{child.why_ended()}", order)
     return EngineError(
         f"{text}{child.why_ended()}",
-        hint="its own lines in the learner's log say why; a code of -9 without one is often a "
-        "machine out of memory",
+        hint="see its lines in the learner's log; code -9 without a line often means that the "
+        "machine was out of memory",
     )
 
 
@@ -206,21 +205,21 @@ def _rank_out_of_memory(text: str, order: Order | None) -> OutOfMemoryError:
 T = TypeVar("T")
 
 COME_S = 300.0
-"""How long a rank may take to come, once the learner is there; its node may be starting others."""
+"""How long a rank may take to start, after the learner; its node may be starting others."""
 ANSWER_S = 10.0
-"""A rank that answers nothing for so long is gone."""
+"""A rank that has not answered for so long counts as ended."""
 _LOOK_S = 1.0
 _SEEN_END_S = 3.0
-"""How long after a failure here the end of another rank may be seen to have caused it."""
+"""How long after a failure here the end of another rank still counts as its cause."""
 _END_S = 15.0
-"""How long this process may take to tell of a rank that is gone; a collective may hold it up."""
+"""How long this process may take to report a rank that has ended; a collective may block it."""
 
 
 class PlacedRanks(Ranks):
     """The other ranks of a job's learner, each an actor."""
 
     def __init__(self, context: JobContext) -> None:
-        """Know where the ranks listen; to be made on the loop."""
+        """Connect to no rank yet; to be called on the loop."""
         super().__init__(context.config)
         self._context = context
         self._names = [rank_name(rank) for rank in range(1, context.config.learner.ranks)]
@@ -229,14 +228,14 @@ class PlacedRanks(Ranks):
         self._loop = asyncio.get_running_loop()
         self._num_orders = 0
         self._begun = False
-        self._gone: TinkermqError | None = None
+        self._failure: TinkermqError | None = None
         self._order_now: Order | None = None
 
     @contextlib.contextmanager
     def doing(self, order: Order) -> Iterator[None]:
-        """Tell all ranks to do something while it is done here.
+        """Have all ranks do something while it is done here.
 
-        Raises EngineError if one of them is gone.
+        Raises EngineError if one of them has ended.
         """
         self._order_now = order
         self._wait(self._send_order(order))
@@ -246,40 +245,41 @@ class PlacedRanks(Ranks):
 
     @contextlib.contextmanager
     def explaining(self, order: Order) -> Iterator[None]:
-        """Raise EngineError in place of torch's error while all do something, if a rank is gone."""
+        """Raise EngineError in place of torch's error while all do something, if a rank ended."""
         try:
             yield
         except RuntimeError as error:  # all that torch.distributed raises
-            if (gone := self._wait(self._seen_to_be_gone())) is not None:
-                raise gone from error
+            if (ended := self._wait(self._find_ended())) is not None:
+                raise ended from error
             raise
 
     async def watch(self) -> None:
-        """Raise EngineError as soon as a rank is gone; this process ends soon after that."""
+        """Raise EngineError as soon as a rank has ended; this process ends soon after that."""
         clock = self._context.broker.clock
-        heard = dict.fromkeys(self._names, clock())
+        answered_at = dict.fromkeys(self._names, clock())
         while True:
             if self._begun:
                 answers = await asyncio.gather(*map(self._read_state, self._names))
                 there = [status for status in answers if status is not None]
-                heard |= {rank_name(status.rank): clock() for status in there}
-                gone = next((status for status in there if status.error), None)
+                answered_at |= {rank_name(status.rank): clock() for status in there}
+                failed = next((status for status in there if status.error), None)
                 if any(status.draining for status in there) and not self._context.stopping.is_set():
                     self._context.log.info("learner_drains_with_its_ranks")
                     self._context.stopping.set()
-                silent = next((name for name, at in heard.items() if clock() - at > ANSWER_S), "")
-                if gone is not None or silent:
+                late = (name for name, at in answered_at.items() if clock() - at > ANSWER_S)
+                silent = next(late, "")
+                if failed is not None or silent:
                     silence = f"{silent} has not answered for {ANSWER_S:g} s"
-                    self._gone = _gone(silence) if gone is None else self._ended(gone)
+                    self._failure = _rank_ended(silence) if failed is None else self._ended(failed)
                     _end_within(_END_S)
-                    raise self._gone
+                    raise self._failure
             else:
-                heard = dict.fromkeys(self._names, clock())
+                answered_at = dict.fromkeys(self._names, clock())
             await asyncio.sleep(_LOOK_S)
 
     def close(self) -> None:
-        """Leave the others, who end what they do for this process when they see that."""
-        if self._gone is not None:
+        """Leave the other ranks, which then end what they do for this process."""
+        if self._failure is not None:
             return
         if self._begun:
             with contextlib.suppress(TinkermqError):
@@ -308,7 +308,7 @@ class PlacedRanks(Ranks):
         await asyncio.gather(*(self._order(name, request, patience_s) for name in self._names))
 
     async def _order(self, name: str, request: RankOrder, patience_s: float) -> None:
-        """Tell one rank; until it is there, that is what the learner waits for."""
+        """Send an order to one rank; the learner waits until the rank has started."""
         broker, scope = self._context.broker, self._context.scope
         deadline = broker.clock() + patience_s
         begins = request.do == "begin"
@@ -326,16 +326,17 @@ class PlacedRanks(Ranks):
                     )
                 except (NobodyAnswersError, DeadlineError, BrokerError) as error:
                     if broker.clock() > deadline:
-                        raise _gone(f"{name} takes no order ({request.do}): {error}") from error
+                        text = f"{name} accepts no order ({request.do}): {error}"
+                        raise _rank_ended(text) from error
                     await asyncio.sleep(_LOOK_S)
                 except StateError as error:
-                    raise _gone(str(error)) from error
+                    raise _rank_ended(str(error)) from error
                 else:
                     self._processes[name] = reply.process
                     return
 
     async def _read_state(self, name: str) -> RankState | None:
-        """Ask one rank how it is; None without an answer. One that serves nobody is an error."""
+        """Return the state of a rank, None without an answer; a rank started anew has failed."""
         try:
             status = await call(
                 self._context.broker,
@@ -355,13 +356,13 @@ class PlacedRanks(Ranks):
         return status.model_copy(update={"error": error})
 
     def _ended(self, status: RankState) -> TinkermqError:
-        error = _gone(status.error)
+        error = _rank_ended(status.error)
         return (
             _rank_out_of_memory(error.message, self._order_now) if status.out_of_memory else error
         )
 
-    async def _seen_to_be_gone(self) -> TinkermqError | None:
-        """A broken connection is noticed before the end of the process that it led to."""
+    async def _find_ended(self) -> TinkermqError | None:
+        """Wait for the end of a rank whose connection has broken; return its error."""
         deadline = self._loop.time() + _SEEN_END_S
         while self._loop.time() < deadline:
             for status in await asyncio.gather(*map(self._read_state, self._names)):
@@ -371,16 +372,16 @@ class PlacedRanks(Ranks):
         return None
 
 
-def _gone(why: str) -> EngineError:
+def _rank_ended(why: str) -> EngineError:
     return EngineError(
-        f"a rank of the learner is gone: {why}",
-        hint="its own log says why (`tinkermq logs RUN --actor rank-1`); a code of -9 without a "
-        "line is often a machine out of memory. The run goes on from its last checkpoint",
+        f"a rank of the learner has ended: {why}",
+        hint="see its log (`tinkermq logs RUN --actor rank-1`); code -9 without a log line often "
+        "means that the machine was out of memory. The run continues from its last checkpoint",
     )
 
 
 def _end_within(seconds: float) -> None:
-    """End this process even if a collective that nobody answers holds one of its threads."""
+    """End this process even if one of its threads hangs in a collective."""
     timer = threading.Timer(seconds, os._exit, (EXIT_CRASHED,))
     timer.daemon = True
     timer.start()
@@ -395,7 +396,7 @@ class RankActor:
     """Serves one process of the learner after the other."""
 
     def __init__(self, context: JobContext) -> None:
-        """Serve none yet."""
+        """Serve no process yet."""
         self._context = context
         self._rank = rank_of(context.name)
         self._id = new_id()
@@ -411,7 +412,7 @@ class RankActor:
         self._work: asyncio.Task[None] | None = None
 
     async def serve(self) -> None:
-        """Take orders until the context is stopping."""
+        """Accept orders until the context is stopping."""
         service, name = self._context.service, self._context.name
         subject = partial(self._context.scope.rank, name)
         await service.endpoint("begin", subject("begin"), RankOrder, self._accept_order)
@@ -420,18 +421,18 @@ class RankActor:
         self._context.set_state("waiting")
         try:
             await self._context.stopping.wait()
-            await self._until_let_go()
+            await self._wait_for_release()
         finally:
             await self._end_process()
 
-    async def _until_let_go(self) -> None:
-        """Stay while the learner, which sees that this one drains, writes its last checkpoint."""
+    async def _wait_for_release(self) -> None:
+        """Wait while the learner, which sees that this rank drains, writes its last checkpoint."""
         clock = self._context.broker.clock
         while self._state().works and clock() - self._last_request < ANSWER_S:  # noqa: ASYNC110  its process ends in its own time
             await asyncio.sleep(_ORDERS_LOOK_S)
 
     async def _accept_order(self, order: RankOrder) -> RankState:
-        """Take an order; one of another process of the learner than the last is refused."""
+        """Accept an order; refuse one of a process of the learner that was replaced."""
         async with self._taking:
             return await self._take_next(order)
 
@@ -448,7 +449,7 @@ class RankActor:
         elif (order.learner, order.number) != (self._learner, self._num_taken):
             raise StateError(
                 f"{self._context.name} serves another process of the learner",
-                hint="a learner that has been replaced ends by itself",
+                hint="a learner that was replaced ends by itself",
             )
         self._num_taken += 1
         if order.do == "end":
@@ -478,7 +479,7 @@ class RankActor:
         )
 
     async def _do_all(self, process: _RankProcess) -> None:
-        """Pass orders on to the process, with what they need of the log."""
+        """Pass orders on to the process, with the groups that they name."""
         try:
             while True:
                 order = await self._orders.get()
@@ -490,10 +491,10 @@ class RankActor:
         except TinkermqError as error:
             self._error = str(error)
         except OSError as error:
-            self._error = self._error or f"its process takes no orders: {error}"
+            self._error = self._error or f"its process accepts no orders: {error}"
 
     def _fields(self, order: RankOrder) -> dict[str, Any]:
-        """Return what the process must know; models may lie elsewhere on this machine."""
+        """Return the fields for the process; models may lie elsewhere on this machine."""
         if order.do != "begin":
             return order.fields
         own = self._context.config
@@ -505,7 +506,7 @@ class RankActor:
     async def _group(self, seq: int) -> Group:
         entry = await self._log.get(seq)
         if entry is None or entry.group is None:
-            raise NotFoundError(f"entry {seq} of the rollout log, which a step trains, is gone")
+            raise NotFoundError(f"entry {seq} of the rollout log, which a step trains, is missing")
         return entry.group
 
     async def _end_process(self, *, politely: bool = False) -> None:
@@ -521,7 +522,7 @@ class RankActor:
 
 
 async def run_rank(context: JobContext) -> int | None:
-    """Be a rank of the job's learner until told to stop."""
+    """Be a rank of the job's learner until it is stopped."""
     await context.serve_control()
     await RankActor(context).serve()
     return None

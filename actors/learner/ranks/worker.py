@@ -1,7 +1,7 @@
 """A rank of a learner other than the first: `python -m …learner.ranks.worker RANK DESCRIPTOR`.
 
-Orders come through its standard input, from rank 0 itself or from the rank's actor; it ends with
-that. Into the descriptor it writes what has ended it.
+It reads orders from its standard input, which rank 0 or the rank's actor writes, and ends with that
+input. It writes the reason of its end into the descriptor.
 """
 
 import faulthandler
@@ -30,7 +30,7 @@ _log = structlog.get_logger()
 
 
 def serve(rank: int, orders: Connection) -> None:
-    """Do what rank 0 does, until there are no more orders."""
+    """Do what rank 0 does, until the orders end."""
     order = Order.receive(orders)
     config = JobConfig.model_validate_json(order.fields["config"])
     settle_numerics(config.learner, on_gpu=own_device().type == "cuda")
@@ -56,32 +56,32 @@ def serve(rank: int, orders: Connection) -> None:
 
 
 class Saves:
-    """The checkpoint that this rank has a part in writing, while it goes on training."""
+    """The checkpoint of which this rank writes a part while it continues training."""
 
     def __init__(self, policies: Policies) -> None:
-        """Write none yet."""
+        """Write no checkpoint yet."""
         self._policies = policies
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
     def begin(self) -> None:
-        """Copy what the next one holds, when the last is written, and begin to write it."""
+        """Copy the next checkpoint when the last is written, and begin to write it."""
         self.wait()
         self._writing = self._writer.submit(self._policies.copy(None).write, None)
 
     def check(self) -> None:
-        """Raise what has kept the last one from being written, but for its disk."""
+        """Raise the error that the last checkpoint failed with, unless its disk is to blame."""
         if self._writing is not None and self._writing.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the one that is written; raise what keeps it from that, but for its disk."""
+        """Wait for the checkpoint; raise its error, unless its disk is to blame."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
         try:
             writing.result()
-        except StorageError as error:  # rank 0 raises it, too, and the run goes on
+        except StorageError as error:  # rank 0 raises it, too, and the run continues
             _log.warning("checkpoint_failed", message=error.message)
 
 
@@ -99,16 +99,16 @@ def _do(order: Order, policies: Policies, saves: Saves) -> None:
                 return
             for model in policies.models.values():
                 for _ in whole_tensors(model, getattr(torch, dtype)):
-                    pass  # rank 0 keeps them
+                    pass  # rank 0 uses them
         case "save":
             saves.begin()
         case "begin" | "end":
-            raise ValueError("a rank begins once, and ends with its orders")
+            raise ValueError("a rank gets `begin` once, and no order after `end`")
 
 
 def main(argv: list[str]) -> int:
-    """Serve as the rank that is named; return the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 is told, and ends the others
+    """Serve as the named rank; return the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 receives it, and ends the others
     faulthandler.enable()
     rank = int(argv[0])
     configure_logging(role="learner", rank=rank)
@@ -122,7 +122,7 @@ def main(argv: list[str]) -> int:
 
 
 def _end_with(code: int) -> NoReturn:
-    """End without waiting for a checkpoint that another thread writes and nobody will finish."""
+    """End without waiting for a checkpoint that another thread writes."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -17,7 +17,7 @@ from ....broker.presence import presences
 from ....broker.user_records import USER
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import parse_config
-from ....schemas.job import JobRecord, RequestRecord, SealedSecrets
+from ....schemas.job import ActorPlacement, JobRecord, RequestRecord, SealedSecrets
 from ....schemas.machines import MachineSpending
 from ....schemas.metric import EvalRecord, Presence
 from ....schemas.node import DamagedRecord, DamagedRecords, NodeStatus, SchedulerLease
@@ -28,7 +28,16 @@ from ....schemas.wire.errors import ConflictError, MessageError, NotFoundError
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import BUCKET_ARCHIVE, JobScope
 from ..placement import UserShares
-from .states import ACTIVE, holdings, slots_of
+from .states import (
+    ACTIVE,
+    check_bucket,
+    check_priority,
+    check_record,
+    check_room,
+    holdings,
+    slots_of,
+    stored_bytes,
+)
 
 # -- archived jobs ---------------------------------------------------------------------------------
 # Of each job only what other jobs are checked against stays in memory, a few hundred bytes; its
@@ -230,7 +239,8 @@ class JobsView:
         self._sized: dict[str, int] = {}
         self._places: dict[str, str] = {}
         self._num_bytes = 0
-        self._has_users = broker.user != subjects.DEFAULT_USER
+        self.has_users = broker.user != subjects.DEFAULT_USER
+        """Whether this is a pool with users."""
         self._configs: dict[str, tuple[int, JobConfig]] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
@@ -464,7 +474,7 @@ class JobsView:
     def quota(self, user: str) -> Quota:
         """Return what a user may hold."""
         entry = self._users.entries.get(f"{USER}.{user}")
-        unknown = Quota() if self._has_users else NO_BOUNDS
+        unknown = Quota() if self.has_users else NO_BOUNDS
         return unknown if entry is None else entry.value
 
     def tinker_tokens(self, user: str) -> int:
@@ -482,9 +492,31 @@ class JobsView:
         held["max_record_bytes"] += num_bytes
         return held
 
-    def record_bytes(self) -> int:
-        """Return the bytes of all records that are not archived."""
-        return self._num_bytes
+    def check_priority(self, user: str, priority: int) -> None:
+        """Raise QuotaError if a user may not give jobs this priority."""
+        check_priority(user, priority, self.quota(user))
+
+    def check_room(self, user: str, **more: int) -> None:
+        """Raise QuotaError if a user may not hold so much more, by the name of the bound."""
+        check_room(user, self.quota(user), self.held(user), **more)
+
+    def check_alone(self, user: str, actors: Sequence[ActorPlacement]) -> None:
+        """Raise QuotaError if a user who held nothing else could not hold these actors."""
+        check_room(user, self.quota(user), {}, max_slots=slots_of(actors), max_actors=len(actors))
+
+    def check_growth(self, before: JobRecord | None, after: JobRecord) -> None:
+        """Raise QuotaError unless there is room for a record, or for what it grows by."""
+        user, new = after.user, size_of(after)
+        more = new - (size_of(before) if before is not None else 0)
+        if more > 0:
+            check_record(after, new)
+            check_bucket(self._num_bytes, more, is_admin=self.may_administer(user))
+        self.check_room(
+            user,
+            max_live_jobs=int(before is None or is_final(before)),
+            max_record_bytes=more,
+            max_stored_bytes=after.stored_bytes - stored_bytes(before),
+        )
 
     def numbers(self) -> dict[str, float]:
         """Return the numbers of live, ended and archived jobs."""
@@ -495,9 +527,13 @@ class JobsView:
         }
 
     def is_admin(self, user: str) -> bool:
-        """Whether a user may see and steer everybody's jobs."""
+        """Return whether a user may see and steer everybody's jobs."""
         entry = self._users.entries.get(f"{USER}.{user}")
         return entry is not None and entry.value.role == "admin"
+
+    def may_administer(self, user: str) -> bool:
+        """Return whether a user has an admin's rights; in a pool without users everybody has."""
+        return not self.has_users or self.is_admin(user)
 
     def shares(self, aging_s: float) -> UserShares:
         """Return what each user holds and may hold; who waits ages by a point every `aging_s`.
@@ -505,7 +541,7 @@ class JobsView:
         What a running job lacks counts as held: another job of its user would take its room else.
         """
         users = [entry.value for entry in self._users.entries.values()]
-        unknown = Quota() if self._has_users else NO_BOUNDS
+        unknown = Quota() if self.has_users else NO_BOUNDS
         quotas = {user.user: user for user in users}
         shares = UserShares(quotas=quotas, unknown=unknown, aging_s=aging_s)
         for record in self.live.values():

@@ -5,9 +5,9 @@ can read every run folder.
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 from ....broker.jobs import is_final
 from ....envs.registry import check_registered
@@ -16,23 +16,87 @@ from ....schemas.config.algorithm import endpoint, is_endpoint
 from ....schemas.config.job import JobConfig
 from ....schemas.config.sections import BROKER, is_url, model_paths
 from ....schemas.job import JobRecord, Removal
+from ....schemas.local.disk import DiskThreads
+from ....schemas.tinker.names import is_path
 from ....schemas.tinker.operation import TrainerOffer
-from ....schemas.wire.errors import AuthError, ConfigError, StateError
+from ....schemas.wire.errors import AuthError, ConfigError, StateError, StorageError
 from ...storage.access import (
     MODELS_VARIABLE,
     foreign,
     hard_links,
+    in_default_folder,
     inodes_below,
     leads,
+    named_by,
+    operator_stores,
+    output_roots,
+    refuse_other_stores,
     shown_from,
     texts_of,
+    with_allowed_folders,
     without_tilde,
 )
+from ..jobs.view import JobsView
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 ENDPOINTS_VARIABLE = "TINKERMQ_TEACHER_URLS"
 """Of the scheduler's environment: base URLs of APIs that generators may ask for users."""
 AUTHORS_VARIABLE = "TINKERMQ_ALGORITHM_AUTHORS"
 """Of the scheduler's environment: users whose own functions learners may run."""
+_READ_S = 30.0
+_READS_AT_ONCE = 8
+
+
+class FileReads:
+    """Reads about files in threads, a few at once for one user; a disk may hang."""
+
+    def __init__(self) -> None:
+        self._disks = DiskThreads(_READS_AT_ONCE, _READ_S)
+
+    async def read(self, user: str, read: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        """Return what a function finds out about files; StorageError when their disk hangs."""
+        try:
+            return await self._disks.look(user, read, *args, **named)
+        except TimeoutError as error:
+            raise StorageError(
+                f"the disk of the job's files, or of its folder, did not answer within "
+                f"{_READ_S:g} s",
+                hint="check on the scheduler's machine whether their disks answer (`ls`, `df`)",
+            ) from error
+
+
+async def allowed_config(
+    record: JobRecord, config: JobConfig, view: JobsView, files: FileReads
+) -> tuple[JobConfig, list[Path]]:
+    """Return the configuration as the owner of a job may run it, and where its processes may write.
+
+    Without folders they may write everywhere. Raises ConfigError, AuthError, StorageError.
+    """
+    user, roots = record.user, output_roots(has_users=view.has_users)
+    config = in_default_folder(config, roots)
+    if view.is_admin(user):
+        return config, []
+    config = await files.read(user, with_allowed_folders, config, roots)
+    if view.has_users:
+        refuse_code_of_others(config)
+        refuse_own_algorithms(config, user)
+        refuse_network(config, user)
+        await files.read(user, refuse_unshown, config, user, roots)
+        refuse_endpoints(config, user)
+        refuse_other_stores(config, user, operator_stores())
+        others = view.run_folders_of_others(user)
+        more = named_by(_own_settings(record))
+        await files.read(user, refuse_runs_of_others, config, others, more)
+    return config, roots
+
+
+def _own_settings(record: JobRecord) -> JobRecord:
+    """Return a record without the folders that are copied from the service for the Tinker API."""
+    fork_dir = "" if is_path(record.fork_of or "") else record.fork_dir
+    adapters = {name: path for name, path in record.adapters.items() if not is_path(name)}
+    return record.model_copy(update={"fork_dir": fork_dir, "adapters": adapters})
 
 
 def refuse_second_service(
@@ -245,7 +309,7 @@ def refuse_removed(record: JobRecord) -> None:
 
 
 def _needs(other: JobRecord, record: JobRecord, removal: Removal) -> str:
-    """Say what another job needs of one that shall go; empty if nothing."""
+    """Return what another job needs of one that shall go; empty if nothing."""
     if removal == "delete" and record.run_dir and _is_within(other.run_dir, record.run_dir):
         return f"the folder of run {other.name} is within its own"
     if is_final(other) or other.user != record.user:

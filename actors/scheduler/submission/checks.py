@@ -7,9 +7,9 @@ A submission raises the error of the first check that fails; a dry run returns a
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 from ....broker.client.connection import Broker
 from ....broker.client.rpc import call
@@ -18,27 +18,19 @@ from ....schemas.config.algorithm import is_checkpoint
 from ....schemas.config.job import JobConfig
 from ....schemas.config.sections import is_url, model_paths
 from ....schemas.job import ActorPlacement, JobRecord
-from ....schemas.local.disk import DiskThreads
 from ....schemas.node import LookQuestion, ModelQuestion, NodeStatus
 from ....schemas.plan.plan import plan_for_pool
 from ....schemas.plan.settings import refuse_long_contexts
 from ....schemas.wire import errors
 from ....schemas.wire.message import Message
-from ....schemas.wire.subjects import DEFAULT_USER
 from ....schemas.wire.subjects import node as node_subject
 from ...storage.access import shown_from, without_tilde
 from ..jobs import states
 from ..jobs.view import JobsView
 from ..reconciler import Reconciler
-
-T = TypeVar("T")
-P = ParamSpec("P")
+from .access import FileReads
 
 ANSWER_S = 12.0
-_LOOK_S = 30.0
-"""For what the scheduler itself reads of files: a disk may hang."""
-_MAX_LOOKS = 8
-"""At once, for one user."""
 MAX_ASKED = 8
 """Nodes that are asked; the others of a larger pool count as not knowing."""
 _SCHEDULER = "scheduler"
@@ -63,17 +55,19 @@ class Reader(NamedTuple):
 class JobChecks:
     """Checks jobs before they are queued."""
 
-    def __init__(self, broker: Broker, view: JobsView, reconciler: Reconciler) -> None:
-        """Check against the quotas of `view`, and the nodes of `reconciler`."""
+    def __init__(
+        self, broker: Broker, view: JobsView, reconciler: Reconciler, files: FileReads
+    ) -> None:
+        """Check against the quotas of `view`, the nodes of `reconciler`, and `files`."""
         self._broker = broker
         self._view = view
         self._reconciler = reconciler
-        self._disks = DiskThreads(_MAX_LOOKS, _LOOK_S)
+        self._files = files
 
     async def run(self, record: JobRecord, config: JobConfig) -> AsyncIterator[CheckResult]:
         """Yield the results for a job whose record names its actors, the quick ones first."""
         nodes = self._reconciler.nodes()
-        reader = self.reader(record.user, [Path(root) for root in record.output_roots])
+        reader = self.reader(record)
         yield run_check("slots", lambda: self._check_slots(record, nodes), _SCHEDULER)
         async for result in self._check_memory(record, config, nodes, reader):
             yield result
@@ -92,10 +86,7 @@ class JobChecks:
     def refuse_placing(self, user: str, actors: Sequence[ActorPlacement]) -> None:
         """Raise PlacementError or QuotaError for actors that this pool cannot place."""
         self._reconciler.refuse_impossible(actors)
-        quota = self._view.quota(user)
-        states.check_room(
-            user, quota, {}, max_slots=states.slots_of(actors), max_actors=len(actors)
-        )
+        self._view.check_alone(user, actors)
 
     async def _check_memory(
         self, record: JobRecord, config: JobConfig, nodes: Sequence[NodeStatus], reader: Reader
@@ -110,7 +101,7 @@ class JobChecks:
         if not await self._may_know_all(models_of(config), reader):
             return
         gpus = [(gpu.model, gpu.memory_bytes) for node in nodes for gpu in node.gpus]
-        plan = await self.read_files(reader.user, plan_for_pool, config, gpus)
+        plan = await self._files.read(reader.user, plan_for_pool, config, gpus)
         if plan is None:
             return
         if plan.refusal is not None:
@@ -124,7 +115,7 @@ class JobChecks:
         Models that the scheduler does not know, or the reader may not, are left to the generators.
         """
         if await self._may_know_all(models_of(config), reader):
-            await self.read_files(reader.user, refuse_long_contexts, config)
+            await self._files.read(reader.user, refuse_long_contexts, config)
 
     async def _check_models(
         self, record: JobRecord, config: JobConfig, nodes: Sequence[NodeStatus], reader: Reader
@@ -186,7 +177,7 @@ class JobChecks:
 
     async def nodes_with_model(self, record: JobRecord, config: JobConfig) -> list[str]:
         """Return the nodes that have the model of a job, all of which its owner may know."""
-        reader = self.reader(record.user, [Path(root) for root in record.output_roots])
+        reader = self.reader(record)
         if not await self._may_know_all([*model_paths(config).values(), *config.sft.data], reader):
             return []
         question = ModelQuestion(model=config.model.path)
@@ -221,11 +212,10 @@ class JobChecks:
         except errors.TinkermqError:
             return CheckReply(done=False)
 
-    # -- files that the scheduler reads itself -----------------------------------------------------
-
-    def reader(self, user: str, roots: Sequence[Path]) -> Reader:
-        """Return the requesting user, with the folders below which the user's jobs may write."""
-        return Reader(user, roots if self._broker.user != DEFAULT_USER else [])
+    def reader(self, record: JobRecord) -> Reader:
+        """Return the owner of a job, with the folders below which the owner's jobs may write."""
+        roots = record.output_roots if self._view.has_users else []
+        return Reader(record.user, [Path(root) for root in roots])
 
     async def _may_know_all(self, models: Iterable[str], reader: Reader) -> bool:
         """Return whether the reader may know what is at all of these paths."""
@@ -234,20 +224,8 @@ class JobChecks:
     async def _known_models(self, models: Iterable[str], reader: Reader) -> dict[str, bool]:
         """Return of each model whether the reader may know what is there. Raises StorageError."""
         return {
-            model: await self.read_files(reader.user, reader.may_know, model) for model in models
+            model: await self._files.read(reader.user, reader.may_know, model) for model in models
         }
-
-    async def read_files(
-        self, user: str, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """Call `read`, which reads files, in a thread; StorageError if that takes too long."""
-        try:
-            return await self._disks.look(user, read, *args, **kwargs)
-        except TimeoutError as error:
-            raise errors.StorageError(
-                f"the scheduler could not read the job's files or its folder within {_LOOK_S:g} s",
-                hint="their disk, or the scheduler's machine, may be slow: see `ls` and `df` there",
-            ) from error
 
 
 def models_of(config: JobConfig) -> Iterable[str]:

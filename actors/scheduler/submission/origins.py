@@ -6,11 +6,12 @@ to the job's own folder before anything reads it.
 """
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from urllib.parse import quote
 
 from ....broker.client.connection import Broker
@@ -29,7 +30,13 @@ from ....schemas.wire.codec import merged
 from ...policy.lora import config_of
 from ...storage.access import without_tilde
 from ...storage.adapters import base_of, is_adapter
-from ...storage.checkpoints import is_put_away, keep_stored, store_of, stored_checkpoints
+from ...storage.checkpoints import (
+    free_copies,
+    is_put_away,
+    keep_stored,
+    store_of,
+    stored_checkpoints,
+)
 from ...storage.run_folders import checkpoint_folders
 from ...storage.stores import Stores
 from ...storage.tinker_checkpoints import (
@@ -115,7 +122,7 @@ def find_checkpoint(
 
 
 def _where_else(origin: JobRecord, there: dict[int, str]) -> str:
-    """Say which steps are there, or why none is."""
+    """Return which steps are there, or why none is."""
     if there:
         return f"there are those of steps {', '.join(map(str, sorted(there)))}"
     if is_put_away(origin) and origin.archived is not None:
@@ -123,7 +130,53 @@ def _where_else(origin: JobRecord, there: dict[int, str]) -> str:
     return "wait until it has written one (training.save_freq)"
 
 
-def keep_checkpoint(record: JobRecord, run_dir: Path, stores: Stores) -> str:
+class Copies(NamedTuple):
+    """A job's own copies of what it starts from and reads."""
+
+    config: JobConfig
+    """Its configuration, which names them."""
+    fork_dir: str
+    adapters: dict[str, str]
+
+
+async def copy_origins(
+    record: JobRecord, config: JobConfig, folders: Mapping[str, str], stores: Stores
+) -> Copies:
+    """Copy what a job starts from, and `folders` that it reads, into its run folder or its store.
+
+    Of an unfinished copy nothing is left. Raises NotFoundError, StorageError.
+    """
+    fork_dir = record.fork_dir
+    try:
+        if fork_dir:
+            fork_dir = await asyncio.to_thread(_keep_checkpoint, record, stores)
+        adapters = await asyncio.to_thread(_keep_others, record, record.adapters, _ADAPTERS, stores)
+        config = await copy_models(record, config, folders, stores)
+    except errors.TinkermqError:
+        await free_origins(record, stores)
+        raise
+    if record.weights_only:
+        config, fork_dir = config.with_model(fork_dir), ""
+    return Copies(config, fork_dir, adapters)
+
+
+async def copy_models(
+    record: JobRecord, config: JobConfig, folders: Mapping[str, str], stores: Stores
+) -> JobConfig:
+    """Return a configuration that names the job's own copies of teachers and reference."""
+    if not folders:
+        return config
+    kept = await asyncio.to_thread(_keep_others, record, folders, _MODELS, stores)
+    return config.model_copy(update={"algorithm": config.algorithm.renamed(kept)})
+
+
+async def free_origins(record: JobRecord, stores: Stores) -> None:
+    """Remove the copies of a job that is not made."""
+    with contextlib.suppress(errors.TinkermqError):  # the store is away: an earlier error counts
+        await asyncio.to_thread(free_copies, record, stores)
+
+
+def _keep_checkpoint(record: JobRecord, stores: Stores) -> str:
     """Keep what a job begins with: in its store, or in the run's folder. Raises as below."""
     if is_url(record.fork_dir):
         only = record.weights_only or not record.trains  # who serves needs no optimiser's state
@@ -132,7 +185,7 @@ def keep_checkpoint(record: JobRecord, run_dir: Path, stores: Stores) -> str:
     return str(
         pin_checkpoint(
             fork,
-            run_dir,
+            Path(record.run_dir),
             weights_only=record.weights_only,
             link=not is_path(record.fork_of or "") and not record.has_own_code,
         )
@@ -178,44 +231,50 @@ def pin_checkpoint(
     return run_dir / place
 
 
-def pin_models(
-    record: JobRecord, folders: Mapping[str, str], run_dir: Path, stores: Stores
+def _keep_others(
+    record: JobRecord, sources: Mapping[str, str], folder: str, stores: Stores
 ) -> dict[str, str]:
-    """Keep checkpoints that a run reads beside its own, by their names; raises the same."""
-    return {
-        name: keep_stored(each, record.scope, stores, place=f"{_MODELS}/{name}", weights_only=True)
-        if is_url(each)
-        else str(
+    """Keep the weights of further checkpoints by their names, in a folder; raises the same."""
+    kept: dict[str, str] = {}
+    for name, source in sources.items():
+        if is_url(source):
+            place = f"{folder}/{name}"
+            kept[name] = keep_stored(source, record.scope, stores, place=place, weights_only=True)
+            continue
+        kept[name] = str(
             pin_checkpoint(
-                Path(each),
-                run_dir,
-                weights_only=True,
-                link=not record.has_own_code,
-                place=f"{_MODELS}/{quote(name, safe='@')}",
-            )
-        )
-        for name, each in folders.items()
-    }
-
-
-def pin_adapters(record: JobRecord, run_dir: Path, stores: Stores) -> dict[str, str]:
-    """Keep further adapters by their names, `run@step`; raises what `pin_checkpoint` does."""
-    return {
-        name: keep_stored(
-            each, record.scope, stores, place=f"{_ADAPTERS}/{name}", weights_only=True
-        )
-        if is_url(each)
-        else str(
-            pin_checkpoint(
-                Path(each),
-                run_dir,
+                Path(source),
+                Path(record.run_dir),
                 weights_only=True,
                 link=not is_path(name) and not record.has_own_code,
-                place=f"{_ADAPTERS}/{quote(name, safe='@')}",
+                place=f"{folder}/{quote(name, safe='@')}",
             )
         )
-        for name, each in record.adapters.items()
-    }
+    return kept
+
+
+class Start(NamedTuple):
+    """What a job starts from."""
+
+    fork_of: str | None
+    """Full name of its checkpoint; None: it starts from no checkpoint."""
+    fork_dir: str
+    """The checkpoint's folder or URL; empty without one."""
+    followed: JobRecord | None
+    """The live run whose versions an inference job serves."""
+    adapters: dict[str, str]
+    """Folders of an inference job's further adapters, by their names."""
+
+
+class NamedModels(NamedTuple):
+    """What a configuration names of other runs and jobs."""
+
+    folders: dict[str, str]
+    """Checkpoints of teachers and the reference, by their names `RUN@STEP`."""
+    teachers: dict[str, str]
+    """Ids of jobs that are teachers, by their names `job:NAME`."""
+    judge: str | None
+    """Id of the job that judges episodes through the broker."""
 
 
 class Origins:
@@ -226,7 +285,13 @@ class Origins:
         self._broker = broker
         self._view = view
 
-    async def fork(self, user: str, request: SubmitRequest) -> tuple[str | None, str]:
+    async def start(self, user: str, request: SubmitRequest) -> Start:
+        """Find what a job starts from; raises ConfigError, NotFoundError, StateError."""
+        fork_of, fork_dir = await self._fork(user, request)
+        followed = await self._followed(user, request)
+        return Start(fork_of, fork_dir, followed, await self._adapters(user, request))
+
+    async def _fork(self, user: str, request: SubmitRequest) -> tuple[str | None, str]:
         """Return what a job begins with and its folder; None and nothing if with no checkpoint."""
         if request.fork_of is None:
             if request.weights_only:
@@ -237,7 +302,7 @@ class Origins:
             return None, ""
         return await self._find(user, request.fork_of)
 
-    async def adapters(self, user: str, request: SubmitRequest) -> dict[str, str]:
+    async def _adapters(self, user: str, request: SubmitRequest) -> dict[str, str]:
         """Return the further adapters of an inference job by their names, with their folders."""
         if request.adapters and request.kind != "infer":
             raise errors.ConfigError(
@@ -252,7 +317,7 @@ class Origins:
                 )
         return dict(matches)
 
-    async def followed(self, user: str, request: SubmitRequest) -> JobRecord | None:
+    async def _followed(self, user: str, request: SubmitRequest) -> JobRecord | None:
         """Return the live run whose versions an inference job serves."""
         if request.follow is None:
             return None
@@ -270,30 +335,29 @@ class Origins:
             )
         return record
 
-    async def teachers(
-        self, record: JobRecord, config: JobConfig
-    ) -> tuple[dict[str, str], dict[str, str]]:
-        """Return what teachers and reference of a job that trains are: checkpoints, and jobs.
+    async def named(self, record: JobRecord, config: JobConfig) -> NamedModels:
+        """Find the teachers, the reference and the judge that a configuration names.
 
-        The first holds the folder of each `RUN@STEP`, the second the id of each `job:NAME`. Raises
-        NotFoundError, ConfigError for a job that serves nothing.
+        Raises NotFoundError, ConfigError for a job that serves nothing.
         """
+        user, reward, judge = record.user, config.env.reward, None
+        if reward.judge is not None and reward.url is None:
+            judge = (await self._serving(user, reward.judge, "env.reward.judge")).job
         if not record.trains:
-            return {}, {}
-        user = record.user
-        named = set(config.algorithm.teachers.values())
-        read = {*named, config.algorithm.reference.path or ""}
+            return NamedModels({}, {}, judge)
+        teachers = set(config.algorithm.teachers.values())
+        read = {*teachers, config.algorithm.reference.path or ""}
         folders = {
             name: (await self._find(user, name))[1] for name in sorted(read) if is_checkpoint(name)
         }
         jobs = {
-            name: (await self.serving(user, job, "algorithm.teacher")).job
-            for name in sorted(named)
+            name: (await self._serving(user, job, "algorithm.teacher")).job
+            for name in sorted(teachers)
             if (job := served_job(name)) is not None
         }
-        return folders, jobs
+        return NamedModels(folders, jobs, judge)
 
-    async def serving(self, user: str, name: str, key: str) -> JobRecord:
+    async def _serving(self, user: str, name: str, key: str) -> JobRecord:
         """Return the inference job that a key names; ConfigError for another kind of job."""
         record = await self._view.get(user, name)
         if record.kind != "infer" or is_final(record):
@@ -372,13 +436,6 @@ class Origins:
 def begins_with(record: JobRecord) -> str:
     """Return the model folder that a job, of whose checkpoint only the weights count, leads to."""
     return base_of(record.fork_dir) if is_path(record.fork_of or "") else record.fork_dir
-
-
-def own_settings(record: JobRecord) -> JobRecord:
-    """Return a record without the folders that are copied from the service for the Tinker API."""
-    fork_dir = "" if is_path(record.fork_of or "") else record.fork_dir
-    adapters = {name: path for name, path in record.adapters.items() if not is_path(name)}
-    return record.model_copy(update={"fork_dir": fork_dir, "adapters": adapters})
 
 
 # -- checkpoints of runs, copied to the Tinker service that has their base model -------------------
@@ -522,7 +579,7 @@ def refuse_changes(record: JobRecord, changes: Mapping[str, Any]) -> None:
 
 
 def describe_changes(changes: Mapping[str, Any]) -> str:
-    """Say which keys were changed, for the job's events."""
+    """Return which keys were changed, for the job's events."""
     return f"resumed with {', '.join(_leaves(changes))}" if changes else "resumed"
 
 

@@ -11,7 +11,6 @@ zeros, which stay 0.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -75,37 +74,19 @@ def write_adapter(
     moments: Moments | None,
     lasting: bool = True,
 ) -> None:
-    """Write an adapter, and replace the folder's content; raises StorageError.
+    """Write an adapter to the folder of one save, completely or not at all; raises StorageError.
 
     A `lasting` one is synced to disk, with the digests of its files.
     """
     ours = AdapterFile(base_model, spec, steps, moments is not None)
-    temporary = folder.with_name(f".{folder.name}.writing")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        save_file(dict(tensors), temporary / _WEIGHTS, metadata={"format": "pt"})
-        _write_json(temporary / ADAPTER_CONFIG, _peft_config(spec.rank, targets, base_path))
-        _write_json(temporary / _OURS, asdict(ours))
+    with files.new_folder(folder, SafetensorError, lasting=lasting) as new:
+        save_file(dict(tensors), new / _WEIGHTS, metadata={"format": "pt"})
+        _write_json(new / ADAPTER_CONFIG, _peft_config(spec.rank, targets, base_path))
+        _write_json(new / _OURS, asdict(ours))
         if moments is not None:
             named = {_FIRST + name: value for name, value in moments.first.items()}
             named |= {_SECOND + name: value for name, value in moments.second.items()}
-            save_file(named, temporary / _OPTIMIZER)
-        files.permit_as_folder(temporary)
-        if lasting:
-            files.write_digests(temporary)
-            files.flush(temporary)
-        _put_in_place(temporary, folder)
-        if lasting:
-            files.flush_entries(folder.parent)
-    except Exception as error:
-        failure = files.storage_error(
-            folder, error, SafetensorError
-        )  # while the disk is still full
-        shutil.rmtree(temporary, ignore_errors=True)
-        if failure is None:
-            raise
-        raise failure from error
+            save_file(named, new / _OPTIMIZER)
 
 
 def read_adapter(folder: Path, *, with_optimizer: bool) -> StoredAdapter:
@@ -114,8 +95,6 @@ def read_adapter(folder: Path, *, with_optimizer: bool) -> StoredAdapter:
     Raises NotFoundError for a folder without an adapter, StorageError for a damaged one, ModelError
     for another kind of adapter or a missing optimiser state.
     """
-    if not folder.exists() and _replaced(folder).exists():
-        folder = _replaced(folder)  # a write was killed between two renames
     if not (folder / ADAPTER_CONFIG).is_file():
         raise NotFoundError(f"there is no adapter in {folder}", hint="see what was saved")
     files.check_digests(folder)
@@ -139,20 +118,6 @@ def read_adapter(folder: Path, *, with_optimizer: bool) -> StoredAdapter:
         tensors=tensors,
         moments=_moments(folder, ours) if with_optimizer and ours else None,
     )
-
-
-def _put_in_place(temporary: Path, folder: Path) -> None:
-    """Rename a folder to its name; an older one with that name is valid until then."""
-    replaced = _replaced(folder)
-    if folder.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        folder.rename(replaced)
-    temporary.rename(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _replaced(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.replaced")
 
 
 def _peft_config(rank: int, targets: Sequence[str], base_path: str) -> dict[str, Any]:

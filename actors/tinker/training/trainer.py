@@ -382,8 +382,7 @@ class AdapterTrainer:
 
 def _differences(some: Sequence[LossPass], others: Sequence[LossPass]) -> list[float]:
     """Return the largest difference of a log-prob for each pair of passes."""
-    pairs = zip(some, others, strict=True)
     return [
-        float(np.abs(one.result().logprobs[0] - other.result().logprobs[0]).max())
-        for one, other in pairs
+        float(np.abs(first.result().logprobs[0] - second.result().logprobs[0]).max())
+        for first, second in zip(some, others, strict=True)
     ]

@@ -47,42 +47,6 @@ _LASTING = (errors.DeniedError, errors.LogInRefusedError)
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
-class GatheredChoice:
-    """The received part of one choice."""
-
-    def __init__(self, number: int) -> None:
-        """Start empty."""
-        self._delta = Delta(choice=number)
-        self._texts: list[str] = []
-
-    @property
-    def delta(self) -> Delta:
-        """All of it but its text."""
-        return self._delta
-
-    @property
-    def text(self) -> str:
-        """Its text."""
-        return "".join(self._texts)
-
-    def add(self, delta: Delta) -> None:
-        """Take more of it."""
-        for name in TOKEN_COLUMNS:
-            getattr(self._delta, name).extend(getattr(delta, name))
-        if delta.text:
-            self._texts.append(delta.text)
-        if delta.finish is not None:
-            self._delta = self._delta.model_copy(
-                update={"finish": delta.finish, "stop": delta.stop}
-            )
-
-    def behind(self, num_tokens: int, num_texts: int) -> tuple[Delta, int, int]:
-        """Return what came behind some tokens and texts, and how many of them there are now."""
-        text = "".join(self._texts[num_texts:])
-        delta = self._delta.of_tokens(num_tokens, text=text)
-        return delta, len(self._delta.token_ids), len(self._texts)
-
-
 class GatheredAnswer:
     """The answer to one call."""
 
@@ -90,7 +54,8 @@ class GatheredAnswer:
         """Start empty."""
         self.head: CallPart | None = None
         """The first part that is not empty."""
-        self.choices = [GatheredChoice(number) for number in range(num_choices)]
+        self.choices = [Delta(choice=number) for number in range(num_choices)]
+        """All of each choice, as one delta."""
         self.calls: list[int] = []
         """Numbers of the choices among the episode's calls, once it is whole."""
         self.delivery = 0
@@ -105,7 +70,7 @@ class GatheredAnswer:
         if self.head is None and (part.names or part.last):
             self.head = part
         for delta in part.deltas:
-            self.choices[delta.choice].add(delta)
+            self.choices[delta.choice] = self.choices[delta.choice].extended(delta)
         if part.last:
             self.calls = part.calls
             self.is_whole = True
@@ -113,31 +78,25 @@ class GatheredAnswer:
     @property
     def num_generated(self) -> int:
         """Tokens of all choices."""
-        return sum(len(choice.delta.token_ids) for choice in self.choices)
-
-    @property
-    def beginning(self) -> list[tuple[int, int]]:
-        """The place in each choice from which all of it is read."""
-        return [(0, 0)] * len(self.choices)
+        return sum(len(choice.token_ids) for choice in self.choices)
 
     def read_on(self, places: list[tuple[int, int]]) -> list[Delta]:
-        """Return what each choice has behind its place, and move the places to the end."""
-        deltas: list[Delta] = []
-        for number, choice in enumerate(self.choices):
-            delta, *place = choice.behind(*places[number])
-            places[number] = (place[0], place[1])
-            deltas.append(delta)
-        return deltas
+        """Return the rest of each choice, and move the places (tokens, characters) to its end."""
+        rests = [
+            choice.of_tokens(num_tokens, text=choice.text[num_chars:])
+            for choice, (num_tokens, num_chars) in zip(self.choices, places, strict=True)
+        ]
+        places[:] = [(len(choice.token_ids), len(choice.text)) for choice in self.choices]
+        return rests
 
     def begun(self) -> CallPart | None:
         """Return it as one part, for a generator that continues it; None if it is empty."""
         if self.head is None:
             return None
-        whole = self.read_on(self.beginning)
         deltas = [
-            delta.model_copy(update=_NO_TOKEN_TEXTS)
-            for delta in whole
-            if delta.token_ids or delta.finish
+            choice.of_tokens(0, **_NO_TOKEN_TEXTS)
+            for choice in self.choices
+            if choice.token_ids or choice.finish
         ]
         part = {"index": 0, "last": False, "deltas": deltas, "calls": [], "prompt_token_ids": []}
         return self.head.model_copy(update=part)
@@ -298,9 +257,9 @@ class RunningCall:
         clock, times = self._asker.broker.clock, self._asker.times
         deadline = clock() + times.failover_s
         for attempt in count():
-            heard = self.answer.num_parts
+            num_parts = self.answer.num_parts
             try:
-                await self._ask(attempt)
+                await self._request_once(attempt)
                 if self.answer.is_whole:
                     return
                 continue
@@ -309,7 +268,7 @@ class RunningCall:
             except _PASSING as error:
                 if over := self._opened.episode.over:
                     raise EpisodeOver(f"the episode is over: {over}") from error
-                if self.answer.num_parts > heard:
+                if self.answer.num_parts > num_parts:
                     deadline = clock() + times.failover_s
                 if clock() > deadline:
                     raise NobodyPlays(
@@ -318,7 +277,7 @@ class RunningCall:
                     ) from error
             await asyncio.sleep(times.pause_s)
 
-    async def _ask(self, attempt: int) -> None:
+    async def _request_once(self, attempt: int) -> None:
         """Call once; end early if a later holder of the task answers after the first."""
         request = self.request if not attempt else self._again(attempt)
         source = -1
@@ -389,7 +348,8 @@ class ProgramCalls:
             if len(self._left) > MAX_LEFT:
                 oldest = next(iter(self._left))
                 self._left[oldest].cancel()
-                self._give_up(_digest_of(self._calls, oldest), oldest)
+                of_oldest = next(key for key, calls in self._calls.items() if oldest in calls)
+                self._give_up(of_oldest, oldest)
 
     def end(self, error: errors.TinkermqError) -> list[RunningCall]:
         """End all of them; return them."""
@@ -413,10 +373,6 @@ class ProgramCalls:
             calls.remove(call)
         if not calls:
             self._calls.pop(digest, None)
-
-
-def _digest_of(calls: dict[bytes, list[RunningCall]], call: RunningCall) -> bytes:
-    return next(digest for digest, same in calls.items() if call in same)
 
 
 # -- the open episodes, by their keys -------------------------------------------------------------

@@ -82,7 +82,8 @@ class AnswerReading:
         if gathered.head is not None:
             num_tokens += sum(map(len, gathered.head.prompt_token_ids))
         num_bytes = _EMPTY_BYTES + 4 * num_chars + _TOKEN_BYTES * num_tokens
-        return KeptAnswer(lambda: self._reader.whole() | self._extra, num_bytes)
+        reader, extra = self._reader, self._extra  # without the messages of the request
+        return KeptAnswer(lambda: reader.whole() | extra, num_bytes)
 
     def kept_input(self) -> KeptAnswer:
         """Return its input messages for further requests."""
@@ -101,7 +102,7 @@ class AnswerReading:
         if not self._reader.has_begun:
             names = head.names or [f"call_{self._request}"] * len(gathered.choices)
             self.id = self._api.id_of(head.names[0] if head.names else self._request)
-            self._places = gathered.beginning
+            self._places = [(0, 0)] * len(gathered.choices)
             top = AnswerHead(self.id, self._created, self._model or "policy")
             yield from self._reader.begin(top, head, names, head.num_reused)
         yield from self._reader.push(CallPart(deltas=gathered.read_on(self._places)))
@@ -116,9 +117,9 @@ def _token_fields(gathered: GatheredAnswer) -> dict[str, Any]:
     answers = [
         {
             "call": gathered.calls[number] if number < len(gathered.calls) else None,
-            "token_ids": choice.delta.token_ids,
-            "logprobs": choice.delta.logprobs,
-            "versions": choice.delta.versions,
+            "token_ids": choice.token_ids,
+            "logprobs": choice.logprobs,
+            "versions": choice.versions,
         }
         for number, choice in enumerate(gathered.choices)
     ]

@@ -15,7 +15,7 @@ from ....broker.client.keys import EpisodeIdentity, episode_key
 from ....broker.client.parts import PartsService, SharedInbox, Tell
 from ....broker.client.replies import Listening
 from ....broker.client.rpc import Service, call
-from ....schemas.agent import EpisodePost, EpisodePosted, EpisodeSecret, ReportedCall
+from ....schemas.agent import EpisodePost, EpisodePosted, EpisodeSecret
 from ....schemas.http_server import HttpBounds, HttpServer, listening_socket
 from ....schemas.wire.errors import StateError, TinkermqError
 from ....schemas.wire.message import Empty
@@ -301,18 +301,15 @@ class _PostedEpisode:
     def _process_report(self, post: EpisodePost) -> None:
         episode = self.opened.episode
         for answered in post.answered:
-            self._learn(answered)
+            if not self.opened.is_answered(answered.calls[0]):
+                self.opened.learn(answered.names, answered.calls)
+                episode.num_calls += len(answered.calls)
         if post.num_open or post.answered:
             episode.last_call = time.monotonic()
         episode.limit = post.limit
         if post.source in self.sources or len(self.sources) < _MAX_SOURCES:
             self._set_open(post.source, post.num_open)
         episode.changed.set()
-
-    def _learn(self, call: ReportedCall) -> None:
-        if not self.opened.is_answered(call.calls[0]):
-            self.opened.learn(call.names, call.calls)
-            self.opened.episode.num_calls += len(call.calls)
 
     def _set_open(self, source: str, num_open: int) -> None:
         """Count so many calls of a gateway as open, for a while."""

@@ -250,7 +250,7 @@ class ProxyRoutes:
             await send(message)
 
         try:
-            await self._answer({**scope, "path": f"/{path}"}, receive, send_noting, key)
+            await self._answer(scope, receive, send_noting, key, f"/{path}")
         except ClientDisconnect:
             pass
         except Exception as error:  # noqa: BLE001  the server's boundary: record, reveal no details
@@ -262,23 +262,24 @@ class ProxyRoutes:
         if self._seen is not None:
             self._seen(scope["method"], path, status)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, key: str) -> None:
+    async def _answer(
+        self, scope: Scope, receive: Receive, send: Send, key: str, path: str
+    ) -> None:
         """Find the episode, and let the router answer."""
-        if scope["path"] == "/" and scope["method"] in ("GET", "HEAD"):
+        if path == "/" and scope["method"] in ("GET", "HEAD"):
             await JsonAnswer({"object": "proxy", "episode": "/v1/episode"})(scope, receive, send)
             return
-        presented = [key] if key else presented_keys(Headers(scope=scope))
-        opened = self._episodes.find(presented)
+        opened = self._episodes.find([key] if key else presented_keys(Headers(scope=scope)))
         if opened.num_requests >= MAX_REQUESTS:
             raise BusyError(
                 f"{MAX_REQUESTS} requests of this episode are open", hint="wait for some to end"
             )
         opened.num_requests += 1
         try:
-            await _ROUTER({**scope, "app": self, _OPENED: opened}, receive, send)
+            await _ROUTER({**scope, "path": path, "app": self, _OPENED: opened}, receive, send)
         except HTTPException as error:
             raise NoSuchEndpoint(
-                f"{scope['method']} /v1{scope['path']} does not exist"[:200],
+                f"{scope['method']} /v1{path} does not exist"[:200],
                 hint="there are POST chat/completions, responses, messages, messages/count_tokens, "
                 "episode/reward, episode/end, episode/note, and GET models, episode",
             ) from error

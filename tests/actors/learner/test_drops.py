@@ -3,7 +3,7 @@
 from typing import Any, cast
 
 from tinkermq.actors.learner.data_order import DataOrder
-from tinkermq.actors.learner.intake import TOLD_EVERY_S, Drops, Intake
+from tinkermq.actors.learner.intake import REPORT_EVERY_S, Drops, Intake
 from tinkermq.actors.learner.tasks import Ledger
 from tinkermq.actors.training.state import LearnerState
 from tinkermq.broker.jetstream.direct_get import StoredMessage
@@ -61,11 +61,11 @@ async def test_the_first_is_told_at_once_and_many_in_one_event() -> None:
         world.drop(number)
         await world.drops.report_drops()
     assert len(world.told) == 1
-    world.now = TOLD_EVERY_S
+    world.now = REPORT_EVERY_S
     await world.drops.report_drops()
     assert world.told[1][2]["dropped"] == {"malformed": 999}
     assert len(world.told[1][1].splitlines()) == 4  # with three examples
-    world.now = 10 * TOLD_EVERY_S
+    world.now = 10 * REPORT_EVERY_S
     await world.drops.report_drops(now=True)
     assert len(world.told) == 2
     assert world.drops.num_by_reason == {"malformed": 1000}
@@ -80,7 +80,7 @@ async def test_what_is_asked_for_or_was_told_before_is_not_told() -> None:
     assert world.told == []
     world.drop(3)
     await world.drops.report_drops()
-    assert world.told[0][1].endswith("publish 1 more, or the run waits for them")
+    assert world.told[0][1].endswith("must publish 1 more; the run waits for them")
 
 
 def test_what_no_batch_record_names_yet_outlives_a_crash() -> None:

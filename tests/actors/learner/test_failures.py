@@ -66,7 +66,7 @@ def test_a_job_of_which_nothing_is_heard_is_given_up() -> None:
     failures.note_task(None)
     now = 189.0
     assert failures.idle() is None
-    failures.heard()
+    failures.note_progress()
     now = 248.0
     assert failures.idle() is None
     now = 249.0

@@ -142,7 +142,7 @@ def test_a_group_that_does_not_fit_the_job_is_refused() -> None:
     ledger.note_task(_good().task.model_copy(update={"index": 9}))
     other = _taken(_good(), ledger=ledger)
     assert other.candidate.unusable == "malformed"
-    assert "what was given out is position 9" in other.refusal
+    assert "the issued task is position 9" in other.refusal
 
 
 def test_episodes_of_several_rows_are_refused_by_a_job_that_takes_a_row_for_an_episode() -> None:
@@ -280,7 +280,7 @@ async def test_a_log_that_ends_before_the_checkpoint_is_named(
     broker: Broker, scope: JobScope
 ) -> None:
     assert await RolloutLog(broker, scope).append(_good())
-    with pytest.raises(StorageError, match=f"knows of 8: stream {scope.stream_rollout} was"):
+    with pytest.raises(StorageError, match=f"knows entry 8: stream {scope.stream_rollout} was"):
         await _intake(broker, scope, from_seq=9).catch_up(PATIENCE_S)
 
 

@@ -133,7 +133,7 @@ def test_what_can_never_be_played_and_what_teaches_nothing_is_not_issued_again()
     for _ in range(2):
         issue = ledger.next_issue()
         ledger.note_task(_task(issue.number, issue.index))
-    assert not ledger.drop(0, "failed", hopeless=True)
+    assert not ledger.drop(0, "failed", unplayable=True)
     assert not ledger.drop(1, "equal_rewards")
     assert ledger.next_issue().index == 2
 
@@ -150,12 +150,12 @@ def test_a_clients_task_that_was_dropped_is_issued_again_whatever_is_killed(
     state = LearnerState()
     ledger.write_to(state)
     ledger = Ledger(LearnerState.model_validate_json(state.model_dump_json()))
-    assert ledger.num_owed_tasks == 1
-    again, number, slot = ledger.next_owed_task()
+    assert ledger.num_client_reissues == 1
+    again, number, slot = ledger.next_client_reissue()
     assert (again.task, again.sample, again.tries, number, slot) == (0, 7, tries, 1, 0)
     ledger = Ledger(state)
     ledger.note_task(task.model_copy(update={"task": 1, "reissue_of": 0}))  # it was queued
-    assert ledger.num_owed_tasks == 0
+    assert ledger.num_client_reissues == 0
 
 
 def test_a_number_that_an_agent_reserved_is_nobodys_to_issue_again() -> None:
@@ -164,7 +164,7 @@ def test_a_number_that_an_agent_reserved_is_nobodys_to_issue_again() -> None:
     ledger.min_versions[number] = 0
     ledger.note_in_log(number, _task(number, None).model_copy(update={"issued": 1.0}))
     assert not ledger.drop(number, "malformed")
-    assert ledger.num_owed_tasks == 0
+    assert ledger.num_client_reissues == 0
     assert ledger.num_credits == 1
 
 
@@ -288,7 +288,7 @@ def test_a_task_does_not_fail_by_groups_of_other_tasks(times: int) -> None:
     ledger.note_task(_task(first.number, first.index))
     number = first.number
     for _ in range(times):
-        assert ledger.drop(number, "malformed", foreign=True)
+        assert ledger.drop(number, "malformed", of_another_task=True)
         again = ledger.next_issue()
         assert (again.index, again.reissue_of, again.tries) == (first.index, number, 0)
         number = again.number

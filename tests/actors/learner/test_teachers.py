@@ -281,7 +281,7 @@ def test_the_policy_teaches_itself_by_what_it_reads_beside_its_prompt(folder: Pa
 
 def test_groups_without_what_a_teacher_needs_are_refused(folder: Path) -> None:
     asked = _trainer(_config(folder, teacher="job:teacher"))
-    with pytest.raises(DataError, match="no log-probs of its teacher, whom generators ask"):
+    with pytest.raises(DataError, match="no log-probs of its teacher, which generators ask"):
         asked.check_readable(_groups()[0])
     own = _trainer(_config(folder, teacher="self", teacher_context="solution"))
     with pytest.raises(DataError, match=r"no prompt for its teacher \(algorithm.teacher_context\)"):

@@ -282,7 +282,7 @@ async def go_on(calls: CallAnswers, lacking: CallRequest) -> GatheredAnswer:
 
     told.add((await calls.answer(lacking, tell)).model_copy(update={"last": True}))
     generated = [calls.tree.calls[number].generated for number in told.calls]
-    assert [choice.delta.token_ids for choice in told.choices] == [
+    assert [choice.token_ids for choice in told.choices] == [
         generation.token_ids.tolist() for generation in generated
     ]
     return told
@@ -360,7 +360,7 @@ async def test_an_answer_goes_on_at_the_next_holder_though_another_request_has_i
     told = await go_on(later, lacking)
     assert sorted([told.calls, (await another).calls]) == [[0], [1]]
     assert lacking.begun is not None
-    assert told.choices[0].delta.token_ids[: len(lacking.begun.deltas[0].token_ids)] == (
+    assert told.choices[0].token_ids[: len(lacking.begun.deltas[0].token_ids)] == (
         lacking.begun.deltas[0].token_ids
     )
 
