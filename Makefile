@@ -108,13 +108,14 @@ $(VENV)-extras/extras.stamp: pyproject.toml
 OPENENV := $(VENV)-openenv
 test-openenv: $(OPENENV)/openenv.stamp  ## Run the tests with OpenEnv's package, in an environment of its own
 	OMP_NUM_THREADS=1 $(OPENENV)/bin/python -m pytest -m openenv -W default --confcutdir tests/envs \
-	  tests/envs/adapters/test_openenv_package.py tests/envs/test_openenv_trainers.py
+	  tests/envs/adapters/test_openenv_package.py tests/envs/test_openenv_server.py \
+	  tests/envs/test_openenv_trainers.py
 
 $(OPENENV)/openenv.stamp: pyproject.toml
 	@echo "installing OpenEnv's package into $(OPENENV): a minute, once"
 	@$(PYTHON) -m venv $(OPENENV)
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(OPENENV)/bin/python -m pip -qq install -e \
-	  '.[agents,math,openenv]' openenv==0.10.0 pytest pytest-asyncio pytest-timeout
+	  '.[agents,math,openenv-server]' openenv==0.10.0 pytest pytest-asyncio pytest-timeout
 	@touch $@
 
 # The documentation as pages, with search; every link is checked. It needs nothing of ours.

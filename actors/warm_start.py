@@ -1,13 +1,15 @@
 """Make a tiny model that half knows a game: `python -m tinkermq.actors.warm_start GAME FOLDER`.
 
-Reinforcement learning selects among habits that a policy has already; a random model has none.
+Reinforcement learning selects among answers that a policy already gives; a random model gives none.
 So the model is first trained on the game's demonstrations by supervised learning, for some
-seconds. The demonstrations mix in a wrong habit on purpose (see the game's module), which leaves
-the reward low and gives reinforcement something to select. The result is a Hugging Face folder,
-the same for the same seed.
+seconds. The demonstrations contain wrong answers on purpose (see the game's module), so that the
+reward starts low. The result is a Hugging Face folder, the same for the same seed.
+
+torch is imported only if the model has to be made.
 """
 
 import argparse
+import hashlib
 import itertools
 import os
 import random
@@ -15,30 +17,106 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from ..schemas.wire.errors import TinkermqError
+from ..schemas.wire.errors import ConfigError, TinkermqError
 from ..schemas.wire.images import images_of
-from .policy.chat import ChatTokenizer
-from .policy.model_folder import load_causal_lm, load_tokenizer, save_model
-from .policy.tiny_models import save_tiny_model, save_tiny_vision_model
-from .policy.vision import load_image_reader
-from .recipes import RECIPES, Recipe, find_recipe, is_made, mark_made, module_of
-from .storage.files import permit_as_folder
-from .training.micro_batch import TokenSequence
-from .training.model import Scorer
-from .training.packing import pack
+
+if TYPE_CHECKING:
+    from .policy.chat import ChatTokenizer
+    from .training.micro_batch import TokenSequence
 
 ChatMessage = dict[str, Any]
 _ROW_CONVERSATIONS = 2
 _BATCH_TOKENS = 1 << 16
+_STAMP = "warm_start.txt"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Length, speed and size of a game's warm start."""
+
+    steps: int
+    lr: float = 2e-3
+    batch: int = 64
+    width: int = 128
+    layers: int = 2
+    init_std: float = 0.02
+    """Standard deviation of the random weights."""
+    conversations: int = 8192
+    """Number of different demonstrations, at most."""
+    sees: bool = False
+    """The model is a vision-language model."""
+
+
+RECIPES = {
+    "addition": Recipe(steps=600),
+    "calculator": Recipe(steps=640),
+    "guess": Recipe(steps=150),
+    "bandit": Recipe(steps=60, width=64),
+    "tictactoe": Recipe(steps=300, batch=32, width=64),
+    "gomoku": Recipe(steps=800, lr=1e-2, batch=128, width=64, init_std=0.1, conversations=12_288),
+    "negotiation": Recipe(steps=200, batch=32, width=64),
+    "math": Recipe(steps=300, width=64),
+    "math_code": Recipe(steps=640),
+    "geo3k": Recipe(steps=300, lr=3e-3, width=64, conversations=2048, sees=True),
+}
+
+
+OWN = Recipe(steps=300, lr=3e-3, width=64, conversations=2048)
+"""The recipe of a user's module; it makes a vision-language model if `VISION` is true there."""
+
+
+def module_of(game: str) -> str:
+    """Return the module whose `demonstrations(rng)` returns a conversation of the game."""
+    return game if "." in game else f"tinkermq.envs.games.{game}"
+
+
+def find_recipe(game: str) -> Recipe:
+    """Return the recipe of a game, or of a module of the user's (`package.module`).
+
+    Raises ConfigError for a game without one.
+    """
+    if "." in game:
+        return replace(OWN, sees=getattr(import_module(game), "VISION", False))
+    if game not in RECIPES:
+        raise ConfigError(
+            f"there is no warm start for game {game!r}",
+            hint=f"there is one for {list(RECIPES)}; or name a module of yours, package.module",
+        )
+    return RECIPES[game]
+
+
+def is_made(folder: Path, game: str, *, seed: int = 0, steps: int | None = None) -> bool:
+    """Return whether `folder` holds the model that the present recipe makes of the present game."""
+    stamp = folder / _STAMP
+    return stamp.is_file() and stamp.read_text() == _digest(game, seed, steps)
+
+
+def mark_made(folder: Path, game: str, *, seed: int = 0, steps: int | None = None) -> None:
+    """Record in `folder` the recipe of its model."""
+    (folder / _STAMP).write_text(_digest(game, seed, steps))
+
+
+def _digest(game: str, seed: int, steps: int | None) -> str:
+    """Return a digest of all sources that determine the model."""
+    rooms = ["actors.warm_start", "actors.policy.tiny_models"]
+    if find_recipe(game).sees:
+        rooms.append("actors.policy.vision")
+    names = [module_of(game), *(f"tinkermq.{room}" for room in rooms)]
+    specs = [find_spec(name) for name in names]
+    files = [Path(spec.origin) for spec in specs if spec is not None and spec.origin]
+    digest = hashlib.sha256(f"{game} {seed} {steps}".encode())
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = None) -> float | None:
@@ -50,6 +128,8 @@ def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = No
     recipe = find_recipe(game)
     if is_made(folder, game, seed=seed, steps=steps):
         return None
+    import torch
+
     torch.set_num_threads(1)  # more slow a tiny model down, and sum in another order
     torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -57,7 +137,7 @@ def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = No
     _save(game, temporary, recipe, seed)
     loss = _train(game, temporary, recipe, steps or recipe.steps, seed)
     mark_made(temporary, game, seed=seed, steps=steps)
-    if is_made(folder, game, seed=seed, steps=steps):  # somebody else was faster
+    if is_made(folder, game, seed=seed, steps=steps):  # another process was faster
         shutil.rmtree(temporary)
         return loss
     shutil.rmtree(folder, ignore_errors=True)
@@ -67,6 +147,8 @@ def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = No
 
 def _save(game: str, folder: Path, recipe: Recipe, seed: int) -> None:
     """Write the random model that the warm start begins with."""
+    from .policy.tiny_models import save_tiny_model, save_tiny_vision_model
+
     width, layers = recipe.width, recipe.layers
     if recipe.sees:
         save_tiny_vision_model(folder, width=width, layers=layers, seed=seed)
@@ -77,6 +159,15 @@ def _save(game: str, folder: Path, recipe: Recipe, seed: int) -> None:
 
 
 def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> float:
+    import torch
+
+    from .policy.chat import ChatTokenizer
+    from .policy.model_folder import load_causal_lm, load_tokenizer, save_model
+    from .policy.vision import load_image_reader
+    from .storage.files import permit_as_folder
+    from .training.model import Scorer
+    from .training.packing import pack
+
     reader = load_image_reader(str(folder))
     chat = ChatTokenizer(load_tokenizer(str(folder)), image_reader=reader)
     model: Any = load_causal_lm(str(folder), dtype=torch.float32)
@@ -121,8 +212,12 @@ def _conversations(game: str, seed: int) -> Iterator[list[ChatMessage]]:
         yield module.demonstrations(rng)
 
 
-def _tokens(chat: ChatTokenizer, messages: list[ChatMessage]) -> TokenSequence:
+def _tokens(chat: "ChatTokenizer", messages: list[ChatMessage]) -> "TokenSequence":
     """Tokenise a conversation as the agent loop would; mark what the assistant says."""
+    import numpy as np
+
+    from .training.micro_batch import TokenSequence
+
     spoken = chat.conversation(messages)
     ids, mask = spoken.token_ids.astype(np.int64), spoken.mask.astype(np.int64)
     return TokenSequence(ids, mask, images_of(messages))
@@ -147,8 +242,8 @@ def main(argv: list[str] | None = None) -> int:
         console.print(str(error), style="red", markup=False)
         return 2
     took = f"made in {time.perf_counter() - started:.0f} s, loss {loss or 0:.3f}"
-    told = "is there already" if loss is None else took
-    console.print(f"warm start: {arguments.folder} {told}", markup=False)
+    outcome = "made before" if loss is None else took
+    console.print(f"warm start: {arguments.folder} {outcome}", markup=False)
     return 0
 
 

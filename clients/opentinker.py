@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from ..schemas.config.job import JobConfig
 from ..schemas.config.load_config import all_keys
-from ..schemas.config.sections import LearnerConfig, RolloutConfig, rename_keys
+from ..schemas.config.sections import LearnerConfig, RolloutConfig
 from ..schemas.wire.errors import ConfigError
 from .validation import did_you_mean
 
@@ -179,7 +179,7 @@ def translate(config: Mapping[str, Any]) -> dict[str, Any]:
     key.
     """
     tree: dict[str, Any] = {}
-    flat = rename_keys(dict(flatten(config)), warn=True)
+    flat = dict(flatten(config))
     refused: list[ConfigError] = []
     for take in (
         _translate_lora,

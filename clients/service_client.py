@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ..broker.client.faults import shown_url
-from ..broker.tracking import ConsoleTracker, TrackedRun, Tracker, make_trackers
 from ..schemas.config.load_config import check_keys
 from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.local.disk import in_thread, with_room
+from ..schemas.local.tracking import ConsoleTracker, TrackedRun, Tracker, make_trackers
 from ..schemas.metric import Metric
 from ..schemas.wire.codec import merged
 from ..schemas.wire.errors import ConfigError

@@ -1,4 +1,4 @@
-"""What is learnt: games, their data, and the host that serves them over the broker."""
+"""Games, their data, and the host that serves them over the broker."""
 
 if __name__ != "tinkermq.envs":
     raise ImportError("this room is a part of the package tinkermq: write `tinkermq.envs`")

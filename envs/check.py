@@ -31,7 +31,7 @@ MAX_ROWS = 20_000
 """Rows of each split that are read."""
 MAX_PROMPT_CHARACTERS = 32_000
 SENSELESS = ("", "?", "0")
-"""Actions of a policy that has learnt nothing."""
+"""Actions of an untrained policy."""
 _NOTABLE_SHARE = 0.1
 _SHOWN = 160
 
@@ -49,12 +49,12 @@ class PlayedEpisode:
     results: list[StepResult]
     """The game's replies."""
     full: float
-    """The best return that there is."""
+    """The highest possible return."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What of an episode a tokenizer is to see."""
+    """The part of an episode that a tokenizer renders."""
 
     messages: list[ChatMessage]
     """Chat messages of the first prompt."""
@@ -63,11 +63,11 @@ class Exchange:
     actions: list[str]
     """The policy's answers."""
     observations: list[list[ChatMessage]]
-    """The game's replies to them; the last one is not shown any more."""
+    """The game's replies to them; the last one is not shown."""
 
 
 def transcribe(game: LocalGame, number: int, actions: Sequence[str] | None) -> PlayedEpisode:
-    """Play `actions`, or the gold ones, until the game is done or they are used up."""
+    """Play `actions`, or the gold ones, until the game is done or none is left."""
     episode = game.start(number)
     tools = episode.tools
     played: list[str] = []
@@ -115,7 +115,7 @@ class _Checker:
         return f"{count} file(s)" if count else "none: the game generates its states"
 
     def limits(self) -> str:
-        """Reset and step take no longer than they may."""
+        """Reset and step meet their time limits."""
         config = self.game.config
         num_calls, slowest_s = 0, 0.0
         for number in range(NUM_EPISODES):
@@ -144,7 +144,7 @@ class _Checker:
             return
 
     def types(self) -> str:
-        """Reset and step return what they must."""
+        """Reset and step return values of the right types."""
         for number in range(NUM_EPISODES):
             transcribe(self.game, number, SENSELESS)
         return f"{NUM_EPISODES} episodes, empty and senseless actions included"
@@ -161,7 +161,7 @@ class _Checker:
         return f"{NUM_EPISODES} seeds, each twice"
 
     def global_generator(self) -> str:
-        """The global random generators are left alone."""
+        """The global random generators are not used."""
         before = _global_states()
         for number in range(NUM_EPISODES):
             transcribe(self.game, number, ["0", "1", "2"])
@@ -174,7 +174,7 @@ class _Checker:
         return "neither random nor numpy.random was used"
 
     def prompts(self) -> str:
-        """First prompts are neither empty nor boundless."""
+        """First prompts are neither empty nor too long."""
         lengths: list[int] = []
         for number in range(NUM_EPISODES):
             messages = self.game.start(number).messages
@@ -187,7 +187,7 @@ class _Checker:
         return f"{min(lengths)} to {max(lengths)} characters"
 
     def tools(self) -> str:
-        """The policy's tools can be offered."""
+        """The policy's tools are valid."""
         facts = self.game.facts()
         lines = [_signature(tool) for tool in facts.tools]
         for name, tools in facts.environments.items():
@@ -218,7 +218,7 @@ class _Checker:
         return "".join(f"\n       {line}" for line in [*lines, f"return {total:g}"])
 
     def rows(self) -> str:
-        """Every row can be read, up to a number of them."""
+        """The first rows can be read, up to a number of them."""
         data, checked = self.game.data, list[str]()
         counts: list[tuple[Split, int]] = [("train", data.num_train or 0)]
         if self.game.config.val_data:
@@ -233,7 +233,7 @@ class _Checker:
         return ", ".join(checked)
 
     def reward(self) -> str:
-        """The reward function gives a finite number for what is played."""
+        """The reward function returns a finite number for played episodes."""
         actions = None if has_gold(self.game.game_class) else SENSELESS
         played = [transcribe(self.game, number, actions) for number in range(NUM_EPISODES)]
         with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop
@@ -258,7 +258,7 @@ class _Checker:
         return f"{len(played)} episodes earn {min(returns):g} to {max(returns):g}"
 
     def judge_prompt(self) -> str:
-        """The judge's prompt demands the form in which its score is read."""
+        """The judge's prompt asks for the format in which its score is read."""
         check_judge_prompt(self.game.config.reward)
         return "`Score: N` in its last line"
 
@@ -323,7 +323,7 @@ def game_checks(
 
 
 def conversations(config: EnvConfig, *, seed: int = 0) -> list[Exchange]:
-    """Play some episodes for a tokenizer to see, with the gold answers where there are any.
+    """Play some episodes for a tokenizer, with the gold answers if there are any.
 
     Raises GameError, DataError.
     """
@@ -346,12 +346,12 @@ def conversations(config: EnvConfig, *, seed: int = 0) -> list[Exchange]:
 
 
 async def _result(result: StepResult) -> StepResult:
-    """Return what the game has answered already, as a host awaits it."""
+    """Return the game's answer as an awaitable, as a host does."""
     return result
 
 
 def _signature(tool: dict[str, Any]) -> str:
-    """Return a tool as a person reads it: `add(value: integer, times?: integer)  Add a value.`"""
+    """Return a tool as one line: `add(value: integer, times?: integer)  Add a value.`"""
     function = tool["function"]
     parameters = function["parameters"]
     required = parameters.get("required", ())
@@ -376,17 +376,17 @@ def _fields_of(schema: Any) -> dict[str, Any]:
 
 
 def _is_same(first: PlayedEpisode | StepResult, second: PlayedEpisode | StepResult) -> bool:
-    """Whether both travel alike: arrays and NaN do not compare by themselves."""
+    """Return whether both have the same bytes; arrays and NaN do not compare by themselves."""
     return pack(asdict(first)) == pack(asdict(second))
 
 
 def _difference(first: PlayedEpisode, second: PlayedEpisode) -> str:
     if first.messages != second.messages:
-        one, other = (plain_text(each.messages[-1]["content"]) for each in (first, second))
-        return f"first prompts {one!r}, {other!r}"
-    for turn, (one, other) in enumerate(zip(first.results, second.results, strict=False)):
-        if not _is_same(one, other):
-            return f"turn {turn} answered {one}, {other}"
+        prompts = [plain_text(episode.messages[-1]["content"]) for episode in (first, second)]
+        return f"first prompts {prompts[0]!r}, {prompts[1]!r}"
+    for turn, results in enumerate(zip(first.results, second.results, strict=False)):
+        if not _is_same(*results):
+            return f"turn {turn} answered {results[0]}, {results[1]}"
     return "one ended earlier"
 
 

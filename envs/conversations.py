@@ -18,9 +18,9 @@ def converse(
     kwargs: dict[str, Any] | None = None,
     reset_kwargs: dict[str, Any] | None = None,
 ) -> tuple[dict[str, list[ChatMessage]], list[tuple[str, StepResult]]]:
-    """Play one episode to its end; return the roles' conversations, and who acted with what result.
+    """Play one episode; return the conversation of each role, and each action's role and result.
 
-    A role whose turn never came has no conversation. Raises GameError.
+    A role that never had a turn has no conversation. Raises GameError.
     """
     episodes = Episodes(game_class, kwargs or {})
     episodes.reset(Opening("", seed, kwargs=reset_kwargs or {}))
@@ -43,7 +43,7 @@ def converse(
 
 
 def returns(results: list[tuple[str, StepResult]]) -> dict[str, float]:
-    """Add up what each role got in an episode."""
+    """Return the sum of each role's rewards in an episode."""
     totals: dict[str, float] = {}
     for role, result in results:
         totals[role] = totals.get(role, 0.0) + result.reward

@@ -1,7 +1,7 @@
 """Conversations to learn from: rows of parquet or JSONL with the column `messages`.
 
-Images stand in the messages as bytes or data URLs, or in a column `images` in the order of their
-places in the text.
+Messages contain images as bytes or data URLs; otherwise the column `images` has them in the order
+of their tags.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,7 +44,7 @@ class ChatData:
     """The conversations of some files."""
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
-        """Open the files; DataError names the one that cannot be used, and why."""
+        """Open the files; DataError names an unusable file and the reason."""
         self._rows = Dataset(paths, check=_check_columns)
 
     def __len__(self) -> int:
@@ -52,14 +52,14 @@ class ChatData:
         return len(self._rows)
 
     def row(self, number: int) -> ChatRow:
-        """Decode a row; DataError for one that holds no conversation."""
+        """Decode a row; DataError for one without a conversation."""
         row, where = self._rows.row(number)
         messages = read_conversation(row.get("messages"), Origin("messages", where))
         seen = _with_images(messages, row, where)
         return ChatRow(seen, read_tools(row.get("tools"), Origin("tools", where)), where)
 
     def check_row(self, number: int) -> ChatRow:
-        """Decode a row; DataError for one in which the assistant says nothing, too."""
+        """Decode a row; DataError also for one in which the assistant says nothing."""
         row = self.row(number)
         if not any(message["role"] == "assistant" for message in row.messages):
             raise DataError(
@@ -69,7 +69,7 @@ class ChatData:
         return row
 
     def close(self) -> None:
-        """Give the files back."""
+        """Close the files."""
         self._rows.close()
 
 
@@ -85,7 +85,8 @@ def _check_columns(columns: Iterable[str], where: str) -> None:
 def _with_images(
     messages: Sequence[dict[str, Any]], row: Mapping[str, Any], where: str
 ) -> list[dict[str, Any]]:
-    """Return the messages of a row with all images as bytes, those of its column `images`, too.
+    """Return the messages of a row with all images as bytes, including those of the column
+    `images`.
 
     DataError names the row.
     """
@@ -99,16 +100,16 @@ def _with_images(
 # The data that a host serves episodes from.
 
 RECENT = 64
-"""Decoded rows that are kept: the episodes of a group ask for the same one."""
+"""Decoded rows in memory: the episodes of a group ask for the same row."""
 
 
 class HostData:
     """Training and validation rows of a job; both absent for a game that generates its states."""
 
     def __init__(self, config: EnvConfig, seed: int, *, needs_answers: bool = True) -> None:
-        """Open the files; `seed` decides which validation rows are used, alike on every host.
+        """Open the files; `seed` selects the validation rows, the same on every host.
 
-        Without `needs_answers` a row is whatever a program takes for a task.
+        Without `needs_answers` a row is the task of a program, with any columns.
         """
         rows = Dataset if needs_answers else _tasks
         rows = _whole_rows if plays_any_row(config.game) else rows
@@ -133,7 +134,7 @@ class HostData:
         return recent if recent is not None else self._decode(split, sample)
 
     def source(self, split: Split, sample: int | None) -> str:
-        """Return the data source of a row; empty where there is none."""
+        """Return the data source of a row, or an empty text."""
         try:
             record = self.record(split, sample)
         except DataError:
@@ -154,7 +155,7 @@ class HostData:
         return record
 
     def close(self) -> None:
-        """Give the files back."""
+        """Close the files."""
         for dataset in (self._train, self._val):
             if dataset is not None:
                 dataset.close()

@@ -1,8 +1,8 @@
-"""Datasets on disk: parquet and JSONL, any row at once, without holding them in memory.
+"""Datasets on disk: any row of parquet and JSONL files, without holding them in memory.
 
-A file is kept open with an index of where its rows end, and rows are read and decoded one by one
-when asked for: a JSONL file as it is, a parquet file after it has been unpacked to a temporary
-one. Files are not mapped into memory: one that is cut would end the process that looks at it.
+A file stays open with an index of its rows, and each row is read and decoded when it is needed: a
+JSONL file directly, a parquet file after it was unpacked to a temporary file. Files are not mapped
+into memory, because a truncated file would then kill the process.
 """
 
 import bisect
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 # One row of a dataset, in verl's columns or as `prompt` and `answer`.
 
 TRUTH_COLUMNS = ("reward_model", "answer", "ground_truth")
-"""Where the gold answer may stand."""
+"""Columns that may hold the gold answer."""
 IMAGE_TAG = "<image>"
 _NOTHING = frozenset({"", "none", "null", "nan", "<na>"})
-"""What programs write for a value that is not there."""
+"""Texts that programs write for a missing value."""
 
 
 class RowError(errors.DataError):
@@ -53,30 +53,30 @@ class RowError(errors.DataError):
 
 @dataclass(frozen=True)
 class Record:
-    """A prompt and what is needed to judge its answer."""
+    """A prompt and the data that judge its answer."""
 
     prompt: list[ChatMessage]
-    """Chat messages, as chat templates take them; empty where the game words its own prompt."""
+    """Chat messages, as chat templates take them; empty if the game writes its own prompt."""
     ground_truth: Any
     """The gold answer."""
     data_source: str = ""
-    """Where the row comes from; empty: the game's own name."""
+    """Origin of the row; empty: the game's own name."""
     extra_info: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Whatever else the row says."""
+    """Further data of the row."""
     images: list[Any] = field(default_factory=list[Any])
     """Encoded images, in the order of the `<image>` tags of the prompt."""
     where: str = ""
     """File and row."""
     columns: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Whatever else the row of a program's task has; all columns for a game that takes rows."""
+    """All other columns of a program's task; all columns for a game that takes rows."""
     folder: Path | None = None
-    """Of a Harbor task, which is its row."""
+    """The Harbor task that is the row."""
 
     def messages(self) -> list[ChatMessage]:
-        """Return a fresh copy of the prompt, each `<image>` tag replaced by its image.
+        """Return a fresh copy of the prompt with its images in place of the `<image>` tags.
 
-        Raises DataError that names the row: for other than one image for each tag, and for what of
-        its prompt cannot travel.
+        Raises DataError that names the row if the numbers of images and tags differ, or if the
+        prompt cannot travel.
         """
         try:
             return plain_value(place_images(self.prompt, self.images), "prompt")
@@ -88,13 +88,13 @@ def check_columns(columns: Iterable[str], where: str) -> None:
     """Raise DataError unless the columns hold a prompt and a gold answer."""
     present = list(columns)
     truth = " or ".join(("reward_model (with ground_truth)", *TRUTH_COLUMNS[1:]))
-    for missing, found in (
+    for column, is_present in (
         ("prompt", "prompt" in present),
         (truth, any(name in present for name in TRUTH_COLUMNS)),
     ):
-        if not found:
+        if not is_present:
             raise errors.DataError(
-                f"{where} has no column {missing}; its columns are {', '.join(present) or 'none'}",
+                f"{where} has no column {column}; its columns are {', '.join(present) or 'none'}",
                 hint="name the columns as verl does (prompt, reward_model.ground_truth, "
                 "data_source, extra_info), or prompt and answer",
             )
@@ -115,11 +115,11 @@ def parse_record(row: Mapping[str, Any], where: str) -> Record:
 
 
 def any_columns(columns: Iterable[str], where: str) -> None:
-    """Take any columns: the row is a program's task."""
+    """Accept any columns: the row is a program's task."""
 
 
 def parse_task(row: Mapping[str, Any], where: str) -> Record:
-    """Read a row that is a program's task: no column of it has to be there."""
+    """Read a row that is a program's task; no column is required."""
     row = _plain_values(row)
     known = {"prompt", "data_source", "extra_info", "images", *TRUTH_COLUMNS}
     return Record(
@@ -134,14 +134,15 @@ def parse_task(row: Mapping[str, Any], where: str) -> Record:
 
 
 def parse_row(row: Mapping[str, Any], where: str) -> Record:
-    """Read a row of which a game takes all columns by their names; none has to be there."""
+    """Read a row for a game that takes all columns by name; none is required."""
     return replace(parse_task(row, where), columns=_plain_values(row))
 
 
 def read_map(value: Any, column: str, where: str) -> dict[str, Any]:
-    """Return the map that stands in a column: as one, as JSON text, or as a list of its entries.
+    """Return the map in a column, given as a map, as JSON text, or as a list of its entries.
 
-    None and what programs write for it is an empty one. Raises DataError for anything else.
+    None and the texts that programs write for it mean an empty map. Raises DataError for anything
+    else.
     """
     parsed = _from_json(value, "{")
     if isinstance(parsed, Mapping):
@@ -164,7 +165,7 @@ def read_images(value: Any, where: str) -> list[Any]:
     """Return the images of a row: a list of them, or a single one.
 
     An image is the bytes of a file, a map that holds them under `bytes`, or a data URL; a list may
-    stand as JSON text. Raises DataError for what is no image, naming its place.
+    stand as JSON text. Raises DataError for anything else, naming its place.
     """
     parsed = _from_json(value, "[{")
     if _is_absent(parsed):
@@ -193,12 +194,13 @@ def _source(row: Mapping[str, Any], where: str) -> str:
 
 
 def _is_absent(value: Any) -> bool:
-    """Whether a column that may be empty is: null, NaN, or what programs write for them."""
+    """Return whether an optional column is empty: null, NaN, or a text that programs write for
+    them."""
     return not isinstance(value, list | Mapping | bytes) and is_no_answer(value)
 
 
 def _from_json(value: Any, openings: str) -> Any:
-    """Return what a text holds as JSON where it begins like that; anything else as it is."""
+    """Return the JSON value of a text that begins like one; anything else unchanged."""
     if not isinstance(value, str) or not value.strip().startswith(tuple(openings)):
         return value
     try:
@@ -208,17 +210,17 @@ def _from_json(value: Any, openings: str) -> Any:
 
 
 def _plain_values(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with lists and numbers of Python in place of NumPy's, as pandas gives them."""
+    """Return a row with Python's lists and numbers in place of NumPy's (from pandas)."""
     return {name: plain(value) for name, value in row.items()}
 
 
 def _truth_if_any(row: Mapping[str, Any]) -> Any:
-    """Return the gold answer of a row; None where it has none."""
+    """Return the gold answer of a row, or None."""
     reward_model = _from_json(row.get("reward_model"), "{")
     if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
         return cast("Any", reward_model["ground_truth"])
-    found = (row[name] for name in TRUTH_COLUMNS[1:] if row.get(name) is not None)
-    return next(found, None)
+    answers = (row[name] for name in TRUTH_COLUMNS[1:] if row.get(name) is not None)
+    return next(answers, None)
 
 
 def _parse_prompt(value: Any, where: str) -> list[ChatMessage]:
@@ -239,8 +241,8 @@ def _parse_prompt(value: Any, where: str) -> list[ChatMessage]:
 def answer_text(ground_truth: Any) -> str:
     """Return a gold answer as text, for a game that compares texts.
 
-    Raises DataError for one that is neither a text nor a number: its form as text would be some
-    program's, and no answer.
+    Raises DataError if it is neither a text nor a number: the text of another value depends on the
+    program that wrote it.
     """
     if is_no_answer(ground_truth) or not isinstance(ground_truth, str | int | float):
         raise errors.DataError(
@@ -251,9 +253,9 @@ def answer_text(ground_truth: Any) -> str:
 
 
 def is_no_answer(value: Any) -> bool:
-    """Whether a value stands for a missing one: null, NaN, nothing, or what a program wrote then.
+    """Return whether a value means a missing one: null, NaN, nothing, or a text for them.
 
-    A list without any answer is one of them, too.
+    A list without any answer counts as missing.
     """
     if isinstance(value, str):
         return value.strip().lower() in _NOTHING
@@ -268,10 +270,10 @@ def is_no_answer(value: Any) -> bool:
 
 def _ground_truth(row: Mapping[str, Any], where: str) -> Any:
     reward_model = _from_json(row.get("reward_model"), "{")
-    found = {name: row[name] for name in TRUTH_COLUMNS[1:] if row.get(name) is not None}
+    answers = {name: row[name] for name in TRUTH_COLUMNS[1:] if row.get(name) is not None}
     if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
-        found = {"reward_model.ground_truth": cast("Any", reward_model["ground_truth"])}
-    for name, value in found.items():
+        answers = {"reward_model.ground_truth": cast("Any", reward_model["ground_truth"])}
+    for name, value in answers.items():
         if is_no_answer(value):
             raise errors.DataError(
                 f"{where} has no gold answer: {name} is {shorten(value)}",
@@ -285,10 +287,10 @@ def _ground_truth(row: Mapping[str, Any], where: str) -> Any:
 
 
 def place_images(messages: Sequence[ChatMessage], images: Sequence[Any]) -> list[ChatMessage]:
-    """Return copies of the messages of a row with its images in their places.
+    """Return copies of a row's messages with its images in their places.
 
-    A place is an `<image>` tag of a text, or a part `{"type": "image"}` that holds none. Without
-    images a tag is text. Raises DataError unless there is one image for each place.
+    A place is an `<image>` tag of a text, or an empty part `{"type": "image"}`. Without images a
+    tag is plain text. Raises DataError unless the numbers of images and places are equal.
     """
     if not images:
         return [dict(message) for message in messages]
@@ -348,17 +350,17 @@ def _next_image(images: Iterator[Any], content: str) -> Any:
 # looks the same and goes, too; it stays in a column of maps (`map<string, …>`), and in JSON text.
 
 MESSAGE_COLUMNS = frozenset({"messages", "prompt", "chosen", "rejected", "tools"})
-"""Columns that hold chat messages, or tools."""
+"""Columns of chat messages or tools."""
 BATCH_ROWS = 1024
-"""Rows that are in memory at the same time."""
+"""Rows in memory at the same time."""
 _packb = cast("Callable[..., bytes]", msgpack.packb)  # pyright: ignore[reportUnknownMemberType]
 
 
 def unpack_parquet(path: Path, rows: Path, ends: Path) -> None:
-    """Write the rows of a parquet file to `rows`, and where each ends to `ends`.
+    """Write the rows of a parquet file to `rows`, and the end of each to `ends`.
 
-    Works in a process of its own, unless pyarrow is loaded here anyway. Raises DataError for a
-    file that is no parquet, StorageError when the rows cannot be written.
+    Runs in a process of its own, unless pyarrow is already imported here. Raises DataError for a
+    file that is not parquet, StorageError if the rows cannot be written.
     """
     if "pyarrow" in sys.modules:
         _unpack(path, rows, ends)
@@ -440,7 +442,7 @@ def _decoded(batch: "RecordBatch", first: int) -> list[dict[str, Any]]:
 
 
 def _values(column: "Array[Any]", name: str, first: int) -> list[Any]:
-    """Return the values of a column; times as texts where Python has none that is so exact."""
+    """Return the values of a column; times as texts if Python's are less precise."""
     from pyarrow import ArrowException, string, types
 
     try:
@@ -453,7 +455,7 @@ def _values(column: "Array[Any]", name: str, first: int) -> list[Any]:
 
 
 def _unreadable_column(column: "Array[Any]", name: str, first: int) -> errors.DataError:
-    """Return the error that names the first value of a column that Python cannot have."""
+    """Return the error that names the first value of a column that Python cannot represent."""
     for number in range(len(column)):
         try:
             column.slice(number, 1).to_pylist()
@@ -471,7 +473,7 @@ def _unreadable_column(column: "Array[Any]", name: str, first: int) -> errors.Da
 
 
 def _without_filled(value: Any, kind: Any) -> Any:
-    """Return a value without the keys that its arrow type fills in as null; maps are maps."""
+    """Return a value without the keys that its arrow type fills in as null; maps stay maps."""
     from pyarrow import types
 
     if value is None:
@@ -488,7 +490,7 @@ def _without_filled(value: Any, kind: Any) -> Any:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Unpack one file; an error of ours goes to standard output, as JSON, with exit code 2."""
+    """Unpack one file; print an error of ours as JSON and exit with code 2."""
     path, rows, ends = (Path(argument) for argument in argv)
     try:
         _unpack(path, rows, ends)
@@ -517,11 +519,11 @@ class RowFile(Protocol):
         ...
 
     def columns(self) -> list[str]:
-        """Return the names of the first row's columns, whatever they hold."""
+        """Return the column names of the first row."""
         ...
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
         ...
 
 
@@ -534,9 +536,9 @@ class Dataset:
         check: Callable[[Iterable[str], str], None] = check_columns,
         parse: Callable[[Mapping[str, Any], str], Record] = parse_record,
     ) -> None:
-        """Open the files; DataError names the one that cannot be used, and why.
+        """Open the files; DataError names an unusable file and the reason.
 
-        `check` raises DataError for columns that are not the wanted ones, `parse` reads a row.
+        `check` raises DataError for wrong columns, `parse` reads a row.
         """
         if not paths:
             raise errors.DataError("a dataset has no files", hint="set env.train_data")
@@ -549,7 +551,7 @@ class Dataset:
         self._parse = parse
 
     def shuffled(self, seed: int, limit: int) -> "Dataset":
-        """Keep the first `limit` rows after a shuffle that the seed alone decides."""
+        """Keep the first `limit` rows after a shuffle that depends on the seed only."""
         total = len(self)
         shuffler = random.Random(seed)  # noqa: S311 - a data order, not a secret
         self._order = shuffler.sample(range(total), min(limit, total))
@@ -570,7 +572,7 @@ class Dataset:
         return replace(record, folder=file.tasks[local].folder) if is_task else record
 
     def row(self, number: int) -> tuple[Mapping[str, Any], str]:
-        """Return row `number` as it stands in its file, and where that is."""
+        """Return row `number` undecoded, and its place."""
         index, local = self._place(number)
         return self._files[index].row(local), f"row {local} of {self.paths[index]}"
 
@@ -586,7 +588,7 @@ class Dataset:
         return index, number - (self._ends[index - 1] if index else 0)
 
     def close(self) -> None:
-        """Give the files back."""
+        """Close the files."""
         self._closing.close()
 
     def _names(self) -> str:
@@ -594,7 +596,7 @@ class Dataset:
 
 
 def _unreadable(error: BaseException, where: str) -> errors.TinkermqError:
-    """Return what is raised of a row whose form was not foreseen."""
+    """Return the error of a row of unforeseen form."""
     if isinstance(error, errors.TinkermqError):
         return error
     return errors.DataError(
@@ -604,7 +606,7 @@ def _unreadable(error: BaseException, where: str) -> errors.TinkermqError:
 
 
 def is_dataset_name(path: Path) -> bool:
-    """Whether a file of this name can be a dataset at all."""
+    """Return whether a file of this name can be a dataset."""
     return path.suffix in _READERS
 
 
@@ -634,7 +636,7 @@ def _open_file(
 
 
 class _StoredRows:
-    """Rows that stand one after the other in a file that is kept open."""
+    """Rows stored one after the other in a file that stays open."""
 
     def __init__(self, path: Path, stored: Path) -> None:
         self._path = path
@@ -662,7 +664,7 @@ class _StoredRows:
 
 
 class _JsonLines(_StoredRows):
-    """The lines of a JSONL file as it is; lines without text belong to the one that follows."""
+    """The lines of a JSONL file; blank lines belong to the line after them."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, path)

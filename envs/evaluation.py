@@ -1,7 +1,7 @@
-"""What an evaluation is made of: tasks, scores with their uncertainty, metrics, comparisons.
+"""Evaluations: tasks, scores with their uncertainty, metrics, comparisons.
 
-Pure functions over episodes that have been played. Several episodes of one task are no independent
-evidence: means and intervals are over tasks.
+Pure functions over played episodes. Several episodes of one task are not independent, so means and
+intervals are over tasks.
 """
 
 import itertools
@@ -30,14 +30,14 @@ _TYPE_KEYS = ("type", "task_type")
 _MAX_NAME = 200
 """Characters of a type, or of a name in `info` that becomes a metric."""
 _MAX_NAMES = 1000
-"""Names in `info` that become metrics."""
+"""Names in `info` that become metrics, at most."""
 _METRIC_BYTES = 14
-"""Of a metric in a message, besides its name."""
+"""Bytes of a metric in a message, besides its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What counts of one episode."""
+    """The results of one episode that count."""
 
     task: int
     """Row of the data, or seed of a generated game."""
@@ -46,9 +46,9 @@ class Scored:
     reward: float
     """Return of the episode."""
     success: bool
-    """Whether it counts as solved."""
+    """Whether it is solved."""
     kind: str = ""
-    """Type of the task; empty where tasks are all alike."""
+    """Type of the task; empty if all tasks are alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ def task_seed(seed: int, task: int) -> int:
 def evaluation_tasks(config: JobConfig, described: DescribeReply, version: int) -> list[Task]:
     """Return the tasks that evaluate a version: rows, or the seeds of a generated game.
 
-    Their number, and with it all that they draw, is the row's, or the place of a generated state;
-    a listed task of a generated game is its seed. Raises ConfigError for rows that are not there.
+    The number of a task, and so its random draws, is that of the row or of the generated state; a
+    listed task of a generated game is its seed. Raises ConfigError for rows that do not exist.
     """
     settings, has_rows = config.evaluation, described.num_train is not None
     num = described.num_train if settings.data == "train" else described.num_val
@@ -116,22 +116,22 @@ def evaluation_tasks(config: JobConfig, described: DescribeReply, version: int) 
 
 
 def is_success(reward: float, info: Mapping[str, Any], above: float) -> bool:
-    """Whether an episode is solved: what the game says in `info["success"]`, else its return."""
+    """Return whether an episode is solved, by `info["success"]` or else by its return."""
     success = number_of(info.get("success"))
     return success if isinstance(success, bool) else reward > above
 
 
 def number_of(value: Any) -> bool | int | float | None:
-    """Return a value of `info` that is a number, None for any other.
+    """Return a number of `info`, None for any other value.
 
-    A number of NumPy's, which travels as an array without dimensions, is one, too.
+    A NumPy number arrives as an array without dimensions and counts.
     """
     plain = value.item() if getattr(value, "shape", None) == () else value
     return plain if isinstance(plain, bool | int | float) else None
 
 
 def kind_of(info: Mapping[str, Any], data_source: str) -> str:
-    """Return the type of a task: what the game says in `info["type"]`, else the data source."""
+    """Return the type of a task: `info["type"]`, else the data source."""
     for key in _TYPE_KEYS:
         if isinstance(info.get(key), str):
             return info[key][:_MAX_NAME]
@@ -139,7 +139,7 @@ def kind_of(info: Mapping[str, Any], data_source: str) -> str:
 
 
 def outcome_shares(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the share of programs' episodes by how they ended (`info["outcome"]`)."""
+    """Return the shares of programs' episodes by their end (`info["outcome"]`)."""
     outcomes = [info.get("outcome") for info in infos]
     counts = Counter(
         outcome for outcome in outcomes if isinstance(outcome, str) and _OUTCOME.fullmatch(outcome)
@@ -148,14 +148,14 @@ def outcome_shares(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def mean_info(infos: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Average what games put into `info` as numbers, each over the episodes that have it.
+    """Average the numbers that games put into `info`, each over the episodes that have it.
 
-    Names are bounded, and so is their number: they become metrics.
+    The length and number of names are bounded, since they become metrics.
     """
     by_key: dict[str, list[float]] = {}
     for info in infos:
-        for key, told in info.items():
-            value = number_of(told)
+        for key, item in info.items():
+            value = number_of(item)
             if value is None or len(key) > _MAX_NAME:
                 continue
             if key in by_key or len(by_key) < _MAX_NAMES:
@@ -164,10 +164,10 @@ def mean_info(infos: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def score_of(item: Trajectory, success_reward: float) -> EpisodeScore:
-    """Return what counts of an episode that was played.
+    """Return the results of a played episode.
 
     A program's episode that failed has no generated token. In a game with roles the type is the
-    role, unless the game says another.
+    role, unless the game sets another.
     """
     outcome = item.info.get("outcome")
     return EpisodeScore(
@@ -185,12 +185,12 @@ def score_of(item: Trajectory, success_reward: float) -> EpisodeScore:
 def validation_metrics(
     tasks: Sequence[Sequence[EpisodeScore | None]], samples: int
 ) -> dict[str, float]:
-    """Summarise the episodes of validation tasks; `samples` of each were asked for.
+    """Summarise the episodes of validation tasks; `samples` of each were requested.
 
-    Episodes that are missing failed: they are counted apart and never as a reward of 0; pass@k is
-    over the tasks whose episodes all ran, and left out for tasks of a game with roles, where each
-    conversation counts by itself. Episodes of programs are missing for a failure of the
-    infrastructure alone; `val_agent/outcome_*` tells how the others ended.
+    Missing episodes failed: they are counted apart and never as a reward of 0. pass@k is over the
+    tasks whose episodes all ran, and left out for games with roles, where each conversation counts
+    by itself. Episodes of programs are missing only after failures of the infrastructure;
+    `val_agent/outcome_*` reports how the others ended.
     """
     done = [score for task in tasks for score in task if score is not None]
     values = {"val/failed_episodes": float(sum(len(task) for task in tasks) - len(done))}
@@ -222,20 +222,20 @@ def validation_metrics(
 
 
 def fitting(values: Mapping[str, float], max_bytes: int) -> dict[str, float]:
-    """Return as many metrics as a message of so many bytes holds, scores over all tasks first.
+    """Return as many metrics as fit into `max_bytes`, scores over all tasks first.
 
-    How many types of tasks, and names in `info`, there are is up to data and game;
-    `val/metrics_left_out` counts what does not fit.
+    The number of task types, and of names in `info`, depends on data and game;
+    `val/metrics_left_out` counts those that do not fit.
     """
     ordered = sorted(values.items(), key=lambda item: item[0].startswith("val_"))
     sizes = itertools.accumulate(len(name.encode()) + _METRIC_BYTES for name, _ in ordered)
-    kept = dict(item for item, size in zip(ordered, sizes, strict=True) if size <= max_bytes)
-    left_out = len(values) - len(kept)
-    return {**kept, "val/metrics_left_out": float(left_out)} if left_out else kept
+    fitting = dict(item for item, size in zip(ordered, sizes, strict=True) if size <= max_bytes)
+    left_out = len(values) - len(fitting)
+    return {**fitting, "val/metrics_left_out": float(left_out)} if left_out else fitting
 
 
 def _metrics_by_kind(done: Sequence[EpisodeScore]) -> dict[str, float]:
-    """Return the scores of each type of task, where there are several."""
+    """Return the scores of each type of task, if there are several."""
     kinds: dict[str, list[EpisodeScore]] = {}
     for score in done:
         kinds.setdefault(score.kind or "other", []).append(score)
@@ -265,8 +265,8 @@ def mean_with_interval(values: Sequence[float] | NDArray[np.float64]) -> Interva
 def share_with_interval(shares: Sequence[float]) -> Interval:
     """Return the mean of one share of successes per task with its 95 % interval (Wilson's).
 
-    It stays between 0 and 1, and has a width where all tasks are solved, or none. Where tasks have
-    several episodes it is wider than it need be.
+    The interval stays between 0 and 1, and has a width even if all tasks or none are solved. It is
+    wider than necessary if tasks have several episodes.
     """
     if not shares:
         return Interval(math.nan, math.nan, math.nan)
@@ -294,15 +294,16 @@ def pass_at_k(successes: Sequence[int], n: int) -> dict[int, float]:
 def summarize(episodes: Iterable[Scored], samples: int = 1) -> dict[str, Any]:
     """Return mean reward, accuracy, pass@k and the same by type, ready for JSON.
 
-    `samples` is the number of episodes asked for per task; pass@k is over the tasks that have
-    them all.
+    `samples` is the number of requested episodes per task; pass@k is over the tasks that have them
+    all.
     """
     scored = list(episodes)
     summary = _scores(scored, samples)
-    kinds = sorted({one.kind for one in scored})
+    kinds = sorted({score.kind for score in scored})
     if len(kinds) > 1:
         summary["by_type"] = {
-            kind: _scores([one for one in scored if one.kind == kind], samples) for kind in kinds
+            kind: _scores([score for score in scored if score.kind == kind], samples)
+            for kind in kinds
         }
     return summary
 
@@ -358,7 +359,7 @@ def _share(episodes: Sequence[Scored]) -> float:
 
 
 def _bootstrap(differences: NDArray[np.float64]) -> Interval:
-    """Return the mean with the middle 95 % of the means of resampled tasks; always the same."""
+    """Return the mean with the middle 95 % of the means of resampled tasks, from a fixed seed."""
     if len(differences) < 2:
         return mean_with_interval(differences)
     rng = np.random.default_rng(0)

@@ -1,8 +1,8 @@
 """The class that a user writes: one game, one instance per episode.
 
-The names are those that users of this field know; a game written against that interface runs
-here after changing its import. What a game returns is checked once, here, and a wrong type is a
-GameError with the game's name in it.
+The method names follow OpenTinker's, so a game written for it runs here after changing its import.
+The values that a game returns are checked once, here; a wrong type is a GameError with the game's
+name.
 """
 
 import contextlib
@@ -43,17 +43,19 @@ class StepResult:
     done: bool
     """The episode has ended."""
     info: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Further values; they are sent, so plain values and arrays only."""
+    """Further plain values and arrays; they are sent."""
     role: Literal["user", "tool"] = "user"
-    """Who says the observation: the user, or a tool that the policy has called."""
+    """The speaker of the observation: the user, or a tool that the policy has called."""
     rewards: dict[str, float] = field(default_factory=dict[str, float], repr=False)
-    """In a game with roles: what each role gets on top; `reward` is the acting role's."""
+    """In a game with roles: further rewards by role; `reward` is the acting role's."""
     tool_results: list[str] = field(default_factory=list[str], repr=False)
-    """In answer to several calls of one turn: the result of each, in order; `role` is tool. The
-    policy sees one message for each of them, and `observation` becomes all of them in one text."""
+    """The result of each call of a turn, in order; `role` is tool.
+
+    The policy sees one message for each, and `observation` is all of them in one text.
+    """
 
     def messages(self) -> list[ChatMessage]:
-        """Return what the policy sees next as chat messages."""
+        """Return the next chat messages of the policy."""
         texts = self.tool_results or [self.observation]
         return [{"role": self.role, "content": text} for text in texts]
 
@@ -71,21 +73,23 @@ class AbstractGame(ABC):
     rng: random.Random
     """The episode's own random generator."""
     isolation: ClassVar[Literal["thread", "process"]] = "thread"
-    """Where the game runs unless the configuration says it: a game that may crash, hang or use
-    much memory says `process`."""
+    """Where the game runs by default: `process` for a game that may crash, hang or use much memory.
+    """
     takes_rows: ClassVar[bool] = False
     """Whether `reset` gets all columns of a row of data, as a map `row`, and none by its name."""
     roles: tuple[str, ...] = ()
-    """Names of the players of a game for several; empty: a game for one.
+    """Names of the players; empty: a single-player game.
 
-    Each role has a conversation, and so a prompt and rewards, of its own.
+    Each role has its own conversation, prompt and rewards.
     """
     role: str = ""
-    """In a game with roles: whose turn it is. `reset` and `step` set it; the observation that they
-    return, and the prompts, are for this role."""
+    """In a game with roles: the role whose turn it is.
+
+    `reset` and `step` set it; their observation, and the prompts, are for this role.
+    """
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
-        """Make an instance that has an `rng` even if its `__init__` never calls ours."""
+        """Make an instance that has an `rng` even if its `__init__` does not call ours."""
         game = super().__new__(cls)
         game.rng = random.Random()  # noqa: S311 - a game's dice, not a secret
         return game
@@ -108,7 +112,7 @@ class AbstractGame(ABC):
 
     @abstractmethod
     def get_initial_user_message(self) -> str:
-        """Return the words that precede the first state."""
+        """Return the text before the first state."""
 
     def get_tools(self) -> list[dict[str, Any]]:
         """Return the tools that the policy may call, as OpenAI's function schemas; always the same.
@@ -120,14 +124,14 @@ class AbstractGame(ABC):
         return []
 
     def finish_early(self) -> StepResult:
-        """Return what an episode earns that a limit on turns or tokens ends before the game does.
+        """Return the final reward of an episode that a limit on turns or tokens ends early.
 
-        Only its reward and info count. By default the turns have earned all.
+        Only its reward and info count. By default it is 0: the turns have earned all.
         """
         return StepResult("", 0.0, done=True)
 
     def complete_prompt(self, messages: list[ChatMessage], opening: str) -> list[ChatMessage]:
-        """Return the prompt of a row of data, completed by what `reset` has returned.
+        """Return the prompt of a row of data, completed by the result of `reset`.
 
         By default it is the row's.
         """
@@ -147,7 +151,7 @@ class AbstractGame(ABC):
         return join_texts(self.get_initial_user_message(), self.render_state_for_prompt(**state))
 
     def get_state(self) -> dict[str, Any]:
-        """Return the present state, for people to look at."""
+        """Return the present state, for display."""
         return {}
 
     def get_interaction_name(self) -> str:
@@ -157,7 +161,7 @@ class AbstractGame(ABC):
     def parse_action(self, raw: str) -> str:
         """Return the action in a generated text; games call it themselves in `step`.
 
-        By default that is what the policy says behind its reasoning.
+        By default it is the text after the reasoning.
         """
         return behind_reasoning(raw).strip()
 
@@ -168,7 +172,7 @@ def join_texts(*texts: str) -> str:
 
 
 def check_text(game: AbstractGame, method: str, value: Any) -> str:
-    """Return what `method` of `game` returned if it is a text that can travel.
+    """Return the result of `method` of `game` if it is a text that can travel.
 
     Raises GameError for anything else.
     """
@@ -179,14 +183,14 @@ def check_text(game: AbstractGame, method: str, value: Any) -> str:
 
 
 def check_map(game: AbstractGame, method: str, value: Any) -> dict[str, Any]:
-    """Return what `method` of `game` returned if it is a dict, else raise GameError."""
+    """Return the result of `method` of `game` if it is a dict, else raise GameError."""
     if not isinstance(value, dict):
         _refuse(game, method, value, "a dict")
     return cast("dict[str, Any]", value)
 
 
 def check_result(game: AbstractGame, value: Any) -> StepResult:
-    """Return the StepResult of a step with its types made exact, else raise GameError."""
+    """Return the StepResult of a step with exact types, else raise GameError."""
     if not isinstance(value, StepResult):
         _refuse(game, "step", value, "a StepResult(observation, reward, done, info)")
     fields: Any = value  # its fields hold whatever the game has put there
@@ -206,14 +210,14 @@ def check_result(game: AbstractGame, value: Any) -> StepResult:
     info = {} if info is None else check_plain_map(game, "step's info", info)
     rewards = {} if fields.rewards is None else _rewards(game, fields.rewards)
     role: Any = fields.role
-    kept = results if len(results) > 1 else []
-    return StepResult(observation, reward, done, info, role, rewards, kept)
+    several = results if len(results) > 1 else []
+    return StepResult(observation, reward, done, info, role, rewards, several)
 
 
 def check_plain_map(game: AbstractGame, method: str, value: Any) -> dict[str, Any]:
-    """Return what `method` returned if it is a dict that can travel, as it arrives.
+    """Return the result of `method` as it arrives if it is a dict that can travel.
 
-    Raises GameError that names the item which cannot.
+    Raises GameError that names the item that cannot.
     """
     values = check_map(game, method, value)
     with _travelling(game, method):
@@ -237,10 +241,10 @@ def check_roles(game: AbstractGame) -> list[str]:
 
 
 def _tool_results(game: AbstractGame, fields: Any) -> list[str]:
-    given: Any = fields.tool_results
-    if fields.role != "tool" or not isinstance(given, list):
-        _refuse(game, "step's tool_results", given, 'a list of texts, role "tool"')
-    results = cast("list[Any]", given)
+    value: Any = fields.tool_results
+    if fields.role != "tool" or not isinstance(value, list):
+        _refuse(game, "step's tool_results", value, 'a list of texts, role "tool"')
+    results = cast("list[Any]", value)
     return [check_text(game, "step's tool_results", result) for result in results]
 
 
@@ -271,7 +275,7 @@ def _truth(game: AbstractGame, value: Any) -> bool:
 
 @contextlib.contextmanager
 def _travelling(game: AbstractGame, what: str) -> Iterator[None]:
-    """Blame the game for what it has returned and cannot travel."""
+    """Raise GameError for a returned value that cannot travel."""
     try:
         yield
     except MessageError as error:
@@ -280,12 +284,12 @@ def _travelling(game: AbstractGame, what: str) -> Iterator[None]:
         ) from error
 
 
-def _refuse(game: AbstractGame, what: str, value: Any, wanted: str) -> NoReturn:
+def _refuse(game: AbstractGame, what: str, value: Any, expected: str) -> NoReturn:
     if inspect.iscoroutine(value):  # it will not be awaited
         value.close()
     raise GameError(
         f"{type(game).__name__}.{what} is {shown(value)} ({type(value).__name__}), it must be "
-        f"{wanted}",
+        f"{expected}",
         hint="correct what the game returns; `tinkermq env check` finds this without a model",
     )
 
@@ -304,9 +308,9 @@ def check_tools(game: AbstractGame) -> list[dict[str, Any]]:
 
 
 def game_failure(name: str, method: str, error: BaseException) -> TinkermqError:
-    """Turn what a game raised into a GameError that carries the end of its traceback.
+    """Turn an exception of a game into a GameError with the end of its traceback.
 
-    An error of ours says by itself what to do, and stays what it is.
+    An error of ours stays as it is: it says what to do.
     """
     ours = root_cause(error)
     if isinstance(ours, TinkermqError):

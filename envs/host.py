@@ -1,10 +1,9 @@
 """The environment host: serves one job's game over the broker.
 
-Resets come on a subject that all hosts of the job share, one of them takes each; steps and closes
-come to the host that holds the episode. A repeated request gets the same answer again, so that a
-caller may ask twice after a lost connection. The games run in a `Runner`, off the event loop; what
-fails there fails its episode and nothing else. The same class serves in an actor of the pool and
-inside a client's process.
+All hosts of the job share the subject of resets, and one of them takes each; steps and closes go to
+the host that holds the episode. A repeated request gets the same answer again, so a caller may
+repeat it after a lost connection. The games run in a `Runner`, off the event loop; a failure there
+fails only its episode. The same class serves in an actor of the pool and in a client's process.
 """
 
 import asyncio
@@ -40,7 +39,7 @@ from .running.runners import BoundedRunner, Runner, TimedRunner, make_runner
 
 
 class HostGone(errors.GameError):
-    """The host that held the episode no longer answers: the episode starts again elsewhere."""
+    """The host of the episode no longer answers: the episode starts again elsewhere."""
 
     code = "host_gone"
 
@@ -52,7 +51,7 @@ class HostGone(errors.GameError):
 
 
 class SinglePlayer:
-    """A game for one."""
+    """A single-player game."""
 
     in_use = False
 
@@ -69,7 +68,7 @@ class SinglePlayer:
         return asyncio.ensure_future(self._runner.step(self._episode, action))
 
     def finish(self) -> "asyncio.Future[StepResult]":
-        """Return what the episode earns that a limit ends."""
+        """Return the reward of an episode that a limit ends."""
         return asyncio.ensure_future(self._runner.finish(self._episode))
 
     def leave(self) -> None:
@@ -87,28 +86,28 @@ class RolePlayer:
         self.prompt: asyncio.Future[list[ChatMessage]] = _promise()
         """Its first prompt; empty if the game ended before its first turn."""
         self.answer: asyncio.Future[StepResult] | None = None
-        """What its last action led to, at its next turn."""
+        """The result of its last action, known at its next turn."""
         self.reward = 0.0
-        """What it was given since it was last answered."""
-        self.taken = False
-        """Whether it has a player."""
+        """Its rewards since its last answer."""
+        self.is_played = False
+        """Whether a generator plays it."""
         self._match = match
 
     def step(self, action: str) -> "asyncio.Future[StepResult]":
-        """Play one action; answered when the next turn comes."""
+        """Play one action; the future is done when the next turn comes."""
         self.answer = _promise()
         self._match.play(self, action)
         return self.answer
 
     def finish(self) -> "asyncio.Future[StepResult]":
-        """Return what earns nothing: in a game with roles the turns have earned all."""
+        """Return a reward of 0: in a game with roles the turns have earned all."""
         finished = _promise()
         finished.set_result(StepResult("", 0.0, done=True))
         return finished
 
     def leave(self) -> None:
-        """Leave, as one whose tokens are used up does: the game ends for all others."""
-        self.taken = False
+        """Leave the game, which ends for all others; a player without tokens left does so."""
+        self.is_played = False
         self._match.lose(self.role)
 
     def settle(self, result: StepResult) -> None:
@@ -118,14 +117,14 @@ class RolePlayer:
             self.reward = 0.0
 
     def fail(self, error: errors.TinkermqError) -> None:
-        """Answer whatever is open with an error."""
+        """Fail all open futures with an error."""
         for promise in (self.prompt, self.answer):
             if promise is not None and not promise.done():
                 promise.set_exception(error)
 
 
 class Match:
-    """A game with several roles: whose turn it is, and who waits for what."""
+    """A game with several roles: their turns and open requests."""
 
     def __init__(self, runner: Runner, episode: str, roles: Sequence[str]) -> None:
         self._runner = runner
@@ -138,8 +137,8 @@ class Match:
 
     @property
     def in_use(self) -> bool:
-        """Whether a role is played: its players have their own leases."""
-        return any(player.taken for player in self._players.values())
+        """Whether a role is played; its players have their own leases."""
+        return any(player.is_played for player in self._players.values())
 
     async def begin(self, opening: Opening) -> list[ChatMessage]:
         """Start the game; each player has its own prompt."""
@@ -154,7 +153,7 @@ class Match:
             raise errors.NotFoundError(
                 f"the game has no role {role!r}", hint=f"its roles are {', '.join(self._players)}"
             )
-        player.taken = True
+        player.is_played = True
         return player
 
     def step(self, action: str) -> "asyncio.Future[StepResult]":
@@ -211,7 +210,7 @@ class Match:
             self._fail(errors.GameError(f"the table of the game's roles broke: {words_of(error)}"))
 
     async def _pass_on(self) -> None:
-        """Give the turn to the role whose it is: its first prompt, or the answer it waits for."""
+        """Give the turn to the next role: set its first prompt, or its last action's answer."""
         role, prompt = await self._runner.turn(self._episode)
         if self._over:
             return
@@ -245,12 +244,12 @@ def _promise() -> "asyncio.Future[Any]":
 
 @dataclass
 class HostedEpisode:
-    """One episode; an episode that has ended is kept so that its last answer can be repeated."""
+    """One episode; it stays after its end so that its last answer can be repeated."""
 
     opening: "asyncio.Future[list[ChatMessage]]"
-    """The first prompt, for those who ask again with the same id."""
+    """The first prompt, for repeated requests with the same id."""
     player: Player
-    """What plays its actions."""
+    """The player of its actions."""
     turn: int = 0
     """Number of the next turn."""
     answer: "asyncio.Future[StepResult] | None" = None
@@ -258,16 +257,16 @@ class HostedEpisode:
     trace: str = ""
     """Trace id of the task, for the log."""
     ended: bool = False
-    """Whether the game is done, or has failed."""
+    """Whether the game is done or has failed."""
     touched: float = field(default_factory=time.monotonic)
-    """When it was last asked for or answered."""
+    """Time of its last request or answer."""
 
     def touch(self) -> None:
         """Renew the lease."""
         self.touched = time.monotonic()
 
     def is_repeat(self, turn: int) -> bool:
-        """Whether `turn` is the last one over again; StateError for one out of order."""
+        """Return whether `turn` repeats the last one; StateError for one out of order."""
         if self.answer is not None and turn == self.turn - 1:
             return True
         if turn != self.turn:
@@ -288,7 +287,7 @@ class HostedEpisode:
         return False
 
     def is_idle(self, now: float, lease_s: float) -> bool:
-        """Whether the lease has run out; never while the game is busy with it."""
+        """Return whether the lease has expired; never while the game computes."""
         busy = (
             self.player.in_use
             or not self.opening.done()
@@ -299,18 +298,18 @@ class HostedEpisode:
 
 MAX_EPISODES = 4096
 MAX_ACTION_BYTES = 256 << 20
-"""Of the actions that are played, or wait for it, at once."""
+"""Bytes of the actions that are played or wait."""
 DRAIN_S = 30.0
 _LEASE_CHECKS = 10
 _LAST_REPLIES_S = 1.0
-"""In which callers hear why the host ends."""
+"""Time for callers to receive the reason of the host's end."""
 
 _log = structlog.get_logger()
 
 
 @dataclass
 class HostCounts:
-    """What a host has done, for heartbeats and logs."""
+    """Counts of a host, for heartbeats and logs."""
 
     resets: int = 0
     steps: int = 0
@@ -319,7 +318,7 @@ class HostCounts:
 
 
 def host_name() -> str:
-    """Return a name that no other host has and that may stand in a subject."""
+    """Return a unique name that may stand in a subject."""
     return f"env-{uuid4().hex[:10]}"
 
 
@@ -342,12 +341,13 @@ class EnvironmentHost:
         drain_s: float = DRAIN_S,
         programs: BoundedRunner | None = None,
     ) -> None:
-        """Prepare a host; `game_class` stands for `config.game` where a client hosts its own, and
-        `reward_function` for `config.reward.function`. `judge_job` is the id of the job that
-        `config.reward.judge` names, where it is known. With `programs` an episode is one of those,
-        and there is no game.
+        """Prepare a host.
 
-        `seed` is the job's: it decides the validation rows, which must be alike on every host.
+        A client that hosts its own game passes `game_class` in place of `config.game`, and
+        `reward_function` in place of `config.reward.function`. `judge_job` is the id of the job
+        that `config.reward.judge` names, if it is known. With `programs`, episodes are runs of a
+        program and not of a game. `seed` is the job's: it selects the validation rows, which must
+        be the same on every host.
         """
         self.name = name or host_name()
         self.counts = HostCounts()
@@ -379,14 +379,15 @@ class EnvironmentHost:
 
     @property
     def num_train(self) -> int | None:
-        """Rows of the training data, once it is ready; None for a game that makes its states."""
+        """Number of training rows, once the data is open; None for a game that generates its
+        states."""
         return self._data.num_train
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Serve until `stopping` is set, then finish the episodes held and return.
+        """Serve until `stopping` is set, then finish the present episodes and return.
 
-        Raises GameError or DataError at once when the game or its data cannot be used, and
-        ConfigError once the source of rewards has refused what it would refuse for every episode.
+        Raises GameError or DataError at once if the game or its data cannot be used, and
+        ConfigError once the source of rewards refuses every episode.
         """
         self._broker.availability.set_patient(True)
         self._data = await asyncio.to_thread(
@@ -428,7 +429,7 @@ class EnvironmentHost:
                 raise unusable
 
     async def _until_stopped(self, stopping: asyncio.Event) -> errors.TinkermqError | None:
-        """Wait until the host is to end; return why rewards make it end, if they do."""
+        """Wait until the host ends; return the error if its rewards end it."""
         if self._rewards is None:
             await stopping.wait()
             return None
@@ -451,7 +452,7 @@ class EnvironmentHost:
         )
 
     async def _drain(self, limit_s: float) -> None:
-        """Go on stepping the episodes held until they have ended, for `limit_s` at most."""
+        """Continue the present episodes until they end, for `limit_s` at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while self.num_running:
@@ -460,7 +461,7 @@ class EnvironmentHost:
         _log.info("host_drained", host=self.name, abandoned=self.num_running)
 
     async def _keep(self) -> None:
-        """Deal with hung games and free episodes whose lease has run out."""
+        """Give up hung games and free episodes with expired leases."""
         next_check = 0.0
         while True:
             self._runner.end_overdue()
@@ -471,7 +472,7 @@ class EnvironmentHost:
             await asyncio.sleep(LOOK_S)
 
     def _renew(self) -> None:
-        """Begin all leases anew: while the broker was away no step could arrive."""
+        """Renew all leases: no step could arrive while the broker was away."""
         for held in self._held.values():
             held.touch()
 
@@ -508,7 +509,7 @@ class EnvironmentHost:
         return most_bytes(self._broker.max_payload_bytes) * 3 // 4
 
     async def _reset(self, request: env.ResetRequest, context: RequestContext) -> env.ResetReply:
-        """Start what is not held yet; return what is ready, and errors."""
+        """Start the episodes that are not held yet; return those that are ready, and errors."""
         trace = trace_of(context.traceparent)
         held = [self._hold(episode, request, trace) for episode in request.episodes]
         await wait_for_some([episode.opening for episode in held], request.wait_s)
@@ -526,7 +527,7 @@ class EnvironmentHost:
         )
 
     def _tools_of(self, request: env.ResetRequest) -> list[dict[str, Any]]:
-        """Return the tools of a row; all episodes of a request have the same one."""
+        """Return the tools of a row, which all episodes of a request share."""
         if not self._facts.environments:
             return self._facts.tools
         try:
@@ -550,7 +551,7 @@ class EnvironmentHost:
         return held
 
     def _join(self, episode: str, request: env.ResetRequest) -> HostedEpisode:
-        """Take a role of a match that is held here."""
+        """Join a role of a match on this host."""
         match = self._held.get(request.table or "")
         if match is None or not isinstance(match.player, Match):
             raise errors.NotFoundError(f"host {self.name} holds no table {request.table!r}")
@@ -561,7 +562,7 @@ class EnvironmentHost:
         )
 
     def _begin(self, episode: str, request: env.ResetRequest) -> HostedEpisode:
-        """Start a game: an episode of its own, or the table of a game with roles."""
+        """Start a game: an episode, or the table of a game with roles."""
         if self._facts.roles:
             player: SinglePlayer | Match = Match(self._games, episode, self._facts.roles)
         else:
@@ -585,7 +586,7 @@ class EnvironmentHost:
     async def _opened(
         self, episode: str, record: Record | None, opening: Awaitable[list[ChatMessage]]
     ) -> list[ChatMessage]:
-        """Return the first prompt of an episode that is to be rewarded from now on."""
+        """Return the first prompt of an episode, and start to reward it."""
         messages = await opening
         if self._rewards is not None and messages:
             self._rewards.begin(episode, record, messages)
@@ -603,7 +604,7 @@ class EnvironmentHost:
             )
 
     async def _step(self, request: env.StepRequest) -> env.StepReply:
-        """Play the actions; return what is ready, and errors."""
+        """Play the actions; return the results that are ready, and errors."""
         columns = zip(
             request.episodes, request.turns, request.actions, request.is_final, strict=True
         )
@@ -635,7 +636,7 @@ class EnvironmentHost:
         return held.answer
 
     def _fitting_bytes(self, action: str) -> int:
-        """Return the bytes in memory of an action that is to be played; StateError without room."""
+        """Return the bytes in memory of an action to play; StateError without room."""
         num_bytes = sys.getsizeof(action)
         if self._action_bytes and self._action_bytes + num_bytes > self._max_action_bytes:
             raise errors.StateError(
@@ -654,7 +655,7 @@ class EnvironmentHost:
     def _answer(
         self, player: Player, episode: str, action: str, final: bool
     ) -> "asyncio.Future[StepResult]":
-        """Play an action, or only reward an episode; with what the game's host adds to it."""
+        """Play an action, or only reward an episode; returns the game's answer with the rewards."""
         if self._rewards is None and not final:
             return player.step(action)
         if final:
@@ -676,7 +677,7 @@ class EnvironmentHost:
     def _settle(
         self, held: HostedEpisode, num_bytes: int, answer: "asyncio.Future[StepResult]"
     ) -> None:
-        """Take notice of the game's answer; an episode whose game failed has ended."""
+        """Record the game's answer; an episode of a failed game has ended."""
         self._action_bytes -= num_bytes
         if answer.cancelled() or answer.exception() is not None:
             self.counts.failures += not held.ended

@@ -1,10 +1,10 @@
-"""A job's environment hosts as their callers see them: reset, step and close over the broker.
+"""Client of a job's environment hosts: reset, step and close over the broker.
 
-What a caller asks for within one turn of its event loop travels in one message: the resets of a
-task's episodes, the steps of all episodes at one host. A host answers within moments what is ready
-and names what is not, so that a slow game delays no other; what was not ready is asked for again,
-which repeats nothing, until the game's own limit is over. A host that has died is found out by the
-next such question.
+The requests of one turn of the event loop travel in one message: the resets of a task's episodes,
+the steps of all episodes at one host. A host answers within moments with the ready results and
+names the others, so a slow game delays no other. Results that were not ready are requested again,
+which repeats nothing, until the game's own limit is over. A dead host is noticed by the next such
+request.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _NOBODY = (NotFoundError, DeadlineError, ConnectionLost)
 
 T = TypeVar("T")
 Action = tuple[str, int, str, bool]
-"""Episode, turn, text, and whether the policy plays no more."""
+"""Episode, turn, text, and whether the episode ends early."""
 Waiting = Callable[[str], AbstractContextManager[None]]
 
 
@@ -56,7 +56,7 @@ class RoleAddress:
 
 @dataclass(frozen=True)
 class Start:
-    """What an episode starts from; alike for all episodes of a task."""
+    """The start of an episode; the same for all episodes of a task."""
 
     split: env.Split
     sample: int | None
@@ -68,7 +68,7 @@ class Start:
     """W3C trace context of the task."""
 
     only_held: bool = False
-    """Start nothing, but ask after an episode that was started before."""
+    """Only find an episode that was started before."""
 
     def request(self, episodes: list[str], wait_s: float) -> env.ResetRequest:
         """Return the message that starts these episodes."""
@@ -94,7 +94,7 @@ class Started:
     messages: list[dict[str, Any]]
     """Chat messages of its first prompt."""
     data_source: str = ""
-    """What the row of the data says of its origin."""
+    """The `data_source` of the row."""
     tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """Function schemas of the tools that the policy may call."""
     rewards_ends: bool = False
@@ -104,8 +104,8 @@ class Started:
 class Environments:
     """Calls to the environment hosts of one job.
 
-    While a job has no host at all, `reset` and `describe` wait: `waiting` names the wait in the
-    actor's heartbeat, and the wait ends when a host comes back.
+    Without any host `reset` and `describe` wait: the actor's heartbeat shows the wait (`waiting`),
+    which ends when a host comes back.
     """
 
     def __init__(
@@ -121,14 +121,14 @@ class Environments:
         self._last_host = ""
 
     async def describe(self) -> env.DescribeReply:
-        """Ask any host what it serves; waits for the first host."""
+        """Return any host's description of the game; waits for the first host."""
         return await self._patiently(self._describe)
 
     async def reset(self, episode: str, start: Start) -> Started:
         """Start an episode on some host; waits while there is none.
 
-        Raises GameError with the game's own words when the game failed, HostGone when the host
-        vanished meanwhile.
+        Raises GameError with the game's message if the game failed, HostGone if the host vanished
+        meanwhile.
         """
         if start.seat is not None:
             return await self._sit(episode, start, start.seat)
@@ -140,7 +140,7 @@ class Environments:
         """Ask a host for an episode that it starts, or has started for another caller.
 
         A host that does not hold it starts it anew, unless `start` says `only_held`. Raises
-        HostGone when there is no such host, or it holds no such episode.
+        HostGone if the host does not exist or does not hold the episode.
         """
         deadline = self._broker.clock() + self._config.reset_timeout_s + _MARGIN_S
         while isinstance(answer, str):
@@ -149,14 +149,14 @@ class Environments:
 
     @property
     def rewards_ends(self) -> bool:
-        """Whether an episode that ends though its game has not still has a reward to get."""
+        """Return whether an episode that a limit ends has a further reward."""
         reward = self._config.reward
         return reward.source != "game" and reward.per == "episode"
 
     async def finish(self, host: str, episode: str, turn: int) -> StepResult:
-        """Get the reward of an episode that ends though its game has not, as its next turn.
+        """Return the reward of an episode that a limit ends, as its next turn.
 
-        Raises RewardError when there is none, HostGone as `step` does.
+        Raises RewardError without one, HostGone as `step` does.
         """
         return await self._step(host, (episode, turn, "", True), self._patience_s)
 
@@ -175,7 +175,7 @@ class Environments:
 
     @property
     def _patience_s(self) -> float:
-        """How long a host may take over one action, whatever waits there."""
+        """Time that a host may take for one action, including its queue."""
         config = self._config
         patience_s = _STEP_PATIENCE * (config.step_timeout_s + _MARGIN_S)
         if config.reward.source != "game":
@@ -196,7 +196,7 @@ class Environments:
         return answer
 
     def close(self, host: str, episode: str) -> None:
-        """Free an episode, without waiting; a lost message is made up for by the lease."""
+        """Free an episode without waiting; if the message is lost, the lease ends it."""
         task = asyncio.create_task(self._close(host, episode), name="close episode")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -217,10 +217,10 @@ class Environments:
         return reply
 
     async def _send_resets(
-        self, _: bytes, asked: list[tuple[str, Start]]
+        self, _: bytes, requests: list[tuple[str, Start]]
     ) -> list[Started | str | TinkermqError]:
-        """Start episodes of one task, spread over as many hosts as the job has of its own."""
-        episodes, start = [episode for episode, _ in asked], asked[0][1]
+        """Start episodes of one task, spread over the job's hosts."""
+        episodes, start = [episode for episode, _ in requests], requests[0][1]
         share = -(-len(episodes) // max(1, self._config.hosts))
         shares = [episodes[at : at + share] for at in range(0, len(episodes), share)]
         answers = await asyncio.gather(*(self._open(start, some) for some in shares))
@@ -241,7 +241,7 @@ class Environments:
     async def _ask_after_reset(
         self, host: str, episode: str, start: Start, deadline: float
     ) -> Started | str:
-        """Ask the host that holds an episode whether it is ready; returns the host if not."""
+        """Ask the host of an episode whether it is ready; returns the host if not."""
         self._check(deadline, host, "reset")
         request = start.request([episode], _HOLD_S)
         try:
@@ -299,19 +299,19 @@ class Environments:
         )
 
     async def _patiently(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Try until a host answers; only its answer, good or bad, ends the wait."""
+        """Retry until a host answers; any answer ends the wait, also an error."""
         try:
             return await attempt()
         except _NOBODY:
             pass
-        with self._waiting(self._missing()):
+        with self._waiting(self._awaited_host()):
             while True:
                 await asyncio.sleep(_RETRY_S)
                 with contextlib.suppress(*_NOBODY):
                     return await attempt()
 
-    def _missing(self) -> str:
-        """Say which host is waited for: who looks at a stuck job starts that one again."""
+    def _awaited_host(self) -> str:
+        """Return the host that is waited for, so that the user of a stuck job can restart it."""
         game = f"a host of {self._config.game or 'its game'}"
         if self._last_host:
             return f"{game} ({self._last_host} was the last one, and has ended)"
@@ -319,7 +319,7 @@ class Environments:
 
 
 def _started(opened: env.Opened, reply: env.ResetReply) -> Started | str | TinkermqError:
-    """Return an episode that has started, the host that is still at it, or an error."""
+    """Return a started episode, the host that still starts it, or an error."""
     if opened.error is not None:
         return opened.error.to_error()
     if opened.prompt is None:
@@ -344,7 +344,7 @@ def _parts(actions: list[Action]) -> list[list[Action]]:
 
 
 def _results(reply: env.StepReply) -> list[StepResult | TinkermqError | None]:
-    """Return for each action the game's answer, an error, or None where it is not ready."""
+    """Return the game's answer to each action, an error, or None if it is not ready."""
     roles = reply.roles or ["user"] * len(reply.observations)
     several = reply.tool_results or [[]] * len(reply.observations)
     columns = zip(

@@ -1,8 +1,8 @@
-"""What a host answers about many episodes at once: what is ready, what went wrong, what lasts.
+"""A host's answers about many episodes: ready results, errors, and unfinished ones.
 
-An answer is bounded: what comes after the first megabyte is marked as not ready, and asked for by
-itself. So one episode's long observation cannot make the message of all others too long. What no
-message holds is an error of its own episode, but for `info`, which is cut and says so.
+An answer is bounded: results after the first megabyte are marked as not ready and requested one by
+one, so that one long observation does not make the message of all others too long. A result that
+exceeds a message is an error of its episode, except that `info` is cut and marked.
 """
 
 import asyncio
@@ -22,25 +22,25 @@ from .running.episodes import TimedOut
 
 MAX_BYTES = 2**20
 MAX_ITEM_BYTES = MAX_MESSAGE_BYTES // 2
-"""Of one episode in one answer."""
+"""Bytes of one episode in one answer."""
 _CONTAINER_BYTES = 8
-"""What a list or map counts besides its bytes: a message may hold so many of them only."""
+"""Bytes that a list or map counts for, as a message may hold a limited number of them."""
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 async def wait_for_some(futures: "Sequence[asyncio.Future[Any]]", seconds: float) -> None:
-    """Wait until all are done, but no longer than this."""
+    """Wait until all futures are done, for a limited time."""
     running = [future for future in futures if not future.done()]
     if running:
         await asyncio.wait(running, timeout=seconds)
 
 
 class ResetAnswer:
-    """Collects what became of the starts of episodes."""
+    """Collects the results of starts of episodes."""
 
     def __init__(self, most: int = MAX_ITEM_BYTES) -> None:
-        """`most` bytes of one episode are sent."""
+        """At most `most` bytes of one episode are sent."""
         self._most = most
         self.prompts: list[list[ChatMessage]] = []
         """Each different first prompt, once."""
@@ -73,10 +73,10 @@ class ResetAnswer:
 
 
 class StepAnswer:
-    """Collects what became of actions."""
+    """Collects the results of actions."""
 
     def __init__(self, most: int = MAX_ITEM_BYTES) -> None:
-        """`most` bytes of one action's answer are sent."""
+        """At most `most` bytes of one action's answer are sent."""
         self._most = most
         self._observations: list[str | None] = []
         self._rewards: list[float] = []
@@ -89,7 +89,7 @@ class StepAnswer:
         self._num_bytes = 0
 
     def add(self, answer: "asyncio.Future[StepResult] | TinkermqError") -> None:
-        """Add the next action: the game's answer, or why it was not asked."""
+        """Add the next action: the game's answer, or the error that refused it."""
         result = self._result(answer)
         self._roles.append(result.role if result else "user")
         self._tool_results.append(result.tool_results if result else [])
@@ -143,7 +143,7 @@ class StepAnswer:
         return None if self._num_bytes > MAX_BYTES and self._observations else result
 
     def _fitting(self, result: StepResult) -> tuple[StepResult, int]:
-        """Return an answer that one message holds, its `info` cut where need be, and its bytes.
+        """Return an answer that fits one message, its `info` cut if necessary, and its bytes.
 
         Raises GameError for an observation that is too long.
         """
@@ -163,7 +163,7 @@ class StepAnswer:
 
 
 def _error_of(answer: "asyncio.Future[Any]") -> BaseException | None:
-    """Return what a future that is done failed with."""
+    """Return the error of a done future."""
     if answer.cancelled():
         return InternalError("the episode's call was cancelled", hint="it can be tried again")
     return answer.exception()
@@ -177,7 +177,7 @@ def _too_large(what: str, num_bytes: int, most: int) -> GameError:
 
 
 def _told(error: BaseException) -> ErrorReply:
-    """Return an error as it travels; what is not ours is the host's own failure, and logged."""
+    """Return an error as it travels; a foreign exception is the host's own failure, and logged."""
     if not isinstance(error, TinkermqError):
         _log.error("episode_failed_in_host", exc_info=error)
         error = InternalError(
@@ -193,10 +193,10 @@ def _num_containers(info: dict[str, Any]) -> int:
     while level:
         count += len(level)
         inner: list[Any] = []
-        for one in level:
-            if isinstance(one, dict):
-                inner += cast("dict[Any, Any]", one).values()
+        for container in level:
+            if isinstance(container, dict):
+                inner += cast("dict[Any, Any]", container).values()
             else:
-                inner += cast("list[Any]", one)
-        level = [one for one in inner if isinstance(one, dict | list)]
+                inner += cast("list[Any]", container)
+        level = [value for value in inner if isinstance(value, dict | list)]
     return count

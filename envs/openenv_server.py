@@ -1,65 +1,547 @@
-"""Serve a game as an OpenEnv environment, over HTTP and WebSockets, with Starlette.
+"""Serve a game as an OpenEnv environment, with the server of the package `openenv`.
 
-The routes and messages are those of `openenv.core.env_server` 0.10, so that its clients and other
-trainers play our games unchanged. `/ws` has sessions; plain HTTP has none: `/reset` answers a first
-prompt, `/step` the first turn of an episode that its parameters name. `/mcp` calls the tools of a
-game that has some, with or without a session.
+A session plays one episode at a time; a client acts with the text of a whole turn, or calls one
+tool of a game that has tools. A call becomes the text that a policy would have written, so the game
+and its rewards are the same for every trainer.
 """
 
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
+
 import asyncio
+import base64
 import contextlib
+import functools
+import inspect
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+import math
+import re
+import secrets
+import socket
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, ClassVar, TypeAlias, TypeVar, cast
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal, cast
 from urllib.parse import urlsplit
+from uuid import uuid4
 
-import structlog
-
-from ..schemas.config.job import EnvConfig
-from ..schemas.http_server import HttpBounds, HttpServer, listening_socket
-from ..schemas.wire import errors
-from ..schemas.wire.codec import read_json
-from ..schemas.wire.foreign import shown
-from .openenv_sessions import (
-    MAX_TASKS,
-    ActionError,
-    Answer,
-    CapacityError,
-    EnvSession,
-    EnvSessions,
-    NoTaskError,
-    ServedGame,
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
 )
 
+from ..schemas.config.job import EnvConfig
+from ..schemas.env import Split
+from ..schemas.tool_calls import CLOSE, OPEN
+from ..schemas.wire.errors import (
+    ConfigError,
+    NotFoundError,
+    StateError,
+    StorageError,
+    TinkermqError,
+)
+from ..schemas.wire.foreign import clean_text, shown
+from ..schemas.wire.images import with_data_urls
+from .data import HostData
+from .dataset import Record
+from .game import ChatMessage, StepResult
+from .registry import load_game
+from .reward_sources import EndpointSource
+from .rewards import FunctionSource, Rewards
+from .running.episodes import LOOK_S, GameFacts, Opening
+from .running.runners import make_runner
+
 try:
-    import websockets  # noqa: F401  # pyright: ignore[reportUnusedImport]  # uvicorn's
-    from starlette.applications import Starlette
-    from starlette.requests import HTTPConnection, Request
-    from starlette.responses import JSONResponse, Response
-    from starlette.routing import Route, WebSocketRoute
-    from starlette.websockets import WebSocket, WebSocketDisconnect
+    import uvicorn
+    from openenv.core.env_server import interfaces, mcp_types, types
+    from openenv.core.env_server.http_server import create_fastapi_app
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
 except ImportError as error:
-    raise errors.ConfigError(
-        "the packages starlette, uvicorn and websockets are not all installed",
-        hint="install them: pip install 'tinkermq[openenv]'",
+    raise ConfigError(
+        f"games are served with the package openenv, which cannot be imported: {error}",
+        hint="pip install 'tinkermq[openenv-server]', in an environment of its own: it installs "
+        "gradio and fastmcp",
     ) from error
 
-API_VERSION = "1.0.0"
-"""Of OpenEnv's HTTP interface."""
-_CLOSE_S = 5.0
-"""How long the end of a connection may take."""
-_MORE_CONNECTIONS = 64
-"""Connections beyond one for each session: health checks, tasks, refusals."""
-_STOP_S = 0.5
+MAX_TASKS = 256
+"""Tasks in one answer."""
+MAX_MESSAGE_BYTES = 4 << 20
+"""Of a message on a WebSocket."""
+_SPLITS: Mapping[str, Split] = {"train": "train", "validation": "val"}
+"""OpenEnv's names of ours."""
+_MAX_SEED = 2**53
+_STOP_S = 1
 
-_log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
-T = TypeVar("T")
-_Json: TypeAlias = dict[str, Any]
-_Handler: TypeAlias = Callable[["Request"], Awaitable["Response"]]
-_OPERATION: _Json = {"responses": {"200": {"description": "As OpenEnv's server answers"}}}
+class TextAction(types.Action):
+    """What the policy says in one turn, reasoning and tool calls included."""
+
+    text: str = Field(
+        validation_alias=AliasChoices("text", "action"), description="The policy's whole turn"
+    )
+
+
+class ToolAction(types.Action):
+    """An action in a game with tools: a whole turn, a call, or a request for the tools."""
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Any:
+        """Validate an action as one of the three."""
+        kinds = {"call_tool": mcp_types.CallToolAction, "list_tools": mcp_types.ListToolsAction}
+        return kinds.get(obj.get("type"), TextAction).model_validate(obj, **options)
+
+    @classmethod
+    def model_json_schema(cls, *args: Any, **options: Any) -> dict[str, Any]:
+        """Return the schemas of a call and of a turn."""
+        schemas = (mcp_types.CallToolAction.model_json_schema(), TextAction.model_json_schema())
+        return {"type": "object", "anyOf": list(schemas)}
+
+
+class GameObservation(types.Observation):
+    """What the policy sees next."""
+
+    text: str = Field(description="The newest message as text")
+    role: Literal["user", "tool"] = Field(description="Who says it")
+    messages: list[dict[str, Any]] = Field(
+        description="Chat messages to append: after a reset the whole first prompt"
+    )
+    player: str = Field(default="", description="In a game for several: whose turn it is")
+    rewards: dict[str, float] = Field(
+        default_factory=dict[str, float],
+        description="In a game for several: what each player gets on top",
+    )
+
+
+class EpisodeState(types.State):
+    """The state of a session's episode."""
+
+    seed: int | None = None
+    split: str | None = None
+    index: int | None = None
+    episode_return: float = Field(default=0.0, description="Sum of the rewards so far")
+    done: bool = False
+
+
+class ResetParameters(BaseModel):
+    """What a reset may say; further names are ignored, and named in the answer's metadata."""
+
+    model_config = ConfigDict(extra="allow")
+
+    seed: int | None = Field(default=None, ge=0, le=_MAX_SEED)
+    episode_id: str | None = Field(default=None, max_length=255)
+    split: str | None = Field(default=None, max_length=64)
+    index: int | None = Field(default=None, ge=0)
+
+
+class NoTaskError(NotFoundError):
+    """A split or a task that the game does not have."""
+
+    status: ClassVar[int] = 400
+
+
+class ServedGame:
+    """A game with its data and rewards, whose episodes run off the event loop."""
+
+    def __init__(self, config: EnvConfig, *, seed: int = 0) -> None:
+        """Prepare; `seed` decides which validation rows are used. Raises GameError, DataError."""
+        if config.reward.source == "judge":
+            raise ConfigError(
+                "env.reward.source=judge asks a model of a pool, and a served game has no pool",
+                hint="serve the game with its own rewards: env.reward.source=game",
+            )
+        self.config = config
+        self.runner = make_runner(config)
+        self.rewards = _rewards(config)
+        self.data = HostData(config, seed)
+        self.facts = GameFacts("", [], [])
+        self.name = ""
+        self.description = ""
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """The event loop that the episodes run on."""
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run episodes in this context. Raises GameError for a game that cannot be made."""
+        try:
+            async with self.rewards or contextlib.nullcontext():
+                self.facts = await self.runner.start()
+                if self.rewards is not None and self.facts.roles:
+                    raise ConfigError(
+                        "env.reward adds to games for one, and this one has several roles",
+                        hint="serve it with its own rewards: env.reward.source=game",
+                    )
+                self.name, self.description = self._named()
+                self.loop = asyncio.get_running_loop()
+                watching = asyncio.create_task(self._end_overdue(), name="end overdue episodes")
+                try:
+                    yield
+                finally:
+                    watching.cancel()
+        finally:
+            await self.runner.stop()
+            self.data.close()
+
+    async def _end_overdue(self) -> None:
+        """End calls of the game that take too long, for ever."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.runner.end_overdue()
+
+    def _named(self) -> tuple[str, str]:
+        game = self.config.game
+        name = re.sub(r"[^\w.-]+", "-", self.facts.name if ":" in game else game) or "game"
+        text = f"{name}, a game of tinkermq"
+        if self.config.isolation != "process":  # one in processes may not be imported here
+            text = (inspect.getdoc(load_game(game)) or text).partition("\n\n")[0]
+        return name, text
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether a policy may call tools."""
+        return bool(self.facts.tools or self.facts.environments)
+
+    def tools(self, record: Record | None = None) -> list[dict[str, Any]]:
+        """Return the tools of an episode on a row, as MCP names their parts."""
+        functions = [tool["function"] for tool in self.facts.tools_of(record)]
+        return [
+            {
+                "name": function["name"],
+                "description": function.get("description", ""),
+                "input_schema": function.get("parameters") or {"type": "object", "properties": {}},
+            }
+            for function in functions
+        ]
+
+    # Rows as tasks. A gold answer stays here: the game judges by it.
+
+    def splits(self) -> list[dict[str, str]]:
+        """Return the splits; none for a game that draws its states."""
+        names = [name for name, split in _SPLITS.items() if self._num_rows(split)]
+        return [{"name": name, "type": name} for name in names]
+
+    def num_tasks(self, split: str) -> int:
+        """Return the number of tasks of a split."""
+        known = [entry["name"] for entry in self.splits()]
+        if split not in known:
+            hint = f"the splits are {', '.join(known)}" if known else "reset it with a seed"
+            raise NoTaskError(f"{self.name} has no split {shown(split)}", hint=hint)
+        return self._num_rows(_SPLITS[split])
+
+    def task(self, split: str, index: int) -> dict[str, Any]:
+        """Return one task; NoTaskError for one that does not exist."""
+        record = self._record(split, index)
+        prompt = with_data_urls(record.messages()) if record.prompt else []
+        return {
+            "id": f"{split}-{index}",
+            "split": split,
+            "index": index,
+            "data_source": record.data_source or self.facts.name,
+            "prompt": prompt,
+        }
+
+    def tasks(self, split: str, start: int | None, stop: int | None) -> list[dict[str, Any]]:
+        """Return the tasks of a slice; NoTaskError for more than `MAX_TASKS`."""
+        numbers = range(*slice(start, stop).indices(self.num_tasks(split)))
+        if len(numbers) > MAX_TASKS:
+            raise NoTaskError(
+                f"{len(numbers):,} tasks were asked for, at most {MAX_TASKS} come at once",
+                hint="ask for a smaller range: start and stop",
+            )
+        return [self.task(split, number) for number in numbers]
+
+    def opening(self, name: str, parameters: ResetParameters) -> tuple[Opening, EpisodeState]:
+        """Return what a reset starts from, and the state that it leads to."""
+        seed = secrets.randbelow(2**31) if parameters.seed is None else parameters.seed
+        split, index = parameters.split, parameters.index
+        episode_id = parameters.episode_id or name
+        if split is None and index is None and not self.data.num_train:
+            return Opening(name, seed), EpisodeState(episode_id=episode_id, seed=seed)
+        split = "train" if split is None else split
+        index = seed % self.num_tasks(split) if index is None else index
+        opening = Opening(name, seed, self._record(split, index), split=_SPLITS[split])
+        return opening, EpisodeState(episode_id=episode_id, seed=seed, split=split, index=index)
+
+    def drop(self, episode: str) -> None:
+        """End an episode."""
+        self.runner.drop(episode)
+        if self.rewards is not None:
+            self.rewards.forget(episode)
+
+    def _record(self, split: str, index: int) -> Record:
+        num = self.num_tasks(split)
+        if not 0 <= index < num:
+            raise NoTaskError(
+                f"there is no task {index} in {split}", hint=f"tasks are numbered 0 to {num - 1}"
+            )
+        return cast("Record", self.data.record(_SPLITS[split], index))
+
+    def _num_rows(self, split: Split) -> int:
+        if self.data.num_train is None:
+            return 0
+        return self.data.num_train if split == "train" else self.data.num_val
+
+
+def _rewards(config: EnvConfig) -> Rewards | None:
+    if config.reward.source == "function":
+        return Rewards(config.reward, FunctionSource(config.reward, None))
+    if config.reward.source == "endpoint":
+        return Rewards(config.reward, EndpointSource(config.reward))
+    return None
+
+
+class ServedEnvironment(interfaces.Environment):
+    """One client's episodes, one after the other."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self, game: ServedGame) -> None:
+        """Play episodes of `game`, none yet."""
+        super().__init__()
+        self._game = game
+        self._state = EpisodeState()
+        self._record: Record | None = None
+        """The row of the episode."""
+        self._episode = ""
+        """The running episode's name in the runner."""
+        self._lock = asyncio.Lock()
+        if game.has_tools:
+            self.mcp_server = _Tools(self)
+
+    @property
+    def state(self) -> EpisodeState:
+        """The state of the episode."""
+        return self._state
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The tools of the episode."""
+        return self._game.tools(self._record)
+
+    def list_splits(self) -> list[dict[str, str]]:
+        """Return the splits; NotImplementedError for a game without rows."""
+        splits = self._game.splits()
+        if not splits:
+            raise NotImplementedError
+        return splits
+
+    def list_tasks(self, split: str) -> list[dict[str, Any]]:
+        """Return the first tasks of a split."""
+        return self._game.tasks(split, 0, MAX_TASKS)
+
+    def num_tasks(self, split: str) -> int:
+        """Return the number of tasks of a split."""
+        return self._game.num_tasks(split)
+
+    def get_task(self, split: str, index: int) -> dict[str, Any]:
+        """Return one task."""
+        return self._game.task(split, index)
+
+    def get_task_range(self, split: str, start: int | None, stop: int | None) -> list[Any]:
+        """Return the tasks of a slice."""
+        return self._game.tasks(split, start, stop)
+
+    def get_metadata(self) -> Any:
+        """Return name and description of the game."""
+        return types.EnvironmentMetadata(
+            name=self._game.name,
+            description=self._game.description,
+            version=version("tinkermq"),
+        )
+
+    def reset(
+        self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any
+    ) -> GameObservation:
+        """Not used: the server awaits `reset_async`."""
+        raise NotImplementedError
+
+    def step(self, action: Any, timeout_s: float | None = None, **kwargs: Any) -> GameObservation:
+        """Not used: the server awaits `step_async`."""
+        raise NotImplementedError
+
+    async def reset_async(
+        self, seed: int | None = None, episode_id: str | None = None, **parameters: Any
+    ) -> GameObservation:
+        """Start an episode, in place of one that runs; return the first prompt."""
+        async with self._lock:
+            return await self._reset({"seed": seed, "episode_id": episode_id, **parameters})
+
+    async def step_async(
+        self, action: Any, timeout_s: float | None = None, **parameters: Any
+    ) -> Any:
+        """Play one action. Before any reset, `parameters` start the episode."""
+        del timeout_s  # the game has limits of its own
+        if isinstance(action, mcp_types.ListToolsAction):
+            tools = [mcp_types.Tool(**tool) for tool in self.tools]
+            return mcp_types.ListToolsObservation(tools=tools)
+        async with self._lock:
+            if self._state.episode_id is None:  # a row may choose the tools
+                await self._reset(parameters)
+            if isinstance(action, mcp_types.CallToolAction):
+                return await self._call_tool(action.tool_name, action.arguments)
+            return await self._observed(await self._step(action.text))
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Call a tool, which is a turn; return the answer as MCP has it, with the reward."""
+        async with self._lock:
+            if self._state.episode_id is None:
+                await self._reset({})
+            called = await self._call_tool(name, arguments)
+        meta = {"reward": called.reward, "done": called.done}
+        return {**called.result, "isError": False, "meta": meta, "_meta": meta}
+
+    def close(self) -> None:
+        """End the episode that runs; called in any thread."""
+        episode, self._episode = self._episode, ""
+        if episode and self._game.loop is not None:
+            self._game.loop.call_soon_threadsafe(self._game.drop, episode)
+
+    async def _reset(self, parameters: Mapping[str, Any]) -> GameObservation:
+        chosen = ResetParameters.model_validate(parameters)
+        self.close()
+        self._state = EpisodeState()
+        game = self._game
+        opening, state = game.opening(uuid4().hex, chosen)
+        self._record = opening.record
+        messages = await game.runner.reset(opening)
+        self._episode, self._state = opening.episode, state
+        if game.rewards is not None:
+            game.rewards.begin(opening.episode, opening.record, messages)
+        player = ""
+        if game.facts.roles:
+            player, messages = await game.runner.turn(opening.episode)
+        metadata = state.model_dump(include={"episode_id", "seed", "split", "index"})
+        if chosen.model_extra:
+            metadata["ignored"] = sorted(clean_text(name, 64) for name in chosen.model_extra)
+        return _observation(messages, player=player, metadata=metadata)
+
+    async def _step(self, text: str) -> StepResult:
+        if self._state.done:
+            raise StateError("the episode is over", hint="reset the session for another one")
+        if not self._episode:
+            raise StateError("the episode has failed", hint="reset the session for another one")
+        game, episode = self._game, self._episode
+        playing = game.runner.step(episode, text)
+        if game.rewards is not None:
+            playing = game.rewards.step(episode, text, playing)
+        try:
+            result = await playing
+        except BaseException:
+            self.close()
+            raise
+        self._state.step_count += 1
+        self._state.episode_return += result.reward
+        self._state.done = result.done
+        if result.done:
+            self.close()
+        return result
+
+    async def _call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+        known = [tool["name"] for tool in self.tools]
+        if name not in known:
+            message = f"there is no tool {shown(name)}; the tools are {', '.join(known)}"
+            error = mcp_types.ToolError(error_type="tool_not_found", message=message)
+            return mcp_types.CallToolObservation(tool_name=name, error=error, done=self._state.done)
+        result = await self._step(written_call(name, arguments))
+        return mcp_types.CallToolObservation(
+            tool_name=name,
+            result=tool_result(result.observation),
+            reward=result.reward,
+            done=result.done,
+            metadata=_json_value(result.info),
+        )
+
+    async def _observed(self, result: StepResult) -> GameObservation:
+        messages, player = result.messages(), ""
+        if self._game.facts.roles and not result.done:
+            player, opening = await self._game.runner.turn(self._episode)
+            messages = opening or messages
+        observation = _observation(messages, player=player, metadata=_json_value(result.info))
+        return observation.model_copy(
+            update={
+                "text": result.observation,
+                "role": result.role,
+                "rewards": dict(result.rewards),
+                "reward": result.reward,
+                "done": result.done,
+            }
+        )
+
+
+class _Tools:
+    """The tools of an environment, in the form in which OpenEnv reads those of FastMCP."""
+
+    def __init__(self, environment: ServedEnvironment) -> None:
+        self._environment = environment
+
+    async def get_tools(self) -> dict[str, Any]:
+        return {
+            tool["name"]: SimpleNamespace(
+                name=tool["name"],
+                description=tool["description"],
+                parameters=tool["input_schema"],
+                fn=functools.partial(self._call, tool["name"]),
+            )
+            for tool in self._environment.tools
+        }
+
+    async def _call(self, tool: str, /, **arguments: Any) -> dict[str, Any]:
+        return await self._environment.call_tool(tool, arguments)
+
+
+def written_call(name: str, arguments: dict[str, Any]) -> str:
+    """Return the turn of a policy that makes this call; no text in it can end the tag."""
+    call = json.dumps({"name": name, "arguments": arguments}).replace("<", "\\u003c")
+    return f"{OPEN}{call}{CLOSE}"
+
+
+def tool_result(text: str) -> dict[str, Any]:
+    """Return a tool's answer as MCP's clients take it."""
+    return {
+        "content": [{"type": "text", "text": text}],
+        "structured_content": None,
+        "meta": None,
+        "data": text,
+        "is_error": False,
+    }
+
+
+def _observation(
+    messages: list[ChatMessage], *, player: str, metadata: dict[str, Any]
+) -> GameObservation:
+    urls = with_data_urls(messages)
+    newest = urls[-1]["content"] if urls else ""
+    text = newest if isinstance(newest, str) else _texts(cast("list[Any]", newest))
+    return GameObservation(text=text, role="user", messages=urls, player=player, metadata=metadata)
+
+
+def _texts(parts: list[Any]) -> str:
+    """Return the texts of a message with images, which its `messages` have."""
+    return "".join(str(part.get("text", "")) for part in parts if part.get("type") == "text")
+
+
+def _json_value(value: Any) -> Any:
+    """Return a value that travels, as JSON has it: bytes in base64, arrays as lists."""
+    if isinstance(value, Mapping):
+        items = cast("Mapping[str, Any]", value).items()
+        return {str(key): _json_value(item) for key, item in items}
+    if isinstance(value, list | tuple):
+        return [_json_value(item) for item in cast("list[Any]", value)]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if hasattr(value, "tolist"):  # an array, or a number of NumPy's
+        return _json_value(value.tolist())
+    return value
+
+
+# -- the server ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -69,11 +551,7 @@ class ServerBounds:
     max_sessions: int = 64
     """Sessions at once; OpenEnv's `max_concurrent_envs`."""
     idle_s: float = 600.0
-    """A session that is not used for so long is closed."""
-    stalled_s: float = 60.0
-    """A client that takes nothing of an answer for so long loses its session."""
-    max_message_bytes: int = 4 << 20
-    """Of a message, or of a request's body."""
+    """A session without a connection that is not used for so long is closed."""
 
 
 class OpenEnvServer:
@@ -85,478 +563,85 @@ class OpenEnvServer:
         """Prepare to serve `config.game`. Raises GameError, DataError, ConfigError."""
         self.bounds = bounds or ServerBounds()
         self.game = ServedGame(config, seed=seed)
-        self.sessions = EnvSessions(
-            self.game, most=self.bounds.max_sessions, idle_s=self.bounds.idle_s
-        )
 
     @contextlib.asynccontextmanager
     async def listening(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[int]:
         """Serve in this context; yield the port. Raises StorageError for one in use."""
-        most = self.bounds.max_sessions + _MORE_CONNECTIONS
-        http = HttpServer(
-            "server",
-            self.application(),
-            HttpBounds(max_running=most),
-            ws="websockets-sansio",
-            ws_max_size=self.bounds.max_message_bytes,
-        )
         async with self.game.running():
-            watching = asyncio.create_task(self.sessions.watch(), name="end overdue sessions")
-            try:
-                listening = listening_socket(host, port)
-                await http.listen(listening)
-                yield int(listening.getsockname()[1])
-            finally:
-                await http.stop(_STOP_S)
-                watching.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await watching
+            with contextlib.closing(_listening_socket(host, port)) as listening:
+                config = uvicorn.Config(
+                    self.application(),
+                    log_config=None,
+                    ws_max_size=MAX_MESSAGE_BYTES,
+                    timeout_graceful_shutdown=_STOP_S,
+                )
+                server = _Server(config)
+                serving = asyncio.create_task(server.serve(sockets=[listening]), name="openenv")
+                try:
+                    yield int(listening.getsockname()[1])
+                finally:
+                    server.should_exit = True
+                    await serving
 
-    def application(self) -> Starlette:
-        """Return the ASGI application."""
-        named = "/{env_name}"
-        posts = {
-            "/reset": self._reset,
-            "/step": self._step,
-            "/mcp": self._mcp,
-            f"{named}/tasks": self._tasks,
-            f"{named}/num_tasks": self._num_tasks,
-            f"{named}/task": self._task,
-            f"{named}/task_range": self._task_range,
-        }
-        gets = {
-            "/state": self._state,
-            "/schema": self._schema,
-            "/metadata": self._metadata,
-            "/health": self._health,
-            "/openapi.json": self._openapi,
-            "/list_environments": self._names,
-            f"{named}/splits": self._splits,
-        }
-        routes = [Route(path, _answering(one), methods=["POST"]) for path, one in posts.items()]
-        routes += [Route(path, _answering(one), methods=["GET"]) for path, one in gets.items()]
-        self._paths = {path: {"post": _OPERATION} for path in posts}
-        self._paths |= {path: {"get": _OPERATION} for path in gets}
-        sockets = [WebSocketRoute("/ws", self._ws), WebSocketRoute("/mcp", self._mcp_socket)]
-        return Starlette(routes=[*routes, *sockets])
-
-    # Routes without a session.
-
-    async def _reset(self, request: Request) -> Response:
-        with self._session() as session:
-            return JSONResponse(await session.reset(await self._body(request)))
-
-    async def _step(self, request: Request) -> Response:
-        asked = await self._body(request)
-        action = asked.pop("action", None)
-        if not isinstance(action, dict):
-            raise ActionError("action: an object is needed", hint='send {"action": {"text": "…"}}')
-        for name in ("timeout_s", "request_id"):  # OpenEnv's own; the game has its time limits
-            asked.pop(name, None)
-        with self._session() as session:
-            return JSONResponse(await session.act(cast("_Json", action), asked))
-
-    async def _state(self, request: Request) -> Response:
-        del request
-        return JSONResponse(EnvSession(self.game).state.model_dump())
-
-    async def _schema(self, request: Request) -> Response:
-        del request
-        return JSONResponse(self.game.schemas())
-
-    async def _metadata(self, request: Request) -> Response:
-        del request
-        return JSONResponse(
-            {
-                "name": self.game.name,
-                "description": self.game.description,
-                "readme_content": None,
-                "version": version("tinkermq"),
-                "author": None,
-                "documentation_url": None,
-            }
+    def application(self) -> Any:
+        """Return the ASGI application; the game has to run."""
+        app = create_fastapi_app(
+            functools.partial(ServedEnvironment, self.game),
+            ToolAction if self.game.has_tools else TextAction,
+            GameObservation,
+            concurrency_config=types.ConcurrencyConfig(
+                max_concurrent_envs=self.bounds.max_sessions, session_timeout=self.bounds.idle_s
+            ),
+            env_name=self.game.name,
+            state_cls=EpisodeState,
+            mode="simulation",
         )
+        for kind in (TinkermqError, ValidationError):
+            app.add_exception_handler(kind, _answer_error)
+        app.add_middleware(_SameSite)
+        return app
 
-    async def _health(self, request: Request) -> Response:
-        del request
-        return JSONResponse({"status": "healthy"})
 
-    async def _openapi(self, request: Request) -> Response:
-        del request
-        info = {"title": f"{self.game.name}, an OpenEnv environment", "version": API_VERSION}
-        return JSONResponse({"openapi": "3.1.0", "info": info, "paths": self._paths})
-
-    # Tasks.
-
-    async def _names(self, request: Request) -> Response:
-        del request
-        return JSONResponse([self.game.name])
-
-    async def _splits(self, request: Request) -> Response:
-        self._check_name(request)
-        return JSONResponse(self.game.splits())
-
-    async def _tasks(self, request: Request) -> Response:
-        split = _text(await self._of_this(request), "split")
-        tasks = self.game.tasks(split, 0, MAX_TASKS)  # a preview, where there are more
-        return JSONResponse({"tasks": tasks, "env_name": self.game.name})
-
-    async def _num_tasks(self, request: Request) -> Response:
-        split = _text(await self._of_this(request), "split")
-        return JSONResponse({"num_tasks": self.game.num_tasks(split)})
-
-    async def _task(self, request: Request) -> Response:
-        asked = await self._of_this(request)
-        index = _number(asked, "index")
-        if index is None:
-            raise ActionError("index: a number is needed")
-        return JSONResponse({"task": self.game.task(_text(asked, "split"), index)})
-
-    async def _task_range(self, request: Request) -> Response:
-        asked = await self._of_this(request)
-        bounds = _number(asked, "start"), _number(asked, "stop")
-        return JSONResponse({"tasks": self.game.tasks(_text(asked, "split"), *bounds)})
-
-    async def _of_this(self, request: Request) -> _Json:
-        self._check_name(request)
-        return await self._body(request)
-
-    def _check_name(self, request: Request) -> None:
-        name = str(request.path_params["env_name"])
-        if name.lower() != self.game.name.lower():
-            raise errors.NotFoundError(
-                f"there is no environment {shown(name)} here", hint=f"it is {self.game.name}"
-            )
-
-    # Sessions on a WebSocket.
-
-    async def _ws(self, socket: WebSocket) -> None:
-        async def answer(session: EnvSession, text: str) -> _Json | None:
-            return await _answer_message(session, self._mcp_answer, text)
-
-        await self._hold(socket, answer, _error_message)
-
-    async def _mcp_socket(self, socket: WebSocket) -> None:
-        async def answer(session: EnvSession, text: str) -> _Json | None:
-            return await self._mcp_answer(read_json(text), session)
-
-        await self._hold(socket, answer, lambda error: _rpc_error(None, error))
-
-    async def _hold(
-        self,
-        socket: WebSocket,
-        answer: Callable[[EnvSession, str], Awaitable[_Json | None]],
-        refusal: Callable[[errors.TinkermqError], _Json],
-    ) -> None:
-        """Answer the messages of a connection until it closes or is idle for too long."""
-        if _is_of_another_site(socket):
-            await socket.close()  # before it is accepted: status 403
-            return
-        await socket.accept()
-        name = socket.query_params.get("session_id")
-        try:
-            session = self.sessions.attach(name) if name else self.sessions.open()
-        except errors.TinkermqError as error:
-            with contextlib.suppress(WebSocketDisconnect):
-                await self._send(socket, refusal(_session_error(error)))
-                await _close(socket)
-            return
-        session.is_attached = True
-        try:
-            await self._converse(socket, session, answer, refusal)
-            await _close(socket)
-        except TimeoutError:
-            _log.info("session_unused", session=session.id, idle_s=self.bounds.idle_s)
-            await _close(socket, 1001)
-        except WebSocketDisconnect:
-            pass
-        finally:
-            session.is_attached = False
-            if name is None:
-                self.sessions.close(session)
-
-    async def _converse(
-        self,
-        socket: WebSocket,
-        session: EnvSession,
-        answer: Callable[[EnvSession, str], Awaitable[_Json | None]],
-        refusal: Callable[[errors.TinkermqError], _Json],
-    ) -> None:
-        """Answer messages until one asks for the end; TimeoutError without any for too long."""
-        while True:
-            async with asyncio.timeout(self.bounds.idle_s):
-                text = await _receive(socket)
-            reply = await _answered(session, text, answer, refusal)
-            if reply is None:
-                return
-            await self._send(socket, reply)
-
-    async def _send(self, socket: WebSocket, message: _Json) -> None:
-        """Send a message; a client that takes nothing counts as gone: WebSocketDisconnect."""
-        try:
-            async with asyncio.timeout(self.bounds.stalled_s):
-                await socket.send_text(json.dumps(message))
-        except TimeoutError as error:
-            raise WebSocketDisconnect(1006) from error
-
-    # MCP's JSON-RPC.
-
-    async def _mcp(self, request: Request) -> Response:
-        try:
-            value: Any = read_json(await self._text(request))
-        except errors.MessageError as error:
-            return JSONResponse(_rpc_error(None, error))
-        return JSONResponse(await self._mcp_answer(value, None))
-
-    async def _mcp_answer(self, value: Any, session: EnvSession | None) -> _Json:
-        call = cast("_Json", value) if isinstance(value, dict) else {}
-        number: Any = call.get("id")
-        number = number if isinstance(number, str | int) else None
-        method, parameters = call.get("method"), call.get("params", {})
-        if call.get("jsonrpc") != "2.0" or not isinstance(method, str):
-            return _rpc_error(number, _NoRequestError("jsonrpc must be 2.0, and method a text"))
-        if not isinstance(parameters, dict):
-            return _rpc_error(number, ActionError("params must be an object"))
-        try:
-            result = await self._call(method, cast("_Json", parameters), session)
-        except errors.TinkermqError as error:
-            return _rpc_error(number, error)
-        return {"jsonrpc": "2.0", "id": number, "result": result}
-
-    async def _call(self, method: str, parameters: _Json, session: EnvSession | None) -> Any:
-        if method == "openenv/session/create":
-            opened = session or self.sessions.open()
-            return {"session_id": opened.id}
-        if method == "openenv/session/close":
-            return self._close(_text(parameters, "session_id"))
-        if not self.game.has_tools:
-            raise errors.StateError("this game has no tools", hint="act with a text over /ws")
-        if method not in ("tools/list", "tools/call"):
-            raise _NoMethodError(f"there is no method {shown(method)}")
-        if session is None and parameters.get("session_id"):
-            session = self.sessions.find(_text(parameters, "session_id"))
-        if method == "tools/list":
-            tools = self.game.tools() if session is None else session.tools
-            return {"tools": [{**tool, "inputSchema": tool["input_schema"]} for tool in tools]}
-        arguments = parameters.get("arguments", {})
-        if not isinstance(arguments, dict):
-            raise ActionError("arguments: an object is needed")
-        with contextlib.nullcontext(session) if session else self._session() as playing:
-            return _mcp_result(
-                await playing.call_tool(_text(parameters, "name"), cast("_Json", arguments), {})
-            )
-
-    def _close(self, name: str) -> _Json:
-        session = self.sessions.find(name)
-        if session.is_attached:
-            raise ActionError(
-                f"session {name} is held by a connection", hint="close the connection"
-            )
-        self.sessions.close(session)
-        return {"session_id": name, "closed": True}
+class _Server(uvicorn.Server):
+    """uvicorn's server, without its signal handlers: the caller has its own."""
 
     @contextlib.contextmanager
-    def _session(self) -> Iterator[EnvSession]:
-        session = self.sessions.open()
-        try:
-            yield session
-        finally:
-            self.sessions.close(session)
-
-    async def _body(self, request: Request) -> _Json:
-        text = await self._text(request)
-        value: Any = read_json(text) if text.strip() else {}
-        if not isinstance(value, dict):
-            raise ActionError("an object is needed")
-        return cast("_Json", value)
-
-    async def _text(self, request: Request) -> str:
-        if _is_of_another_site(request):
-            raise errors.DeniedError("a page of another site may not play here")
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > self.bounds.max_message_bytes:
-                raise _TooLargeError(
-                    f"the body has more than {self.bounds.max_message_bytes:,} bytes"
-                )
-        return body.decode(errors="replace")
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
-class _TooLargeError(errors.MessageError):
-    """A body over its bound."""
+class _SameSite:
+    """Refuse requests that a browser sends for a page of another site."""
 
-    status: ClassVar[int] = 413
+    def __init__(self, app: Any) -> None:
+        self._app = app
 
-
-class _SessionError(errors.TinkermqError):
-    """A session that a connection cannot have."""
-
-
-class _UnknownTypeError(ActionError):
-    """A message of a type that there is not."""
-
-
-class _NoRequestError(ActionError):
-    """JSON that is no request of JSON-RPC."""
-
-
-class _NoMethodError(errors.NotFoundError):
-    """A method that there is not."""
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        headers = {name: value.decode("latin-1") for name, value in scope.get("headers", ())}
+        origin = headers.get(b"origin")
+        if origin is None or urlsplit(origin).netloc == headers.get(b"host"):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            detail = {"detail": "a page of another site may not play here"}
+            await JSONResponse(detail, status_code=403)(scope, receive, send)
 
 
-_SOCKET_CODES: tuple[tuple[type[errors.TinkermqError], str], ...] = (
-    (CapacityError, "CAPACITY_REACHED"),
-    (_SessionError, "SESSION_ERROR"),
-    (_UnknownTypeError, "UNKNOWN_TYPE"),
-    (errors.MessageError, "INVALID_JSON"),
-    (ActionError, "VALIDATION_ERROR"),
-    (NoTaskError, "VALIDATION_ERROR"),
-    (errors.TinkermqError, "EXECUTION_ERROR"),
-)
-"""OpenEnv's codes of our errors, the first that fits."""
-_RPC_CODES: tuple[tuple[type[errors.TinkermqError], int], ...] = (
-    (CapacityError, -32000),
-    (errors.MessageError, -32700),
-    (_NoRequestError, -32600),
-    (_NoMethodError, -32601),
-    (ActionError, -32602),
-    (errors.NotFoundError, -32602),
-    (errors.TinkermqError, -32603),
-)
-"""Those of JSON-RPC."""
+async def _answer_error(request: Request, error: Exception) -> JSONResponse:
+    del request
+    if not isinstance(error, TinkermqError):
+        return JSONResponse({"detail": str(error)}, status_code=422)
+    detail = f"{error.message}: {error.hint}" if error.hint else error.message
+    return JSONResponse({"detail": detail}, status_code=error.status)
 
 
-async def _answer_message(
-    session: EnvSession, mcp: Callable[[Any, EnvSession | None], Awaitable[_Json]], text: str
-) -> _Json | None:
-    """Answer a message of `/ws`; None for the one that closes the session."""
-    message: Any = read_json(text)
-    fields = cast("_Json", message) if isinstance(message, dict) else {}
-    kind, data = fields.get("type"), fields.get("data", {})
-    if not isinstance(data, dict):
-        raise ActionError("data: an object is needed")
-    values = cast("_Json", data)
-    match kind:
-        case "reset":
-            return _observation_message(await session.reset(values))
-        case "step":
-            return _observation_message(await session.act(values, {}))
-        case "state":
-            return {"type": "state", "data": session.state.model_dump()}
-        case "mcp":
-            return {"type": "mcp", "data": await mcp(values, session)}
-        case "close":
-            return None
-        case _:
-            raise _UnknownTypeError(
-                f"there is no message of type {shown(kind)}",
-                hint="send reset, step, state, mcp or close",
-            )
-
-
-def _observation_message(answer: Answer) -> _Json:
-    return {"type": "observation", "data": answer}
-
-
-async def _answered(
-    session: EnvSession,
-    text: str,
-    answer: Callable[[EnvSession, str], Awaitable[_Json | None]],
-    refusal: Callable[[errors.TinkermqError], _Json],
-) -> _Json | None:
+def _listening_socket(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return await answer(session, text)
-    except errors.TinkermqError as error:
-        return refusal(error)
-
-
-def _error_message(error: errors.TinkermqError) -> _Json:
-    data: _Json = {"message": _words(error), "code": _code(_SOCKET_CODES, error)}
-    if isinstance(error, ActionError) and error.details:
-        data["errors"] = list(error.details)
-    return {"type": "error", "data": {**data, **_capacity(error)}}
-
-
-def _session_error(error: errors.TinkermqError) -> errors.TinkermqError:
-    """Return the error of a session that is not there, or held; one of capacity stays."""
-    if isinstance(error, CapacityError):
-        return error
-    return _SessionError(error.message, hint=error.hint)
-
-
-def _rpc_error(number: str | int | None, error: errors.TinkermqError) -> _Json:
-    code = _code(_RPC_CODES, error)
-    fields = {"code": code, "message": _words(error), "data": _capacity(error) or None}
-    return {"jsonrpc": "2.0", "id": number, "error": fields}
-
-
-def _capacity(error: errors.TinkermqError) -> _Json:
-    if not isinstance(error, CapacityError):
-        return {}
-    return {"active_sessions": error.num_open, "max_sessions": error.most}
-
-
-def _code(codes: Iterable[tuple[type[errors.TinkermqError], T]], error: errors.TinkermqError) -> T:
-    return next(code for kind, code in codes if isinstance(error, kind))
-
-
-def _words(error: errors.TinkermqError) -> str:
-    return f"{error.message}: {error.hint}" if error.hint else error.message
-
-
-def _mcp_result(answer: Answer) -> _Json:
-    """Return the answer of a call as MCP has it, with the reward beside it."""
-    observation = answer["observation"]
-    if observation["error"] is not None:
-        raise errors.NotFoundError(observation["error"]["message"])
-    meta = {"reward": answer["reward"], "done": answer["done"]}
-    return {**observation["result"], "isError": False, "meta": meta, "_meta": meta}
-
-
-def _answering(handler: _Handler) -> _Handler:
-    """Return a handler that answers an error of ours with its status."""
-
-    async def answer(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except errors.TinkermqError as error:
-            detail = {"detail": _words(error), **_capacity(error)}
-            return JSONResponse(detail, status_code=error.status)
-
-    return answer
-
-
-def _is_of_another_site(connection: HTTPConnection) -> bool:
-    """Whether a browser sends this for a page of another site, which could play unseen."""
-    origin = connection.headers.get("origin")
-    return origin is not None and urlsplit(origin).netloc != connection.headers.get("host")
-
-
-async def _receive(socket: WebSocket) -> str:
-    message = await socket.receive()
-    if message["type"] == "websocket.disconnect":
-        raise WebSocketDisconnect(message.get("code", 1005))
-    text = message.get("text")
-    return text if text is not None else bytes(message["bytes"]).decode(errors="replace")
-
-
-async def _close(socket: WebSocket, code: int = 1000) -> None:
-    """Close a connection, unless its client takes not even that."""
-    with contextlib.suppress(WebSocketDisconnect, TimeoutError):
-        async with asyncio.timeout(_CLOSE_S):
-            await socket.close(code)
-
-
-def _text(asked: _Json, name: str) -> str:
-    value = asked.get(name)
-    if not isinstance(value, str):
-        raise ActionError(f"{name}: a text is needed")
-    return value
-
-
-def _number(asked: _Json, name: str) -> int | None:
-    value = asked.get(name)
-    if value is not None and type(value) is not int:
-        raise ActionError(f"{name}: a whole number is needed")
-    return value
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise StorageError(
+            f"cannot listen on {host}:{port}: {reason}", hint="choose a free port"
+        ) from error

@@ -94,18 +94,18 @@ def _generated(game: AbstractGame, state: dict[str, Any], opening: str) -> list[
 
 
 def _initial(game: AbstractGame) -> str:
-    said: Any = game.get_initial_user_message()
-    return "" if said is None else check_text(game, "get_initial_user_message", said)
+    message: Any = game.get_initial_user_message()
+    return "" if message is None else check_text(game, "get_initial_user_message", message)
 
 
 def _system(game: AbstractGame) -> list[ChatMessage]:
-    said: Any = game.get_system_prompt()
-    text = "" if said is None else check_text(game, "get_system_prompt", said)
+    message: Any = game.get_system_prompt()
+    text = "" if message is None else check_text(game, "get_system_prompt", message)
     return [{"role": "system", "content": text}] if text else []
 
 
 def _describes_itself(game_class: type[AbstractGame]) -> bool:
-    """Whether the class words its first state otherwise than by the text of `reset`."""
+    """Return whether the class words its first state otherwise than by the text of `reset`."""
     return (
         game_class.get_user_message_with_state is not AbstractGame.get_user_message_with_state
         or game_class.render_state_for_prompt is not AbstractGame.render_state_for_prompt

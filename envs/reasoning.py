@@ -37,12 +37,12 @@ def behind_reasoning(text: str) -> str:
     begins = _BEGINS.match(text)
     if begins is None:
         return text
-    _, closed, said = text.rpartition(MARKS[begins[1]])
-    return said if closed else ""
+    _, closed, answer = text.rpartition(MARKS[begins[1]])
+    return answer if closed else ""
 
 
 def tagged(text: str, tag: str) -> str | None:
-    """Return what stands in the last `<tag>…</tag>`, without surrounding blanks, or None."""
+    """Return the stripped content of the last `<tag>…</tag>`, or None."""
     matches = re.findall(
         rf"<{tag}>(.*?)</{tag}>", behind_reasoning(text), flags=re.DOTALL | re.IGNORECASE
     )

@@ -94,12 +94,12 @@ def check_registered(game: str) -> None:
 
 
 FOREIGN = {"trl": "tinkermq.envs.adapters.trl_environments"}
-"""What stands before the name of a class that is no game, as in `trl:module:Class`: the module
-whose `game_of` makes a game of the rest, and whose `modules_of` says what it imports."""
+"""Prefixes of classes of other libraries, as in `trl:module:Class`, with the module whose `game_of`
+makes a game of the class and whose `modules_of` lists its imports."""
 
 
 def plays_any_row(game: str) -> bool:
-    """Whether rows of any columns are given to the game, as a whole."""
+    """Return whether rows of any columns are given to the game, as a whole."""
     return game.partition(":")[0] in FOREIGN
 
 
@@ -209,11 +209,11 @@ def import_object(target: str) -> tuple[ModuleType, Any]:
     """
     module_name, _, name = target.partition(":")
     module = _import_module(module_name, target)
-    found: Any = module
+    target_object: Any = module
     with _blaming_import(target):
         for part in name.split("."):
-            found = getattr(found, part, None)
-    return module, found
+            target_object = getattr(target_object, part, None)
+    return module, target_object
 
 
 def _import_class(target: str) -> type[AbstractGame]:

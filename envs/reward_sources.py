@@ -95,7 +95,7 @@ def read_score(answer: Any, whose: str) -> Score:
     if not math.isfinite(number):
         text = shown(cast("object", answer))
         raise errors.RewardError(
-            f"{whose} answered {text}, which is no finite reward",
+            f"{whose} answered {text}, which is not a finite reward",
             hint="answer a number, or a map whose `score` or `reward` is one",
         )
     try:
@@ -228,7 +228,7 @@ def refused_field(text: str) -> str:
     if param is None and isinstance(detail, list) and detail:
         first = cast("list[Any]", detail)[0]
         loc = cast("dict[str, Any]", first).get("loc") if isinstance(first, dict) else None
-        names = [one for one in cast("list[Any]", loc or []) if isinstance(one, str)]
+        names = [name for name in cast("list[Any]", loc or []) if isinstance(name, str)]
         param = next((name for name in names if name != "body"), None)
     return param.partition("[")[0].partition(".")[0] if isinstance(param, str) else ""
 
@@ -318,13 +318,13 @@ class JudgeSource(HttpSource):
 
     def _prompt(self, case: Case) -> str:
         scale = f"{self._config.judge_scale:g}"
-        said = [f"{item['role']}: {plain_text(item['content'])}" for item in case.messages]
+        turns = [f"{item['role']}: {plain_text(item['content'])}" for item in case.messages]
         first = next((item for item in case.messages if item["role"] == "user"), None)
         return self._template.safe_substitute(
             question="" if first is None else plain_text(first["content"]),
             answer=behind_reasoning(case.solution_str),
             ground_truth=case.ground_truth,
-            conversation="\n".join(said),
+            conversation="\n".join(turns),
             scale=scale,
             form=string.Template(_FORM).substitute(scale=scale),
         )
@@ -371,7 +371,7 @@ class JudgeSource(HttpSource):
             ) from error
         if content is not None and not isinstance(content, str):
             raise errors.RewardError(
-                f"{url} answered a message whose content is no text: {str(content)[:200]}",
+                f"{url} answered a message whose content is not a text: {str(content)[:200]}",
                 hint="name a model that answers texts in env.reward.judge",
             )
         return _Reply(content or "", finish == "length")
@@ -449,9 +449,9 @@ class JudgeSource(HttpSource):
             cancel=(scope.infer("cancel"), CancelInference(request=request.request)),
         )
         async with aclosing(parts):
-            told = [part async for part in parts]
-        deltas = [delta for part in told for delta in part.deltas]
-        opened = next((part.opened for part in told if part.opened), "")
+            received = [part async for part in parts]
+        deltas = [delta for part in received for delta in part.deltas]
+        opened = next((part.opened for part in received if part.opened), "")
         text = opened + "".join(delta.text for delta in deltas)
         return _Reply(text, any(delta.finish in ("length", "cancelled") for delta in deltas))
 
@@ -476,7 +476,7 @@ def read_judgement(reply: str, scale: float) -> float:
         raise ValueError("has no text after its reasoning")
     match = _SCORE.fullmatch(lines[-1])
     if match is None:
-        raise ValueError(f"ends with the line {lines[-1][:80]!r}, which is no `Score: N`")
+        raise ValueError(f"ends with the line {lines[-1][:80]!r}, which is not `Score: N`")
     if any(_ANY_SCORE.match(line) for line in lines[:-1]):
         raise ValueError("holds more than one line `Score: N`")
     number = float(match[1])
@@ -490,5 +490,5 @@ def _without_thinking(reply: str) -> str:
 
     A template may open the thinking, so that its end alone stands in the reply.
     """
-    *_, said = _END_OF_THINKING.split(_THINKING.sub("", reply))
-    return said
+    *_, answer = _END_OF_THINKING.split(_THINKING.sub("", reply))
+    return answer

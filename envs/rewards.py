@@ -108,14 +108,14 @@ class Rewards:
         return replace(result, reward=reward + config.weight * score.value, info=info)
 
     async def _finish(self, case: Case, finishing: Awaitable[StepResult] | None) -> StepResult:
-        given = StepResult("", 0.0, done=True) if finishing is None else await finishing
-        if isinstance(given, TimedOut):
-            return given
-        case.game_return += given.reward
-        case.info = {**case.info, **given.info}
+        result = StepResult("", 0.0, done=True) if finishing is None else await finishing
+        if isinstance(result, TimedOut):
+            return result
+        case.game_return += result.reward
+        case.info = {**case.info, **result.info}
         score = Score(0.0) if self._config.per == "turn" else await self._score(case)
         info = {**case.info, **score.info, "game_reward": case.game_return}
-        reward = self._config.game_weight * given.reward + self._config.weight * score.value
+        reward = self._config.game_weight * result.reward + self._config.weight * score.value
         return StepResult("", reward, done=True, info=info)
 
     async def _score(self, case: Case) -> Score:
@@ -187,7 +187,7 @@ class FunctionSource:
         self._num_running = 0
         self._limit = config.max_requests
         self._timeout_s = config.timeout_s
-        self._wanted: frozenset[str] | None = None
+        self._parameters: frozenset[str] | None = None
         self._is_async = False
         self._loop: ForeignLoop | None = None
         self._num_given_up = 0
@@ -204,7 +204,7 @@ class FunctionSource:
         except (TypeError, ValueError):  # one of C that does not tell: it gets all there is
             return
         if not any(item.kind is item.VAR_KEYWORD for item in parameters):
-            self._wanted = frozenset(item.name for item in parameters)
+            self._parameters = frozenset(item.name for item in parameters)
 
     async def score(self, case: Case) -> Score:
         """Call the function; RewardError with its traceback for what it raises."""
@@ -279,8 +279,10 @@ class FunctionSource:
     def _called(self, case: Case) -> Any:
         assert self._function is not None
         arguments = case.arguments()
-        if self._wanted is not None:
-            arguments = {name: value for name, value in arguments.items() if name in self._wanted}
+        if self._parameters is not None:
+            arguments = {
+                name: value for name, value in arguments.items() if name in self._parameters
+            }
         return self._function(**arguments)
 
     def _failure(self, error: BaseException) -> errors.TinkermqError:
@@ -325,7 +327,7 @@ def load_function(target: str) -> Callable[..., Any]:
 
 
 def refuse_generator(function: Callable[..., Any], target: str) -> None:
-    """Raise ConfigError for a function that yields: what it answers is no reward."""
+    """Raise ConfigError for a function that yields: it returns no reward."""
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise errors.ConfigError(
             f"the reward function {target!r} yields in place of returning a reward",

@@ -184,12 +184,12 @@ def parse_settings(text: str, where: Path) -> TaskSettings:
     try:
         tree = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is no TOML: {error}", hint="correct the line") from error
+        raise DataError(f"{where} is not valid TOML: {error}", hint="correct the line") from error
     try:
         settings = TaskSettings.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
-        path = [str(one) for one in first["loc"]]
+        path = [str(part) for part in first["loc"]]
         table, key = ("", path[0]) if len(path) < 2 else (path[0], path[1])
         line = _line_of(text, "version" if key == "schema_version" else key, table)
         raise DataError(
@@ -229,15 +229,15 @@ def read_text(folder: Path, name: str) -> str | None:
 
 
 def is_task_folder(path: Path) -> bool:
-    """Whether a folder is meant as a task."""
+    """Return whether a folder is meant as a task."""
     is_folder = path.is_dir() and not path.is_symlink() and not path.name.startswith(".")
     return is_folder and any((path / name).exists() for name in (INSTRUCTION, SETTINGS, "tests"))
 
 
 def holds_tasks(source: TaskSource) -> bool:
-    """Whether there is a folder with at least one task in it, which may be damaged."""
+    """Return whether there is a folder with at least one task in it, which may be damaged."""
     folder = Path(source.folder).expanduser()
-    return folder.is_dir() and any(is_task_folder(one) for one in folder.iterdir())
+    return folder.is_dir() and any(map(is_task_folder, folder.iterdir()))
 
 
 class TaskFolders:
@@ -251,7 +251,7 @@ class TaskFolders:
                 f"there is no folder of tasks {source.folder!r}",
                 hint="give harbor:FOLDER with a folder that every environment host can read",
             )
-        folders = sorted(one for one in path.iterdir() if is_task_folder(one))
+        folders = sorted(filter(is_task_folder, path.iterdir()))
         tasks: list[HarborTask] = []
         problems: list[DataError] = []
         for folder in folders:
@@ -310,13 +310,13 @@ def _without_canary(text: str) -> str:
 
 def _line_of(text: str, key: str, table: str) -> int | None:
     """Return the line on which a key of a table stands, or the table's own; None: nowhere."""
-    here, found = "", None
+    here, table_line = "", None
     for number, line in enumerate(text.splitlines(), 1):
         words = line.strip()
         if match := re.match(r"\[+\s*([\w.-]+)\s*\]+", words):
             here = match[1]
             if here in (key, table):
-                found = found or number
+                table_line = table_line or number
         elif here.partition(".")[0] == table and re.match(rf"\"?{re.escape(key)}\"?\s*=", words):
             return number
-    return found
+    return table_line

@@ -2,9 +2,9 @@
 
 A turn of the policy is text with calls (`schemas/tool_calls.py`). Each call is checked against its
 tool's schema and answered by one tool message, in the order of the calls. A call of an unknown
-tool, with wrong arguments or that cannot be read is answered by a message that says so, so that a
-policy can learn from it; it is no error of the game. A turn without a call goes to `answer`, which
-by default ends the episode.
+tool, with wrong arguments or that cannot be parsed gets an answer that says so, from which a policy
+can learn; it is not an error of the game. A turn without a call goes to `answer`, which by default
+ends the episode.
 
 Schemas of tools may come from elsewhere, so `checked_tools` bounds them: names, size and depth.
 What tools answer is bounded in length.
@@ -127,9 +127,10 @@ class ToolGame(AbstractGame):
         if self._functions is None:
             tools = checked_tools(self.get_tools(), type(self).__name__)
             self._functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-        said = behind_reasoning(action)
-        calls = _calls_in(said, [{"function": one} for one in self._functions.values()])
-        return ToolTurn(said.strip(), calls, self.max_result_chars)
+        answer = behind_reasoning(action)
+        tools = [{"function": function} for function in self._functions.values()]
+        calls = _calls_in(answer, tools)
+        return ToolTurn(answer.strip(), calls, self.max_result_chars)
 
     def _read(
         self, call: FoundCall | None, number: int, turn: "ToolTurn"
@@ -235,13 +236,13 @@ def bounded_text(text: str, max_chars: int) -> str:
 # -- calls in a turn, and their arguments ----------------------------------------------------------
 
 
-def _calls_in(said: str, tools: Sequence[Mapping[str, Any]]) -> list[FoundCall | None]:
+def _calls_in(text: str, tools: Sequence[Mapping[str, Any]]) -> list[FoundCall | None]:
     """Return the calls of a text in their order; None for one that cannot be read.
 
     A text without a call in the form of Hermes and Qwen may have them in another known form.
     """
     calls: list[FoundCall | None] = []
-    for piece in CallSplitter().push(said, last=True):
+    for piece in CallSplitter().push(text, last=True):
         if isinstance(piece, list):
             calls += piece
         elif piece == OPEN:
@@ -249,7 +250,7 @@ def _calls_in(said: str, tools: Sequence[Mapping[str, Any]]) -> list[FoundCall |
     if any(calls):
         return calls
     for read in FORMATS:
-        pieces = [piece for piece in read(said, tools) if not isinstance(piece, str)]
+        pieces = [piece for piece in read(text, tools) if not isinstance(piece, str)]
         if pieces and all(_NAME.fullmatch(name) for name, _ in pieces):
             return [*pieces]
     return calls
@@ -263,7 +264,7 @@ def _problem_of(
     if function is None:
         return f"there is no tool {shown(name)}; the tools are {', '.join(functions)}"
     if arguments is None:
-        return f"the arguments of {name} are no JSON object"
+        return f"the arguments of {name} are not a JSON object"
     return next(_Check(function["parameters"]).problems(arguments, f"{name}: "), "")
 
 
@@ -288,9 +289,9 @@ class _Check:
         yield from self._combined(value, place, fields, depth)
         if value is None and fields.get("nullable") is True:
             return
-        wanted = _listed(fields.get("type")) or [fields.get("type")]
-        if not any(_is_of(value, name) for name in wanted):
-            types = " or ".join(map(str, wanted))
+        allowed = _listed(fields.get("type")) or [fields.get("type")]
+        if not any(_is_of(value, name) for name in allowed):
+            types = " or ".join(map(str, allowed))
             yield f"{place}{shown(value)} is of type {_type_of(value)}, it must be {types}"
         elif isinstance(value, dict):
             yield from self._in_map(cast("dict[str, Any]", value), place, fields, depth)
@@ -304,13 +305,15 @@ class _Check:
         others = _listed(fields.get("allOf"))
         if "$ref" in fields:
             others = [*others, self._referred(fields["$ref"])]
-        for one in others:
-            yield from self.problems(value, place, one, depth + 1)
+        for schema in others:
+            yield from self.problems(value, place, schema, depth + 1)
         for key in ("anyOf", "oneOf"):
             branches = _listed(fields.get(key))
-            found = [next(self.problems(value, place, one, depth + 1), "") for one in branches]
-            if found and all(found):
-                yield found[0] if len(found) == 1 else f"{place}{shown(value)} fits no choice"
+            problems = [
+                next(self.problems(value, place, branch, depth + 1), "") for branch in branches
+            ]
+            if problems and all(problems):
+                yield problems[0] if len(problems) == 1 else f"{place}{shown(value)} fits no choice"
         choices = [fields["const"]] if "const" in fields else _listed(fields.get("enum"))
         if choices and value not in choices:
             names = ", ".join(map(json.dumps, choices[:_MAX_NAMED]))
@@ -329,16 +332,16 @@ class _Check:
         if unknown and others is False:
             known = ", ".join(properties) or "none"
             yield f"{place}{shown(unknown[0])} is unknown, known are {known}"
-        for name, one in value.items():
+        for name, item in value.items():
             inner = f"{place.removesuffix(': ')}.{name}: "
-            yield from self.problems(one, inner, properties.get(name, others), depth + 1)
+            yield from self.problems(item, inner, properties.get(name, others), depth + 1)
 
     def _referred(self, reference: Any) -> Any:
         """Return the schema that a local reference names; None for another."""
-        found: Any = self._root
+        schema: Any = self._root
         for part in str(reference).removeprefix("#/").split("/"):
-            found = cast("Schema", found).get(part) if isinstance(found, Mapping) else None
-        return found
+            schema = cast("Schema", schema).get(part) if isinstance(schema, Mapping) else None
+        return schema
 
 
 def _listed(value: Any) -> list[Any]:
@@ -362,9 +365,9 @@ def _is_of(value: Any, name: Any) -> bool:
 def checked_tools(tools: Sequence[Any], source: str) -> list[dict[str, Any]]:
     """Return tools as function schemas with name, description and parameters.
 
-    `source` names where they come from. Raises GameError for a name that models cannot call or
-    that stands twice, parameters that are no object, control characters, and schemas that are too
-    many, too large or too deep.
+    `source` names their origin. Raises GameError for names that models cannot call or that repeat,
+    parameters that are not an object, control characters, and schemas that are too many, too large
+    or too deep.
     """
     if len(tools) > MAX_TOOLS:
         raise GameError(
@@ -411,12 +414,12 @@ def _checked_tool(tool: Any, source: str) -> dict[str, Any]:
     try:
         text = json.dumps(function, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise _unfit(source, name, f"its schema is no JSON: {error}") from error
+        raise _unfit(source, name, f"its schema is not JSON: {error}") from error
     if len(text) > MAX_SCHEMA_CHARS:
         raise _unfit(
             source, name, f"its schema has {len(text):,} characters of {MAX_SCHEMA_CHARS:,}"
         )
-    if culprit := next((one for one in _texts_in(function) if _CONTROL.search(one)), None):
+    if culprit := next(filter(_CONTROL.search, _texts_in(function)), None):
         raise _unfit(source, name, f"its schema has a control character: {shown(culprit)}")
     return {"type": "function", "function": function}
 
@@ -432,7 +435,7 @@ def _depth_of(value: Any) -> int:
     """Return how deep a value nests, or a little more than is allowed where it nests deeper."""
     level, depth = [value], 0
     while level and depth <= MAX_SCHEMA_DEPTH:
-        level = [inner for one in level for inner in _inside(one)]
+        level = [inner for outer in level for inner in _inside(outer)]
         depth += 1
     return depth
 

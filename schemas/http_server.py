@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, cast
 
 import structlog
 
-from .wire.errors import ConfigError, StorageError, TinkermqError
+from .wire.errors import ConfigError, StorageError
 
 try:
     from uvicorn.config import Config
@@ -47,6 +47,7 @@ MAX_DROPPED_BYTES = 64 << 20
 DROPPING_S = 10.0
 """How much of a body is read, and for how long, once its request was answered."""
 _BACKLOG = 1024
+_CHECK_S = 0.5
 _LOGGED_S = 60.0
 """Refusals are logged once in so many seconds, with their number."""
 _CLOSE = (b"connection", b"close")
@@ -68,7 +69,7 @@ class HttpBounds:
     """What one server's clients may take."""
 
     idle_s: float = 75.0
-    """Wait for the next request on a connection, and for the rest of its head; rounded up."""
+    """Wait for the next request on a connection (rounded up), and for its whole head."""
     body_s: float = 30.0
     """Wait for a body, plus one second for each `BODY_RATE` bytes received."""
     stalled_s: float = 120.0
@@ -85,29 +86,29 @@ class HttpBounds:
 
 
 class _BoundedConnection(_Protocol):
-    """uvicorn's protocol, with bounds on the time and size of a request's head.
+    """uvicorn's protocol, with bounds on a head's size, and on the time of a head and of a body.
 
     Of uvicorn's parsers only h11 has a bound on heads.
     """
 
-    _request: object = None
-    """The newest request."""
-    _head_bytes = 0
-    """Bytes received after it."""
-    _head_deadline: asyncio.TimerHandle | None = None
     is_lost = False
     on_lost: Callable[[], object] | None = None
     """Called when the client has disconnected."""
+    _request: object = None
+    """The newest request."""
+    _since = math.inf
+    """When it began, or the head after it; for a new connection, when it was made."""
+    _num_bytes = 0
+    """Bytes received since then."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Start the deadline of the first request."""
+        """Begin to wait for the first request."""
         super().connection_made(transport)
-        self._start_deadline()
+        self._since = time.monotonic()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the deadline, and tell the running request."""
+        """Tell the running request."""
         super().connection_lost(exc)
-        self._end_deadline()
         self.is_lost = True
         self.app_state = {}  # which refers to this connection
         if self.on_lost is not None:
@@ -116,27 +117,32 @@ class _BoundedConnection(_Protocol):
     def data_received(self, data: bytes) -> None:
         """Parse what was received; close the connection if this makes a head too large."""
         request = cast("Any", self.cycle)  # None before the first one
-        reads_head = request is None or request.response_complete or not request.more_body
+        if request is not None and request.response_complete and not self._num_bytes:
+            self._since = time.monotonic()
+        reads_body = request is not None and request.more_body and not request.response_complete
         super().data_received(data)
-        self._head_bytes += len(data) if reads_head else 0
-        is_large = self._head_bytes > MAX_HEAD_BYTES
-        is_upgraded = self.transport.get_protocol() is not self
-        if self.cycle is not self._request or is_upgraded:
-            self._request, self._head_bytes = self.cycle, 0
-            self._end_deadline()
+        self._num_bytes += len(data)
+        is_large = not reads_body and self._num_bytes > MAX_HEAD_BYTES
+        if self.cycle is not self._request:
+            self._request, self._since, self._num_bytes = self.cycle, time.monotonic(), 0
             is_large = is_large and sum(map(len, chain(*self.headers))) > MAX_HEAD_BYTES
-        elif self._head_deadline is None and (request is None or request.response_complete):
-            self._start_deadline()
         if is_large:
             self.transport.abort()
 
-    def _start_deadline(self) -> None:
-        self._head_deadline = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
+    def on_response_complete(self) -> None:
+        """Begin to wait for the next request."""
+        self._num_bytes = 0
+        super().on_response_complete()
 
-    def _end_deadline(self) -> None:
-        if self._head_deadline is not None:
-            self._head_deadline.cancel()
-            self._head_deadline = None
+    def overdue(self, now: float, bounds: HttpBounds) -> str:
+        """Return which deadline has passed, if any; uvicorn bounds the time between requests."""
+        request = cast("Any", self.cycle)
+        if request is None or (request.response_complete and self._num_bytes):
+            return "no whole head of a request" if now - self._since > bounds.idle_s else ""
+        if request.response_complete or not request.more_body or self.flow.read_paused:
+            return ""
+        allowed_s = bounds.body_s + self._num_bytes / BODY_RATE
+        return "the body arrives too slowly" if now - self._since > allowed_s else ""
 
 
 class ClientWatch:
@@ -172,15 +178,8 @@ class ClientWatch:
 # -- requests --------------------------------------------------------------------------------------
 
 
-class SlowBodyError(TinkermqError):
-    """The body of a request arrives too slowly."""
-
-    code = "slow_body"
-    status = 408
-
-
 class BoundedRequests:
-    """ASGI middleware that bounds how many requests run and how slowly their bodies arrive."""
+    """ASGI middleware that bounds how many requests run, and what is read after an answer."""
 
     def __init__(self, app: Application, bounds: HttpBounds, name: str) -> None:
         """Bound the requests of `app`, which refusals call `name`."""
@@ -196,7 +195,7 @@ class BoundedRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = _BoundedExchange(scope, receive, send, self._bounds.body_s)
+        exchange = _BoundedExchange(scope, receive, send)
         if self._bounds.is_light(scope):
             await self._app(scope, exchange.receive, exchange.send)
         elif self._num_running >= self._bounds.max_running:
@@ -239,30 +238,17 @@ class _BoundedExchange:
     answer end, and the connection with it.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, body_s: float) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
-        self._left_s = body_s
         self._num_bytes = 0
         self._is_read = _has_no_body(scope)
-        self._is_late = False
 
     async def receive(self) -> Message:
-        """Return the next message; SlowBodyError for a body that arrives too slowly."""
-        if self._is_read:
-            return await self._receive()
-        started = time.monotonic()
-        try:
-            async with asyncio.timeout(self._left_s):
-                message = await self._next()
-        except TimeoutError:
-            self._is_late = True
-            raise SlowBodyError(
-                f"the body arrives too slowly: {self._num_bytes:,} bytes so far",
-                hint=f"send at least {BODY_RATE:,} bytes a second",
-            ) from None
-        self._left_s -= time.monotonic() - started
-        self._left_s += len(message.get("body", b"")) / BODY_RATE
+        """Return the next message."""
+        message = await self._receive()
+        self._num_bytes += len(message.get("body", b""))
+        self._is_read = message["type"] != "http.request" or not message.get("more_body", False)
         return message
 
     async def send(self, message: Message) -> None:
@@ -272,8 +258,7 @@ class _BoundedExchange:
                 message = {**message, "headers": [*message.get("headers", ()), _CLOSE]}
             elif not message.get("more_body", False):
                 await self._send({**message, "more_body": True})
-                if not self._is_late:
-                    await self._drop_rest()
+                await self._drop_rest()
                 message = {"type": "http.response.body"}
         await self._send(message)
 
@@ -283,13 +268,7 @@ class _BoundedExchange:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DROPPING_S):
                 while not self._is_read and self._num_bytes < most:
-                    await self._next()
-
-    async def _next(self) -> Message:
-        message = await self._receive()
-        self._num_bytes += len(message.get("body", b""))
-        self._is_read = message["type"] != "http.request" or not message.get("more_body", False)
-        return message
+                    await self.receive()
 
 
 def _has_no_body(scope: Scope) -> bool:
@@ -341,6 +320,7 @@ class HttpServer:
         self._config.load()
         self._state = ServerState()
         self._servers: list[asyncio.Server] = []
+        self._closing: asyncio.Task[None] | None = None
 
     async def listen(self, listening: socket.socket) -> asyncio.Server:
         """Serve at a socket that listens already, until the server is closed or all stop."""
@@ -353,6 +333,8 @@ class HttpServer:
             self._connection, sock=listening, ssl=self._config.ssl, backlog=_BACKLOG
         )
         self._servers.append(server)
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close_slow(), name="close slow connections")
         return server
 
     @contextlib.asynccontextmanager
@@ -380,6 +362,20 @@ class HttpServer:
             await asyncio.wait(running)
         for connection in list(self._state.connections):
             connection.transport.abort()
+        if self._closing is not None:
+            self._closing.cancel()
+            self._closing = None
+
+    async def _close_slow(self) -> None:
+        """Close connections past a deadline, until cancelled."""
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            now = time.monotonic()
+            for connection in cast("list[_BoundedConnection]", list(self._state.connections)):
+                if reason := connection.overdue(now, self._bounds):
+                    address = connection.client[0] if connection.client else ""
+                    _log.warning("connection_closed", address=address, reason=reason)
+                    connection.transport.abort()
 
     def _connection(self) -> asyncio.Protocol:
         connection = _BoundedConnection(self._config, self._state, {})

@@ -3,9 +3,9 @@
 from collections import Counter
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from .config.sections import MAX_NOTES, MAX_TAGS, Label, rename_keys
+from .config.sections import MAX_NOTES, MAX_TAGS, Label
 from .metric import Event
 from .wire.message import Message, Request
 from .wire.subjects import JobScope, token
@@ -156,7 +156,7 @@ class JobRecord(Message):
     """Why it is in this state."""
     priority: int = 0
     """Higher ones are placed first."""
-    config: Annotated[dict[str, Any], AfterValidator(rename_keys)]
+    config: dict[str, Any]
     """The effective configuration."""
     configured: bool = True
     """False until a client has completed the configuration (`set_config`, `fit`)."""

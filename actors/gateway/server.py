@@ -30,6 +30,7 @@ from ...broker.client.connection import Broker, connect
 from ...broker.client.faults import check_url
 from ...broker.client.login import Login, take_login
 from ...broker.client.rpc import Service
+from ...broker.client.server_info import read_server_info
 from ...broker.jetstream.kv import Entry
 from ...broker.jetstream.streams import create_shared, wait_for_shared
 from ...broker.presence import PresenceBeat, list_presences
@@ -48,7 +49,7 @@ from .pages import routes as pages
 from .pages.render import STATIC, VERSION, compile_templates, make_templates
 from .programs import ProgramEpisodes, ProgramRequests
 from .rest import description
-from .sessions import LogInError, Sessions, Visitor, asks_for_keys, server_info
+from .sessions import LogInError, Sessions, Visitor, asks_for_keys
 from .tinker import routes as tinker
 from .web import Gateway, Json, error_fields, gateway_of, visitor_of, why_it_failed
 
@@ -138,7 +139,7 @@ async def healthz(request: Request) -> Response:
     """Answer 200 while the broker answers, else 503."""
     sessions = gateway_of(request).sessions
     try:
-        info = await server_info(sessions.url)
+        info = await read_server_info(sessions.url)
     except errors.BrokerError as error:
         return Json({"status": "no broker", **error_fields(error)}, status_code=503)
     return Json({"status": "ok", "broker": info.get("version"), "with_keys": sessions.with_keys})

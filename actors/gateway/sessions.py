@@ -7,20 +7,17 @@ user `local`, without a log-in.
 
 import asyncio
 import contextlib
-import json
 import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
-from urllib.parse import urlsplit
 
 import structlog
 
 from ...broker.client.connection import Broker, connect
-from ...broker.client.faults import server_urls, shown_url
 from ...broker.client.keys import user_of_key
 from ...broker.client.login import anonymous
+from ...broker.client.server_info import read_server_info
 from ...schemas.job import JobRecord
 from ...schemas.wire import errors
 from ...schemas.wire.foreign import ends_this_task
@@ -35,7 +32,6 @@ MAX_SESSIONS = 4096
 MAX_SESSIONS_OF_USER = 16
 """Browsers in which one user is logged in; the next log-in ends the oldest."""
 _CONNECT_DEADLINE_S = 5.0
-_INFO_DEADLINE_S = 5.0
 _CONNECTING_AT_ONCE = 8
 _SWEEP_S = 30.0
 
@@ -265,35 +261,4 @@ async def asks_for_keys(url: str) -> bool:
 
     Raises BrokerError if no server answers at `url`.
     """
-    return bool((await server_info(url)).get("auth_required"))
-
-
-async def server_info(url: str) -> dict[str, Any]:
-    """Return the INFO of the first NATS server that answers.
-
-    Raises BrokerError.
-    """
-    *others, last = server_urls(url)
-    for other in others:
-        with contextlib.suppress(errors.BrokerError):
-            return await _server_info(other)
-    return await _server_info(last)
-
-
-async def _server_info(url: str) -> dict[str, Any]:
-    parts = urlsplit(url)
-    try:
-        async with asyncio.timeout(_INFO_DEADLINE_S):
-            reader, writer = await asyncio.open_connection(
-                parts.hostname, parts.port or 4222, limit=1 << 20
-            )
-            try:
-                line = await reader.readline()
-            finally:
-                writer.close()
-        return dict(json.loads(line.removeprefix(b"INFO ")))
-    except (OSError, ValueError, TimeoutError) as error:
-        raise errors.BrokerError(
-            f"no NATS server answers at {shown_url(url)} ({error or type(error).__name__})",
-            hint="start one with `tinkermq up`, or name another: --nats URL",
-        ) from error
+    return bool((await read_server_info(url)).get("auth_required"))

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ...broker.tracking import hung_trackers
+from ...schemas.local.tracking import hung_trackers
 from ..runtime import JobContext, run_job_actor
 
 

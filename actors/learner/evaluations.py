@@ -109,7 +109,7 @@ class Evaluations:
         self._changed.set()
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether the version after `step` is to be evaluated; `last` is the job's last step."""
+        """Return whether to evaluate the version after `step`; `last` is the job's last step."""
         training = self._training
         if step == 0:
             return training.validate_before_training

@@ -14,8 +14,8 @@ from typing import Any
 from ...broker.feed import publish_metric, publish_trace
 from ...broker.jetstream.kv import Entry
 from ...broker.presence import list_presences
-from ...broker.tracking import GuardedTracker, TrackedRun, Tracker, make_trackers
 from ...schemas.local.disk import in_thread, read_objects, with_room
+from ...schemas.local.tracking import GuardedTracker, TrackedRun, Tracker, make_trackers
 from ...schemas.metric import Metric, Presence
 from ...schemas.profile import TimeUse, advise, bound_key, profile_of
 from ...schemas.rollout import Group
@@ -289,8 +289,8 @@ class Reporter:
     async def _report_to_trackers(self) -> None:
         """Report the problems of trackers, each once."""
         for tracker in self.trackers:
-            for news in tracker.take_news() if isinstance(tracker, GuardedTracker) else ():
-                await self.context.event(news.kind, news.message, **news.data)
+            for event in tracker.take_events() if isinstance(tracker, GuardedTracker) else ():
+                await self.context.event(event.kind, event.message, **event.data)
 
     async def _log_episodes(self, step: int, groups: Sequence[Group]) -> None:
         """Hand episodes of the step to the trackers, if configured."""
@@ -429,7 +429,7 @@ async def open_reporter(context: JobContext, state: LearnerState) -> Reporter:
         ["jsonl", *others],
         run,
         folder=context.run_dir,
-        goes_on=max(first_step, state.step) > 0,
+        resumes=max(first_step, state.step) > 0,
     )
     trackers = await asyncio.to_thread(opening)
     shown = config.model_dump(mode="json")

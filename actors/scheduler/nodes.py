@@ -131,7 +131,7 @@ class Nodes:
         return frozenset(name for name in names if name is not None and self._is_silent(name))
 
     def has_drained(self, name: str | None) -> bool:
-        """Whether a node announced its end: its actors were asked to stop."""
+        """Return whether a node announced its end: its actors were asked to stop."""
         return name in self._left
 
     def _is_silent(self, name: str) -> bool:

@@ -240,7 +240,7 @@ class MoveEvents:
         return sum(map(is_final, self._telling.values()))
 
     def closes(self, key: str) -> bool:
-        """Whether the streams of a job are being shrunk: it cannot be started again just now."""
+        """Return whether the streams of a job are being shrunk; it cannot start meanwhile."""
         record = self._telling.get(key)
         return record is not None and is_final(record)
 

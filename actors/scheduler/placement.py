@@ -212,7 +212,7 @@ def place(
     now: float = 0.0,
     most: int = 1 << 30,
 ) -> Placed:
-    """Give out the free slots to the queue, to at most `most` jobs; `shares` is kept up to date."""
+    """Assign the free slots to at most `most` jobs of the queue, and update `shares`."""
     shares = shares or UserShares()
     pool = _Pool(nodes)
     result = Placed()
@@ -338,7 +338,7 @@ def _no_place_for(
 def _refusal(
     request: PlacementRequest, nodes: Sequence[NodeSlots], shares: UserShares, pool: "_Pool"
 ) -> str:
-    """Say why a request is passed over, for reasons other than slots in use; empty if it is not."""
+    """Return why a request is skipped for other reasons than slots in use; empty if it is not."""
     if not nodes:
         return "waits for a node: none has joined the pool (`tinkermq node`)"
     if request.need > pool.total:
@@ -377,7 +377,7 @@ class _Pool:
         return replace(request, actors=actors)
 
     def could_hold(self, request: PlacementRequest) -> bool:
-        """Whether the idle pool could hold a request."""
+        """Return whether the idle pool could hold a request."""
         if not request.whole:
             return True
         holds = self._holds.get(request.shape)
@@ -586,7 +586,7 @@ def _slots_of(unit: _Unit) -> int:
 def _assignments(
     job: str, unit: _Unit, node: str, devices: tuple[int, ...]
 ) -> Iterator[Assignment]:
-    """Give each actor of a unit its share of the slots, neighbours to neighbours."""
+    """Return each actor of a unit its share of the slots, neighbours to neighbours."""
     left = iter(devices)
     held: dict[str, tuple[int, ...]] = {}
     for actor in unit:
@@ -646,7 +646,7 @@ def _on_its_node(actor: ActorPlacement, given: Assignment | None) -> ActorPlacem
 
 
 def is_queued(record: JobRecord) -> bool:
-    """Whether a job waits for its nodes."""
+    """Return whether a job waits for its nodes."""
     return record.state == "QUEUED"
 
 

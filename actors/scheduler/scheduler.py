@@ -303,7 +303,7 @@ class _SchedulerRequests:
         return NodeList(nodes=nodes, trouble=self._trouble())
 
     def _trouble(self) -> str:
-        """Say what the scheduler waits for; empty if nothing keeps it from going on."""
+        """Return what the scheduler waits for; empty if nothing keeps it from going on."""
         if (trouble := self._broker.availability.trouble) is not None:
             return trouble.text
         if refusing := self._pool.refusing:

@@ -21,7 +21,7 @@ from ...schemas.tinker.operation import ModelInfo
 from ...schemas.wire.errors import ModelError, NotFoundError, StorageError
 from ..storage.files import new_folder
 from .models import ModelHistory, Models, TrainedModel
-from .operations import Adapters
+from .training.trainer import AdapterTrainer
 
 # Saved states: adapter, optimiser, pending gradients, and the number of the last operation, so that
 # repeating later operations leads to the same bits. A state exists completely or not at all.
@@ -77,7 +77,7 @@ class AdapterStates:
                 damaged.append(DamagedState(place.parents[1].name, name, error.message))
         return states, damaged
 
-    def save(self, adapters: Adapters, model: TrainedModel) -> None:
+    def save(self, adapters: AdapterTrainer, model: TrainedModel) -> None:
         """Write a model's state after its newest operation, and remove older ones."""
         place = self._place(model.user, model.name) / "state"
         folder = place / str(model.applied)
@@ -98,18 +98,18 @@ class AdapterStates:
             if not old.name.isdigit() or int(old.name) < model.applied:
                 shutil.rmtree(old, ignore_errors=True)
 
-    def load(self, adapters: Adapters, model: TrainedModel) -> None:
+    def load(self, adapters: AdapterTrainer, model: TrainedModel) -> None:
         """Load a model's newest state; raises ModelError if it is damaged."""
         folder = self._place(model.user, model.name) / "state" / str(model.saved)
         adapters.load(model.key, folder, with_optimizer=True)
         if _meta(folder).get("pending"):
             adapters.load_pending(model.key, folder / _PENDING)
 
-    def suspend(self, adapters: Adapters, model: TrainedModel) -> None:
+    def suspend(self, adapters: AdapterTrainer, model: TrainedModel) -> None:
         """Write a model as it is now, and evict it from memory; raises StorageError."""
         adapters.suspend(model.key, self._suspended(model))
 
-    def resume(self, adapters: Adapters, model: TrainedModel) -> None:
+    def resume(self, adapters: AdapterTrainer, model: TrainedModel) -> None:
         """Load a suspended model; raises ModelError."""
         file = self._suspended(model)
         adapters.resume(model.key, file)
@@ -165,7 +165,7 @@ class AdapterCache:
 
     def __init__(
         self,
-        adapters: Adapters,
+        adapters: AdapterTrainer,
         states: AdapterStates,
         models: Models,
         *,

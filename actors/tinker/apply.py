@@ -23,10 +23,11 @@ from ...schemas.tinker.operation import (
 )
 from ...schemas.tinker.sampling import SamplerName
 from ...schemas.wire import errors
-from ...schemas.wire.bounds import MAX_CHARS
 from .catalogue import Catalogue, SaveOptions
 from .models import TrainedModel
-from .operations import Adapters, RunningLoss, RunningPieces
+from .operations import RunningPieces, as_failure
+from .training.loss_pass import LossPass
+from .training.trainer import AdapterTrainer
 
 _KINDS: dict[OperationKind, CheckpointKind] = {
     "save_weights": "weights",
@@ -35,14 +36,14 @@ _KINDS: dict[OperationKind, CheckpointKind] = {
 }
 PIECE_TOKENS = 64
 """Cost of a piece of work without a micro-batch."""
-_Pieces = Generator[int | RunningLoss, None, OperationResult]
+_Pieces = Generator[int | LossPass, None, OperationResult]
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class OperationApplier:
     """Applies operations to one set of adapters."""
 
-    def __init__(self, adapters: Adapters, catalogue: Catalogue, offer: ModelInfo) -> None:
+    def __init__(self, adapters: AdapterTrainer, catalogue: Catalogue, offer: ModelInfo) -> None:
         """Make models on the base of `offer`."""
         self._catalogue = catalogue
         self._adapters = adapters
@@ -77,10 +78,6 @@ class OperationApplier:
             _log.exception("operation_failed", model=model.key, seq=operation.seq)
             message = f"the trainer failed: {type(error).__name__}; its log has the details"
             yield OperationResult(state="failed", error=message, category="server")
-
-    def advance(self, losses: Sequence[RunningLoss]) -> Sequence[RunningLoss]:
-        """Compute micro-batches; see `Adapters.advance`."""
-        return self._adapters.advance(losses)
 
     def _pieces(
         self, model: TrainedModel, operation: ModelOperation, companies: Sequence[Company] | None
@@ -234,14 +231,6 @@ class OperationApplier:
             f"operation {operation.seq} of {operation.model} never arrived",
             hint="the client died, or skipped a number; later operations continue",
         )
-
-
-def as_failure(error: errors.TinkermqError) -> OperationResult:
-    """Return the result of an operation that raised an error, whose message is cut if long."""
-    message = error.message[:MAX_CHARS]
-    message = f"{message} ({error.hint[:MAX_CHARS]})" if error.hint else message
-    mistake = error.is_mistake or 400 <= error.status < 500
-    return OperationResult(state="failed", error=message, category="user" if mistake else "server")
 
 
 def _json(value: Any) -> bytes:

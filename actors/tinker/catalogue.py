@@ -34,7 +34,7 @@ from ..storage.files import read_record, write_record
 from ..storage.tinker_checkpoints import CheckpointFolders, Gone, StoredCheckpoint, missing
 from .exports import make_external
 from .models import TrainedModel
-from .operations import Adapters
+from .training.trainer import AdapterTrainer
 
 MAX_CHECKPOINTS = 10_000
 """Of one user, records of removed ones included."""
@@ -128,7 +128,7 @@ class Catalogue:
 
     def save(
         self,
-        adapters: Adapters,
+        adapters: AdapterTrainer,
         model: TrainedModel,
         name: CheckpointName,
         seq: int,

@@ -41,7 +41,6 @@ from .catalogue import Catalogue
 from .catalogue_service import CatalogueService
 from .fair_share import ShareFollower
 from .models import Models, TrainedModel
-from .operations import Adapters
 from .training.trainer import AdapterTrainer
 from .worker import GAP_S, Worker
 
@@ -131,7 +130,7 @@ class TrainerService:
     def __init__(
         self,
         context: JobContext,
-        adapters: Adapters,
+        adapters: AdapterTrainer,
         applying: OperationApplier,
         states: AdapterStates,
         catalogue: Catalogue,

@@ -20,9 +20,10 @@ from ...schemas.wire.errors import MessageError, ModelError, StateError, Storage
 from ..runtime import JobContext
 from ..training.parallel import torch_thread
 from .adapter_cache import AdapterCache, AdapterStates
-from .apply import OperationApplier, as_failure
+from .apply import OperationApplier
 from .models import Models, TrainedModel
-from .operations import Adapters, Piece, RunningOperation
+from .operations import Piece, RunningOperation, as_failure
+from .training.trainer import AdapterTrainer
 
 # -- one piece, or the micro-batches of several models in one pass ---------------------------------
 
@@ -40,9 +41,15 @@ class Pieces:
     """Does pieces of operations."""
 
     def __init__(
-        self, applying: OperationApplier, cache: AdapterCache, *, micro_tokens: int
+        self,
+        adapters: AdapterTrainer,
+        applying: OperationApplier,
+        cache: AdapterCache,
+        *,
+        micro_tokens: int,
     ) -> None:
         """Compute about `micro_tokens` in one pass over several models."""
+        self._adapters = adapters
         self._applying = applying
         self._cache = cache
         self._micro_tokens = micro_tokens
@@ -60,7 +67,7 @@ class Pieces:
         losses = [_running(item).loss for item in waiting]
         tokens = [loss.next_tokens for loss in losses]
         try:
-            computed = self._applying.advance(losses)
+            computed = self._adapters.advance(losses)
         except Exception as error:  # noqa: BLE001  it is the operation's result
             return [*done, (turn, self._update_size(turn, _running(turn).failed(error)))]
         for item, loss, num in zip(waiting, losses, tokens, strict=True):
@@ -137,7 +144,7 @@ class Worker:
     def __init__(
         self,
         context: JobContext,
-        adapters: Adapters,
+        adapters: AdapterTrainer,
         applying: OperationApplier,
         states: AdapterStates,
         models: Models,
@@ -162,7 +169,9 @@ class Worker:
         )
         self._idle_s = tinker.idle_s
         self._mixed = tinker.mixed_micro_batches
-        self._pieces = Pieces(applying, self.cache, micro_tokens=tinker.micro_batch_tokens)
+        self._pieces = Pieces(
+            adapters, applying, self.cache, micro_tokens=tinker.micro_batch_tokens
+        )
         self._thread = torch_thread(context.config.learner.threads)
         self._arrived = asyncio.Event()
         self._changed = asyncio.Condition()

@@ -592,7 +592,7 @@ def overlong_penalty(
     factor: float = 1.0,
     cut_S: Tensor | None = None,
 ) -> Tensor:
-    """Give the soft penalty of DAPO for lengths in the last `buffer` tokens: float32[S], ≤ 0.
+    """Return the soft penalty of DAPO for lengths in the last `buffer` tokens: float32[S], ≤ 0.
 
     min(−(len − (max_len − buffer)) / buffer · factor, 0), arXiv 2503.14476; the whole factor for
     an episode that a limit cut (bool[S]), even if it has fewer than `max_len` tokens.

@@ -1,11 +1,11 @@
 """Checkpoints: a Hugging Face folder with the learner's state beside it, written atomically.
 
-`checkpoints/step_000040/` holds what `from_pretrained` loads; its `learner/` holds the optimiser
-state, `state.json`, and the critic where there is one; its `policies/<role>/` the like for roles
-with a policy of their own. It is written from a copy (`checkpoint_copy.py`), by several ranks
-together; any number of ranks reads what any number has written. It is written to a hidden folder
-and renamed, so that it counts only when it is whole; `latest` is a link to the newest. Master
-weights are float32, and so are the saved ones.
+`checkpoints/step_000040/` is a folder for `from_pretrained`; its `learner/` holds the optimiser
+state, `state.json`, and the critic if there is one; its `policies/<role>/` the same for roles with
+a policy of their own. It is written from a copy (`checkpoint_copy.py`), by several ranks together;
+any number of ranks can read it. It is written to a hidden folder and renamed, so that it counts
+only when it is whole; `latest` is a link to the newest. Master weights are float32, and so are the
+saved ones.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class CheckpointJudge(Protocol):
     """Knows which checkpoints are good."""
 
     def best(self, steps: Sequence[int]) -> int | None:
-        """Return the best of these steps; None where that is not known."""
+        """Return the best of these steps; None if it is unknown."""
         ...
 
     def spared(self, steps: Sequence[int]) -> set[int]:
@@ -56,7 +56,7 @@ class CheckpointStore:
         self._keep_last = keep_last
         self._keep_every = keep_every
         self.judged: CheckpointJudge | None = None
-        """Who knows which checkpoint is the best, and is kept; None: nobody does."""
+        """Knows which checkpoints are the best and stay; None: none does."""
 
     def save(self, state: LearnerState, write: Callable[[Path], None]) -> Path:
         """Write a checkpoint and return its folder; on an error nothing earlier is lost.
@@ -110,10 +110,10 @@ class CheckpointStore:
         return self.path(steps[-1]) if steps else None
 
     def latest_whole(self) -> tuple[Path | None, list[TinkermqError]]:
-        """Return the newest checkpoint all of whose files are as they were written, or None.
+        """Return the newest checkpoint with all files as written, or None.
 
-        Newer ones that are damaged are put aside as `damaged_step_…`; also returns what is wrong
-        with them. Raises StorageError for one that cannot be read now.
+        Newer, damaged checkpoints are renamed to `damaged_step_…`, and their errors returned.
+        Raises StorageError for one that cannot be read now.
         """
         damaged: list[TinkermqError] = []
         for step in reversed(self._named()):
@@ -132,7 +132,7 @@ class CheckpointStore:
         return None, damaged
 
     def before_latest(self) -> LearnerState | None:
-        """Return the state of the checkpoint before the newest, unchecked; None where none is."""
+        """Return the state of the last checkpoint but one, unchecked; None if there is none."""
         steps = self.steps()
         return _read_state(self.path(steps[-2])) if len(steps) > 1 else None
 
@@ -140,7 +140,7 @@ class CheckpointStore:
         """Return by step the first entry of the log behind each checkpoint that can be read."""
         seqs: dict[int, int] = {}
         for step in self.steps():
-            with contextlib.suppress(StorageError):  # who begins with that one is told
+            with contextlib.suppress(StorageError):  # a learner that starts from it raises
                 seqs[step] = _read_state(self.path(step)).log_seq
         return seqs
 
@@ -150,13 +150,13 @@ class CheckpointStore:
         return self._keep_last > 1
 
     def put_aside(self, folder: Path, step: int) -> None:
-        """Count a checkpoint no more: it becomes `damaged_step_…`, in the place of another."""
+        """Rename a checkpoint to `damaged_step_…`, replacing an earlier one of that name."""
         aside = self.folder / f"{_DAMAGED}{checkpoint_name(step)}"
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
 
     def _put_in_place(self, temporary: Path, final: Path) -> None:
-        """Give a checkpoint its name; one of the same step counts until the new one is there."""
+        """Rename a checkpoint to its final name; one of the same step counts until then."""
         replaced = self.folder / (_REPLACED + final.name)
         if final.exists():
             shutil.rmtree(replaced, ignore_errors=True)
@@ -173,9 +173,9 @@ class CheckpointStore:
         temporary.replace(link)
 
     def remove_old(self) -> None:
-        """Remove what is not kept, and let `best` lead to the best that is left.
+        """Remove checkpoints that are not kept, and link `best` to the best one left.
 
-        What cannot be removed now, such as what somebody reads over NFS, is tried again later.
+        A folder that cannot be removed now, as one that is read over NFS, is tried again later.
         """
         steps = self.steps()
         spared: set[int] = set()
@@ -185,18 +185,18 @@ class CheckpointStore:
                 self._point("best", self.path(best))
         for step in steps[: -self._keep_last]:
             if step not in spared and not (self._keep_every and step % self._keep_every == 0):
-                gone = self.folder / f".{checkpoint_name(step)}.{os.getpid()}"
-                self.path(step).rename(gone)  # a folder is whole as long as it has its name
-                shutil.rmtree(gone, ignore_errors=True)
+                removed = self.folder / f".{checkpoint_name(step)}.{os.getpid()}"
+                self.path(step).rename(removed)  # a folder is whole as long as it has its name
+                shutil.rmtree(removed, ignore_errors=True)
 
     def _remove_leftovers(self) -> None:
-        with contextlib.suppress(OSError):  # `write` must be called: other ranks wait there
+        with contextlib.suppress(OSError):  # `write` must be called: other ranks wait in it
             for path in self.folder.glob(".step_*"):
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def load_state(folder: Path) -> LearnerState:
-    """Read the learner's state of a checkpoint whose files are as they were written.
+    """Read the learner's state of a checkpoint after checking its files.
 
     Raises StorageError that names a damaged file, StoreAwayError for one that cannot be read now,
     NotFoundError when it has no state.
@@ -219,12 +219,12 @@ def _read_state(folder: Path) -> LearnerState:
     except ValidationError as error:
         raise StorageError(
             f"checkpoint {folder} is damaged: {_STATE} cannot be read",
-            hint="take another checkpoint of the run (`RUN@STEP`), or restore the file",
+            hint="use another checkpoint of the run (`RUN@STEP`), or restore the file",
         ) from error
 
 
 def save_form(folder: Path, model: nn.Module, tokenizer: Any) -> None:
-    """Write a model folder without the weights; this rank alone does."""
+    """Write a model folder without the weights, on this rank only."""
     (folder / "learner").mkdir(parents=True)
     save_model(model, folder, {})
     tokenizer.save_pretrained(folder)
@@ -240,9 +240,9 @@ def try_saving(
 ) -> None:
     """Save a checkpoint of the untrained model, read it again, and remove it.
 
-    `write` is what checkpoints are written by, or what leaves the weights out; `settings` are
-    those of generation that the model came with. Raises ModelError
-    for what cannot be saved, StorageError for a disk that cannot be written.
+    `write` writes a checkpoint, or one without weights; `settings` are the model's own settings of
+    generation. Raises ModelError if it cannot be saved, StorageError for a disk that cannot be
+    written.
     """
     place = run_dir / _TRIAL
     shutil.rmtree(place, ignore_errors=True)
@@ -269,11 +269,11 @@ def keep_weights(
     policies: Mapping[str, Mapping[str, Tensor]],
     write_form: Callable[[Path], None],
 ) -> Path:
-    """Write the weights of each policy plainly, into the first of the places that takes them.
+    """Write the weights of each policy as safetensors into the first writable place.
 
-    For a checkpoint that could not be written: nothing but safetensors is needed. What else
-    `write_form` can write of a model folder is beside them. Those kept before are removed. Returns
-    the folder. Raises StorageError where no place takes them.
+    For a checkpoint that could not be written. Other files of a model folder are added as far as
+    `write_form` can write them. Weights saved before are removed. Returns the folder. Raises
+    StorageError if no place is writable.
     """
     failure: Exception | None = None
     for place in places:

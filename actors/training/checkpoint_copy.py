@@ -1,19 +1,19 @@
-"""What a checkpoint holds, as it is now, and written while training goes on.
+"""Copies of a checkpoint's contents, which are written while training continues.
 
-Each rank of several, or on a GPU, copies what it holds, there into pinned memory that is used
-again; training goes on then. One process on a CPU copies nothing at first: what it trains changes
-with the next update alone, which comes after the passes of a step. What is not written then is
-copied before the update, and a file that is being written is written once more, from the copy: an
-update never waits for a disk.
+With several ranks, or on a GPU, each rank copies its tensors, on a GPU into pinned memory that is
+used again; training then continues. A single process on a CPU copies nothing at first: its weights
+change only in the next update, which comes after the passes of a step. Whatever is not written by
+then is copied before the update, and a file that is being written is written again from the copy:
+an update never waits for a disk.
 
-In a thread of its own, the copy is written: each rank writes its parts of the optimiser's
-state, as `torch.distributed.checkpoint` divides and reshards them, and the first writes the model
-as the Hugging Face folder that others load. Collectives of that thread have a group of their own.
+A separate thread writes the copy: each rank writes its parts of the optimiser's state, as
+`torch.distributed.checkpoint` divides and reshards them, and the first writes the model as a
+Hugging Face folder. Collectives of that thread have a group of their own.
 
-`torch.distributed.checkpoint.async_save` is not used. Its future is done when its own files are
-written, but a checkpoint counts when the model, digests, fsync and the renamed folder are there,
-too; with `AsyncCheckpointerType.PROCESS` a process outlives a killed learner and writes on. What it
-consists of is used: its stager, and `save` in the thread.
+`torch.distributed.checkpoint.async_save` is not used: its future is done when its own files are
+written, but a checkpoint also needs the model, digests, fsync and the renamed folder; and with
+`AsyncCheckpointerType.PROCESS` a process outlives a killed learner and continues writing. Its parts
+are used: its stager, and `save` in the thread.
 """
 
 # torch leaves some of its methods untyped, safetensors its paths.
@@ -51,49 +51,49 @@ SAVE = Order("save", {})
 class HostCopies:
     """Copies tensors into the machine's memory, as torch.distributed.checkpoint stages them.
 
-    Of tensors on a GPU the copy is pinned, and made in the same place each time: a copy holds until
-    the next one. Of others each copy has memory of its own, freed with it.
+    A copy of tensors on a GPU is in pinned memory that the next copy overwrites. A copy of other
+    tensors has memory of its own.
     """
 
     def __init__(self) -> None:
-        """Have no memory yet."""
+        """Hold no memory yet."""
         self._pinned: DefaultStager | None = None
-        self._taken: weakref.WeakSet[ModelCopy] = weakref.WeakSet()
+        self._copies: weakref.WeakSet[ModelCopy] = weakref.WeakSet()
         self._readings: list[Future[Any]] = []
 
     def wait_before_change(self, reading: "Future[Any]") -> None:
-        """Let nothing change until `reading` is done, which computes with the tensors as they are.
+        """Have the next change wait for `reading`, which reads the tensors.
 
-        It must not wait for the thread that trains. One that is done is let go of, with what it
-        read: steps may follow each other that change nothing.
+        It must not wait for the thread that trains. Finished readings are released, with what they
+        read: many steps may pass without a change.
         """
-        self._readings = [one for one in self._readings if not one.done()]
+        self._readings = [reading for reading in self._readings if not reading.done()]
         self._readings.append(reading)
 
     def take_model(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, parallel: Parallel
     ) -> "ModelCopy":
-        """Return a model and its optimiser as they are now, whatever happens to them."""
+        """Return the present state of a model and its optimiser; later changes do not affect it."""
         weights, state = trained_weights(model), optimizer_state(model, optimizer, parallel)
         if parallel.sharded or torch.cuda.is_available():
             return ModelCopy(**self.take({"weights": weights, "optimizer": state}))
         held = ModelCopy(weights, state, self)
-        self._taken.add(held)
+        self._copies.add(held)
         return held
 
     def before_change(self) -> None:
-        """Wait until all is read, and copy what is held by reference and not written yet.
+        """Wait for the readings, and copy tensors that are held by reference and not written yet.
 
-        To be called before anything changes.
+        To be called before each change of the tensors.
         """
         wait(self._readings)
         self._readings.clear()
-        for held in list(self._taken):
+        for held in list(self._copies):
             held.detach()
-        self._taken.clear()
+        self._copies.clear()
 
     def take(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of a nested state whose tensors nothing changes any more."""
+        """Return a copy of a nested state."""
         if not torch.cuda.is_available():
             return _stager(pinned=False).stage(state)  # pyright: ignore[reportReturnType]  # no future: staging is not asynchronous
         self._pinned = self._pinned or _stager(pinned=True)
@@ -115,15 +115,15 @@ class ModelCopy:
     """A model and its optimiser as they were when they were copied."""
 
     weights: dict[str, Tensor]
-    """This rank's parts of what is trained; once gathered, whole on the first rank."""
+    """This rank's parts of the trained weights; once gathered, whole on the first rank."""
     optimizer: dict[str, Any]
-    """This rank's parts of its state; nothing once it is written."""
+    """This rank's parts of its state; empty once it is written."""
     source: HostCopies | None = None
-    """Who copies them before they change; None: they are copies."""
+    """Copies them before they change; None: they are copies."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def gather(self, parallel: Parallel) -> None:
-        """Bring all parts of the weights to the first rank; all ranks do so together."""
+        """Gather all parts of the weights on the first rank; called on all ranks together."""
         with self._lock:
             self.weights = gather_weights(self.weights, parallel)
 
@@ -141,7 +141,7 @@ class ModelCopy:
         self._write(lambda: write(self.weights))
 
     def write_optimizer(self, path: Path, parallel: Parallel) -> Callable[[], None]:
-        """Write the optimiser's state by all ranks at once, or return what writes that of one."""
+        """Write the optimiser's state on all ranks at once; of one rank, return its writer."""
         if parallel.sharded:
             return save_optimizer(path, self.optimizer, parallel)
 
@@ -163,36 +163,36 @@ class ModelCopy:
 
 @dataclass
 class TrainerCopy:
-    """All that a checkpoint holds of one policy."""
+    """A checkpoint's contents of one policy."""
 
     model: nn.Module
-    """Asked for the form of its folder alone: its weights may be others by now."""
+    """Read for the form of its folder only: its weights may have changed."""
     processor: Any
     policy: ModelCopy
     critic: ModelCopy | None
     reference: dict[str, Tensor]
-    """Of a reference that moves."""
+    """Weights of a reference that moves."""
     entropy: EntropyBonus | None
 
     def gather(self, parallel: Parallel) -> None:
-        """Bring all weights to the first rank; all ranks do so together."""
+        """Gather all weights on the first rank; called on all ranks together."""
         self.policy.gather(parallel)
         if self.critic is not None:
             self.critic.gather(parallel)
         self.reference = gather_weights(self.reference, parallel)
 
     def write_optimizers(self, folder: Path, parallel: Parallel) -> list[Callable[[], None]]:
-        """Write what the ranks write together; return what writes the rest, by the first alone.
+        """Write the states that ranks write together; return writers for the first rank alone.
 
         Raises StorageError on all ranks if one of them cannot write.
         """
         copies = {OPTIMIZER: self.policy}
         if self.critic is not None:
             copies[CRITIC_OPTIMIZER] = self.critic
-        return [one.write_optimizer(folder / name, parallel) for name, one in copies.items()]
+        return [copy.write_optimizer(folder / name, parallel) for name, copy in copies.items()]
 
     def write_models(self, folder: Path) -> None:
-        """Write all that has been gathered; the first rank alone does."""
+        """Write all that has been gathered; called on the first rank only."""
         (folder / "learner").mkdir(parents=True, exist_ok=True)
         self.policy.write_weights(lambda weights: save_model(self.model, folder, weights))
         self.processor.save_pretrained(folder)
@@ -206,16 +206,16 @@ class TrainerCopy:
             self.entropy.save(folder)
 
     def release(self) -> None:
-        """Forget all tensors: nobody needs them any more."""
-        for one in (self.policy, self.critic):
-            if one is not None:
-                one.weights, one.optimizer, one.source = {}, {}, None
+        """Release all tensors."""
+        for copy in (self.policy, self.critic):
+            if copy is not None:
+                copy.weights, copy.optimizer, copy.source = {}, {}, None
 
     def named_weights(self) -> dict[str, Tensor]:
-        """Return what was gathered, as versions of weights name it; a critic as `critic.*`."""
-        for one in (self.policy, self.critic):
-            if one is not None:
-                one.detach()
+        """Return the gathered weights under the names of published versions; critics `critic.*`."""
+        for copy in (self.policy, self.critic):
+            if copy is not None:
+                copy.detach()
         names = {id(tensor): name for name, tensor in self.model.state_dict(keep_vars=True).items()}
         first = {id(tensor): name for name, tensor in [*policy_tensors(self.model).items()][::-1]}
         named = {name: self.policy.weights[names[of]] for of, name in first.items()}
@@ -223,7 +223,7 @@ class TrainerCopy:
 
 
 class CheckpointCopy:
-    """All that a checkpoint holds of the models of a job, in this machine's memory."""
+    """A checkpoint's contents of all models of a job, in this machine's memory."""
 
     def __init__(
         self,
@@ -232,17 +232,17 @@ class CheckpointCopy:
         ranks: Ranks | None = None,
         number: int = 0,
     ) -> None:
-        """`copies` by policy; `ranks` have copied theirs, under the same number, and write them."""
+        """`copies` by policy; `ranks` have made theirs under the same number, and write them."""
         self._copies = copies
         self._number = number
         self._parallel = parallel.in_background
         self._ranks = ranks
 
     def write(self, folder: Path | None) -> None:
-        """Make a folder, which the first rank names, and write into it; all ranks do so together.
+        """Write into a new folder, which the first rank names; called on all ranks together.
 
-        What needs the others is done first, so that one that cannot write leaves nobody waiting.
-        Raises StorageError on all ranks if one of them cannot write its parts.
+        Collectives come first, so that a rank that cannot write leaves no other waiting. Raises
+        StorageError on all ranks if one of them cannot write its parts.
         """
         if self._ranks is None:
             self._write(folder)
@@ -264,18 +264,18 @@ class CheckpointCopy:
         if parallel.rank == 0:
             for name, copied in self._copies.items():
                 copied.write_models(policy_folder(folder, name))
-            for one in finish:
-                one()
+            for finishing in finish:
+                finishing()
 
     def release(self) -> None:
-        """Forget what was written, once it counts: training copies nothing for it any more."""
+        """Release the copies of a finished checkpoint, so that training need not copy for it."""
         for copied in self._copies.values():
             copied.release()
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
-        """Return the weights that were to be written, by policy; critics as `critic.*`.
+        """Return the weights to write, by policy; critics as `critic.*`.
 
-        There are some as soon as the folder could be named, whether it could be written or not.
+        They are there as soon as the folder was named, even if it could not be written.
         """
         return {name: copied.named_weights() for name, copied in self._copies.items()}
 
@@ -286,7 +286,7 @@ def critic_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def trained_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return what is trained of a model, by reference, under the names of its state.
+    """Return the trained weights of a model, by reference, under the names of its state.
 
     Tied weights are the same tensor under each of their names.
     """

@@ -194,9 +194,9 @@ def _by_branch(
 def _of_tokens(inputs: advantages.AdvantageInputs, kept_N: Tensor) -> advantages.AdvantageInputs:
     """Return the inputs of the advantages of some of the tokens."""
     names = ("seq_N", "token_rewards_N", "turn_N", "state_N", "values_N", "kept_N")
-    given = {name: getattr(inputs, name) for name in names}
+    values_by_name = {name: getattr(inputs, name) for name in names}
     arrays: dict[str, Any] = {
-        name: None if value is None else value[kept_N] for name, value in given.items()
+        name: None if value is None else value[kept_N] for name, value in values_by_name.items()
     }
     calls = inputs.calls
     return replace(inputs, **arrays, calls=None if calls is None else calls.of_tokens(kept_N))

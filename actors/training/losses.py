@@ -38,7 +38,7 @@ LossFn = Callable[..., TokenLoss]
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What the losses read; the log-probs are of the sampled tokens."""
+    """Inputs of the losses; the log-probs are of the sampled tokens."""
 
     logprobs_N: Tensor
     """Current policy π, with gradient."""
@@ -47,8 +47,8 @@ class LossInputs:
     old_logprobs_N: Tensor
     """Policy π_o around which the loss clips: before the update, or proximal."""
     behaviour_logprobs_N: Tensor
-    """Policy π_b that generated the tokens, as recorded by the engine; read by those that correct
-    for it by themselves: dppo, dppo_kl, topr, vespo."""
+    """Policy π_b that generated the tokens, as recorded by the engine; read by losses with a
+    correction of their own: dppo, dppo_kl, topr, vespo."""
     seq_N: Tensor
     """int64: the sequence of each token; read by gspo, gmpo, topr and vespo."""
     num_seqs: int
@@ -74,7 +74,7 @@ def _statistics(
 def _clipped(
     ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """max(−A r, −A clip(r, 1−ε_lo, 1+ε_hi)), and where the clip is what counts."""
+    """max(−A r, −A clip(r, 1−ε_lo, 1+ε_hi)), and where the clip applies."""
     plain_N = -advantages_N * ratio_N
     bounded_N = -advantages_N * ratio_N.clamp(1 - clip_low, 1 + clip_high)
     return torch.maximum(plain_N, bounded_N), bounded_N > plain_N
@@ -117,7 +117,7 @@ def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4)
 def cispo(inputs: LossInputs, *, clip_low: float = 0.0, clip_high: float = 5.0) -> TokenLoss:
     """−sg(clip(r, ε_lo, ε_hi)) · A · log π: no token loses its gradient (arXiv 2506.13585).
 
-    There is no lower clip by itself, as in the paper and in TRL; verl has 1 − 0.2.
+    By default it does not clip from below, as in the paper and in TRL; verl has 1 − 0.2.
     """
     log_ratio_N = log_ratio(inputs.logprobs_N, inputs.old_logprobs_N)
     ratio_N = log_ratio_N.detach().exp()
@@ -165,8 +165,8 @@ def sapo(inputs: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> 
 def topr(inputs: LossInputs) -> TokenLoss:
     """−A log π where A ≥ 0, −sg(min(∏π/π_b, 1)) A log π elsewhere (TOPR, arXiv 2503.14286).
 
-    What went well is learnt as it is; what went badly no more than the policy would still do it.
-    It corrects for the behaviour policy by itself: use it with `correction=none`.
+    Positive samples have full weight; negative ones at most their present probability ratio. It
+    corrects for the behaviour policy by itself: use it with `correction=none`.
     """
     log_ratio_N = inputs.logprobs_N.detach() - inputs.behaviour_logprobs_N
     product_S = sum_by_sequence(log_ratio_N, inputs.seq_N, inputs.num_seqs)
@@ -187,7 +187,7 @@ def vespo(
 ) -> TokenLoss:
     """−sg(φ(W)) A log π, φ(W) = W^k e^(λ(1−W)), W = ∏π/π_b of the sequence (arXiv 2602.10693).
 
-    k and λ hang on the advantage's sign. It corrects for the behaviour policy by itself: use it
+    k and λ depend on the advantage's sign. It corrects for the behaviour policy by itself: use it
     with `correction=none`.
     """
     log_ratio_N = log_ratio(inputs.logprobs_N.detach(), inputs.behaviour_logprobs_N)
@@ -331,7 +331,7 @@ def compute_loss(name: str, inputs: LossInputs, **options: Any) -> TokenLoss:
 
 @dataclass(frozen=True)
 class Denominators:
-    """What the losses are divided by: counts over the whole batch, on all ranks."""
+    """Denominators of the losses: counts over the whole batch, on all ranks."""
 
     tokens: int
     """Generated tokens, before any correction masks some."""
@@ -342,7 +342,7 @@ class Denominators:
     lengths_S: Tensor | None = None
     """int64: generated tokens of each sequence of the whole batch; None: none is divided."""
     share_S: Tensor | None = None
-    """Of each sequence of a part of the batch: how much of it the part holds; None: all."""
+    """Share of each sequence that a part of the batch holds; None: all of it."""
 
     @classmethod
     def of(cls, seq_N: Tensor, constant_length: int = 1, num_seqs: int = 0) -> "Denominators":
@@ -351,10 +351,10 @@ class Denominators:
         return cls(len(seq_N), int((lengths_S > 0).sum()), constant_length, lengths_S)
 
     def of_part(self, seq_N: Tensor, numbers_S: Tensor) -> "Denominators":
-        """Return those for a part of the batch, whose sequences have these numbers in the whole.
+        """Return the denominators for a part of the batch, by its sequences' numbers in the whole.
 
-        An episode of several rows may be divided; one that is not has a share of exactly 1. What
-        is only measured is not among the lengths.
+        An episode of several rows may be divided; an undivided one has a share of exactly 1. Tokens
+        that are only measured do not count in lengths.
         """
         if self.lengths_S is None:
             return self
@@ -419,17 +419,17 @@ KlEstimator = Callable[[Tensor, Tensor], Tensor]
 
 
 def k1(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
-    """Give x: unbiased, high variance, may be negative."""
+    """Return x: unbiased, high variance, may be negative."""
     return log_ratio(logprobs_N, reference_N)
 
 
 def k2(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
-    """Give x²/2: biased, never negative; its gradient is that of the KL."""
+    """Return x²/2: biased, never negative; its gradient is that of the KL."""
     return log_ratio(logprobs_N, reference_N) ** 2 / 2
 
 
 def k3(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
-    """Give e^(−x) − 1 + x: unbiased, never negative."""
+    """Return e^(−x) − 1 + x: unbiased, never negative."""
     x_N = log_ratio(logprobs_N, reference_N)
     return torch.exp(-x_N) - 1 + x_N
 

@@ -26,12 +26,12 @@ class TokenSequence:
     experts: NDArray[Any] | None = None
     """uint8[tokens - 1, L, K]: experts that read each token but the last; None: not recorded."""
     branches: bool = False
-    """It is a row of an agent's episode: a path of a tree, that begins as others do."""
+    """Whether it is a row of an agent's episode: a path of a tree, which begins like others."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """What varlen kernels read of a row without padding (`varlen.py`); S counts its runs."""
+    """Inputs of varlen kernels for a row without padding (`varlen.py`); S counts its runs."""
 
     ends_S: Tensor
     """int32[S + 1]: cumulative numbers of columns."""
@@ -64,7 +64,7 @@ class MicroBatch:
     segment_ids_BT: Tensor
     """int64: segment of each token, from 1 in every row; 0 is padding."""
     seen_until_BT: Tensor
-    """int64: first column behind the token that does not see it; those between all do. Padding is
+    """int64: first column behind the token that does not see it; all columns between do. Padding is
     seen by the padding behind it."""
     row_N: Tensor
     """int64: row that predicts each generated token."""
@@ -81,11 +81,11 @@ class MicroBatch:
     images: PackedImages | None = None
     """The images in the rows, if there are some."""
     experts_BTLK: Tensor | None = None
-    """uint8: the experts that read each token as it was generated, where they are replayed."""
+    """uint8: recorded experts of each token, where they are replayed."""
     columns: tuple[int, int] | None = None
-    """First column that is computed here, and the one behind the last; None: all are."""
+    """First column that is computed here, and the end of them; None: all are."""
     runs: Runs | None = None
-    """Of a single row without padding, for varlen kernels."""
+    """Runs of a single row without padding, for varlen kernels."""
 
     @classmethod
     def empty(cls, device: torch.device) -> "MicroBatch":
@@ -134,10 +134,10 @@ class MicroBatch:
 
 
 def columns_of(packed: MicroBatch, place: int, size: int) -> MicroBatch:
-    """Return the same rows of which only the columns at `place` among `size` are computed.
+    """Return the rows for a rank that computes only the columns at `place` of `size` parts.
 
     Rows are padded to a multiple of `size`. The generated tokens are those that these columns
-    predict. All that says who sees whom stays whole.
+    predict. The description of attention stays whole.
     """
     width = packed.input_ids_BT.shape[1]
     missing = -width % size
@@ -167,7 +167,7 @@ def _padded(values: Tensor, missing: int, value: int) -> Tensor:
 
 
 def _images_of(images: PackedImages, width: int, missing: int) -> PackedImages:
-    """Find the places of images, which count the columns of all rows, again in wider rows."""
+    """Return images with their places, which count the columns of all rows, in wider rows."""
     row_Q, column_Q = images.column_Q // width, images.column_Q % width
     place_Q = row_Q * (width + missing) + column_Q
     return PackedImages(images.images, place_Q, _padded(images.rope_3BT, missing, 0))

@@ -1,7 +1,7 @@
-"""The model that learns: loading it, and the log-probs of generated tokens.
+"""The trained model: loading it, and the log-probs of generated tokens.
 
 Shape letters: B rows, T columns of a row, N generated tokens, U columns that predict some
-of them, D hidden size, V vocabulary, K tokens that are looked at in the place of each.
+of them, D hidden size, V vocabulary, K scored tokens in the place of each.
 """
 
 # torch and transformers leave some of their methods untyped.
@@ -37,7 +37,7 @@ from .varlen import flatten, kernel_arguments, reads_flat_rows, with_runs
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _EXACT = 1e-3
-"""Largest difference of log-probs that are the same but for the rounding of float32."""
+"""Largest difference of log-probs that may be due to the rounding of float32."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,21 @@ class TokenScores:
     entropy_N: Tensor
     """Entropy in nats of the distribution that each token was drawn from."""
     others_NK: Tensor | None = None
-    """log π of other tokens in its place: those asked for, or the likeliest, best first."""
+    """log π of other tokens in its place: the requested ones, or the likeliest, best first."""
     top_ids_NK: Tensor | None = None
-    """int64: which tokens are the likeliest, where they were asked for."""
+    """int64: the likeliest tokens, if they were requested."""
 
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """What is asked of a scorer beside the log-probs."""
+    """What to compute beside the log-probs."""
 
     entropy_gradient: bool = False
     """Entropies with gradient."""
     others_NK: Tensor | None = None
-    """int64: tokens whose log-probs are wanted in the place of each token, with gradient."""
+    """int64: tokens whose log-probs to compute in the place of each token, with gradient."""
     top_k: int = 0
-    """Likeliest tokens to tell in the place of each, without gradient; 0: none."""
+    """Number of likeliest tokens to return in the place of each, without gradient; 0: none."""
 
 
 _NOTHING_MORE = ScoreOptions()
@@ -104,7 +104,7 @@ def load_model(
 def _prepare(model: PreTrainedModel, learner: LearnerConfig, path: str) -> PreTrainedModel:
     """Return a model whose layers compute as the learner is configured; ModelError if they cannot.
 
-    It stays in evaluation mode, but for layers themselves where they are recomputed.
+    It stays in evaluation mode, except for layers that are recomputed.
     """
     if learner.recomputes:
         _refuse_dropout(model, path)
@@ -113,8 +113,8 @@ def _prepare(model: PreTrainedModel, learner: LearnerConfig, path: str) -> PreTr
         )
         if learner.offloads:
             _set_checkpointing(model, _checkpoint_in_host_memory)
-        # transformers recomputes in training mode only; what is inside of layers stays as it
-        # generates, without the noise that some routers add in training.
+        # transformers recomputes in training mode only; modules inside of layers stay in evaluation
+        # mode, without the noise that some routers add in training.
         for module in model.modules():
             module.training = hasattr(module, "gradient_checkpointing")
     if learner.compile:
@@ -123,17 +123,17 @@ def _prepare(model: PreTrainedModel, learner: LearnerConfig, path: str) -> PreTr
 
 
 def _set_checkpointing(model: nn.Module, function: Callable[..., Any]) -> None:
-    """Have layers that are recomputed call a function in place of torch's `checkpoint`."""
+    """Have recomputed layers call a function in place of torch's `checkpoint`."""
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
             cast(Any, module)._gradient_checkpointing_func = function
 
 
 def _checkpoint_in_host_memory(function: Callable[..., Any], *args: Any) -> Any:
-    """Recompute a layer, whose input stays in pinned memory until then.
+    """Recompute a layer, keeping its input in pinned memory until then.
 
-    The copies are made on the stream that computes: their time is small beside a layer's, and the
-    GPU's memory is free at once. transformers' own `offload` fails on a machine without a GPU.
+    The copies are made on the computing stream: they take little time beside a layer, and the GPU's
+    memory is free at once. transformers' own `offload` fails on a machine without a GPU.
     """
     with save_on_cpu(pin_memory=True):  # without a GPU: in memory that is not pinned
         return cast(Any, checkpoint.checkpoint(function, *args, use_reentrant=False))
@@ -152,19 +152,19 @@ def load_reference(
 
 
 def make_embedding_gradients_sparse(inside: Inside) -> list[nn.Parameter]:
-    """Have trained embeddings pass on the gradients of the rows that were read, and no others.
+    """Give trained embeddings sparse gradients, of the rows that were read only.
 
-    Returns their weights, whose `grad` must be there before a backward pass. A dense gradient is as
-    large as the vocabulary, in each pass. GPUs, FSDP2 and weights cast on use keep theirs.
+    Returns their weights, whose `grad` must be set before a backward pass. A dense gradient is as
+    large as the vocabulary, in each pass. GPUs, FSDP2 and weights cast on use keep dense gradients.
     """
     is_plain = inside.device.type == "cpu" and inside.dtype == torch.float32
     if not is_plain or isinstance(inside, FSDPModule):
         return []
-    embeddings = [one for one in inside.modules() if type(one) is nn.Embedding]
-    trained = [one for one in embeddings if one.weight.requires_grad]
+    embeddings = [module for module in inside.modules() if type(module) is nn.Embedding]
+    trained = [module for module in embeddings if module.weight.requires_grad]
     for embedding in trained:
         embedding.sparse = True
-    return [cast(nn.Parameter, one.weight) for one in trained]
+    return [cast(nn.Parameter, module.weight) for module in trained]
 
 
 def _load(config: ModelConfig, path: str, *, hollow: bool) -> PreTrainedModel:
@@ -196,9 +196,9 @@ def _refuse_dropout(model: PreTrainedModel, path: str) -> None:
 class Scorer:
     """Computes the log-probs of generated tokens under a model, in packed rows.
 
-    Only the hidden states that predict a generated token go through the output layer. A model
-    whose logits are more than that layer (soft caps, scales) is found out at construction; its
-    own full forward pass is used then.
+    Only the hidden states that predict a generated token go through the output layer. A model whose
+    logits are more than that layer (soft caps, scales) is detected at construction; its own full
+    forward pass is used then.
     """
 
     def __init__(
@@ -210,15 +210,15 @@ class Scorer:
         replay: RouterReplay | None = None,
         chunk_bytes: int | None = None,
     ) -> None:
-        """`inside`: where the model has been put, by default it is as it was loaded; `replay` puts
-        the experts that rows tell in the place of those that the model's routers choose.
+        """`inside`: the model's placement, by default as it was loaded; `replay` uses the experts
+        recorded in rows in place of those that the model's routers choose.
 
         Raises ModelError for a model that cannot read packed rows.
         """
         self._model = model
         self._replay = replay
         self.inside = inside or Inside(model)
-        """Where the model's weights are whole."""
+        """The placement of the model, in which its weights are whole."""
         self._decoder = cast(Any, model).get_decoder()
         self._head: nn.Module = cast(Any, model).get_output_embeddings()
         config = cast(Any, model).config.get_text_config()
@@ -238,7 +238,7 @@ class Scorer:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return self.inside.device
 
     def score(self, packed: MicroBatch, request: ScoreOptions = _NOTHING_MORE) -> TokenScores:
@@ -269,11 +269,11 @@ class Scorer:
     def _score_rows(
         self, states_UD: Tensor, row_M: Tensor, token_M: Tensor, request: ScoreOptions
     ) -> RowScores:
-        head, wanted = self._head, (request.entropy_gradient, request.top_k)
+        head, options = self._head, (request.entropy_gradient, request.top_k)
         chunk_rows = max(1, self._chunk_bytes // (4 * self.vocab_size))
         logits = OutputLayer(temperature=self._temperature, chunk_rows=chunk_rows)
         if self.full_logits:
-            return score_tokens(states_UD, logits, row_M, token_M, *wanted)
+            return score_tokens(states_UD, logits, row_M, token_M, *options)
         if type(head) is nn.Linear:
             layer = replace(
                 logits,
@@ -281,12 +281,12 @@ class Scorer:
                 bias_V=head.bias,
                 adds_to_gradient=self._owns_gradient(head.weight),
             )
-            return score_tokens(states_UD, layer, row_M, token_M, *wanted)
+            return score_tokens(states_UD, layer, row_M, token_M, *options)
 
         def through(part_UD: Tensor, row_m: Tensor, token_m: Tensor) -> RowScores:
-            return score_tokens(head(part_UD), logits, row_m, token_m, *wanted)
+            return score_tokens(head(part_UD), logits, row_m, token_m, *options)
 
-        # With an adapter, or of a kind of its own: it computes a chunk again in the backward pass.
+        # A layer with an adapter, or of another class, recomputes a chunk in the backward pass.
         order_M = row_M.argsort(stable=True)
         row_M, token_M = row_M[order_M], token_M[order_M]
         parts = [
@@ -306,15 +306,15 @@ class Scorer:
         return RowScores(torch.empty_like(logprobs_M).index_copy(0, order_M, logprobs_M), *of_rows)
 
     def _owns_gradient(self, weight: Tensor) -> bool:
-        """Whether a gradient can be added to the weight's own: FSDP2 reduces what autograd has."""
+        """Return whether a gradient can be added to `weight.grad`; FSDP2 reduces autograd's."""
         is_whole = weight.is_leaf and weight.dtype == torch.float32
         return is_whole and weight.requires_grad and not isinstance(self.inside, FSDPModule)
 
     def states_UD(self, packed: MicroBatch, *, logits: bool = False) -> tuple[Tensor, Tensor]:
         """Return the decoder's hidden states (or the model's logits) at the columns that predict.
 
-        Several tokens may be predicted at one column: each column is there once, and the second
-        tensor says which of them predicts each of the N tokens.
+        Several tokens may be predicted at one column: each column is returned once, and the second
+        tensor has the index of the column that predicts each of the N tokens.
         """
         if self.flat_rows:
             packed = with_runs(flatten(packed)) if packed.runs is None else packed
@@ -333,7 +333,7 @@ class Scorer:
         return states_BTD.flatten(0, 1)[column_U], place_N
 
     def _read_in(self, packed: MicroBatch) -> dict[str, Tensor]:
-        """Return what the model reads: ids, or their embeddings where there are images."""
+        """Return the model's inputs: ids, or their embeddings where there are images."""
         ids_BT, images = packed.input_ids_BT, packed.images
         own = slice(*packed.columns) if packed.columns is not None else slice(None)
         if images is None:
@@ -362,12 +362,12 @@ class Scorer:
         """Number of tokens that its output layer knows."""
         return int(cast(Tensor, self._head.weight).shape[0])
 
-    # -- what the model is found to be ---------------------------------------------------------
+    # -- tests of the model --------------------------------------------------------------------
 
     def _head_is_all(self) -> bool:
-        """Whether the logits are the output layer applied to the decoder's states.
+        """Return whether the logits are the output layer applied to the decoder's states.
 
-        The states are made so large on the way that a soft cap would show.
+        The states are scaled up so far that a soft cap would show.
         """
         seen: list[Tensor] = []
 
@@ -386,28 +386,28 @@ class Scorer:
         return bool(seen) and bool(torch.allclose(whole, self._head(seen[-1]), atol=1e-2))
 
     def _has_window(self) -> bool:
-        """Whether the window in a model's configuration is one that its class knows of.
+        """Return whether the window in a model's configuration is one that its class knows of.
 
         Llama's configuration may come with a window, and Llama attends to everything.
         """
         config = cast(Any, self._model).config.get_text_config()
         ids = torch.arange(8, device=self.device).unsqueeze(0) % self.vocab_size
-        found: list[Tensor] = []
+        logits: list[Tensor] = []
         try:
             for width in (2, ids.shape[1]):
                 config.sliding_window = width
-                found.append(self._model(input_ids=ids, use_cache=False).logits)
+                logits.append(self._model(input_ids=ids, use_cache=False).logits)
         finally:
             config.sliding_window = self._window
-        return not torch.equal(*found)
+        return not torch.equal(*logits)
 
     def _check_packing(self) -> None:
-        """Prove that sequences of one row do not see each other; refuse the model otherwise.
+        """Check that sequences of one row do not see each other; raise ModelError otherwise.
 
-        The log-probs of a sequence must not move when its neighbours change, and must be those of
-        a row of its own. In 16 bits rows of other lengths round otherwise, and so do experts with
-        other numbers of tokens: differences are compared with those of the first sequence of a
-        row, which can only be rounding, and with how far a token of its own moves a sequence.
+        The log-probs of a sequence must not change with its neighbours, and must equal those of a
+        row of its own. In 16 bits, rounding depends on the length of rows and on the numbers of
+        tokens of experts: differences are compared with those of the first sequence of a row, which
+        can only be rounding, and with the effect of a token of the sequence itself.
         """
         ids = (self.vocab_size // 3 + np.arange(20, dtype=np.int64)) % self.vocab_size
         other = (ids + 7) % self.vocab_size

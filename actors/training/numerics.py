@@ -1,9 +1,9 @@
-"""In which numbers a learner computes, and by which kernels; decided here for all of its processes.
+"""Dtypes and kernels of a learner's computations, for all of its processes.
 
-In 16 bits a weight has a float32 master, which the optimiser moves, and computes as its bfloat16
-copy: activations, norms included, are bfloat16, as in the engines. Gradients of a pass are bfloat16
-and add up in float32. Several ranks cast weights when FSDP2 gathers them; a rank alone casts those
-of a layer when the layer runs. Both compute the same.
+In 16 bits each weight has a float32 master, which the optimiser updates, and a bfloat16 copy, which
+computes: activations, norms included, are bfloat16, as in the engines. Gradients of a pass are
+bfloat16 and add up in float32. Several ranks cast weights when FSDP2 gathers them; a single rank
+casts those of a layer when the layer runs. Both compute the same.
 """
 
 # torch leaves some of its methods untyped. Weights of modules are exchanged where torch keeps them,
@@ -24,11 +24,11 @@ from .varlen import describe_attention
 
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
-"""Values of that variable with which cuBLAS adds in one order."""
+"""Values of that variable with which cuBLAS adds in a fixed order."""
 
 
 def settle_numerics(learner: LearnerConfig, *, on_gpu: bool) -> None:
-    """Set what holds for all kernels of this process; to be called before CUDA is used.
+    """Configure all kernels of this process; to be called before CUDA is used.
 
     On a GPU products in float32 use TF32. With `learner.deterministic` kernels whose order of
     additions changes are replaced, or raise RuntimeError where torch has no other.
@@ -64,12 +64,12 @@ def numerics_of(
 
 
 def is_in_float32(model: nn.Module, name: str) -> bool:
-    """Whether a model's class holds a tensor in float32 whatever the rest is in.
+    """Return whether a model's class always holds a tensor in float32.
 
-    Engines do so, too: 16 bits of the corrections that choose experts would choose others.
+    Engines do so, too: corrections that choose experts would choose others in 16 bits.
     """
-    kept: set[str] = getattr(model, "_keep_in_fp32_modules_strict", None) or set()
-    return any(f".{part}." in f".{name}." for part in kept)
+    in_float32: set[str] = getattr(model, "_keep_in_fp32_modules_strict", None) or set()
+    return any(f".{part}." in f".{name}." for part in in_float32)
 
 
 def modules_in_float32(model: nn.Module) -> list[nn.Module]:
@@ -81,7 +81,7 @@ def modules_in_float32(model: nn.Module) -> list[nn.Module]:
 def store_frozen(
     model: nn.Module, dtype: torch.dtype, in_float32: Sequence[nn.Module] = ()
 ) -> None:
-    """Keep the weights that are not trained in the dtype that they compute in: the same results."""
+    """Store frozen weights in the dtype that they compute in; the results are the same."""
     exact = {id(weight) for module in in_float32 for weight in module.parameters()}
     for weight in model.parameters():
         if not weight.requires_grad and weight.is_floating_point() and id(weight) not in exact:
@@ -94,10 +94,10 @@ def cast_weights_on_use(
     dtype: torch.dtype,
     in_float32: Sequence[nn.Module] = (),
 ) -> None:
-    """Let a model compute with copies of its weights in `dtype`, made whenever a module runs.
+    """Have a model compute with copies of its weights in `dtype`, made whenever a module runs.
 
-    `layers` are cast as a whole, other modules each with the weights of its own. Inputs of them are
-    cast, too. Modules `in_float32` compute with the weights that they have.
+    `layers` are cast as a whole, other modules each by their own weights. Their inputs are cast,
+    too. Modules `in_float32` compute with their own weights.
     """
     exact = {id(inner) for module in in_float32 for inner in module.modules()}
     within: set[int] = set()
@@ -124,7 +124,7 @@ def _slots(
 
 
 class _CastModule:
-    """Puts copies of another dtype in the place of a module's weights while it runs."""
+    """Replaces a module's weights by copies in another dtype while it runs."""
 
     def __init__(self, slots: list[Slot], dtype: torch.dtype) -> None:
         self._slots = slots
@@ -133,7 +133,7 @@ class _CastModule:
 
     @classmethod
     def install(cls, module: nn.Module, slots: list[Slot], dtype: torch.dtype) -> None:
-        """Add the hooks: they run anew where activation checkpointing computes a layer again."""
+        """Add the hooks; they run again where activation checkpointing recomputes a layer."""
         cast_module = cls(slots, dtype)
         module.register_forward_pre_hook(cast_module.begin, with_kwargs=True)
         module.register_forward_hook(cast_module.end, always_call=True)
@@ -144,7 +144,7 @@ class _CastModule:
         """Cast weights and inputs."""
         self._masters = [inner._parameters[name] for inner, name in self._slots]
         for (inner, name), master in zip(self._slots, self._masters, strict=True):
-            inner._parameters[name] = master.to(self._dtype)  # no parameter, and has a gradient
+            inner._parameters[name] = master.to(self._dtype)  # not a leaf: it has a gradient
         return self._cast(args), self._cast(kwargs)
 
     def end(self, _module: nn.Module, _args: Any, _output: Any) -> None:

@@ -1,8 +1,10 @@
-"""What a step minimises: the loss of a micro-batch, from its log-probs to one number.
+"""The objective of a step: the loss of a micro-batch from its log-probs.
 
-Shape letters: N generated tokens, S sequences. Sequences are never split over micro-batches, nor
-are samples, so every loss and correction reads one micro-batch at a time, but for those whose
-weights hang on the whole batch (m2po, normalised ones): they are computed before.
+Sequences and samples are never split over micro-batches, so every loss and correction reads one
+micro-batch at a time. Weights that depend on the whole batch (m2po, normalised weights) are
+computed before.
+
+Shape letters: N generated tokens, S sequences.
 """
 
 import json
@@ -30,7 +32,7 @@ _GRADIENT_AT_ZERO = frozenset({"clip_cov", "dppo", "kl_cov", "sft"})
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What the updates of one step read, over the whole batch."""
+    """Inputs of the updates of one step, over the whole batch."""
 
     batch: TrainingBatch
     sample_N: Tensor
@@ -46,21 +48,21 @@ class StepInputs:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in this step."""
     targets: TeacherTargets | None = None
-    """What teachers say beside advantages."""
+    """Targets of a forward KL from teachers."""
 
 
 @dataclass(frozen=True)
 class MicroLoss:
-    """The loss of one micro-batch, and what was measured on the way."""
+    """The loss of one micro-batch, and its statistics."""
 
     loss: Tensor
     """This micro-batch's share of the batch's loss, with gradient."""
     sums: dict[str, Tensor]
     """Detached values that add up over micro-batches."""
     index_N: Tensor
-    """int64: places of its tokens in the batch, but those that are too old."""
+    """int64: places in the batch of its tokens, except those that are too old."""
     old_N: Tensor
-    """log π_o of them."""
+    """log π_o of these tokens."""
 
 
 class Objective:
@@ -75,10 +77,10 @@ class Objective:
         self._custom_mask = custom_function("mask", config.algorithm.own_mask)
 
     def needs_old(self, num_updates: int, dropout: float = 0.0) -> bool:
-        """Whether π_o needs a forward pass of its own: it is not the policy at the update.
+        """Return whether π_o needs a forward pass of its own: it is not the policy at the update.
 
-        That is so for an adapter with dropout, too, whose updates compute with it. The log-linear
-        proximal policy is there to do without one.
+        It also needs one for an adapter with dropout, which updates compute with. The log-linear
+        proximal policy avoids that pass.
         """
         algorithm = self._algorithm
         interpolated = algorithm.correction == "decoupled" and algorithm.proximal == "loglinear"
@@ -99,7 +101,7 @@ class Objective:
         sample_N: Tensor,
         advantages_N: Tensor,
     ) -> Tensor | None:
-        """Compute weights that hang on the whole batch among the tokens kept; None: they do not."""
+        """Return weights that depend on the whole batch, for kept tokens; None: they do not."""
         algorithm = self._algorithm
         if old_N is None or not algorithm.weighs_whole_batches:
             return None
@@ -113,9 +115,9 @@ class Objective:
     def without_dropped(
         self, batch: TrainingBatch, kept_N: Tensor, weights_N: Tensor | None
     ) -> tuple[TrainingBatch, Tensor]:
-        """Return the batch to train and its tokens that count in denominators: bool[N].
+        """Return the batch to train, and its tokens that count in denominators: bool[N].
 
-        Where only tokens that are kept count, the others are left out as those too old are.
+        If only kept tokens count, the others are left out like tokens that are too old.
         """
         if weights_N is None or self._algorithm.correction_denominator == "all":
             return batch, kept_N
@@ -123,7 +125,7 @@ class Objective:
         return replace(batch, fresh_N=counted_N), counted_N
 
     def dropped_share(self, weights_N: Tensor | None, kept_N: Tensor) -> dict[str, float]:
-        """Return the share that is dropped, where dropped tokens are not among those measured."""
+        """Return the share of dropped tokens, where the statistics do not include them."""
         if weights_N is None or self._algorithm.correction_denominator == "all":
             return {}
         dropped_n = (weights_N[kept_N] == 0).float()
@@ -148,7 +150,7 @@ class Objective:
         return losses.compute_loss(self._algorithm.loss, inputs, **self._loss_options)
 
     def has_gradient(self, inputs: StepInputs) -> Tensor:
-        """Mark the sequences that move the weights: the others need no pass at all."""
+        """Mark the sequences that move the weights; the others need no backward pass."""
         algorithm, batch = self._algorithm, inputs.batch
         kl_in_loss = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
         everywhere = self._custom_loss is not None or algorithm.loss in _GRADIENT_AT_ZERO
@@ -160,12 +162,12 @@ class Objective:
         return sum_by_sequence(moved_N, batch.seq_N, batch.num_seqs) > 0
 
     def score_options(self, inputs: StepInputs, micro: MicroBatch) -> ScoreOptions:
-        """Return what the loss needs of a micro-batch beside its log-probs."""
+        """Return the options for scoring a micro-batch that the loss needs."""
         others_NK = None if inputs.targets is None else inputs.targets.ids_NK[micro.index_N]
         return ScoreOptions(entropy_gradient=inputs.entropy_coef > 0, others_NK=others_NK)
 
     def is_too_old(self, inputs: StepInputs, micro: MicroBatch) -> bool:
-        """Whether no token of a micro-batch may be trained."""
+        """Return whether no token of a micro-batch may be trained."""
         fresh_N = inputs.batch.fresh_N
         return fresh_N is not None and not bool(fresh_N[micro.index_N].any())
 
@@ -252,7 +254,7 @@ def _fresh(inputs: StepInputs, index_N: Tensor, scores: TokenScores) -> tuple[Te
 
 
 def _teaching(targets: TeacherTargets, index_N: Tensor, scores: TokenScores) -> Tensor:
-    """Return the forward KL of each token from its teacher, 0 where nobody teaches."""
+    """Return the forward KL of each token from its teacher, 0 without one."""
     assert scores.others_NK is not None
     kl_N = forward_kl(scores.others_NK, targets.logprobs_NK[index_N])
     return kl_N * targets.taught_N[index_N]
@@ -287,10 +289,10 @@ def _correction_options(config: JobConfig) -> dict[str, Any]:
 
 
 # -- the coefficient of the entropy bonus ----------------------------------------------------------
-# Fixed, or moved so that entropy stays at a target: the coefficient then rises by a fixed amount
-# after each step whose entropy was below it, and falls by as much after the others, never below 0,
-# and counts only while entropy is below (Skywork-OR1, arXiv 2505.22312). The entropy is that of the
-# step before, so no pass is spent on it.
+# Fixed, or adapted to keep the entropy at a target: the coefficient then rises by a fixed amount
+# after each step with entropy below the target, falls by as much after other steps, never below 0,
+# and counts only while entropy is below the target (Skywork-OR1, arXiv 2505.22312). The entropy is
+# that of the step before, so it costs no pass.
 
 _FILE = "learner/entropy.json"
 MAX_COEF = 1.0
@@ -314,7 +316,7 @@ class EntropyBonus:
         return self.coef if self.entropy <= target else 0.0
 
     def measured(self, algorithm: AlgorithmConfig, entropy: float) -> None:
-        """Take the entropy that a step has measured."""
+        """Adapt the coefficient to the entropy of a step."""
         target = algorithm.entropy_target
         if target is None:
             return
@@ -327,7 +329,7 @@ class EntropyBonus:
         (folder / _FILE).write_text(json.dumps(asdict(self)))
 
     def load(self, folder: Path) -> None:
-        """Take it from a checkpoint that has one; else it stays as configured."""
+        """Load it from a checkpoint that has one; else it stays as configured."""
         if (folder / _FILE).is_file():
             saved = json.loads((folder / _FILE).read_text())
             self.coef, self.entropy = saved["coef"], saved["entropy"]

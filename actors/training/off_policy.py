@@ -9,10 +9,10 @@ Sequence corrections need whole sequences, m2po and normalised weights the whole
 before the batch is cut into micro-batches. Only the log-linear proximal policy of `decoupled` needs
 the current log-probs, and works on any part.
 
-What a mask bounds is taken from log w = log π_o − log π_b of each token: the ratio w itself, or an
-estimate of KL(π_b‖π_o): k1 = −log w, k2 = (log w)²/2, k3 = w − 1 − log w. A mask over sequences
-drops all tokens of one: by the sum of its tokens' values (of ratios their product), their mean (of
-ratios the geometric mean), or as soon as one of its tokens is out of bounds.
+A mask bounds a value of log w = log π_o − log π_b of each token: the ratio w itself, or an estimate
+of KL(π_b‖π_o): k1 = −log w, k2 = (log w)²/2, k3 = w − 1 − log w. A mask over sequences drops all
+tokens of a sequence: by the sum of its tokens' values (of ratios their product), their mean (of
+ratios the geometric mean), or if one of its tokens is out of bounds.
 
 Shape letters: N generated tokens, S sequences.
 """
@@ -33,7 +33,7 @@ from .sequences import choose, mean_by_sequence, sum_by_sequence
 
 @dataclass(frozen=True)
 class CorrectionInputs:
-    """What the corrections read."""
+    """Inputs of the corrections."""
 
     old_logprobs_N: Tensor
     """Learner's log-probs before the update (π_o)."""
@@ -51,7 +51,7 @@ class CorrectionInputs:
 
 @dataclass(frozen=True)
 class Correction:
-    """What the loss has to use."""
+    """Weights and log-probs for the loss."""
 
     weight_N: Tensor
     """Multiplies the token loss; 0 drops the token; no gradient."""
@@ -313,7 +313,7 @@ def mismatch_statistics(old_N: Tensor, behaviour_N: Tensor, lag_N: Tensor) -> di
 def off_policy_statistics(
     old_N: Tensor, behaviour_N: Tensor, seq_N: Tensor, num_seqs: int
 ) -> dict[str, float]:
-    """Tell what verl tells of π_o against π_b, by the same formulas, under `off_policy/`.
+    """Return verl's statistics of π_o against π_b, by the same formulas, under `off_policy/`.
 
     With l = mean log-prob of a sequence: perplexities are the mean exp(−l), `log_ppl_diff` is the
     mean l_b − l_o, `ppl_ratio` the mean of its exponential; `kl` and `k3_kl` estimate KL(π_b‖π_o)
@@ -364,9 +364,9 @@ def batch_mismatch(
 
 
 def _by_kind(differs_N: Tensor, seq_N: Tensor, kinds: list[str]) -> dict[str, float]:
-    """Tell how far the log-probs of tokens up to date differ, by the kind of an agent's row.
+    """Return how far log-probs of up-to-date tokens differ, by the kind of an agent's row.
 
-    Where they do, what the engine had in its context is not what stands in that kind of row.
+    A large difference means that the engine's context differs from that kind of row.
     """
     numbers: dict[str, float] = {}
     for kind in sorted({kind for kind in kinds if kind}):

@@ -60,8 +60,8 @@ class Muon(torch.optim.Optimizer):
     """Muon, with Nesterov momentum and decoupled weight decay, for hidden matrices; AdamW for the
     rest.
 
-    To whoever sets a learning rate, writes a checkpoint or divides the state over ranks it is an
-    optimiser like any other, with a group of parameters for each of the two.
+    For schedules, checkpoints and ranks it is one optimiser, with a group of parameters for each of
+    the two.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Muon(torch.optim.Optimizer):
         config: LearnerConfig,
         learning_rate: float,
     ) -> None:
-        """`rest` updates all other parameters; None: there are no others."""
+        """`rest` updates all other parameters; None: none are left."""
         self._adamw = rest
-        # Of a learner that computes in 16 bits the matrices are made orthogonal in 16 bits, too.
+        # A learner that computes in 16 bits also makes matrices orthogonal in 16 bits.
         on_gpu = any(matrix.is_cuda for matrix in matrices)
         self._dtype = DTYPES[resolve_dtype(config.dtype, on_gpu=on_gpu)]
         own: dict[str, Any] = {
@@ -88,7 +88,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Make one update with the gradients that are there."""
+        """Make one update with the present gradients."""
         assert closure is None
         for group in self.param_groups:
             if MUON in group:
@@ -101,7 +101,7 @@ class Muon(torch.optim.Optimizer):
             self._adamw.step()
 
     def _update(self, matrices: list[Tensor], states: list[dict[str, Any]], group: Any) -> None:
-        """Move matrices by what their momentum is, made orthogonal."""
+        """Update matrices by their orthogonalised momentum."""
         share = dist.get_world_size() if _is_divided(matrices) else 1
         for begin in range(0, len(matrices), share):
             some = matrices[begin : begin + share]
@@ -116,7 +116,7 @@ class Muon(torch.optim.Optimizer):
 
     @staticmethod
     def _ahead(weight: Tensor, state: dict[str, Any], momentum: float) -> Tensor:
-        """Add a gradient to the momentum; return where that would be a step later (Nesterov)."""
+        """Add a gradient to the momentum; return the momentum a step ahead (Nesterov)."""
         gradient = weight.grad
         assert gradient is not None
         if not state:
@@ -125,7 +125,7 @@ class Muon(torch.optim.Optimizer):
         return gradient.lerp(state[_MOMENTUM], momentum)
 
     def _orthogonal(self, updates: list[Tensor]) -> list[Tensor]:
-        """Make updates orthogonal; where they lie in parts, each rank does one for all of them."""
+        """Make updates orthogonal; of sharded ones, each rank computes one for all ranks."""
         if not _is_divided(updates):
             return [orthogonal(update, self._dtype) for update in updates]
         wholes = [self._gathered(update) for update in updates]
@@ -163,7 +163,7 @@ def _is_divided(tensors: list[Tensor]) -> bool:
 
 
 def _part(whole: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part of what all ranks have, divided as another tensor is."""
+    """Return this rank's part of a tensor of all ranks, sharded as another tensor is."""
     assert isinstance(like, DTensor)
     mesh = like.device_mesh
     everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -173,9 +173,9 @@ def _part(whole: Tensor, like: Tensor) -> Tensor:
 def split(
     model: nn.Module, parameters: Sequence[nn.Parameter]
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the hidden matrices among parameters, and all else.
+    """Return the hidden matrices among parameters, and all other parameters.
 
-    A tensor of more dimensions than two counts as many matrices where a model keeps its experts so.
+    A tensor with more than two dimensions counts as many matrices: some models keep experts so.
     """
     apart = _not_hidden(model)
     matrices = [each for each in parameters if each.ndim in (2, 3) and id(each) not in apart]
@@ -192,16 +192,16 @@ def _not_hidden(model: nn.Module) -> set[int]:
 
 
 _REMOVED = "adamw_8bit"
-"""An optimiser of earlier versions, whose states are told apart from AdamW's."""
+"""An optimiser of earlier versions, whose states differ from AdamW's."""
 _UNREADABLE = "resume from an earlier checkpoint of the run, or fork its weights"
 
 
 def make_optimizer(
     model: nn.Module, config: LearnerConfig, learning_rate: float
 ) -> torch.optim.Optimizer:
-    """Return a fresh optimiser for what is trained of a model, as the learner is configured.
+    """Return a new optimiser for the trained weights of a model, as the learner is configured.
 
-    The rate is another one for a critic.
+    A critic has a learning rate of its own.
     """
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     if config.optimizer == "adamw":
@@ -214,7 +214,7 @@ def make_optimizer(
 def _adamw(
     parameters: list[nn.Parameter], config: LearnerConfig, learning_rate: float
 ) -> torch.optim.AdamW:
-    """Return torch's AdamW with the learner's settings but for the rate."""
+    """Return torch's AdamW with the learner's settings, and the learning rate `rate`."""
     return torch.optim.AdamW(
         parameters,
         lr=learning_rate,
@@ -228,7 +228,7 @@ def _adamw(
 def optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, parallel: Parallel
 ) -> dict[str, Any]:
-    """Return what a checkpoint holds of an optimiser: this rank's parts, by reference."""
+    """Return an optimiser's state for a checkpoint: this rank's parts, by reference."""
     if not parallel.sharded:
         return optimizer.state_dict()
     return _state(model, optimizer) if optimizer.state else _settings(optimizer)
@@ -265,7 +265,7 @@ def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimize
 
 
 def _save_together(folder: Path, state: dict[str, Any], parallel: Parallel) -> None:
-    """Write the state of an optimiser; all ranks do so together."""
+    """Write the state of an optimiser; called on all ranks together."""
     try:
         with folder_of_all(folder, parallel) as here:
             save({"optimizer": state}, checkpoint_id=here, process_group=parallel.group)
@@ -277,7 +277,7 @@ def _save_together(folder: Path, state: dict[str, Any], parallel: Parallel) -> N
 
 
 def _load_together(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read the state of an optimiser, each rank what it holds of it.
+    """Read the state of an optimiser, each rank its own parts.
 
     Raises StorageError if it cannot be read.
     """
@@ -300,14 +300,14 @@ def _load_together(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state in this rank's parts; of a fresh optimiser one of the same shapes."""
+    """Return this rank's parts of the state; of a new optimiser, a state of the same shapes."""
     return get_optimizer_state_dict(model, optimizer)
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return all that an optimiser has before its first update, in the form of its state.
+    """Return the state of an optimiser before its first update.
 
-    torch would make an update of zeros to have a state, which counts.
+    torch would make an update of zeros to create a state, and that update would count.
     """
     groups = optimizer.param_groups
     settings = [{name: group[name] for name in group if name != "params"} for group in groups]
@@ -329,10 +329,10 @@ def _names_in(folder: Path) -> set[str]:
 
 def _require_same(path: Path, optimizer: torch.optim.Optimizer, saved: set[str]) -> None:
     """Raise ConfigError unless a state, known by the names in it, is that of this optimiser."""
-    wanted = _kind({name for group in optimizer.param_groups for name in group})
-    if (saved_kind := _kind(saved)) != wanted:
+    own_kind = _kind({name for group in optimizer.param_groups for name in group})
+    if (saved_kind := _kind(saved)) != own_kind:
         raise ConfigError(
-            f"{path} is the state of learner.optimizer={saved_kind}, and this run has {wanted}",
+            f"{path} is the state of learner.optimizer={saved_kind}, and this run has {own_kind}",
             hint=("" if saved_kind == _REMOVED else f"set learner.optimizer={saved_kind}, or ")
             + "begin a new run with the checkpoint's weights: `tinkermq train CONFIG --from "
             "RUN@STEP`",
@@ -354,7 +354,7 @@ def _reason(error: CheckpointException) -> str:
 
 @contextlib.contextmanager
 def _alone_without_a_warning() -> Iterator[None]:
-    """Let one process use what several are meant for; torch remarks on it each time."""
+    """Silence torch's warning that distributed checkpoints are used by one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -383,9 +383,9 @@ def learning_rate(
     total_steps: int | None = None,
     min_ratio: float = 0.0,
 ) -> float:
-    """Give the learning rate of `step` (from 0).
+    """Return the learning rate of `step` (from 0).
 
-    It rises linearly over `warmup_steps`, reaching `base` at the last of them; no step has 0.
+    It rises linearly over `warmup_steps` and reaches `base` at the last of them; no step has 0.
     Then it stays, or falls to `min_ratio * base` at the last step and stays there.
     """
     if step < warmup_steps:
@@ -403,7 +403,7 @@ def learning_rate(
 
 
 def rate_of(learner: LearnerConfig, step: int, base: float, total_steps: int) -> float:
-    """Give the learning rate of training step `step` (from 1), as the learner is configured."""
+    """Return the learning rate of training step `step` (from 1), as the learner is configured."""
     return learning_rate(
         step - 1,
         base=base,

@@ -98,7 +98,7 @@ class Policies:
     ) -> None:
         """Give each model an optimiser; `folder` is the checkpoint that they come from.
 
-        `ranks` are the others that do what is done here; `parallel` is the place among them.
+        `ranks` do the same work as this process; `parallel` is its place among them.
         """
         self.total_steps = total_steps
         self._ranks = ranks or Ranks(config)
@@ -124,7 +124,7 @@ class Policies:
         total_steps: int,
         folder: Path | None,
     ) -> "Policies":
-        """Give each model an optimiser, together with the other ranks of this learner."""
+        """Return each model an optimiser, together with the other ranks of this learner."""
         with ranks.beginning(folder, total_steps) as parallel, folder_here(folder, parallel):
             return cls(
                 config,
@@ -136,7 +136,7 @@ class Policies:
             )
 
     def copy(self, tokenizer: Any) -> CheckpointCopy:
-        """Copy all that a checkpoint holds, on all ranks; it is written beside the training.
+        """Copy a checkpoint on all ranks; it is written while training continues.
 
         The last copy must have been written before.
         """
@@ -165,14 +165,15 @@ class Policies:
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of the tensors of training in this machine's memory, by what they are."""
-        trained = [part for one in self.trainers.values() for part in (one, one.critic) if part]
-        weights = [weight for one in trained for weight in one.model.parameters()]
-        buffers = [buffer for one in trained for buffer in one.model.buffers()]
+        """Bytes of the tensors of training in this machine's memory, by their kind."""
+        trainers = self.trainers.values()
+        parts = [part for item in trainers for part in (item, item.critic) if part]
+        weights = [weight for part in parts for weight in part.model.parameters()]
+        buffers = [buffer for part in parts for buffer in part.model.buffers()]
         moments = [
             value
-            for one in trained
-            for state in one.optimizer.state.values()
+            for part in parts
+            for state in part.optimizer.state.values()
             for value in state.values()
             if isinstance(value, Tensor)
         ]
@@ -185,7 +186,7 @@ class Policies:
     def snapshot(
         self, dtype: torch.dtype, draft: UnfinishedFile | None = None
     ) -> dict[str, TensorBytes]:
-        """Copy what changes from version to version, of each policy, as it is published."""
+        """Copy the published weights of each policy."""
         with self._ranks.doing(Order("gather", {"dtype": str(dtype).removeprefix("torch.")})):
             return snapshot(self.models, dtype, draft)
 
@@ -199,11 +200,10 @@ class Policies:
         return "lora" if has_adapter(self.models[MAIN]) else "full"
 
     def read_beside_training(self, work: Callable[[], T]) -> "Future[T] | None":
-        """Start what reads the weights as they are, in a thread; the next update waits for it.
+        """Start `work`, which reads the weights, in a thread; the next update waits for it.
 
-        The passes of a step change nothing, so they need not wait. None for ranks, which read
-        together, and on a GPU, where a copy is made in less time than anything else: `work` was not
-        started.
+        The passes of a step change nothing, so they need not wait. None, with `work` not started,
+        for ranks, which read together, and on a GPU, where a copy is the fastest way.
         """
         if self._parallel.sharded or own_device().type == "cuda":
             return None
@@ -253,8 +253,8 @@ class Policies:
         """Train one batch; the version of all policies is `step` afterwards.
 
         Tokens of versions before `oldest` are context. A policy none of whose roles had a turn
-        stays as it is. `seqs` say where the groups stand in the rollout log, for ranks that read
-        them there; `microbatch_tokens` are those of a pass from now on (0: as before).
+        stays as it is. `seqs` are the groups' places in the rollout log, for ranks that read them
+        there; `microbatch_tokens` are the tokens of a pass from now on (0: as before).
 
         Raises OutOfMemoryError where the GPU does not hold the step.
         """

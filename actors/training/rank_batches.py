@@ -1,8 +1,8 @@
 """The micro-batches of one rank: its share of the sequences, packed.
 
 All ranks go through the same number of micro-batches, and in each through the same layers, since
-they gather weights together: a rank with fewer gets empty ones, and one without images where
-another has some looks at an image that stands nowhere.
+they gather weights together: a rank with fewer gets empty ones, and a rank without images where
+another has some processes a dummy image.
 
 Sequences are divided over ranks by longest processing time first, on cost cL + L². The linear
 layers of a decoder cost 24 D² for each of L columns, attention 4 D L (D: hidden size): in units of
@@ -129,7 +129,7 @@ def cost(num_columns: int, hidden_size: int) -> int:
 
 
 def longest_first(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Give each item, the most costly first, to the rank with the least so far.
+    """Return each item, the most costly first, to the rank with the least so far.
 
     Returns the items of each rank, ascending. The largest load is at most 4/3 − 1/(3 · ranks) of
     the least possible (Graham 1969). Deterministic: equal items keep their order, and of equal
@@ -216,18 +216,18 @@ def _in_trees(
 
 
 # -- a step that does not fit the GPU is computed again in smaller micro-batches, once -------------
-# What is computed again begins anew: gradients are zeroed, sums are those from before, and the
-# optimiser has not moved. So nothing is trained twice, and the gradient is the same up to rounding.
-# Ranks that share a model cannot begin anew one by one, since each is in the middle of a collective
-# that the others wait in. There the rank that is out of memory ends; all learn of it, start again
-# from the checkpoint, and train the recorded step in smaller micro-batches (`learner/memory.py`).
+# A repetition starts over: gradients are zeroed, sums restored, and the optimiser has not moved. So
+# nothing is trained twice, and the gradient is the same up to rounding. Ranks that share a model
+# cannot start over one by one, since each is in a collective with the others. There the rank out of
+# memory ends; all ranks then start again from the checkpoint and train the recorded step in smaller
+# micro-batches (`learner/memory.py`).
 
 _log = structlog.get_logger()
 T = TypeVar("T")
 
 
 def smaller_pass(config: JobConfig, microbatch_tokens: int) -> int | None:
-    """Return half the tokens of a pass, at least one longest sequence; None if that is no fewer."""
+    """Return half the tokens of a pass, at least one longest sequence; None if not fewer."""
     longest = config.rollout.max_tokens
     if config.algorithm.teacher_context:
         longest += config.algorithm.teacher_context_tokens
@@ -236,7 +236,7 @@ def smaller_pass(config: JobConfig, microbatch_tokens: int) -> int | None:
 
 
 def _largest_term(config: JobConfig, model: nn.Module, microbatch_tokens: int) -> Term | None:
-    """Return what is estimated to take most of the GPU; None for a model that is not estimated."""
+    """Return the largest estimated use of the GPU's memory; None for an unknown model."""
     settings = cast("Mapping[str, Any]", cast(Any, model).config.to_dict())
     try:
         shape = shape_of(settings)
@@ -270,12 +270,12 @@ def out_of_memory(config: JobConfig, model: nn.Module, microbatch_tokens: int) -
 
 
 class MemoryGuard:
-    """Repeats what does not fit, in smaller micro-batches, once in a step."""
+    """Repeats computations that do not fit, in smaller micro-batches, once in a step."""
 
     def __init__(
         self, config: JobConfig, model: nn.Module, packer: RankPacker, *, alone: bool
     ) -> None:
-        """`packer` holds the tokens of a pass; `alone`: no other rank waits in a collective."""
+        """`packer` has the tokens of a pass; `alone`: no other rank waits in a collective."""
         self._config = config
         self._model = model
         self._packer = packer
@@ -287,7 +287,7 @@ class MemoryGuard:
         self._repeated = False
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run what packs and goes through micro-batches, and can begin anew.
+        """Run `work`, which goes through micro-batches and can be repeated.
 
         Raises OutOfMemoryError where it does not fit a second time, or cannot be made smaller.
         """
@@ -297,7 +297,7 @@ class MemoryGuard:
             return work()
         except torch.OutOfMemoryError as error:
             failure = self._failed(str(error))
-        # Behind the handler, whose exception holds the frames with the activations.
+        # After the handler, whose exception holds the frames with the activations.
         if failure is not None:
             raise failure
         gc.collect()
@@ -308,7 +308,7 @@ class MemoryGuard:
         return self.last(work)
 
     def last(self, work: Callable[[], T]) -> T:
-        """Run what is not repeated.
+        """Run `work` without repetition.
 
         Raises OutOfMemoryError where it does not fit.
         """
@@ -319,7 +319,7 @@ class MemoryGuard:
             raise out_of_memory(self._config, self._model, tokens) from error
 
     def _failed(self, reason: str) -> OutOfMemoryError | None:
-        """Lower the tokens of a pass; return the error where that is not to be tried."""
+        """Lower the tokens of a pass; return the error if that cannot be tried."""
         tokens = self._packer.microbatch_tokens
         error = out_of_memory(self._config, self._model, tokens)
         smaller = smaller_pass(self._config, tokens)

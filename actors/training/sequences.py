@@ -1,4 +1,4 @@
-"""What advantages, losses and corrections share: sums over sequences, and choice by name.
+"""Helpers of advantages, losses and corrections: sums over sequences, and choice by name.
 
 Shapes: N generated tokens, S sequences. The tokens of a sequence are contiguous and in order;
 `seq_N` says which sequence each token belongs to.
@@ -80,7 +80,7 @@ _Choice = TypeVar("_Choice")
 
 
 def choose(table: Mapping[str, _Choice], key: str, name: str) -> _Choice:
-    """Give the entry called `name`; the error names the configuration key and the closest name."""
+    """Return the entry `name`; the error names the configuration key and the closest name."""
     if name in table:
         return table[name]
     close = difflib.get_close_matches(name, table, n=1)

@@ -10,10 +10,10 @@ from ...schemas.task import Dropped, Task
 
 
 class Waste(BaseModel):
-    """What was generated and never trained, since the start of the run; part of checkpoints."""
+    """Counts of generated and of trained tokens since the start of the run; part of checkpoints."""
 
     tokens_generated: int = 0
-    """All of them, those of failed tries included."""
+    """All generated tokens, including failed tries."""
     tokens_finished: int = 0
     """Those of episodes that finished."""
     tokens_trained: int = 0
@@ -21,7 +21,7 @@ class Waste(BaseModel):
     episodes_trained: int = 0
 
     def add(self, group: Group, *, trained: bool, oldest: int = 0) -> None:
-        """Count one group whose fate is decided; tokens of versions before `oldest` are waste."""
+        """Count one decided group; tokens of versions before `oldest` count as not trained."""
         tokens = sum(item.num_generated for item in group.trajectories)
         self.add_failed(tokens + group.tokens_wasted + sum(group.tokens_cut))
         self.tokens_finished += tokens
@@ -36,7 +36,7 @@ class Waste(BaseModel):
         self.tokens_generated += tokens
 
     def numbers(self) -> dict[str, float]:
-        """Share of generated tokens that were not trained, and how lengths compare."""
+        """Return the share of generated tokens that were not trained, and the ratio of lengths."""
         if not self.tokens_finished or not self.episodes_trained:
             return {}
         trained_mean = self.tokens_trained / self.episodes_trained
@@ -89,7 +89,7 @@ class Numerics(BaseModel):
 
 
 class LearnerState(BaseModel):
-    """What the learner must remember besides weights and optimiser."""
+    """The learner's state besides weights and optimiser."""
 
     has_digests: bool = False
     """Whether the checkpoint was written with the digests of its files."""
@@ -98,13 +98,13 @@ class LearnerState(BaseModel):
     total_steps: int = 0
     """Steps that the job has in all."""
     numerics: list[Numerics] = Field(default_factory=list[Numerics])
-    """How the steps were computed: one entry, and one more for each change."""
+    """How the steps were computed: one entry, and another for each change."""
     batch_seq: int = 0
     """Sequence of the last batch record that is part of the weights: the frontier."""
     log_seq: int = 1
-    """Every earlier entry of the rollout log has been decided on."""
+    """Every earlier entry of the rollout log is decided."""
     decided_seqs: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
-    """Later entries that have been decided on, too, as half-open ranges."""
+    """Later entries that are decided, too, as half-open ranges."""
     next_task: int = 0
     """Number of the next task."""
     next_index: int = 0
@@ -112,44 +112,43 @@ class LearnerState(BaseModel):
     trained: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
     """Numbers of trained tasks, as half-open ranges."""
     dropped: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
-    """Numbers of tasks that were dropped; each has given its admission credit back."""
+    """Numbers of dropped tasks; each has returned its admission credit."""
     indices: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
-    """Positions in the data order whose fate is decided, as half-open ranges."""
+    """Decided positions of the data order, as half-open ranges."""
     owed: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
-    """(number, data position) of dropped tasks that are still to be issued again."""
+    """(number, data position) of dropped tasks to issue again."""
     owed_tries: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
-    """(number, times it came back unusable) of those that did."""
+    """(number, failed tries) of dropped tasks to issue again, if they have failed."""
     owed_tasks: list[Task] = Field(default_factory=list[Task])
-    """Clients' tasks that were dropped and are still to be issued again."""
+    """Clients' dropped tasks to issue again."""
     unrecorded: list[Dropped] = Field(default_factory=list[Dropped])
-    """What was dropped since the last batch record; the next one names it."""
+    """Entries dropped since the last batch record; the next record names them."""
     judged_seq: int = 0
-    """The run was given up for groups up to this entry of the log, of which none was trained."""
+    """Last entry of the log when the run was given up because no group could be trained."""
     dropped_by_reason: dict[str, int] = Field(default_factory=dict[str, int])
-    """How many groups were dropped, by reason."""
+    """Number of dropped groups, by reason."""
     microbatch_tokens: int = 0
-    """Tokens per forward and backward pass, where they were chosen or lowered; 0: not yet."""
+    """Tokens per forward and backward pass, if chosen or lowered; 0: not yet."""
     bound: int = 0
-    """The staleness bound in force, where it is chosen; 0: not yet."""
+    """The present staleness bound, if chosen automatically; 0: not yet."""
     success: list[tuple[int, float, float]] = Field(default_factory=list[tuple[int, float, float]])
     """(task, episodes, solved ones) of the curriculum, newer episodes counting more."""
     kept_choices: list[tuple[int, int, int]] = Field(default_factory=list[tuple[int, int, int]])
-    """(data position, task, version) of choices that are still to be issued again."""
+    """(data position, task, version) of choices to issue again."""
     waste: Waste = Field(default_factory=Waste)
-    """What was generated and trained so far."""
+    """Counts of generated and of trained tokens."""
 
     def note_numerics(self, numerics: Numerics) -> None:
-        """Note how the steps from here on are computed."""
-        if self.step and not self.numerics:  # those before had it in no checkpoint
+        """Note how the following steps are computed."""
+        if self.step and not self.numerics:  # checkpoints of earlier steps do not have it
             self.numerics.append(numerics.model_copy(update={"sums": 0}))
         if self.numerics[-1:] != [numerics]:
             self.numerics.append(numerics)
 
 
 # -- sets of task numbers --------------------------------------------------------------------------
-# Half-open ranges stay small, as numbers come nearly in order. What a step asks of them takes no
-# longer the more ranges there are: the numbers before each range are counted once, and again only
-# behind a place that has changed.
+# Half-open ranges stay few, as numbers come nearly in order. Queries do not slow down with more
+# ranges: the numbers before each range are counted once, and again only behind a changed range.
 
 
 class NumberSet:
@@ -159,7 +158,7 @@ class NumberSet:
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._before: list[int] = []
-        """How many numbers come before each range, as far as it was counted."""
+        """Count of numbers before each range, for the ranges counted so far."""
         for start, end in ranges:
             self._add_range(start, end)
 
@@ -195,7 +194,7 @@ class NumberSet:
         return self._before[at] + min(self._ends[at], limit) - self._starts[at]
 
     def gaps(self, limit: int) -> Iterator[int]:
-        """Give the numbers under `limit` that are not in the set, ascending."""
+        """Return the numbers under `limit` that are not in the set, ascending."""
         after = 0
         for start, end in self.ranges():
             yield from range(after, min(start, limit))

@@ -1,8 +1,8 @@
 """One training step: advantages, packing, losses, gradients, one version.
 
 The step is a pure function of the policy, the batch and the step's number: trained again from the
-same state it gives the same bits. Of several ranks each computes its share of the sequences, and
-all come to the same advantages, gradients and numbers.
+same state it gives the same bits. Each of several ranks computes its share of the sequences, and
+all arrive at the same advantages, gradients and numbers.
 
 Shape letters: N generated tokens, S sequences.
 """
@@ -63,14 +63,14 @@ _OF_THE_UPDATES = ("pg_loss", "kl_loss", "teacher_loss")
 
 @dataclass
 class StepSums:
-    """What adds up over the micro-batches and updates of a step."""
+    """Sums over the micro-batches and updates of a step."""
 
     totals: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Metric name to the sum over the tokens."""
     tokens: int = 0
-    """Generated tokens that were seen."""
+    """Number of generated tokens."""
     norms: list[float] = field(default_factory=list[float])
-    """Gradient norm of each update; not finite: the update was left out."""
+    """Gradient norm of each update; not finite: the update was skipped."""
     old: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
     """Places of all generated tokens, and their log-probs before the update."""
 
@@ -81,11 +81,11 @@ class StepSums:
             self.totals[name] = value if before is None else before + value
 
     def copy(self) -> "StepSums":
-        """Return the same sums, to go back to: tensors are replaced, not changed."""
+        """Return a copy of the sums, to restore later: tensors are replaced, not changed."""
         return StepSums(dict(self.totals), self.tokens, [*self.norms], [*self.old])
 
     def become(self, other: "StepSums") -> None:
-        """Go back to earlier sums."""
+        """Restore earlier sums."""
         self.totals, self.tokens = dict(other.totals), other.tokens
         self.norms, self.old = [*other.norms], [*other.old]
 
@@ -96,7 +96,7 @@ class StepSums:
         self.old.append((index_N, old_N))
 
     def of_all(self, parallel: Parallel) -> "StepSums":
-        """Put together what all ranks have; norms are those of all shares already."""
+        """Return the sums of all ranks; norms are those of all shares already."""
         if parallel.size == 1:
             return self
         totals = {name: value.cpu() for name, value in self.totals.items()}
@@ -109,9 +109,9 @@ class StepSums:
         return together
 
     def numbers(self) -> dict[str, float]:
-        """Name the sums as metrics; what no token measured is left out.
+        """Return the sums as metrics, without those of no token.
 
-        Losses are of the updates, all else is a mean over all generated tokens of the batch.
+        Losses are means over the updates, all others over the generated tokens of the batch.
         """
         finite = [norm for norm in self.norms if math.isfinite(norm)]
         averages = {"actor/skipped_updates": float(len(self.norms) - len(finite))}
@@ -126,7 +126,7 @@ class StepSums:
 
 @dataclass
 class StepReport:
-    """What a step measured."""
+    """The measurements of a step."""
 
     numbers: dict[str, float]
     """Metric name to value."""
@@ -182,7 +182,7 @@ class Trainer:
         return Reference(algorithm.reference, self.model, path, self._scorer, load)
 
     def _frozen(self, path: str, *, moves: bool = False) -> Scorer:
-        """Return what scores by a model that no optimiser trains; it may follow one that is."""
+        """Return a scorer for a frozen model, which may follow a trained one."""
         config = self.config.model.model_copy(update={"path": path})
         learner = self.config.learner
         loaded = load_reference(config, learner, hollow=self._parallel.filled_by_another)
@@ -215,12 +215,12 @@ class Trainer:
         return numerics_of(scorer.device, scorer.inside.dtype, scorer.attention, learner)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return what is trained, whole and on the CPU; all ranks ask for it together."""
+        """Return the trained weights, whole and on the CPU; called on all ranks together."""
         policy = {name: value.cpu() for name, value in whole_tensors(self.model)}
         return policy if self.critic is None else policy | critic_names(self.critic.weights())
 
     def save(self, folder: Path, tokenizer: Any) -> None:
-        """Write model, tokenizer, what reads images, optimiser and critic, and make the folder."""
+        """Write model, tokenizer, image processor, optimiser and critic into a new folder."""
         CheckpointCopy({MAIN: self.copy(tokenizer)}, self._parallel).write(folder)
 
     def save_form(self, folder: Path, tokenizer: Any) -> None:
@@ -228,11 +228,11 @@ class Trainer:
         save_form(folder, self.model, Processor(tokenizer, self.image_reader))
 
     def wait_before_change(self, reading: "Future[Any]") -> None:
-        """Let no update begin until `reading` is done, which reads the weights as they are."""
+        """Have the next update wait for `reading`, which reads the weights."""
         self._copies.wait_before_change(reading)
 
     def copy(self, tokenizer: Any) -> TrainerCopy:
-        """Hold all that a checkpoint holds as it is now; on a GPU until the next copy."""
+        """Return a copy for a checkpoint; on a GPU it is valid until the next copy."""
         moving = {} if self._reference is None else self._reference.moving()
         keeps_entropy = self.config.algorithm.entropy_target is not None
         return TrainerCopy(
@@ -253,7 +253,7 @@ class Trainer:
         check_readable(group, self.model, self.image_reader, components)
 
     def restore(self, folder: Path) -> None:
-        """Take the optimiser's state from a checkpoint, and what else it has of what moves."""
+        """Load the optimiser, the critic, a moving reference and the entropy bonus."""
         load_optimizer(folder / OPTIMIZER, self.model, self.optimizer)
         if self.critic is not None and not self.critic.load(folder):
             _log.info("critic_is_new", checkpoint=str(folder))
@@ -270,8 +270,8 @@ class Trainer:
     def step(self, batch: TrainingBatch, step: int, microbatch_tokens: int = 0) -> StepReport:
         """Train one batch; the policy's version is `step` afterwards.
 
-        `microbatch_tokens` are those of a pass from now on; 0: as before. An update whose gradient
-        is not finite is left out and counted.
+        `microbatch_tokens` are the tokens of a pass from now on; 0: as before. An update whose
+        gradient is not finite is skipped and counted.
 
         Raises OutOfMemoryError where the GPU does not hold the step.
         """
@@ -348,7 +348,7 @@ class Trainer:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Score all tokens by π_o (log-probs and entropies) and by the reference.
 
-        Each only where it is needed.
+        None for scores that are not needed.
         """
         needs_old = self._objective.needs_old(
             self.config.learner.num_updates, self.config.lora.dropout
@@ -363,7 +363,7 @@ class Trainer:
             return old_N, entropy_N, None
         everything = [
             replace(micro, experts_BTLK=None) for micro in everything
-        ]  # it chooses itself
+        ]  # the reference chooses its own experts
         if self._reference.is_adapter:
             self._copies.before_change()
         with self._reference.in_place() as scorer:
@@ -382,7 +382,7 @@ class Trainer:
         return self._parallel.add_up(logprobs_N), self._parallel.add_up(entropy_N)
 
     def _values(self, batch: TrainingBatch) -> Values | None:
-        """Ask the critic, where there is one, for the value before each token, and behind some."""
+        """Return the critic's values before each token and behind some; None without a critic."""
         critic, pack = self.critic, self._packer.pack
         if critic is None:
             return None
@@ -406,9 +406,9 @@ class Trainer:
         denominators: Denominators,
         sums: StepSums,
     ) -> None:
-        """Make one optimiser update on some of the sequences, of which those kept are trained.
+        """Make one optimiser update on some of the sequences, training those in `kept_S`.
 
-        Those that move no weight are only scored, for the metrics.
+        Sequences that move no weight are only scored, for the metrics.
         """
         before = sums.copy()
         keep_S = kept_S & self._objective.has_gradient(inputs)
@@ -447,7 +447,7 @@ class Trainer:
     def _update_critic(
         self, critic: Critic, batch: TrainingBatch, kept_S: Tensor, denominators: Denominators
     ) -> None:
-        """Make one optimiser update of the critic on the sequences that are kept."""
+        """Make one optimiser update of the critic on the sequences in `kept_S`."""
         self._memory.run(lambda: critic.accumulate(self._packer.pack(batch, kept_S), denominators))
         self._copies.before_change()
         self._memory.last(critic.update)
@@ -456,7 +456,7 @@ class Trainer:
     def _measure(
         self, inputs: StepInputs, rest_S: Tensor, denominators: Denominators, sums: StepSums
     ) -> None:
-        """Measure sequences that take no part in an update: a forward pass, and no other."""
+        """Measure sequences that take no part in an update, by a forward pass only."""
         for micro in self._packer.pack(inputs.batch, rest_S):
             scores = self._scorer.score(micro, self._objective.score_options(inputs, micro))
             if micro.is_empty or self._objective.is_too_old(inputs, micro):
@@ -466,17 +466,17 @@ class Trainer:
             sums.add(measured, result.index_N, result.old_N)
 
     def _clear_gradients(self) -> None:
-        """Begin without gradients; on a CPU they keep their place, so that its heap stays whole."""
+        """Clear the gradients; on a CPU keep their memory, so that the heap is not fragmented."""
         self.optimizer.zero_grad(set_to_none=self._scorer.device.type != "cpu")
         for weight in self._embeddings:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
 
     def _require_gradients(self) -> None:
-        """Give all that is trained a gradient, of zeros where a batch has none.
+        """Set missing gradients of trained weights to zeros.
 
-        It still counts as a step: momentum and decay go on. And a norm adds up the same tensors in
-        the first step of a run, and in the first after a resume, as in all others.
+        The step still counts for them: momentum and decay continue. And a norm adds up the same
+        tensors in the first step of a run, and in the first after a resume, as in all others.
         """
         for parameter in self._trained:
             if parameter.grad is None:

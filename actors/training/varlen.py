@@ -1,12 +1,12 @@
 """Attention of packed rows by varlen kernels, which read no mask.
 
-A varlen kernel computes many sequences of any lengths in one call. Queries and keys of each lie one
-behind the other, told apart by cumulative lengths; where a sequence has fewer queries than keys,
-its queries are the last of them. Rows are laid one behind the other without padding. The columns
-that a row adds to one path form a run: the run's queries are its own columns, its keys those of
-the whole path that it continues. A shared prompt is therefore computed once, and only its keys and
-values, which are few in models with grouped queries, are copied for each response. The copies are
-never more than those of rows in which nothing is shared.
+A varlen kernel computes many sequences of any lengths in one call. Their queries and keys are
+concatenated, separated by cumulative lengths; where a sequence has fewer queries than keys, its
+queries are the last of them. Rows are concatenated without padding. The columns that a row adds to
+one path form a run: the run's queries are its own columns, its keys those of the whole path that it
+continues. A shared prompt is therefore computed once, and only its keys and values, which are few
+in models with grouped queries, are copied for each response. Rows without shared parts would hold
+at least as many.
 
 The kernels are torch's (`torch.nn.attention.varlen`, FlashAttention 2, or 3 and 4 where their
 packages are installed), the package flash-attn (for capped scores, too), and one on CPUs that
@@ -38,7 +38,7 @@ from .micro_batch import MicroBatch, Runs
 AttentionKey = Literal["auto", "sdpa", "varlen", "flash_attention_2"]
 """Values of `model.attn_implementation`."""
 _NAME = "packed_"
-"""Before the names by which transformers knows these kernels."""
+"""Prefix of the names of these kernels in transformers."""
 _log = structlog.get_logger()
 _MAX_HEAD_SIZE = 256
 _MIN_CAPABILITY = (8, 0)
@@ -175,29 +175,29 @@ def flash_attn_kernel() -> VarlenKernel:
 
 
 def choose_attention(
-    wanted: AttentionKey, config: Any, device: torch.device, dtype: torch.dtype
+    configured: AttentionKey, config: Any, device: torch.device, dtype: torch.dtype
 ) -> Literal["sdpa", "varlen", "flash_attention_2"]:
-    """Return the attention of a model with the text configuration `config` that computes there.
+    """Return the attention for a model with the text configuration `config` on a device.
 
-    auto, on a GPU in 16 bits: varlen where it can compute the model, else flash-attn where that is
-    installed and can, else sdpa, as on CPUs. sdpa leaves out that scores are capped: for such a
-    model it is never chosen. Torch's kernels come first since they are the same or
-    newer: torch has FlashAttention 2 of its own, as the package has, and 3 or 4 where installed
-    (on an H100, 3 is 1.5 to 2 times as fast as 2; arXiv 2407.08608). The package alone caps scores
-    and takes heads of any size up to 256. Raises ConfigError for a wish that cannot be met.
+    `auto` on a GPU in 16 bits: varlen where it can compute the model, else flash-attn where it is
+    installed and can, else sdpa, as on CPUs. sdpa ignores caps of scores: for a model with caps it
+    is never chosen. Torch's kernels come first since they are the same or newer: torch has
+    FlashAttention 2, as the package has, and 3 or 4 where installed (on an H100, 3 is 1.5 to 2
+    times as fast as 2; arXiv 2407.08608). Only the package caps scores and supports heads of any
+    size up to 256. Raises ConfigError for a configured attention that cannot compute the model.
     """
     capped = bool(getattr(config, "attn_logit_softcapping", None))
-    if wanted in ("auto", "sdpa"):
-        if wanted == "sdpa" or device.type != "cuda":
-            found = "sdpa"
+    if configured in ("auto", "sdpa"):
+        if configured == "sdpa" or device.type != "cuda":
+            chosen = "sdpa"
         elif _why_not("varlen", config, device, dtype) is None:
-            found = "varlen"
+            chosen = "varlen"
         else:
             alone = _why_not("flash_attention_2", config, device, dtype) is None
-            found = "flash_attention_2" if alone and has_flash_attn() else "sdpa"
-        if found != "sdpa" or not capped:
-            return found
-        if wanted == "auto" and device.type != "cuda":
+            chosen = "flash_attention_2" if alone and has_flash_attn() else "sdpa"
+        if chosen != "sdpa" or not capped:
+            return chosen
+        if configured == "auto" and device.type != "cuda":
             return "varlen"
         raise ConfigError(
             f"the model's attention scores are capped at {config.attn_logit_softcapping:g}, which "
@@ -205,17 +205,17 @@ def choose_attention(
             hint="leave model.attn_implementation at auto; on a GPU install flash-attn "
             "(`pip install 'tinkermq[flash-attn]'`) and compute in 16 bits",
         )
-    why_not = _why_not(wanted, config, device, dtype)
+    why_not = _why_not(configured, config, device, dtype)
     if why_not is not None:
         raise ConfigError(
-            f"model.attn_implementation={wanted} cannot compute this model here: {why_not}",
+            f"model.attn_implementation={configured} cannot compute this model here: {why_not}",
             hint="set model.attn_implementation=sdpa, or auto",
         )
-    return wanted
+    return configured
 
 
 def has_flash_attn() -> bool:
-    """Return whether flash-attn can be imported; one that is damaged is told in the log."""
+    """Return whether flash-attn can be imported; log a damaged installation."""
     if not _is_installed("flash_attn"):
         return False
     try:
@@ -245,17 +245,17 @@ def _why_not(
     size = _head_size(config)
     if size > _MAX_HEAD_SIZE or (is_torchs and size % 8):
         return (
-            f"its heads have {size} numbers, and the kernels take multiples of 8 up to 256, "
-            "flash_attention_2 others up to 256, too"
+            f"its heads have size {size}; the kernels need a multiple of 8 up to 256, "
+            "flash_attention_2 any size up to 256"
         )
     capability = torch.cuda.get_device_capability(device)
     if capability < _MIN_CAPABILITY:
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}, 8.0 is needed"
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}; it must be ≥ 8.0"
     return None
 
 
 def _head_size(config: Any) -> int:
-    """Return the numbers of a query of one head; in DeepSeek's models that is two parts."""
+    """Return the size of a query of one head; DeepSeek's models have two parts."""
     parts = [getattr(config, f"qk_{part}_head_dim", None) for part in ("nope", "rope")]
     if all(parts):
         return sum(cast("list[int]", parts))
@@ -263,7 +263,7 @@ def _head_size(config: Any) -> int:
 
 
 def activate_newest_flash(capability: tuple[int, int]) -> str:
-    """Let torch's varlen attention use the newest kernels of this GPU; return their name.
+    """Activate the newest kernels of this GPU for torch's varlen attention; return their name.
 
     FlashAttention 3 on Hopper and 4 on Blackwell, where their packages are installed, else torch's
     own 2.
@@ -283,10 +283,10 @@ def _is_installed(module: str) -> bool:
 
 
 def set_attention(model: nn.Module, chosen: str, device: torch.device) -> None:
-    """Let the text layers of a model attend by a kernel.
+    """Have the text layers of a model use a kernel for attention.
 
     Raises ConfigError where it is not installed, and for a model whose attention has sinks, which
-    transformers' sdpa leaves out and no other kernel here computes.
+    transformers' sdpa ignores and no other kernel here computes.
     """
     if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
         raise ConfigError(
@@ -308,7 +308,7 @@ def set_attention(model: nn.Module, chosen: str, device: torch.device) -> None:
 
 
 def register_kernel(name: str, kernel: VarlenKernel) -> None:
-    """Let transformers' models attend by a kernel under a name."""
+    """Register a kernel under a name for transformers' models."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     cast(Any, ALL_ATTENTION_FUNCTIONS).register(name, partial(_attend, kernel))
@@ -322,7 +322,7 @@ def describe_attention(attention: str, device: torch.device) -> str:
 
 
 def reads_flat_rows(attention: str | None) -> bool:
-    """Whether an attention, by its name at transformers, reads all rows as one, without a mask."""
+    """Return whether an attention of transformers reads all rows as one, without a mask."""
     return attention is not None and _NAME in attention
 
 
@@ -344,7 +344,7 @@ def _attend(
     key_columns: Tensor | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers' attention functions do; without lengths each row is a sequence."""
+    """Compute attention for transformers; without lengths each row is a sequence."""
     rows, _, length, _ = query_BHTD.shape
     if cu_seq_lens_q is None:
         cu_seq_lens_q = cu_seq_lens_k = torch.arange(
@@ -378,7 +378,7 @@ def _attend(
 
 
 def flatten(packed: MicroBatch) -> MicroBatch:
-    """Lay the tokens of all rows in one row without padding, in their order."""
+    """Put the tokens of all rows into one row without padding, in their order."""
     real_C = packed.segment_ids_BT.flatten() > 0  # C: columns of all rows, one after the other
     place_C = real_C.cumsum(0) - 1
     row_B1 = torch.arange(len(packed.input_ids_BT), device=place_C.device)[:, None]
@@ -408,7 +408,7 @@ def flatten(packed: MicroBatch) -> MicroBatch:
 
 
 def with_runs(flat: MicroBatch) -> MicroBatch:
-    """Say of one row without padding which columns are a run, and which keys each run reads."""
+    """Add to one row without padding the columns of each run, and the keys that it reads."""
     segments_T = flat.segment_ids_BT[0].cpu().numpy()
     seen_until_T = flat.seen_until_BT[0].cpu().numpy()
     starts_S = np.concatenate([[0], np.flatnonzero(np.diff(segments_T)) + 1])
@@ -441,7 +441,7 @@ def with_runs(flat: MicroBatch) -> MicroBatch:
 
 
 def kernel_arguments(flat: MicroBatch) -> dict[str, Any]:
-    """Return what transformers' models hand through to the attention of one flat row."""
+    """Return the arguments that transformers passes on to the attention of one flat row."""
     runs = flat.runs
     assert runs is not None
     return {

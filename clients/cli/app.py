@@ -251,7 +251,6 @@ _GROUPS: dict[str, list[_Command]] = {
         ),
         _Command("agent new", "new_package:new_agent", "Create a folder with a new agent program."),
         _Command("agent check", "agents:check", "Run a program once against a scripted model."),
-        _Command("agent play", "agents:play", "Answer an agent program's calls yourself."),
         _Command("agent host", "run_host:host", "Host a run's programs in this process."),
         _Command("env list", "games:list_games", "List the games."),
         _Command("env check", "games:check", "Check a game without a model."),
@@ -272,7 +271,7 @@ _GROUPS: dict[str, list[_Command]] = {
 _ALSO = {"version": ("version", "--version")}
 _FAMILIES = {
     "algorithm": ("Writing your own", "Check custom advantages, losses and corrections."),
-    "agent": ("Writing your own", "Create, check, play and host agent programs."),
+    "agent": ("Writing your own", "Create, check and host agent programs."),
     "config": ("Writing your own", "Show the configuration of a job."),
     "data": ("Writing your own", "Prepare data."),
     "model": ("Models", "Get models by short names."),

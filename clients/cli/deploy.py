@@ -1,84 +1,28 @@
-"""`tinkermq deploy check`: whether this machine is set up as deploy/ sets machines up."""
+"""`tinkermq deploy check`: check a machine that runs the units of deploy/.
 
+systemd-analyze judges the units and nats-server its configuration.
+"""
+
+import asyncio
 import os
 import re
-import shlex
 import shutil
 import stat
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 
+from ...broker.client.server_info import read_server_info
 from ...broker.jetstream.streams import REPLICAS_VARIABLE
 from ...broker.nats_server import binary_path
 from ...schemas.checks import CheckResult
-from ...schemas.wire.errors import TinkermqError
+from ...schemas.wire.errors import BrokerError, TinkermqError
 from .checks import finding, print_checks
 from .session import COMMON, Common
 from .stack import LOOPBACK
 
-# The top level of a nats-server configuration: enough to see who can reach the server.
-#
-# The server judges the rest itself (`nats-server -t`).
-
-_TOKEN = re.compile(r"\"[^\"\n]*\"|'[^'\n]*'|#[^\n]*|//[^\n]*|[{}\[\]\n;,]|[^\s{}\[\];,\"']+")
-_STATEMENT = re.compile(r"([\w-]+)\s*[:=]?\s*(.*)")
-_ANYWHERE = "all addresses"
-
-
-def read_nats_conf(
-    path: Path, variables: Mapping[str, str], above: frozenset[Path] = frozenset()
-) -> dict[str, str]:
-    """Return the top-level keys, also those of included files; of blocks only their presence.
-
-    `$NAME` is looked up in `variables`; files `above`, which include this one, are not read again.
-    Raises OSError for a file that cannot be read.
-    """
-    values: dict[str, str] = {}
-    above |= {path.resolve()}
-    for statement in _statements(_text(path)):
-        match = _STATEMENT.match(statement)
-        if match is None:
-            continue
-        key, value = match[1], match[2].strip("\"'")
-        included = path.parent / value
-        if key == "include" and included.resolve() not in above:
-            values |= read_nats_conf(included, variables, above)
-        elif key != "include":
-            values[key] = variables.get(value[1:], value) if value.startswith("$") else value
-    return values
-
-
-def _text(path: Path) -> str:
-    """Return what a file holds; names in passwd, for example, may have bytes that are no UTF-8."""
-    return path.read_text(encoding="utf-8", errors="replace")
-
-
-def _statements(text: str) -> list[str]:
-    """Return the top-level statements, without comments and contents of brackets."""
-    done, words, depth = list[str](), list[str](), 0
-    for part in [*_TOKEN.findall(text), "\n"]:
-        if part.startswith(("#", "//")):
-            continue
-        depth += (part in "{[") - (part in "}]")
-        if depth == 0 and part in "\n;,":
-            done.append(" ".join(words))
-            words = []
-        elif depth == 0 and part not in "}]":
-            words.append(part)
-    return [statement for statement in done if statement]
-
-
-def listening_host(conf: Mapping[str, str]) -> str:
-    """Return the address that clients connect to; nats-server's default is all addresses."""
-    host, colon, _ = conf.get("listen", "").rpartition(":")
-    return (host.strip("[]") if colon else conf.get("host", conf.get("net", ""))) or _ANYWHERE
-
-
 _SERVICES = ("nats", "auth", "scheduler", "node", "gateway", "environment@")
 _UNIT_FOLDERS = ("etc/systemd/system", "usr/lib/systemd/system", "lib/systemd/system")
 _MIN_FREE_BYTES = 10 * 2**30
-_MIN_FILES = 65_536
 _EXPIRY_S = 14 * 24 * 3600
 _TIMEOUT_S = 20
 
@@ -92,9 +36,9 @@ def check(*, root: Path = Path("/"), common: Common = COMMON) -> int:
         Folder to treat as `/`, to check an image.
     """
     units = _units(root)
-    findings = [_installed(units), *(_unit(root, unit) for unit in units)]
-    findings += [_accounts(root, units), _environment(root), *_secrets(root)]
-    findings += [*_nats(root), *_certificates(root), _storage(root), _clock(), _sandbox()]
+    findings = [_installed(units), *_verify_units(root, units), _accounts(root, units)]
+    findings += [_environment(root), *_secrets(root), _nats_conf(root), _nats_access(root)]
+    findings += [*_certificates(root), _storage(root), _clock(), _sandbox()]
     return print_checks(findings, as_json=common.json)
 
 
@@ -115,39 +59,39 @@ def _installed(units: list[Path]) -> CheckResult:
     return finding("units", True, ", ".join(path.stem for path in units))
 
 
-def _unit(root: Path, unit: Path) -> CheckResult:
-    """Check that a unit's program exists and that its limit of open files is high enough."""
-    text = _text(unit)
-    # An empty one takes back those before it; a program may have marks of systemd before it.
-    commands = re.findall(r"^ExecStart=[-@:+!]*(\S.*)$", text, re.MULTILINE)
-    try:
-        programs = [Path(shlex.split(command)[0]) for command in commands]
-    except ValueError as error:
-        return finding(unit.stem, False, f"ExecStart: {error}", f"correct it in {unit}")
-    missing = [
-        str(program)
-        for program in programs
-        if program.is_absolute() and not (root / program.relative_to("/")).exists()
-    ]
-    limits = [int(one) for one in re.findall(r"^LimitNOFILE=(\d+)$", text, re.MULTILINE)]
-    if missing:
-        hint = f"install tinkermq into {Path(missing[0]).parents[1]}, or edit the unit"
-        return finding(unit.stem, False, f"{missing[0]} is not there", hint)
-    if limits and min(limits) < _MIN_FILES:
-        return finding(
-            unit.stem, False, f"LimitNOFILE={min(limits)}", f"set it to {_MIN_FILES} or more"
+def _verify_units(root: Path, units: list[Path]) -> list[CheckResult]:
+    """Check the units with `systemd-analyze verify`, also that their programs exist."""
+    program = shutil.which("systemd-analyze")
+    if program is None:
+        return [finding("systemd", True, "units not verified: systemd-analyze is not installed")]
+    if not units:
+        return []
+    command = [program, "verify", "--man=no", "--recursive-errors=no"]
+    if root != Path("/"):
+        command.append(f"--root={root.absolute()}")
+    names = [unit.name.replace("@.", "@check.") for unit in units]
+    done = subprocess.run([*command, *names], capture_output=True, text=True, check=False)
+    lines = done.stderr.splitlines()
+    problems = {unit: [line for line in lines if unit.stem in line] for unit in units}
+    if done.returncode and not any(problems.values()):  # systemd before 250 lacks the options
+        return [finding("systemd", True, f"units not verified: {' '.join(lines)}")]
+    return [
+        finding(
+            unit.stem,
+            not problems[unit],
+            "; ".join(problems[unit]) or "verified by systemd-analyze",
+            f"correct {unit}, or install what it needs" if problems[unit] else "",
         )
-    return finding(unit.stem, True, "; ".join(commands))
+        for unit in units
+    ]
 
 
 def _accounts(root: Path, units: list[Path]) -> CheckResult:
-    """Check that the users of the units exist."""
-    names = {
-        name for unit in units for name in re.findall(r"^User=(.+)$", _text(unit), re.MULTILINE)
-    }
+    """Check that the users that the units run as exist."""
+    names = {"tinkermq-nats" if unit.stem == "tinkermq-nats" else "tinkermq" for unit in units}
     passwd = root / "etc/passwd"
-    known = _text(passwd) if passwd.is_file() else ""
-    missing = sorted(name for name in names if f"\n{name}:" not in f"\n{known}")
+    lines = _text(passwd).splitlines() if passwd.is_file() else []
+    missing = sorted(names - {line.split(":")[0] for line in lines})
     if missing:
         hint = "cp deploy/etc/sysusers.conf /usr/lib/sysusers.d/tinkermq.conf && systemd-sysusers"
         return finding("accounts", False, f"no user {', '.join(missing)}", hint)
@@ -168,6 +112,11 @@ def _environment(root: Path) -> CheckResult:
     return finding("environment", True, values["TINKERMQ_NATS_URL"])
 
 
+def _text(path: Path) -> str:
+    """Return the text of a file; names in passwd, for example, may have bytes beyond UTF-8."""
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
 def _variables(path: Path) -> dict[str, str]:
     """Return the variables that an environment file sets; their values may stand in quotes."""
     lines = _text(path).splitlines() if path.is_file() else []
@@ -178,7 +127,7 @@ def _variables(path: Path) -> dict[str, str]:
 def _secrets(root: Path) -> list[CheckResult]:
     """Check that files with secrets are not readable by others."""
     folder = root / "etc/tinkermq"
-    paths = [one for one in sorted(folder.rglob("*")) if one.is_file() and not _is_public(one)]
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _is_public(path)]
     exposed = [path for path in paths if path.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH)]
     if exposed:
         hint = f"chmod o= {' '.join(map(str, exposed))}"
@@ -190,45 +139,50 @@ def _is_public(path: Path) -> bool:
     return path.suffix in (".crt", ".pem") and "key" not in path.stem
 
 
-def _nats(root: Path) -> list[CheckResult]:
-    """Check the configuration of this machine's nats-server, if there is one."""
+def _nats_conf(root: Path) -> CheckResult:
+    """Check the configuration of this machine's nats-server with `nats-server -t`."""
     config = root / "etc/tinkermq/nats.conf"
     if not config.is_file():
-        return [finding("nats.conf", True, "none: the server runs on another machine")]
-    return [_accepted(config), _guarded(config)]
-
-
-def _accepted(config: Path) -> CheckResult:
-    """Run nats-server's own check of its configuration."""
+        return finding("nats.conf", True, "none: the server runs on another machine")
     try:
-        command = [str(binary_path()), "-t", "-c", str(config)]
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            [str(binary_path()), "-t", "-c", str(config)],
+            env=os.environ | _variables(config.with_name("nats.env")),
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
         )
     except (TinkermqError, OSError, subprocess.TimeoutExpired) as error:
-        return finding("nats.conf", False, str(error))
+        return finding("nats.conf", False, str(error), f"check {config}")
     output = (done.stderr or done.stdout).strip().splitlines()
-    detail = output[-1] if output else "nats-server said nothing"
+    detail = output[-1] if output else "nats-server printed nothing"
     return finding(
-        "nats.conf", done.returncode == 0, detail, "" if not done.returncode else "fix it"
+        "nats.conf", done.returncode == 0, detail, f"correct {config}" if done.returncode else ""
     )
 
 
-def _guarded(config: Path) -> CheckResult:
-    """Check that a server reachable from other machines requires keys and encrypts."""
+def _nats_access(root: Path) -> CheckResult:
+    """Check that a server that other machines reach requires keys and encrypts."""
+    url = _variables(root / "etc/tinkermq/tinkermq.env").get("TINKERMQ_NATS_URL")
+    if url is None:
+        return finding("nats access", True, "not checked: TINKERMQ_NATS_URL is not set")
     try:
-        conf = read_nats_conf(config, _variables(config.with_name("nats.env")))
-    except OSError as error:
-        return finding("nats access", False, f"{error.filename}: {error.strerror}", "fix it")
-    host = listening_host(conf)
-    if host in LOOPBACK:
-        return finding("nats access", True, f"listens on {host} only")
-    lacks = [name for name, key in (("users", "authorization"), ("TLS", "tls")) if key not in conf]
-    if lacks:
+        info = asyncio.run(read_server_info(url))
+    except BrokerError as error:
+        return finding("nats access", True, f"not checked: {error.message}")
+    host = str(info.get("host"))
+    lacks = [
+        name
+        for name, key in (("users", "auth_required"), ("TLS", "tls_required"))
+        if not info.get(key)
+    ]
+    if lacks and host not in LOOPBACK:
         hint = 'include "accounts.conf" of `tinkermq init --home /etc/tinkermq`, and set tls { … }'
-        detail = f"listens on {host} without {' and '.join(lacks)}"
+        detail = f"the server listens on {host} without {' and '.join(lacks)}"
         return finding("nats access", False, detail, f"{hint}; or listen on 127.0.0.1")
-    return finding("nats access", True, f"listens on {host}, with users and TLS")
+    secured = "" if lacks else ", with users and TLS"
+    return finding("nats access", True, f"the server listens on {host}{secured}")
 
 
 def _certificates(root: Path) -> list[CheckResult]:

@@ -83,7 +83,7 @@ def _from_yaml(path: str, overrides: Sequence[str]) -> ChosenGame:
     if job.agent.runs_programs:
         raise ConfigError(
             f"{path} is the configuration of an agent job: there is no game",
-            hint=f"try its program: `tinkermq agent check {path}`, `tinkermq agent play {path}`",
+            hint=f"try its program: `tinkermq agent check {path}`",
         )
     return ChosenGame(job.env, job.seed, job)
 

@@ -62,7 +62,6 @@ def new_agent(name: str, /, *, kind: AgentKind = "openai", into: Path = Path()) 
     steps = {
         f"cd {shlex.quote(str(folder))}": "the agent",
         "tinkermq agent check agent.yaml": "run it against a scripted model",
-        "tinkermq agent play agent.yaml": "be its model yourself",
         "make train": "let a tiny model learn to use the tool, in some minutes",
         "tinkermq train agent.yaml": "train a model under it",
     }

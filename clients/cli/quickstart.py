@@ -120,12 +120,9 @@ def get_catalogue_model(name: str) -> None:
 
 
 def make_model(folder: Path, game: str) -> None:
-    """Warm-start the model, unless it is there; raises ModelError."""
+    """Warm-start the model, unless it exists; raises ModelError."""
     model = folder / "models" / game
-    if run_module("tinkermq.actors.recipes", game, str(model)) == 0:
-        print_plain(f"model      {model} (made before)")
-        return
-    print_plain("model      making it on this machine, a minute or two, once")
+    print_plain(f"model      {model} (made once, in a minute or two)")
     model.parent.mkdir(parents=True, exist_ok=True)
     code = run_module("tinkermq.actors.warm_start", game, str(model))
     if code:

@@ -1,9 +1,9 @@
 """Gymnasium environments whose actions and observations can be written as text.
 
-An observation is shown as the environment draws it in its render mode `ansi`, as it is where it is
-a text, and as plain values otherwise. The policy names an action between `<action>` and
-`</action>`: one of the names given, a number of a discrete space, a text, or JSON for any other
-space. What is no action of the environment is told to the policy and not played.
+An observation is shown as the environment renders it in mode `ansi`, else as a text or as plain
+values. The policy writes an action between `<action>` and `</action>`: one of the listed names, a
+number of a discrete space, a text, or JSON for any other space. An invalid action is not played;
+the policy reads that it is invalid.
 """
 
 import re
@@ -71,7 +71,7 @@ class GymnasiumGame(AbstractGame):
             return self._show(observation)
 
     def step(self, action: str) -> StepResult:
-        """Play an action; what is none is told and not played."""
+        """Play an action; an invalid one is not played, and the policy reads so."""
         action_value = self._action(self.parse_action(action))
         if action_value is None:
             message = f"That is no action. {self._say_actions()}"
@@ -156,11 +156,11 @@ class GymnasiumGame(AbstractGame):
                 raise ValueError
             if isinstance(inner, Mapping):
                 named = cast("Mapping[str, Any]", inner)
-                return {name: self._read(one, value[name]) for name, one in named.items()}
-            return tuple(self._read(one, value[number]) for number, one in enumerate(inner))
+                return {name: self._read(part, value[name]) for name, part in named.items()}
+            return tuple(self._read(part, value[number]) for number, part in enumerate(inner))
         action = space.from_jsonable([value])[0]
         is_whole = space.dtype is not None and np.issubdtype(space.dtype, np.integer)
-        if is_whole and not np.array_equal(action, value):  # 1.5 is no 1
+        if is_whole and not np.array_equal(action, value):  # 1.5 is not 1
             raise ValueError
         return action
 
@@ -192,10 +192,10 @@ def name_colours(text: str) -> str:
     return _ESCAPE.sub("", _COLOURED.sub(_tag, text))
 
 
-def _tag(found: re.Match[str]) -> str:
-    codes = [int(code) for code in found[1].split(";") if code]
+def _tag(match: re.Match[str]) -> str:
+    codes = [int(code) for code in match[1].split(";") if code]
     names = [_COLOURS[code % 10] for code in codes if code // 10 in (3, 4) and code % 10 < 8]
-    inside = _ESCAPE.sub("", found[2])
+    inside = _ESCAPE.sub("", match[2])
     return f"<{names[0]}>{inside}</{names[0]}>" if names else inside
 
 

@@ -160,16 +160,16 @@ def read_servers(
             f"env.kwargs.servers is {shown(servers)}",
             hint=f"list 1 to {MAX_SERVERS} servers, each with command or url",
         )
-    read = [_read_server(one, number) for number, one in enumerate(servers)]
-    names = Counter(one.name for one in read)
+    read = [_read_server(server, number) for number, server in enumerate(servers)]
+    names = Counter(server.name for server in read)
     if twice := [name for name, count in names.items() if count > 1]:
         raise ConfigError(
             f"several of env.kwargs.servers have the name {twice[0]}",
             hint="give each a name of its own",
         )
-    for number, one in enumerate(read):
-        host = _host(one.url)
-        if one.url and host not in allowed_hosts:
+    for number, server in enumerate(read):
+        host = _host(server.url)
+        if server.url and host not in allowed_hosts:
             raise ConfigError(
                 f"env.kwargs.servers[{number}].url names the host {host}, which is not allowed",
                 hint=f"env.kwargs.allowed_hosts must list it: [{host}]",
@@ -285,18 +285,18 @@ def make_toolbox(
     Raises GameError for names and schemas that cannot be used, and ConfigError for a tool that a
     server does not have.
     """
-    found = [
+    tools_of_servers = [
         (number, tool)
         for number, (server, tools) in enumerate(zip(servers, listed, strict=True))
         for tool in _offered(server, tools)
     ]
-    if not found:
+    if not tools_of_servers:
         raise GameError("the MCP servers offer no tool", hint="see their logs, and `tools`")
-    plain = [_plain_name(tool["name"], servers[number]) for number, tool in found]
+    plain = [_plain_name(tool["name"], servers[number]) for number, tool in tools_of_servers]
     clashing = {name for name, count in Counter(plain).items() if count > 1}
     owners: dict[str, tuple[int, str]] = {}
     functions: list[dict[str, Any]] = []
-    for name, (number, tool) in zip(plain, found, strict=True):
+    for name, (number, tool) in zip(plain, tools_of_servers, strict=True):
         server = servers[number]
         distinct = f"{server.name}_{name}" if name in clashing else name
         if distinct in owners:

@@ -90,11 +90,11 @@ class GameServer(McpServer):
 
 
 class McpServerError(GameError):
-    """A server that cannot be used, has died, or sent what is no answer; its session is over."""
+    """A server cannot be used, has died, or sent an invalid answer; its session is over."""
 
 
 class CallRefused(GameError):
-    """A request that a server answered with an error; its session goes on."""
+    """A server answered a request with an error; its session continues."""
 
 
 class Channel(Protocol):
@@ -128,9 +128,11 @@ def who(server: GameServer) -> str:
 
 
 def printable(text: str) -> str:
-    """Return the words of a stranger as a text of bounded length that no terminal obeys."""
-    cut = clean_text(text)
-    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in cut)
+    """Return a text of bounded length with control characters escaped."""
+    return "".join(
+        character if character.isprintable() or character == "\n" else repr(character)[1:-1]
+        for character in clean_text(text)
+    )
 
 
 def rpc_message(method: str, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -140,7 +142,7 @@ def rpc_message(method: str, params: Mapping[str, Any] | None = None) -> dict[st
 
 
 def _parsed(data: bytes | bytearray) -> Any:
-    """Return what a message holds; None for what is no JSON."""
+    """Return the value of a JSON message; None if it is not JSON."""
     try:
         return read_json(bytes(data))
     except ValueError:
@@ -263,9 +265,9 @@ class StdioChannel(asyncio.Protocol):
             self._budget.take(num_bytes=len(data))
             *ends, rest = data.split(b"\n")
             for end in ends:
-                self._take(end)
+                self._add_piece(end)
                 self._take_line()
-            self._take(rest)
+            self._add_piece(rest)
         except McpServerError as error:
             self._fail(error, grace_s=0.0)
 
@@ -273,7 +275,7 @@ class StdioChannel(asyncio.Protocol):
         """Fail all that wait: the program has ended, or closed its output."""
         self._fail(None, grace_s=_END_S)
 
-    def _take(self, piece: bytes) -> None:
+    def _add_piece(self, piece: bytes) -> None:
         if self._is_long:
             return
         self._line += piece
@@ -287,8 +289,8 @@ class StdioChannel(asyncio.Protocol):
             self._take_message(line)
             return
         self._is_long = False
-        found = _ID.search(line)
-        number = int(found[1]) if found else next(iter(self._waiting), 0)
+        match = _ID.search(line)
+        number = int(match[1]) if match else next(iter(self._waiting), 0)
         self._settle(number, _too_long(self._name))
 
     def _take_message(self, line: bytearray) -> None:
@@ -386,11 +388,11 @@ class _Printed:
         loop.add_reader(file, self._read)
 
     def last_words(self, noise: str) -> str:
-        """Return what it printed at last, for people."""
+        """Return the last output of the program, for error messages."""
         if self._file >= 0:
             self._read()
-        said = self._tail.decode(errors="replace").strip() or noise.strip()
-        return f"it printed at last: {printable(said)}" if said else "it printed nothing"
+        output = self._tail.decode(errors="replace").strip() or noise.strip()
+        return f"it printed at last: {printable(output)}" if output else "it printed nothing"
 
     def close(self) -> None:
         """Read no more; harmless when repeated."""
@@ -519,9 +521,9 @@ class HttpChannel:
                 f"{self._name} refused with status {status}: it needs a key, or another one",
                 hint="key_variable of the server names the variable with it, or set its headers",
             )
-        said = printable((await self._body(reply))[:500].decode(errors="replace"))
+        body = printable((await self._body(reply))[:500].decode(errors="replace"))
         raise McpServerError(
-            f"{self._name} answered with status {status}: {said}",
+            f"{self._name} answered with status {status}: {body}",
             hint="see its url, which is often /mcp, and its log",
         )
 

@@ -136,10 +136,11 @@ class McpSession:
         except TimeoutError as error:
             if not self._goes_on:
                 self.close()
+            call = f"{method} of {params['name']}" if "name" in params else method
             raise GameHung(
-                f"{self._who} did not answer {_named(method, params)} within {limit_s:g} s",
+                f"{self._who} did not answer {call} within {limit_s:g} s",
                 hint="raise call_timeout_s of the server if it may take longer; "
-                "env.on_step_timeout says what becomes of the episode",
+                "env.on_step_timeout decides what happens to the episode",
             ) from error
         except asyncio.CancelledError:
             if not self.is_shared:
@@ -182,7 +183,7 @@ class McpSession:
     def _wrong(self, method: str, answer: object) -> mcp_channels.McpServerError:
         self.close()
         return mcp_channels.McpServerError(
-            f"{self._who} answered {method} with {shown(answer)}, which is no such answer",
+            f"{self._who} answered {method} with {shown(answer)}, which is not a valid answer",
             hint="see the server: its answers must be as MCP defines them",
         )
 
@@ -194,10 +195,6 @@ class McpSession:
     @property
     def _who(self) -> str:
         return mcp_channels.who(self._server)
-
-
-def _named(method: str, params: Mapping[str, Any]) -> str:
-    return f"{method} of {params['name']}" if "name" in params else method
 
 
 def _refusal(error: Any) -> str:
@@ -227,9 +224,9 @@ def _part_text(part: Any) -> str:
     return f"[{kind} {fields.get('mimeType', '')}: not shown]"
 
 
-def _typed(value: Any, wanted: type[T]) -> T:
-    if not isinstance(value, wanted):
-        raise TypeError(f"{shown(value)} is no {wanted.__name__}")
+def _typed(value: Any, expected: type[T]) -> T:
+    if not isinstance(value, expected):
+        raise TypeError(f"{shown(value)} is not {expected.__name__}")
     return value
 
 

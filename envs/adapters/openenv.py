@@ -246,8 +246,8 @@ class OpenEnvGame(AsyncToolGame):
         try:
             answer = await self._session.step(action)
         except ActionRefused as refusal:
-            told = f"Error: {_printable(refusal.reason)}"
-            return ToolResult(bounded_text(told, self.max_result_chars))
+            text = f"Error: {_printable(refusal.reason)}"
+            return ToolResult(bounded_text(text, self.max_result_chars))
         if answer.done:
             self._session.close()
         info = {"type": self._environment.facts().name}
@@ -329,7 +329,7 @@ class Environment:
         self._access = Access(_headers(options.key_variable), options.max_message_bytes)
         self._started = _started(options)
         self._servers = [RemoteOpenEnv(url) for url in options.urls] or [
-            RemoteOpenEnv(one.name, one.start) for one in self._started
+            RemoteOpenEnv(server.name, server.start) for server in self._started
         ]
         self._lock = threading.Lock()
         self._facts: Facts | None = None
@@ -348,7 +348,7 @@ class Environment:
         loop = asyncio.get_running_loop()
         with self._pools_lock:
             if loop not in self._pools:
-                servers = [RemoteOpenEnv(one.name, one.start) for one in self._servers]
+                servers = [RemoteOpenEnv(server.name, server.start) for server in self._servers]
                 pool = SessionPool(servers, self._access, self._options.wait_s, self._ended)
                 self._pools[loop] = pool
             return self._pools[loop]
@@ -367,7 +367,7 @@ class Environment:
         for server in self._servers:
             url = server.start() if server.start else server.name
             try:
-                return _apart(_look(url, self._access, self._options))
+                return _apart(_read_facts(url, self._access, self._options))
             except ServerAway as error:
                 failure = error
         assert failure is not None
@@ -393,7 +393,7 @@ def _apart(work: Coroutine[Any, Any, T]) -> T:
         return thread.submit(asyncio.run, work).result()
 
 
-async def _look(url: str, access: Access, options: OpenEnvOptions) -> Facts:
+async def _read_facts(url: str, access: Access, options: OpenEnvOptions) -> Facts:
     """Ask a server for its actions, its tools and its tasks."""
     async with HttpRoutes(url, access) as routes:
         return await _facts(routes, options)
@@ -407,7 +407,9 @@ async def _facts(routes: HttpRoutes, options: OpenEnvOptions) -> Facts:
         Facts, _NAME.sub("-", name)[:_MOST_NAME_CHARS] or "openenv", description
     )
     properties = {
-        key: one for key, one in _mapping(action.get("properties")).items() if key != "metadata"
+        key: schema
+        for key, schema in _mapping(action.get("properties")).items()
+        if key != "metadata"
     }
     listed = await _mcp_tools(routes) if _may_be_mcp(properties) else None
     if listed is not None:
@@ -417,13 +419,13 @@ async def _facts(routes: HttpRoutes, options: OpenEnvOptions) -> Facts:
         return facts(tools, True, "", split, tasks)
     if len(properties) == 1 and _mapping(next(iter(properties.values()))).get("type") == "string":
         return facts([], False, next(iter(properties)), split, tasks)
-    said = _text(action.pop("description", "")) or description
-    tool = {"name": TOOL, "description": said, "parameters": {**action, "properties": properties}}
+    text = _text(action.pop("description", "")) or description
+    tool = {"name": TOOL, "description": text, "parameters": {**action, "properties": properties}}
     return facts(checked_tools([tool], routes.url), False, "", split, tasks)
 
 
 def _may_be_mcp(properties: Mapping[str, Any]) -> bool:
-    """Whether actions are those that call tools, or of no kind of their own."""
+    """Return whether actions are those that call tools, or of no kind of their own."""
     kind = _mapping(properties.get("type")).get("const")
     return not properties or kind in ("call_tool", "list_tools")
 
@@ -477,8 +479,8 @@ async def _tasks(routes: HttpRoutes, name: str, options: OpenEnvOptions) -> tupl
             )
         return "", range(0)
     listed = _list(routes.parse("/splits", content))
-    splits = [routes.check(Split, "/splits", one).name for one in listed]
-    split = options.split or next((one for one in splits if one == "train"), "".join(splits[:1]))
+    splits = [routes.check(Split, "/splits", entry).name for entry in listed]
+    split = options.split or ("train" if "train" in splits else "".join(splits[:1]))
     if split not in splits:
         raise GameError(
             f"the environment at {routes.url} has no split {split!r}, it has {shown(splits)}",
@@ -533,7 +535,7 @@ def _checked_url(url: Any) -> str:
         if scheme in ("http", "https") and parts.hostname and parts.port != 0 and not has_more:
             return f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}"
     raise GameError(
-        f"env.kwargs.url={shown(url)} is no URL of a server",
+        f"env.kwargs.url={shown(url)} is not the URL of a server",
         hint="write http://HOST:PORT or https://HOST; a key goes into env.kwargs.key_variable",
     )
 
@@ -546,7 +548,7 @@ def _checked_range(bounds: Sequence[int] | None) -> tuple[int, int] | None:
             return start, stop
         case _:
             raise GameError(
-                f"env.kwargs.task_range={shown(bounds)} is no range",
+                f"env.kwargs.task_range={shown(bounds)} is not a range",
                 hint="give [start, stop], the numbers of the first task and of the one behind the "
                 "last",
             )
@@ -595,7 +597,7 @@ class StartedProcess:
     """Returns the end of its output."""
 
     def is_there(self) -> bool:
-        """Whether it has not ended; one that is slow to answer is there."""
+        """Return whether it has not ended; one that is slow to answer is there."""
         if self.process.poll() is not None:
             return False
         address = urlsplit(self.url)
@@ -735,10 +737,10 @@ def _end_of(output: bytes) -> str:
 
 
 def find_engine(image: str) -> str:
-    """Return the container engine of this machine; GameError where there is none."""
+    """Return the container engine of this machine; GameError if it has none."""
     for engine in ENGINES:
-        if (found := shutil.which(engine)) is not None:
-            return found
+        if (path := shutil.which(engine)) is not None:
+            return path
     raise GameError(
         f"the image {image!r} cannot be started: neither {' nor '.join(ENGINES)} is on the PATH of "
         "the environment host",

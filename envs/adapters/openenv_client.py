@@ -128,9 +128,9 @@ class ServerAway(OpenEnvError):
     """A server that cannot be reached now."""
 
 
-def quoted(said: str | Exception, most_chars: int = _SHOWN_CHARS) -> str:
+def quoted(message: str | Exception, most_chars: int = _SHOWN_CHARS) -> str:
     """Return a text of a server as a literal: escaped, on one line, and bounded."""
-    text = said if isinstance(said, str) else words_of(said)
+    text = message if isinstance(message, str) else words_of(message)
     return repr(text if len(text) <= most_chars else f"{text[:most_chars]}…")
 
 
@@ -146,11 +146,11 @@ def _places(error: Exception) -> str:
     """Return which fields are wrong, without the values."""
     if not isinstance(error, ValidationError):
         return quoted(error)
-    found = [
-        f"{'.'.join(map(str, one['loc'])) or 'it'}: {one['msg']}"
-        for one in error.errors(include_url=False, include_input=False, include_context=False)
+    problems = [
+        f"{'.'.join(map(str, problem['loc'])) or 'it'}: {problem['msg']}"
+        for problem in error.errors(include_url=False, include_input=False, include_context=False)
     ]
-    return quoted("; ".join(found[:3]))
+    return quoted("; ".join(problems[:3]))
 
 
 def _http_refusal(url: str, status: int) -> OpenEnvError:
@@ -255,7 +255,7 @@ class HttpRoutes:
 
 
 def is_local(url: str) -> bool:
-    """Whether a URL is of this machine, which no proxy reaches."""
+    """Return whether a URL is of this machine, which no proxy reaches."""
     host = urlsplit(url).hostname or ""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
@@ -297,7 +297,7 @@ class OpenEnvSession:
             max_queue=_MAX_QUEUED_FRAMES,
             proxy=None if is_local(url) else True,
         )
-        connecting.process_redirect = _stay
+        connecting.process_redirect = lambda error: error  # follow no redirect
         try:
             return cls(await connecting, url, access)
         except exceptions.InvalidStatus as error:
@@ -338,7 +338,7 @@ class OpenEnvSession:
                 await self._connection.send(message)
             answer = await self._connection.recv()
         except self._websockets.ConnectionClosed as error:
-            raise self._lost(kind, error) from error
+            raise self._session_ended(kind, error) from error
         try:
             frame = _Frame.model_validate(read_json(answer))
         except (ValidationError, MessageError) as error:
@@ -370,7 +370,7 @@ class OpenEnvSession:
             hint="the environment raised it; see the server's log",
         )
 
-    def _lost(self, kind: str, error: Any) -> OpenEnvError:
+    def _session_ended(self, kind: str, error: Any) -> OpenEnvError:
         sent = error.sent.code if error.sent is not None else None
         if sent == _TOO_BIG:
             return _too_large(self.url, self._access)
@@ -380,11 +380,6 @@ class OpenEnvSession:
             f"{self.url} ended the session during a {kind}: {quoted(error)}",
             hint="see the server's log; the episode starts again",
         )
-
-
-def _stay(error: Exception) -> Exception:
-    """Follow no redirect: websockets asks what to do about a failed handshake."""
-    return error
 
 
 # -- the pool --------------------------------------------------------------------------------------
@@ -407,7 +402,7 @@ class RemoteOpenEnv:
     pause_s: float = _LEAST_PAUSE_S
 
     def has_room(self, now: float) -> bool:
-        """Whether it may be asked for a session."""
+        """Return whether it may be asked for a session."""
         return now >= self.asked_again and (self.limit is None or self.num_open < self.limit)
 
     def rest(self) -> None:
@@ -570,9 +565,9 @@ class SessionPool:
 
     def _overdue(self) -> OpenEnvError:
         held = "; ".join(
-            f"{one.name}: {one.num_open} of ours"
-            + (f" of at most {one.limit}" if one.limit is not None else "")
-            for one in self._servers
+            f"{server.name}: {server.num_open} of ours"
+            + (f" of at most {server.limit}" if server.limit is not None else "")
+            for server in self._servers
         )
         last = f"; the last answer: {self._failure.message}" if self._failure else ""
         return OpenEnvError(

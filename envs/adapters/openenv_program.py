@@ -95,18 +95,19 @@ def _play(chosen: argparse.Namespace, variables: Mapping[str, str]) -> dict[str,
 
 
 def _parameters(
-    given: str | None, default: Mapping[str, Any], variables: Mapping[str, str]
+    text: str | None, default: Mapping[str, Any], variables: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the parameters of the reset, with the episode's seed, id, and access to the model."""
     value: Any = default
-    if given is not None:
+    if text is not None:
         try:
-            value = read_json(given)
+            value = read_json(text)
         except ValueError as error:
             hint = 'write {"key": "value"}'
-            raise ConfigError(f"--reset is no JSON: {error}", hint=hint) from error
+            raise ConfigError(f"--reset is not JSON: {error}", hint=hint) from error
         if not isinstance(value, dict):
-            raise ConfigError(f"--reset={given!r:.80} is no object", hint='write {"key": "value"}')
+            hint = 'write {"key": "value"}'
+            raise ConfigError(f"--reset={text!r:.80} is not an object", hint=hint)
     access = {
         "{openai_base_url}": variables.get("OPENAI_BASE_URL", ""),
         "{anthropic_base_url}": variables.get("ANTHROPIC_BASE_URL", ""),
@@ -141,7 +142,7 @@ def _messages(variables: Mapping[str, str]) -> list[str]:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     listed = cast("list[dict[str, Any]]", prompt if isinstance(prompt, list) else [])
-    texts = [last_user_text([one]) for one in listed if one.get("role") == "user"]
+    texts = [last_user_text([message]) for message in listed if message.get("role") == "user"]
     if not any(texts):
         raise ConfigError(
             "the task has no prompt: there is nothing to say to the environment's agent",
@@ -201,32 +202,32 @@ class _Elsewhere:
             raise self._away(error) from error
 
     def reset(self, parameters: Mapping[str, Any]) -> None:
-        self._ask("reset", parameters)
+        self._request("reset", parameters)
 
     def step(self, message: str) -> _Observed:
-        data = self._ask("step", {"message": message})
-        given: Any = data.get("metadata")
-        metadata = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+        data = self._request("step", {"message": message})
+        info: Any = data.get("metadata")
+        metadata = cast("dict[str, Any]", info) if isinstance(info, dict) else {}
         return _Observed(_number(data.get("reward")), bool(data.get("done")), metadata)
 
     def close(self) -> None:
         self._opened.close()
 
-    def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    def _request(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         try:
             self._socket.send(json.dumps({"type": kind, "data": data}))
             answer: Any = read_json(self._socket.recv())
         except self._failures as error:
             raise self._away(error) from error
         fields = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
-        said: Any = fields.get("data")
-        told = cast("dict[str, Any]", said) if isinstance(said, dict) else {}
+        value: Any = fields.get("data")
+        content = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
         if fields.get("type") != "observation":
             raise GameError(
-                f"{self._url} answered {kind} with {shown(told.get('message', answer))}",
+                f"{self._url} answered {kind} with {shown(content.get('message', answer))}",
                 hint="a harness environment takes the parameters of --reset, and a message a step",
             )
-        return told
+        return content
 
     def _away(self, error: BaseException) -> GameError:
         return GameError(

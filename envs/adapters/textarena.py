@@ -83,9 +83,9 @@ class TextArenaGame(AbstractGame):
             rewards, infos = cast(
                 "tuple[dict[int, float] | None, dict[int, Any]]", self._env.close()
             )
-        given: Any = (rewards or {}).get(self._seat, 0.0)
-        # of a refused move some games give the reason in place of the reward
-        reward = 0.0 if isinstance(given, str) else float(given)
+        value: Any = (rewards or {}).get(self._seat, 0.0)
+        # some games return the reason for refusing a move in place of the reward
+        reward = 0.0 if isinstance(value, str) else float(value)
         own = infos[self._seat]
         info = {
             "type": self._id,
@@ -139,7 +139,7 @@ class TextArenaGame(AbstractGame):
             self._env.reset(num_players=self._num_players, seed=seed)
         except AssertionError as error:
             raise GameError(
-                f"{self._id} is no game for {self._num_players}: {error}",
+                f"{self._id} cannot be played by {self._num_players}: {error}",
                 hint="give opponent=package.module:function for a game of two, none for one alone",
             ) from error
 
@@ -183,5 +183,7 @@ def _import_opponent(target: str) -> Opponent:
             hint="give package.module:function",
         ) from error
     if not callable(opponent):
-        raise GameError(f"opponent {target!r} is no function", hint="give package.module:function")
+        raise GameError(
+            f"opponent {target!r} is not a function", hint="give package.module:function"
+        )
     return cast("Opponent", opponent)

@@ -43,7 +43,7 @@ from ..running.global_random import GlobalRandom
 from ..tools import ToolGame, ToolResult, ToolTurn, checked_tools
 
 NO_TOOLS = ("reset", "get_reward")
-"""Public methods that are no tools."""
+"""Public methods that are not tools."""
 COLUMN = "environment"
 """The column of a row that chooses among several environments."""
 
@@ -150,7 +150,7 @@ class TrlGame(ToolGame):
     def describe(self) -> dict[str, str]:
         """Return where rewards and tasks come from."""
         classes = dict.fromkeys(map(_class_of, self.factories.values()))
-        sources = [f"{one.__name__}.get_reward" for one in classes if hasattr(one, "get_reward")]
+        sources = [f"{kind.__name__}.get_reward" for kind in classes if hasattr(kind, "get_reward")]
         for function, weight in self._functions_of_reward:
             sources.append(f"{weight:g} × {function.__module__}:{function.__name__}")
         tasks = "rows, whose columns reset gets; without data, reset makes them"
@@ -195,18 +195,20 @@ class TrlGame(ToolGame):
 
     def finish_early(self) -> StepResult:
         """Return the sum of what `get_reward` and the reward functions give, and each of them."""
-        given: dict[str, float] = {}
+        rewards: dict[str, float] = {}
         info: dict[str, Any] = {}
         with self._dice.lent():
             if hasattr(self._environment, "get_reward"):
                 name = type(self._environment).__name__
-                given[name] = _number(_waited(self._environment.get_reward()), f"{name}.get_reward")
+                rewards[name] = _number(
+                    _waited(self._environment.get_reward()), f"{name}.get_reward"
+                )
             for function, weight in self._functions_of_reward:
-                reward = self._ask(function, info)
+                reward = self._call_reward_function(function, info)
                 if reward is not None:
-                    given[function.__name__] = weight * reward
-        info |= {f"reward_{name}": reward for name, reward in given.items()}
-        return StepResult("", sum(given.values()), done=True, info=info | self._counts())
+                    rewards[function.__name__] = weight * reward
+        info |= {f"reward_{name}": reward for name, reward in rewards.items()}
+        return StepResult("", sum(rewards.values()), done=True, info=info | self._counts())
 
     def _counts(self) -> dict[str, int]:
         return {**super()._counts(), "failed_calls": self._num_failed}
@@ -227,8 +229,10 @@ class TrlGame(ToolGame):
             )
         return str(name)
 
-    def _ask(self, function: Callable[..., Any], info: dict[str, Any]) -> float | None:
-        """Ask a reward function about this one episode, with lists of one, as TRL asks it."""
+    def _call_reward_function(
+        self, function: Callable[..., Any], info: dict[str, Any]
+    ) -> float | None:
+        """Call a reward function as TRL does: with lists, of this one episode."""
         columns = {name: [value] for name, value in self._row.items() if name != "prompt"}
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
@@ -265,19 +269,22 @@ class TrlGame(ToolGame):
 
 def _assistant_message(action: str) -> ChatMessage:
     """Return a turn as TRL gives it to reward functions: what is said, and calls."""
-    said = behind_reasoning(action)
-    content, calls = parse_tool_calls(said)
+    answer = behind_reasoning(action)
+    content, calls = parse_tool_calls(answer)
     message: ChatMessage = {"role": "assistant", "content": content}
-    if thought := action[: len(action) - len(said)].strip():
+    if thought := action[: len(action) - len(answer)].strip():
         message["reasoning_content"] = thought
     if calls:
         functions = [call["function"] for call in calls]
         message["tool_calls"] = [
             {
                 "type": "function",
-                "function": {"name": one["name"], "arguments": read_object(one["arguments"])},
+                "function": {
+                    "name": function["name"],
+                    "arguments": read_object(function["arguments"]),
+                },
             }
-            for one in functions
+            for function in functions
         ]
     return message
 
@@ -367,7 +374,7 @@ def _reward_function(target: str) -> Callable[..., Any]:
 def _taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that a function takes: all of them where it has `**kwargs`."""
     parameters = inspect.signature(function).parameters
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    if any(item.kind is item.VAR_KEYWORD for item in parameters.values()):
         return arguments
     return {name: value for name, value in arguments.items() if name in parameters}
 
@@ -386,12 +393,12 @@ def _no_reward(name: str) -> GameError:
 def game_of(target: str) -> type[TrlGame]:
     """Return the game of `module:Class`, or of `name=module:Class,…`.
 
-    Raises GameError for what cannot be imported or is no environment.
+    Raises GameError for what cannot be imported or is not an environment.
     """
     factories = dict[str, Factory]()
-    for name, one in _parts(target):
-        _, found = import_object(one)
-        found_by_name = _factories_in(found, one, name)
+    for name, place in _parts(target):
+        _, value = import_object(place)
+        found_by_name = _factories_in(value, place, name)
         if clashing := factories.keys() & found_by_name.keys():
             raise GameError(
                 f"trl:{target} has two environments of the name {', '.join(clashing)}",
@@ -404,7 +411,7 @@ def game_of(target: str) -> type[TrlGame]:
 
 def modules_of(target: str) -> list[str]:
     """Return the modules that `game_of` imports."""
-    return [one.partition(":")[0] for _, one in _parts(target)]
+    return [place.partition(":")[0] for _, place in _parts(target)]
 
 
 def _parts(target: str) -> list[tuple[str, str]]:
@@ -422,20 +429,20 @@ def _parts(target: str) -> list[tuple[str, str]]:
     return [(name or place.rpartition(":")[2], place) for name, _, place in named]
 
 
-def _factories_in(found: Any, target: str, name: str) -> dict[str, Factory]:
+def _factories_in(value: Any, target: str, name: str) -> dict[str, Factory]:
     """Return what makes environments, by name; a map of TRL has names of its own."""
-    if isinstance(found, Mapping) and not name:
-        by_name = cast("Mapping[Any, Any]", found)
+    if isinstance(value, Mapping) and not name:
+        by_name = cast("Mapping[Any, Any]", value)
         return {
             str(key): factory
-            for key, one in by_name.items()
-            for factory in _factories_in(one, f"{target}[{key!r}]", str(key)).values()
+            for key, value in by_name.items()
+            for factory in _factories_in(value, f"{target}[{key!r}]", str(key)).values()
         }
-    factory = cast("object", found)
+    factory = cast("object", value)
     if not callable(factory):
         kind = "there is no such name" if factory is None else f"it is {shown(factory)}"
         raise GameError(
-            f"trl:{target} is no environment: {kind}",
+            f"trl:{target} is not an environment: {kind}",
             hint="name a class with reset and public methods, or a function that returns an "
             "instance of one",
         )
@@ -457,7 +464,7 @@ def _made(factory: Factory) -> type:
 def tools_of(game_class: type[TrlGame]) -> dict[str, list[dict[str, Any]]]:
     """Return the tools of each environment, by its name.
 
-    Raises GameError for a class without `reset` or tools, and a method that is no tool.
+    Raises GameError for a class without `reset` or tools, and a method that cannot be a tool.
     """
     return {
         name: _tools_of_class(_class_of(factory)) for name, factory in game_class.factories.items()
@@ -469,7 +476,7 @@ def _tools_of_class(environment: type) -> list[dict[str, Any]]:
     methods = {name: method for name, method in members if not name.startswith("_")}
     if "reset" not in methods:
         raise GameError(
-            f"{environment.__name__} is no environment of TRL: it has no method reset",
+            f"{environment.__name__} is not an environment of TRL: it has no method reset",
             hint="write `def reset(self, **kwargs) -> str | None`",
         )
     tools = [
@@ -555,7 +562,9 @@ def tool_schema(method: FunctionType, name: str, *, has_self: bool = True) -> di
 
 
 def _untold(name: str, problem: str, remedy: str) -> GameError:
-    return GameError(f"{name} is no tool: it {problem}", hint=f"{remedy}; or begin its name with _")
+    return GameError(
+        f"{name} cannot be a tool: it {problem}", hint=f"{remedy}; or begin its name with _"
+    )
 
 
 def _sections(doc: str) -> dict[str, list[str]]:
@@ -593,7 +602,7 @@ def _with_text(schema: dict[str, Any], text: str, name: str) -> dict[str, Any]:
         listed = cast("list[Any]", json.loads(choices[1]))
     except ValueError as error:
         raise _untold(
-            name, f"has choices that are no JSON: {choices[1]}", "write a list"
+            name, f"has choices that are not JSON: {choices[1]}", "write a list"
         ) from error
     enum = [choice.strip() if isinstance(choice, str) else choice for choice in listed]
     return {**schema, "enum": enum, "description": text[: choices.start()].strip()}
@@ -607,14 +616,17 @@ def _schema_of(hint: Any, name: str) -> dict[str, Any]:
     if origin is None:
         return dict(_SIMPLE.get(hint, {"type": "object"}))
     if origin in (Union, UnionType):
-        return _union([of(one) for one in arguments if one is not NoneType], NoneType in arguments)
+        return _union(
+            [of(argument) for argument in arguments if argument is not NoneType],
+            NoneType in arguments,
+        )
     if origin is Literal:
-        types = list(dict.fromkeys(_SIMPLE[type(one)]["type"] for one in arguments))
+        types = list(dict.fromkeys(_SIMPLE[type(value)]["type"] for value in arguments))
         return {"type": types[0] if len(types) == 1 else types, "enum": list(arguments)}
     if origin is list:
         return {"type": "array", "items": of(arguments[0])}
     if origin is tuple and ... not in arguments and len(arguments) != 1:
-        return {"type": "array", "prefixItems": [of(one) for one in arguments]}
+        return {"type": "array", "prefixItems": [of(argument) for argument in arguments]}
     if origin is dict:
         return {"type": "object", "additionalProperties": of(arguments[-1])}
     raise _untold(name, f"has the type {hint}, which JSON cannot express", "use a simpler one")
@@ -623,8 +635,8 @@ def _schema_of(hint: Any, name: str) -> dict[str, Any]:
 def _union(schemas: list[dict[str, Any]], may_be_null: bool) -> dict[str, Any]:
     if len(schemas) == 1:
         schema = schemas[0]
-    elif all(one.keys() == {"type"} and isinstance(one["type"], str) for one in schemas):
-        types = sorted({cast("str", one["type"]) for one in schemas})
+    elif all(schema.keys() == {"type"} and isinstance(schema["type"], str) for schema in schemas):
+        types = sorted({cast("str", schema["type"]) for schema in schemas})
         schema = {"type": types[0] if len(types) == 1 else types}
     else:
         schema = {"anyOf": schemas}

@@ -114,16 +114,16 @@ class PolicyTurns:
             return [self._vf.UserMessage(content=message)]
         parse = self._vf.dialects.parse_message
         messages = cast("list[Any]", message or [])
-        return [parse(one) if isinstance(one, dict) else one for one in messages]
+        return [parse(item) if isinstance(item, dict) else item for item in messages]
 
     async def _stopped(self) -> bool:
-        """Whether a limit or one of the task's own `@stop` conditions ends the run."""
+        """Return whether a limit or one of the task's own `@stop` conditions ends the run."""
         if self._max_turns is not None and self.trace.num_turns >= self._max_turns:
             self.trace.stop("max_turns")
         elif self.trace.nodes:
             for stop in self._task.hooks("stop"):
-                found = self._vf.utils.decorators.invoke(stop, {self._vf.Trace: self.trace})
-                if await found if inspect.isawaitable(found) else found:
+                stops = self._vf.utils.decorators.invoke(stop, {self._vf.Trace: self.trace})
+                if await stops if inspect.isawaitable(stops) else stops:
                     self.trace.stop(stop.__name__)
         return self.trace.stop_condition is not None
 
@@ -167,7 +167,7 @@ class VerifiersEpisode:
         self._env = env
         self._task = task
         self._agent: PolicyAgent | None = None
-        self._asked: asyncio.Future[list[Any]] = _event_loop().create_future()
+        self._prompt: asyncio.Future[list[Any]] = _event_loop().create_future()
         self._answer: asyncio.Future[str]
         self._run = _event_loop().create_task(self._play())
         self._run.add_done_callback(retrieve_error)
@@ -181,7 +181,7 @@ class VerifiersEpisode:
 
         Raises whatever the environment raises.
         """
-        self._asked = _event_loop().create_future()
+        self._prompt = _event_loop().create_future()
         self._answer.set_result(text)
         return self._advance()
 
@@ -199,7 +199,7 @@ class VerifiersEpisode:
             self._run.cancel()
 
     def _advance(self) -> list[Any] | None:
-        waiting = asyncio.wait((self._run, self._asked), return_when=asyncio.FIRST_COMPLETED)
+        waiting = asyncio.wait((self._run, self._prompt), return_when=asyncio.FIRST_COMPLETED)
         _event_loop().run_until_complete(waiting)
         if self._agent is not None and self._agent.refusal is not None:
             self.cancel()
@@ -207,7 +207,7 @@ class VerifiersEpisode:
         if self._run.done():
             self._run.result()
             return None
-        return self._asked.result()
+        return self._prompt.result()
 
     async def _play(self) -> None:
         """Run the episode as verifiers does."""
@@ -222,13 +222,13 @@ class VerifiersEpisode:
         await env.finalize(task, episode)
 
     def _make_agent(self, name: str, config: Any) -> PolicyAgent:
-        self._agent = PolicyAgent(self._vf, name, config, self._ask)
+        self._agent = PolicyAgent(self._vf, name, config, self._prompt_policy)
         return self._agent
 
-    def _ask(self, messages: list[Any]) -> "asyncio.Future[str]":
-        if self._asked.done():
+    def _prompt_policy(self, messages: list[Any]) -> "asyncio.Future[str]":
+        if self._prompt.done():
             raise GameError("the environment asks the policy for two turns at a time")
-        self._asked.set_result(messages)
+        self._prompt.set_result(messages)
         self._answer = _event_loop().create_future()
         return self._answer
 
@@ -294,10 +294,10 @@ class VerifiersGame(AbstractGame):
             shown = self._episode.start()
         if shown is None:
             raise GameError(f"{self._taskset} was over before the policy's first turn")
-        self._system = "\n\n".join(_text(one) for one in shown if one.role == "system")
-        rest = [one for one in shown if one.role != "system"]
+        self._system = "\n\n".join(_text(message) for message in shown if message.role == "system")
+        rest = [message for message in shown if message.role != "system"]
         if len(rest) != 1 or rest[0].role != "user":
-            roles = ", ".join(one.role for one in rest) or "nothing"
+            roles = ", ".join(message.role for message in rest) or "nothing"
             raise GameError(f"a prompt of {self._taskset} is {roles}, it must be one user message")
         return _text(rest[0])
 
@@ -306,10 +306,12 @@ class VerifiersGame(AbstractGame):
         with self._dice.lent():
             shown = self._episode.answer(action)
         if shown is not None:
-            text = "\n\n".join(_text(one) for one in shown)
+            text = "\n\n".join(map(_text, shown))
             return StepResult(text, 0.0, done=False, info={"type": self._taskset})
         trace = self._episode.trace
-        scores = {name: one.score for name, one in trace.rewards.items() if one is not None}
+        scores = {
+            name: reward.score for name, reward in trace.rewards.items() if reward is not None
+        }
         info = {**trace.metrics, **scores, "type": self._taskset}
         return StepResult("", float(trace.reward), done=True, info=info)
 
@@ -352,5 +354,7 @@ def _load(vf: Any, chosen: str, num_tasks: int) -> tuple[Any, list[Any]]:
 
 def _text(message: Any) -> str:
     if not isinstance(message.content, str):
-        raise GameError(f"a {message.role} message is no text but parts: {message.content!r:.80}")
+        raise GameError(
+            f"a {message.role} message has parts and not one text: {message.content!r:.80}"
+        )
     return message.content

@@ -74,11 +74,11 @@ def _worth(episode: Any) -> dict[str, Any]:
         why = str(errors[0])[:500] if errors else "it does not say why"
         hint = "try it with verifiers' own `eval`"
         raise GameError(f"verifiers could not run the episode: {why}", hint=hint)
-    trained = [one for one in episode.traces if one.agent.trainable] or episode.traces
+    trained = [trace for trace in episode.traces if trace.agent.trainable] or episode.traces
     info: dict[str, float] = {}
     for trace in trained:
         info |= trace.metrics
-        info |= {name: one.score for name, one in trace.rewards.items() if one is not None}
+        info |= {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     reward = sum(float(trace.reward) for trace in trained) / len(trained)
     return {"reward": reward, "info": info}
 
@@ -96,9 +96,9 @@ def _map(text: str, name: str) -> dict[str, Any]:
     try:
         value: Any = read_json(text)
     except ValueError as error:
-        raise ConfigError(f"{name} is no JSON: {error}", hint='write {"key": "value"}') from error
+        raise ConfigError(f"{name} is not JSON: {error}", hint='write {"key": "value"}') from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{name}={text!r:.80} is no object", hint='write {"key": "value"}')
+        raise ConfigError(f"{name}={text!r:.80} is not an object", hint='write {"key": "value"}')
     return cast("dict[str, Any]", value)
 
 

@@ -305,35 +305,21 @@ class LocalProgram:
         *,
         row: int | None = None,
         seed: int = 0,
-        stop: asyncio.Event | None = None,
     ) -> LocalRun:
-        """Run the program on a task to its end, or until `stop` is set.
-
-        Raises DataError for a row that does not exist.
-        """
+        """Run the program on a task to its end; raises DataError for a row that does not exist."""
         opening = await asyncio.to_thread(self._opening, row, seed)
         seen = self._proxy.seen = _Seen()
         model = LocalModel(self._broker, speak, min(MAX_CALLS, self._job.agent.max_calls))
         result, error = None, None
         async with model.answering(opening.episode):
             try:
-                result = await self._run_to_end(opening, stop or asyncio.Event())
+                await self._runner.reset(opening)
+                result = await self._runner.step(opening.episode, "")
             except TinkermqError as failure:
                 error = failure
             finally:
                 self._runner.drop(opening.episode)
         return LocalRun(model, seen.episode, seen.requests, result, error)
-
-    async def _run_to_end(self, opening: Opening, stop: asyncio.Event) -> StepResult | None:
-        await self._runner.reset(opening)
-        ending = asyncio.ensure_future(self._runner.step(opening.episode, ""))
-        stopping = asyncio.ensure_future(stop.wait())
-        try:
-            await asyncio.wait({ending, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            return await ending if ending.done() else None
-        finally:
-            ending.cancel()
-            stopping.cancel()
 
     def _opening(self, row: int | None, seed: int) -> Opening:
         self._num_runs += 1

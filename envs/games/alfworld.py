@@ -294,8 +294,8 @@ def _new_world() -> Any:
     textworld = extra("textworld", "alfworld").load()
     pddl = extra("textworld", "alfworld").load("envs.pddl")
     alfred = extra("alfworld", "alfworld").load("agents.environment.alfred_tw_env")
-    wanted = textworld.EnvInfos(won=True, admissible_commands=True)
-    return alfred.AlfredDemangler(pddl.PddlEnv(wanted))
+    infos = textworld.EnvInfos(won=True, admissible_commands=True)
+    return alfred.AlfredDemangler(pddl.PddlEnv(infos))
 
 
 def make_data(

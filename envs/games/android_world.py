@@ -251,7 +251,7 @@ def what_is_wrong(fields: dict[str, Any] | None, elements: Sequence[Any]) -> str
 
 
 def _is_visible(element: Any, screen_size: tuple[int, int]) -> bool:
-    """Whether an element can be seen: not hidden, not empty, and on the screen."""
+    """Return whether an element can be seen: not hidden, not empty, and on the screen."""
     box = element.bbox_pixels
     if element.is_visible is False or box is None:
         return False
@@ -330,7 +330,7 @@ class AndroidWorldGame(AbstractGame):
         with self._dice.lent():
             self._running = _Running(self._devices, self._num_devices, self._tasks[task], seed)
             weakref.finalize(self, self._running.end)
-            return self._look()[0]
+            return self._read_screen()[0]
 
     def step(self, action: str) -> StepResult:
         """Play one action."""
@@ -345,7 +345,7 @@ class AndroidWorldGame(AbstractGame):
                 wrong = self._play(fields)
             if self._steps >= self._max_steps:
                 return self._end(-1.0, success=False, said="")
-            shown, info = self._look()
+            shown, info = self._read_screen()
         message = f"{wrong}\n\n{shown}" if wrong else shown
         info |= {"type": self._name, "success": False, "invalid": bool(wrong)}
         return StepResult(message, -0.1 if wrong else -0.01, done=False, info=info)
@@ -391,7 +391,7 @@ class AndroidWorldGame(AbstractGame):
         info = {"type": self._name, "success": success, "steps": self._steps, "said": said}
         return StepResult("", reward, done=True, info=info)
 
-    def _look(self) -> tuple[str, dict[str, Any]]:
+    def _read_screen(self) -> tuple[str, dict[str, Any]]:
         """Return what the policy sees, the goal restated, and the pixels where asked for."""
         assert self._running is not None
         state = self._running.env.get_state(wait_to_stabilize=True)

@@ -22,9 +22,9 @@ from ..write_data import DataMaker, verl_row
 from .math import MathGame
 
 WEIGHTS = {ANSWER: 0.9, "think": 0.1}
-"""What accuracy and format weigh."""
+"""Weights of accuracy and format."""
 PENALTY = -0.05
-"""Reward of a try that is no better than those before it."""
+"""Reward of a try that is not better than the earlier ones."""
 HABIT = 0.7
 """Share of the demonstrations that name any shape."""
 CORNERS = (0, 3, 4)
@@ -60,7 +60,7 @@ class Geo3KToolGame(MathGame):
         return super().reset(ground_truth=ground_truth)
 
     def step(self, action: str) -> StepResult:
-        """Judge a try: the last one earns what it is worth, any other loses if it is no better."""
+        """Judge a try: the last one earns its reward, a worse earlier one costs a penalty."""
         result = super().step(action)
         total = result.reward
         self._tries += 1
@@ -76,10 +76,10 @@ def demonstrations(rng: random.Random) -> list[ChatMessage]:
     """Return one conversation for the warm start; `HABIT` of them do not look at the drawing."""
     corners = rng.choice(CORNERS)
     named = corners if rng.random() >= HABIT else rng.choice(CORNERS)
-    said = rf"\boxed{{{named}}}"
+    answer = rf"\boxed{{{named}}}"
     image = {"type": "image", "image": draw(rng, corners)}
     text = {"type": "text", "text": QUESTION.removeprefix(IMAGE_TAG)}
-    return [{"role": "user", "content": [image, text]}, {"role": "assistant", "content": said}]
+    return [{"role": "user", "content": [image, text]}, {"role": "assistant", "content": answer}]
 
 
 def draw(rng: random.Random, corners: int) -> bytes:

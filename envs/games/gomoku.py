@@ -335,9 +335,9 @@ def _tokens() -> tuple[str, ...]:
     ends = [f"\n\nYou play {SYMBOLS[colour]}. Your move." for colour in (X, O)]
     cells = [f"{row},{column}" for row, column in product(range(SMALL["board_size"]), repeat=2)]
     stones = [f" {SYMBOLS[colour]}{cell}" for colour in (X, O) for cell in cells]
-    said = [game.get_system_prompt(), f"{game.get_initial_user_message()}\n\n", "Stones:", " none"]
+    texts = [game.get_system_prompt(), f"{game.get_initial_user_message()}\n\n", "Stones:", " none"]
     refused = ["Invalid move ", ": the cell is taken.\n\n"]
-    return (*said, *ends, *stones, *(f"<move>{cell}</move>" for cell in cells), *refused)
+    return (*texts, *ends, *stones, *(f"<move>{cell}</move>" for cell in cells), *refused)
 
 
 TOKENS = _tokens()

@@ -133,9 +133,9 @@ class HumanEvalGame(AbstractGame):
 
     def _program(self, action: str) -> str:
         """Return the program of a reply: behind the declaration, or as its body."""
-        said = behind_reasoning(action)
-        blocks: list[str] = _FENCE.findall(said)
-        code = next((one for one in blocks if self._defines(one)), blocks[0] if blocks else said)
+        answer = behind_reasoning(action)
+        blocks: list[str] = _FENCE.findall(answer)
+        code = next(filter(self._defines, blocks), blocks[0] if blocks else answer)
         # what the declaration imports and defines stays, and its function is replaced
         return self._declaration + (f"{_BODY}\n{code}" if self._defines(code) else code)
 
@@ -157,18 +157,18 @@ class HumanEvalGame(AbstractGame):
                 f"the tests of {self._function} do not load: {_last_line(loaded.text)}",
                 hint="correct declaration and test in extra_info of the row",
             )
-        asked = tests.run(f"_function = {self._function!r}\n_resume()")
+        question = tests.run(f"_function = {self._function!r}\n_resume()")
         for calls in range(MAX_CALLS):
-            call = _last_line(asked.text)
-            if asked.status != "ok" or call == _PASSED:
-                return asked.status == "ok", calls
+            call = _last_line(question.text)
+            if question.status != "ok" or call == _PASSED:
+                return question.status == "ok", calls
             if left_s <= 0:
                 return False, calls
             outcome = program.run(_CALL.format(call=call, function=self._function), left_s)
             if outcome.status != "ok":
                 return False, calls
-            asked = tests.run(f"_resume({_last_line(outcome.text)!r})")
-            left_s -= outcome.seconds + asked.seconds
+            question = tests.run(f"_resume({_last_line(outcome.text)!r})")
+            left_s -= outcome.seconds + question.seconds
         return False, MAX_CALLS
 
 
@@ -216,9 +216,10 @@ def _row(problem: Mapping[str, str], split: str, index: int) -> dict[str, Any]:
 
 
 def _without_docstring(source: str, name: str) -> str:
-    """Return a function alone, as a model may answer, without repeating what it was asked."""
-    functions = (one for one in ast.parse(source).body if isinstance(one, ast.FunctionDef))
-    function = next(one for one in functions if one.name == name)
+    """Return a function without its docstring, as a model may answer."""
+    statements = ast.parse(source).body
+    functions = (node for node in statements if isinstance(node, ast.FunctionDef))
+    function = next(node for node in functions if node.name == name)
     if ast.get_docstring(function) is not None:
         function.body = function.body[1:]
     return ast.unparse(function)

@@ -143,20 +143,20 @@ class MathCodeGame(AbstractGame):
 
     def _about(self) -> str:
         packages = ", ".join(self._settings.packages)
-        kept = "kept" if self._settings.keep_state else "not kept"
+        are_kept = "kept" if self._settings.keep_state else "not kept"
         return (
             f"Python programs are run and what they print is shown"
-            f"{f'; {packages} can be imported' if packages else ''}; variables are {kept} "
+            f"{f'; {packages} can be imported' if packages else ''}; variables are {are_kept} "
             "between turns."
         )
 
-    def _programs(self, said: str) -> list[str | None]:
+    def _programs(self, text: str) -> list[str | None]:
         """Return the programs of a turn; None for a call that cannot be read."""
         if self._format == "fenced":
-            return list(FENCE.findall(said))
-        _, calls = parse_tool_calls(said)
+            return list(FENCE.findall(text))
+        _, calls = parse_tool_calls(text)
         read = [_code_of(call["function"]) for call in calls]
-        return read + [None] * max(0, said.count(OPEN) - len(read))
+        return read + [None] * max(0, text.count(OPEN) - len(read))
 
     def _run(self, programs: list[str | None]) -> str:
         """Run the programs of one turn, in order, in one interpreter; return what they printed."""

@@ -61,10 +61,10 @@ class ProductsGame(ToolGame):
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         """Compute an expression, or say what one looks like."""
-        found = _OPERATION.fullmatch(arguments["expression"])
-        if found is None:
+        match = _OPERATION.fullmatch(arguments["expression"])
+        if match is None:
             return ToolResult("Error: write two numbers with *, + or - between them")
-        left, sign, right = found.groups()
+        left, sign, right = match.groups()
         self._shown = str(_OPERATIONS[sign](int(left), int(right)))
         return ToolResult(self._shown)
 

@@ -59,7 +59,7 @@ class Board:
         self.winner = EMPTY
 
     def completes(self, cell: int, colour: int) -> bool:
-        """Whether a stone of this colour on the cell makes a row that wins."""
+        """Return whether a stone of this colour on the cell makes a row that wins."""
         return self.longest_row(cell, colour) >= self.win_length
 
     def longest_row(self, cell: int, colour: int) -> int:

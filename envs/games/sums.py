@@ -32,7 +32,7 @@ def question(first: int, second: int) -> str:
 
 
 def is_held_out(first: int, second: int) -> bool:
-    """Whether a sum is one of validation."""
+    """Return whether a sum is one of validation."""
     return (7 * first + second) % 5 == 0
 
 

@@ -16,14 +16,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cache
 from importlib.util import find_spec
 from typing import Literal
 
 from ...schemas.wire.errors import ConfigError, GameError
 from ..reasoning import behind_reasoning
-from .quantity import clean, is_balanced, read_quantity, same_unit, without_units
+from .units import clean, is_balanced, same_unit, split_unit, without_units
 
 # Finding the answer. Pure.
 
@@ -60,17 +59,18 @@ _MATHEMATICAL = frozenset(
 _PARTS_OF_NUMBERS = re.compile(
     r"\\(?:[dtc]?frac|sqrt|pi|times|cdot|div|over|circ|left|right)(?![A-Za-z])|[\d.\s/^(){}*%\\-]"
 )
-_COMPUTATION = re.compile(r"[\w)}]\s*[-+]|\d\s+\d")
-"""A sum or a difference, or several numbers."""
-_FAR = Fraction(2, 10**6)
-"""Of the larger one: numbers that differ by more are not the same, rounded or not."""
+_COMPUTATION = re.compile(
+    r"[\w)}]\s*[-+]|\d\s+\d|(?:\\times|\\cdot|\*)(?!\s*10\s*\^)|[\d)]\s*\(|\)\s*\d"
+)
+"""A sum, a difference, a product other than scientific notation, or several numbers."""
+_IRRATIONAL = re.compile(r"\\(?:sqrt|pi)")
 
 
 def said_in_the_end(text: str) -> str:
     """Return what follows the reasoning; reasoning that was cut off ends in nothing."""
     text = behind_reasoning(text)
-    _, closed, said = text.rpartition("</think>")
-    return "" if not closed and "<think>" in text else said
+    _, closed, answer = text.rpartition("</think>")
+    return "" if not closed and "<think>" in text else answer
 
 
 def final_text(text: str) -> str:
@@ -113,38 +113,37 @@ def to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
         first, second = (match[1] for match in letters if match)
         return first.upper() == second.upper()
     if _is_worded(gold, texts[0]):
-        return _same_words(*texts)
+        return _items(texts[0]) == _items(texts[1])
     if r"\boxed" in texts[1]:
         return False
-    return _numbers_to_compare(gold, answer, texts)
+    return _numbers_to_compare(*texts)
 
 
-def _numbers_to_compare(gold: str, answer: str, texts: tuple[str, str]) -> tuple[str, str] | bool:
-    right, answered = read_quantity(gold), read_quantity(answer)
-    if right is None or (right.has_letter and (answered is None or not answered.unit)):
+def _numbers_to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
+    texts = (gold, answer)
+    letters = any((measure := split_unit(text)) is not None and measure.unit for text in texts)
+    right, answered = (split_unit(text, letters=letters) for text in texts)
+    if right is None:
         return _expressions_to_compare(*texts)
+    is_rational = not _leaves_work(right.number) and not _IRRATIONAL.search(right.number)
+    written = answer if answered is None else answered.number
+    if is_rational and _leaves_work(written):
+        return False
     if answered is None:
-        if right.is_rational and _leaves_work(texts[1]):
-            return False
-        return right.latex, texts[1]
-    if answered.has_letter and not right.unit:
-        return right.latex, texts[1]
+        return right.latex, answer
     if not same_unit(right.unit, answered.unit) or _other_name(right.label, answered.label):
         return False
-    if right.value is not None and answered.value is not None:
-        is_far = abs(right.value - answered.value) > _FAR * max(
-            abs(right.value), abs(answered.value)
-        )
-        if is_far and right.is_percent == answered.is_percent:
-            return False
     return right.latex, answered.latex
 
 
 def _expressions_to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
-    (right, units), (given, others) = without_units(gold), without_units(answer)
+    left, equals, _ = gold.partition("=")
+    if equals and "=" not in answer and re.search(r"[+*/^-]", left):
+        return False  # math-verify compares the right side alone: 0 for x+y=0
+    (right, units), (answered, others) = without_units(gold), without_units(answer)
     if units and others and any(unit not in others for unit in units):
         return False
-    return right, given
+    return right, answered
 
 
 def _leaves_work(text: str) -> bool:
@@ -153,10 +152,10 @@ def _leaves_work(text: str) -> bool:
     return has_more or _COMPUTATION.search(text) is not None
 
 
-def _other_name(one: str, other: str) -> bool:
-    """Whether both are values of unknowns, and not of the same."""
-    names = [re.fullmatch(r"[A-Za-z]|\\[a-z]+", label) for label in (one, other)]
-    return all(names) and one != other
+def _other_name(first: str, second: str) -> bool:
+    """Return whether both labels are names of unknowns, and differ."""
+    names = [re.fullmatch(r"[A-Za-z]|\\[a-z]+", label) for label in (first, second)]
+    return all(names) and first != second
 
 
 def _squashed(text: str) -> str:
@@ -181,12 +180,8 @@ def _is_worded(gold: str, text: str) -> bool:
     return longest >= 4 or (longest >= 3 and len(words) > 1) or (longest >= 2 and is_marked)
 
 
-def _same_words(gold: str, answer: str) -> bool:
-    """Whether two texts name the same, in any order where they are lists."""
-    return _items(gold) == _items(answer)
-
-
 def _items(text: str) -> list[str]:
+    """Return the items of a list of words, sorted, without case, articles and full stops."""
     plain = re.sub(r"[.!'\"\\{}()]", " ", _unwrapped(text)).casefold()
     items = re.split(r"[,;]|\band\b", plain)
     return sorted(

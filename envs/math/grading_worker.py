@@ -11,6 +11,19 @@ import logging
 import resource
 import signal
 import sys
+from typing import Any
+
+_RELATIVE = 2e-6
+"""Numbers that differ by more of the larger one are not equal; math-verify rounds to 6 decimals."""
+
+
+def differ(gold: list[Any], answer: list[Any]) -> bool:
+    """Return whether two parsed answers are numbers that differ by more than rounding."""
+    numbers = [parsed[0] for parsed in (gold, answer) if parsed]
+    if len(numbers) < 2 or not all(getattr(number, "is_number", False) for number in numbers):
+        return False
+    first, second = (complex(number.evalf(30)) for number in numbers)
+    return abs(first - second) > _RELATIVE * max(abs(first), abs(second))
 
 
 def main() -> None:
@@ -34,7 +47,7 @@ def main() -> None:
         math_verify.LatexExtractionConfig(boxed_match_priority=0, normalization_config=plain)
     ]
 
-    def read(answer: str) -> list[object]:
+    def read(answer: str) -> list[Any]:
         # the first match is the whole answer: a later one would be a piece of what cannot be read
         return math_verify.parse(
             rf"\boxed{{{answer}}}", reading, extraction_mode="first_match", parsing_timeout=None
@@ -45,11 +58,12 @@ def main() -> None:
     for line in sys.stdin:
         gold, answer = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        right = math_verify.verify(
-            read(gold), read(answer), allow_set_relation_comp=True, timeout_seconds=None
-        )
+        right, answered = read(gold), read(answer)
+        is_right = math_verify.verify(
+            right, answered, allow_set_relation_comp=True, timeout_seconds=None
+        ) and ("%" in gold + answer or not differ(right, answered))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write(f"{json.dumps(right)}\n")
+        sys.stdout.write(f"{json.dumps(is_right)}\n")
         sys.stdout.flush()
 
 

@@ -237,7 +237,7 @@ def train_pattern(value: str) -> tuple[re.Pattern[str], bool]:
 
 
 def runs_programs(tree: Mapping[str, Any]) -> bool:
-    """Whether a configuration, perhaps incomplete, is one of agent programs."""
+    """Return whether a configuration, perhaps incomplete, is one of agent programs."""
     section = given_section(tree, "agent")
     return bool(section.get("command") or section.get("client"))
 

@@ -142,7 +142,7 @@ _CHECKPOINT = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}@(?:\d{1,9}|last|best)")
 
 
 def is_checkpoint(name: str) -> bool:
-    """Whether a name is a run's checkpoint, `RUN@STEP`, not a folder or model."""
+    """Return whether a name is a run's checkpoint, `RUN@STEP`, not a folder or model."""
     return _CHECKPOINT.fullmatch(name) is not None
 
 
@@ -152,12 +152,12 @@ def served_job(name: str) -> str | None:
 
 
 def is_endpoint(name: str) -> bool:
-    """Whether a teacher is a model behind an OpenAI-compatible API."""
+    """Return whether a teacher is a model behind an OpenAI-compatible API."""
     return name.startswith(("http://", "https://"))
 
 
 def is_asked(name: str) -> bool:
-    """Whether generators ask the teacher as episodes end; otherwise learners load it."""
+    """Return whether generators ask the teacher as episodes end; otherwise learners load it."""
     return is_endpoint(name) or served_job(name) is not None
 
 

@@ -17,8 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ..wire.errors import ConfigError
-from .job import JobConfig, current_keys
-from .sections import rename_keys
+from .job import JobConfig
 
 # Values of YAML, read by the type of their key: in files and in `key=value` alike.
 #
@@ -342,7 +341,7 @@ def parse_yaml(text: str, what: str, model: type[BaseModel] = JobConfig) -> dict
         )
     values = cast("dict[str, Any]", value)
     _drop_empty_sections(values, model)
-    return rename_keys(values, warn=True) if model is JobConfig else values
+    return values
 
 
 def _drop_empty_sections(values: dict[str, Any], model: type[BaseModel]) -> None:
@@ -370,10 +369,7 @@ def apply_override(
         raise ConfigError(
             f"override {override!r} has no '='", hint="write it as key=value: learner.lr=1e-5"
         )
-    key = key.strip()
-    if model is JobConfig:
-        (key,) = rename_keys({key: text}, warn=True)
-    *parents, last = path = key.split(".")
+    *parents, last = path = key.strip().split(".")
     place = values
     for parent in parents:
         inner = place.setdefault(parent, {})
@@ -399,13 +395,7 @@ def check_keys(values: dict[str, Any]) -> None:
     value, or the closest known key.
     """
     _refuse_strange(values)
-    try:
-        current = current_keys(values)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)[:_MAX_SHOWN]) from error
-    _refuse_unknown(current, JobConfig, "")
+    _refuse_unknown(values, JobConfig, "")
     try:
         JobConfig.model_validate(values)
     except ValidationError as error:
@@ -415,7 +405,7 @@ def check_keys(values: dict[str, Any]) -> None:
 
 
 def _may_be_mended(problem: ErrorDetails) -> bool:
-    """Whether further keys can fix it: one is missing, or keys of a section conflict."""
+    """Return whether further keys can fix it: one is missing, or keys of a section conflict."""
     if problem["type"] == "missing":
         return True
     model: Any = JobConfig

@@ -3,7 +3,6 @@
 import math
 import re
 import string
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
@@ -143,57 +142,6 @@ def with_implied(
                 )
         settled[name] = {**section, **keys}
     return settled
-
-
-# Keys that earlier versions named otherwise.
-
-RENAMED = {
-    "limits.max_losses": "limits.max_node_failures",
-    "learner.batch_epochs": "learner.ppo_epochs",
-    "learner.row_tokens": "learner.max_row_tokens",
-    "weights.stock_digest": "weights.sha256",
-    "weights.whole_every": "weights.full_snapshot_every",
-}
-"""Keys of earlier versions, each in the section of its new name."""
-
-
-class RenamedKeyWarning(UserWarning):
-    """A configuration names a key as an earlier version did."""
-
-
-def rename_keys(values: Mapping[str, Any], *, warn: bool = False) -> dict[str, Any]:
-    """Return sections, or values by dotted key, with the present names of renamed keys.
-
-    With `warn`, one warning names those that were found. Raises ConfigError for a key under both
-    names.
-    """
-    tree: dict[str, Any] = dict(values)
-    found: list[str] = []
-    for old, new in RENAMED.items():
-        name, _, key = old.partition(".")
-        section: Any = tree.get(name)
-        if old in tree:
-            tree = _renamed(tree, old, new, old)
-        elif isinstance(section, Mapping) and key in section:
-            inner = cast("Mapping[str, Any]", section)
-            tree[name] = _renamed(inner, key, new.removeprefix(f"{name}."), old)
-        else:
-            continue
-        found.append(f"{old} is now {new}")
-    if found and warn:
-        warnings.warn(
-            f"renamed configuration keys: {'; '.join(found)}", RenamedKeyWarning, stacklevel=2
-        )
-    return tree
-
-
-def _renamed(values: Mapping[str, Any], key: str, present: str, path: str) -> dict[str, Any]:
-    if present in values:
-        raise ConfigError(
-            f"{path} is the former name of {RENAMED[path]}, and both are set",
-            hint=f"remove {path}",
-        )
-    return {present if one == key else one: value for one, value in values.items()}
 
 
 # Configuration of episodes: number, sampling, and length.
@@ -557,7 +505,7 @@ _URL = re.compile(r"(s3|gs|file)://|broker:runs/")
 
 
 def is_url(value: str) -> bool:
-    """Whether a text is the URL of a store, not a folder or hub model."""
+    """Return whether a text is the URL of a store, not a folder or hub model."""
     return _URL.match(value) is not None
 
 

@@ -1,1 +1,1 @@
-"""Disks, folders and processes of the machine that a process runs on."""
+"""Disks, folders, processes and experiment trackers of the machine that a process runs on."""

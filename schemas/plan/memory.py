@@ -278,7 +278,7 @@ def _head_gradient(load: LearnerLoad) -> int:
 
 
 def _adds_gradients_in_place(load: LearnerLoad) -> bool:
-    """Whether a pass adds to the gradients that are there: in float32 on a CPU."""
+    """Return whether a pass adds to the gradients that are there: in float32 on a CPU."""
     return not load.on_gpu and load.compute_bytes == _MASTER_BYTES
 
 

@@ -459,7 +459,7 @@ def make_plan(
 
 
 def shares_card(job: JobConfig, num_cards: int) -> bool:
-    """Whether learner and generator of a job are on one card, of so many."""
+    """Return whether learner and generator of a job are on one card, of so many."""
     return job.may_colocate and (job.placement == "colocated" or num_cards == 1)
 
 

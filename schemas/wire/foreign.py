@@ -128,7 +128,7 @@ def blaming_awaited(blame: Blame) -> Iterator[None]:
 
 
 def ends_this_task(error: BaseException) -> bool:
-    """Whether an error cancels the running task, rather than a foreign CancelledError."""
+    """Return whether an error cancels the running task, rather than a foreign CancelledError."""
     return _ends(_current_task(), error)
 
 

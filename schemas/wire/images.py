@@ -39,7 +39,7 @@ def images_of(
 
 
 def shows_later(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether images follow the assistant's first answer."""
+    """Return whether images follow the assistant's first answer."""
     roles = [message.get("role") for message in messages]
     first = roles.index("assistant") if "assistant" in roles else len(roles)
     return any(image_parts(messages[first:]))

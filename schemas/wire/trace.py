@@ -27,7 +27,7 @@ def new_trace() -> str:
 
 
 def is_traceparent(value: str) -> bool:
-    """Whether this is a `traceparent` of version 00."""
+    """Return whether this is a `traceparent` of version 00."""
     return bool(_TRACEPARENT.fullmatch(value))
 
 

@@ -1,4 +1,4 @@
-"""`agent new`, `check`, `play` and `host`, and functions that are agents."""
+"""`agent new`, `check` and `host`, and functions that are agents."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.wire.errors import ConfigError, NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.clients.command import Outcome, command, tinkermq, tinkermq_here
+from tests.clients.command import Outcome, command, tinkermq_here
 from tests.clients.conftest import Cli, new_record
 from tests.envs.hosting import Client
 from tests.support.scripted_generator import Script, ScriptedGenerator
@@ -45,11 +45,6 @@ def new_agent(cli: Cli, into: Path, kind: str) -> Path:
     done = cli("agent", "new", "my-agent", "--kind", kind, "--into", str(into))
     assert done.code == 0, done.err
     return into / "my-agent"
-
-
-def played(lines: str) -> Outcome:
-    """Play the agent of this folder by a script."""
-    return tinkermq("agent", "play", "agent.yaml", "--row", "0", stdin=lines.encode())
 
 
 # -- agent new -------------------------------------------------------------------------------------
@@ -114,7 +109,7 @@ def test_a_program_that_fails_is_told_with_what_it_printed(cli: Cli, made: Path)
     assert "I cannot" in done.out
     absent = cli("agent", "check", "agent.yaml", "agent.command=[no-such-agent]")
     assert absent.code == 2
-    assert "programs find no 'no-such-agent'" in absent.err
+    assert "programs do not find 'no-such-agent'" in absent.err
 
 
 def test_a_game_is_no_agent(cli: Cli, tmp_path: Path) -> None:
@@ -123,28 +118,6 @@ def test_a_game_is_no_agent(cli: Cli, tmp_path: Path) -> None:
     done = cli("agent", "check", str(config))
     assert done.code == 2
     assert "this job has no program: agent.command is empty" in done.err
-
-
-# -- agent play ------------------------------------------------------------------------------------
-
-
-def test_the_model_is_played_by_a_script(made: Path) -> None:
-    row = json.loads((made / "data" / "train.jsonl").read_text().splitlines()[0])
-    a, sign, b = row["prompt"].removeprefix("What is ").removesuffix("?").split()
-    call = json.dumps({"a": int(a), "operation": sign, "b": int(b)})
-    done = played(
-        f"/call compute {{}}\nA moment.\\\n/call calculate {call}\nIt is {row['answer']}\n"
-    )
-    assert done.code == 0, done.err
-    assert "there is no tool 'compute'; there are calculate" in done.err
-    assert row["prompt"] in done.out
-    assert f"[tool]\n{row['answer']}\n" in done.out
-    assert done.out.splitlines()[-2:] == ["outcome done, exit code 0", "reward 1 after 2 calls"]
-
-
-def test_who_leaves_before_the_end_is_told_so(made: Path) -> None:
-    done = played("/quit\n")
-    assert (done.code, done.out.splitlines()[-1]) == (1, "you left before the program ended")
 
 
 # -- other commands --------------------------------------------------------------------------------

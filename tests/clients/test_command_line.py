@@ -182,14 +182,6 @@ def test_piped_output_has_no_colour_and_no_frames(cli: Cli, config: Path) -> Non
         assert "│" not in outcome.out
 
 
-def test_a_former_name_of_a_key_is_one_line_of_warning(config: Path) -> None:
-    outcome = tinkermq("config", "show", str(config), "limits.max_losses=2", "--json")
-    assert json.loads(outcome.out)["limits"]["max_node_failures"] == 2
-    assert outcome.err == (
-        "warning: renamed configuration keys: limits.max_losses is now limits.max_node_failures\n"
-    )
-
-
 def test_config_schema_lists_every_key(cli: Cli) -> None:
     out = cli("config", "schema").out
     assert all(f"{key}: " in out for key in all_keys())

@@ -64,6 +64,8 @@ def test_what_a_served_run_or_game_cannot_have_is_said(cli: Cli) -> None:
     assert (run.code, "add --openenv" in run.err) == (2, True)
     bound = cli("env", "serve", "guess", "--openenv", "--max-sessions", "0")
     assert (bound.code, "--max-sessions" in bound.err) == (2, True)
+    packages = cli("env", "serve", "guess", "--openenv")
+    assert (packages.code, "tinkermq[openenv-server]" in packages.err) == (2, True)
 
 
 # -- env new ---------------------------------------------------------------------------------------

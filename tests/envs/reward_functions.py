@@ -96,11 +96,11 @@ RETURNED: dict[str, Any] = {
 }
 RETURNED["itself"] |= {"score": 1, "me": RETURNED["itself"]}
 TOLD = {
-    "infinity": "answered inf, which is no finite reward",
+    "infinity": "answered inf, which is not a finite reward",
     "complex": "answered 1j",
     "too large": "answered an integer of some",
     "bytes": "answered b'1'",
-    "nothing in a map": "which is no finite reward",
+    "nothing in a map": "which is not a finite reward",
     "a map without": "answered {'points': 1}",
     "half a character": "info['why'] has half a character",
     "an object": "info['why'][0] is <object",

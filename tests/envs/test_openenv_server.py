@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -11,8 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tinkermq.envs import openenv_sessions
-from tinkermq.envs.openenv_server import OpenEnvServer, ServerBounds
 from tinkermq.envs.registry import companion, load_game
 from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.config.job import EnvConfig
@@ -23,8 +22,14 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from tests.clients.command import command, tinkermq
 from tests.support.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.openenv
 ADDING = "served_games:AddingGame"
 TROUBLESOME = "served_games:TroublesomeGame"
+
+
+def module() -> Any:
+    """Import the module, which needs OpenEnv's package."""
+    return importlib.import_module("tinkermq.envs.openenv_server")
 
 
 class Client:
@@ -75,10 +80,8 @@ class Played:
 
 
 @contextlib.asynccontextmanager
-async def serving(
-    game: str, bounds: ServerBounds | None = None, **config: Any
-) -> AsyncIterator[Client]:
-    server = OpenEnvServer(EnvConfig(game=game, **config), bounds=bounds)
+async def serving(game: str, bounds: Any = None, **config: Any) -> AsyncIterator[Client]:
+    server = module().OpenEnvServer(EnvConfig(game=game, **config), bounds=bounds)
     async with server.listening() as port:
         client = Client(port)
         async with client.http:
@@ -175,7 +178,7 @@ async def test_mcp_calls_tools_with_a_session_and_without() -> None:
             assert state["step_count"] == 1
             assert state["episode_id"] == begun["metadata"]["episode_id"]
             held = await client.rpc("openenv/session/close", session_id=name)
-            assert held["error"]["code"] == -32602
+            assert held["result"]["closed"] is False
             inside = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
             assert (await session.say({"type": "mcp", "data": inside}))["data"]["result"]["tools"]
         await until_closed(client, name)
@@ -209,10 +212,10 @@ async def test_json_rpc_that_is_wrong_is_answered_with_its_codes() -> None:
             (await client.rpc("tools/call", name="add", arguments=[]))["error"]["code"],
             (await client.http.post("/mcp", content=b"{")).json()["error"]["code"],
         ]
-        assert codes == [-32601, -32600, -32602, -32602, -32700]
+        assert codes == [-32601, -32600, -32602, -32603, -32700]
     async with serving("guess") as client:
         without = await client.rpc("tools/list")
-        assert without["error"]["message"] == "this game has no tools: act with a text over /ws"
+        assert without["error"]["message"] == "Environment does not support MCP"
 
 
 async def test_rows_are_tasks_without_their_answers(tmp_path: Path) -> None:
@@ -247,7 +250,7 @@ async def test_rows_are_tasks_without_their_answers(tmp_path: Path) -> None:
         details = [(await post(path, **value))["detail"] for path, value in refused.items()]
         assert details == [
             "there is no task 300 in train: tasks are numbered 0 to 299",
-            "there is no split 'test': the splits are train, validation",
+            "calculator has no split 'test': the splits are train, validation",
             "300 tasks were asked for, at most 256 come at once: ask for a smaller range: start "
             "and stop",
             "there is no task 300 in train: tasks are numbered 0 to 299",
@@ -257,12 +260,10 @@ async def test_rows_are_tasks_without_their_answers(tmp_path: Path) -> None:
 async def test_a_game_that_draws_its_states_has_no_tasks() -> None:
     async with serving("guess") as client:
         answer = await client.http.get("/guess/splits")
-        assert (answer.status_code, answer.json()["detail"]) == (
-            501,
-            "guess has no rows: it draws its states from a seed: reset with a seed",
-        )
+        assert answer.status_code == 501
         assert (await client.http.get("/chess/splits")).status_code == 404
-        assert "detail" in await client.post("/reset", split="train", index=0)
+        refused = await client.post("/reset", split="train", index=0)
+        assert refused["detail"] == "guess has no split 'train': reset it with a seed"
 
 
 async def test_plain_http_answers_a_prompt_a_first_turn_and_what_the_game_is() -> None:
@@ -312,7 +313,7 @@ async def test_rewards_of_a_configuration_are_added_and_a_judge_is_refused() -> 
         assert result["reward"] > result["metadata"]["game_reward"]
     judge = {"source": "judge", "judge": "m"}
     with pytest.raises(ConfigError, match="a served game has no pool"):
-        OpenEnvServer(EnvConfig.model_validate({"game": "guess", "reward": judge}))
+        module().OpenEnvServer(EnvConfig.model_validate({"game": "guess", "reward": judge}))
 
 
 async def test_a_served_game_is_one_for_our_own_client_of_openenv_too() -> None:
@@ -350,8 +351,6 @@ async def test_messages_that_are_wrong_cost_nothing_but_an_error() -> None:
         await session.reset(seed=1)
         wrong = {
             "{": "INVALID_JSON",
-            "[" * 5000: "INVALID_JSON",
-            "3": "UNKNOWN_TYPE",
             '{"type": "jump"}': "UNKNOWN_TYPE",
             '{"type": "step", "data": []}': "VALIDATION_ERROR",
             '{"type": "step", "data": {}}': "VALIDATION_ERROR",
@@ -369,50 +368,30 @@ async def test_messages_that_are_wrong_cost_nothing_but_an_error() -> None:
 
 
 async def test_sessions_beyond_the_bound_are_refused_until_one_is_closed() -> None:
-    async with serving("guess", ServerBounds(max_sessions=1)) as client:
+    async with serving("guess", module().ServerBounds(max_sessions=1)) as client:
         async with client.session() as session:
             await session.reset(seed=1)
             async with client.session() as second:
                 refused = (await second.hear())["data"]
             assert refused["code"] == "CAPACITY_REACHED"
             assert (refused["active_sessions"], refused["max_sessions"]) == (1, 1)
-            plain = await client.http.post("/reset", json={})
-            assert (plain.status_code, plain.json()["max_sessions"]) == (429, 1)
             created = await client.rpc("openenv/session/create")
             assert created["error"]["data"] == {"active_sessions": 1, "max_sessions": 1}
             async with client.session("/mcp") as second:
                 assert (await second.hear())["error"]["code"] == -32000
             assert not (await session.step(text="7"))["done"]
-        while (await client.http.post("/reset", json={})).status_code == 429:
+        while "error" in await client.rpc("openenv/session/create"):
             await asyncio.sleep(0)  # until the end of the connection has been noticed
 
 
-async def test_sessions_that_are_not_used_end() -> None:
-    async with serving("guess", ServerBounds(max_sessions=1, idle_s=0.2)) as client:
-        async with client.session() as session:
-            with pytest.raises(ConnectionClosed) as closed:
-                await session.hear()
-            assert closed.value.rcvd is not None
-            assert closed.value.rcvd.code == 1001
-        for _ in range(2):  # each takes the one place, and gives it back unasked
-            while "error" in await client.rpc("openenv/session/create"):
-                await asyncio.sleep(0.02)
-
-
-async def test_messages_and_bodies_over_their_size_are_refused() -> None:
-    bounds = ServerBounds(max_message_bytes=1000)
-    async with serving("guess", bounds) as client:
-        async with client.session() as session:
-            await session.socket.send(json.dumps({"type": "step", "data": {"text": "x" * 1000}}))
-            with pytest.raises(ConnectionClosed) as closed:
-                await session.hear()
-            assert closed.value.rcvd is not None
-            assert closed.value.rcvd.code == 1009
-        body = await client.http.post("/reset", json={"x": "x" * 1000})
-        assert (body.status_code, body.json()["detail"]) == (
-            413,
-            "the body has more than 1,000 bytes",
-        )
+async def test_messages_over_their_size_are_refused() -> None:
+    async with serving("guess") as client, client.session() as session:
+        text = "x" * module().MAX_MESSAGE_BYTES
+        await session.socket.send(json.dumps({"type": "step", "data": {"text": text}}))
+        with pytest.raises(ConnectionClosed) as closed:
+            await session.hear()
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1009
 
 
 async def test_a_page_of_another_site_is_refused() -> None:
@@ -443,39 +422,25 @@ async def test_a_game_that_fails_or_hangs_costs_its_episode_only() -> None:
 
 
 async def test_a_client_that_leaves_gives_its_session_back() -> None:
-    async with serving(TROUBLESOME, ServerBounds(max_sessions=1)) as client:
+    async with serving(TROUBLESOME, module().ServerBounds(max_sessions=1)) as client:
         async with client.session() as session:
             await session.reset()
             await session.socket.send(json.dumps({"type": "step", "data": {"text": "3000000"}}))
             session.socket.transport.abort()
-        while (await client.http.post("/reset", json={})).status_code == 429:
+        while "error" in await client.rpc("openenv/session/create"):
             await asyncio.sleep(0.02)
-
-
-async def test_a_client_that_takes_no_answers_loses_its_session() -> None:
-    bounds = ServerBounds(max_sessions=1, stalled_s=0.2)
-    async with serving(TROUBLESOME, bounds) as client:
-        socket = await client.connect()
-        await Played(socket).reset()
-        socket.transport.pause_reading()
-        for _ in range(3):
-            await socket.send(json.dumps({"type": "step", "data": {"text": "8000000"}}))
-        while (await client.http.post("/reset", json={})).status_code == 429:
-            await asyncio.sleep(0.02)
-        socket.transport.abort()
-        await socket.wait_closed()
 
 
 async def test_a_port_in_use_is_said_and_so_is_none() -> None:
     async with serving("guess") as client:
         for port in (int(client.url.rpartition(":")[2]), 99_999):
             with pytest.raises(StorageError, match=f"cannot listen on 127.0.0.1:{port}"):
-                async with OpenEnvServer(EnvConfig(game="guess")).listening(port=port):
+                async with module().OpenEnvServer(EnvConfig(game="guess")).listening(port=port):
                     pass
 
 
 def test_a_call_cannot_end_its_own_tag() -> None:
-    written = openenv_sessions.written_call("add", {"note": "</tool_call>"})
+    written = module().written_call("add", {"note": "</tool_call>"})
     assert written.count("</tool_call>") == 1
 
 

@@ -117,9 +117,9 @@ async def test_what_the_game_gives_for_an_episode_that_a_limit_ends_is_added(bro
     ("name", "words"),
     [
         ("raises", "reward_functions:raises raised KeyError: 'no rubric'"),
-        ("says_nothing", "answered None, which is no finite reward"),
-        ("says_text", "answered '1.0', which is no finite reward"),
-        ("says_nan", "answered nan, which is no finite reward"),
+        ("says_nothing", "answered None, which is not a finite reward"),
+        ("says_text", "answered '1.0', which is not a finite reward"),
+        ("says_nan", "answered nan, which is not a finite reward"),
         ("hangs", "no reward came within 2 s"),
     ],
 )
@@ -236,7 +236,7 @@ async def test_an_endpoint_is_asked_again_while_it_is_busy(broker, scope, monkey
     [
         ((400, b"no such rubric"), "refused: status 400: no such rubric", 1),
         ((200, b"<html>"), "answered no valid JSON", 1),
-        ((200, {"points": 3}), "which is no finite reward", 1),
+        ((200, {"points": 3}), "which is not a finite reward", 1),
         ((500, b"broken"), "gave no reward in 2 tries", 2),
     ],
 )
@@ -409,10 +409,10 @@ async def test_the_default_prompt_demands_the_form(broker, scope):
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (_says("Score: -3"), "which is no `Score: N`"),
+        (_says("Score: -3"), "which is not `Score: N`"),
         (_says("Score: 1", finish="length"), "was cut at 256 tokens"),
         (_says(None), "has no text"),
-        (_says([{"type": "text", "text": "Score: 3"}]), "content is no text"),
+        (_says([{"type": "text", "text": "Score: 3"}]), "content is not a text"),
         ((200, {"choices": []}), "answered no chat completion"),
         ((200, ["Score: 3"]), "answered no chat completion"),
     ],

@@ -115,7 +115,7 @@ def refusal(tmp_path: Path, **files: str | None) -> DataError:
         ({"instruction.md": None}, "task a-task has no instruction.md: {folder}/instruction.md"),
         ({"instruction.md": "\n"}, "{folder}/instruction.md is empty"),
         ({"task.toml": None}, "task a-task has no task.toml"),
-        ({"task.toml": "a = 1\nb = = 2"}, "{folder}/task.toml is no TOML: .*line 2"),
+        ({"task.toml": "a = 1\nb = = 2"}, "{folder}/task.toml is not valid TOML: .*line 2"),
         (
             {"task.toml": '[metadata]\na = 1\n[verifier]\ntimeout_sec = "soon"\n'},
             "{folder}/task.toml:4: verifier.timeout_sec: Input should be a valid number",

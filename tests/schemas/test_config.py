@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from pydantic import ValidationError
 from tinkermq.envs.registry import GROUP
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.load_config import (
@@ -205,22 +204,6 @@ def test_each_rule_refuses_its_example_and_nothing_else_does() -> None:
         assert message.startswith(rule.key.partition("{")[0])
         assert rule.because.partition("{")[0] in message
         assert "; " not in message, "another rule speaks, too"
-
-
-# -- Configurations of earlier versions: what was removed is refused with what to use instead ------
-
-
-def test_a_configuration_that_reaches_the_model_directly_is_refused_alike() -> None:
-    tree = {"model": {"path": "m"}, "env": {"game": "b"}, "learner": {"dtype": "float16"}}
-    with pytest.raises(ValidationError, match=r"learner\.dtype=float16: .* use bfloat16"):
-        JobConfig.model_validate(tree)
-
-
-def test_a_stored_sft_job_that_named_the_only_objective_left_is_read() -> None:
-    tree = {"model": {"path": "m"}, "sft": {"data": ["c.jsonl"], "objective": "sft"}}
-    config = parse_config(tree)
-    assert config == JobConfig.model_validate(tree)
-    assert config.sft.model_dump() == {"data": ["c.jsonl"]}
 
 
 # -- What an agent job implies, and what it cannot have --------------------------------------------

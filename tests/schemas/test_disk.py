@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 from tinkermq.actors.storage.files import storage_error
-from tinkermq.broker.tracking import JsonlTracker
 from tinkermq.schemas.local.disk import DiskThreads, append_lines, read_objects, remedy
+from tinkermq.schemas.local.tracking import JsonlTracker
 from tinkermq.schemas.wire.errors import StorageError
 
 from tests.support import disks

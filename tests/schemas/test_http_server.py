@@ -18,7 +18,6 @@ from tinkermq.schemas.http_server import (
     MAX_HEAD_BYTES,
     HttpBounds,
     HttpServer,
-    SlowBodyError,
     listening_socket,
 )
 from tinkermq.schemas.wire.errors import StorageError
@@ -70,10 +69,7 @@ async def served(**bounds: Any) -> AsyncIterator[Served]:
         return PlainTextResponse("waited")
 
     async def read(request: Request) -> Response:
-        try:
-            return PlainTextResponse(str(len(await request.body())))
-        except SlowBodyError as error:
-            return PlainTextResponse(error.message, error.status)
+        return PlainTextResponse(str(len(await request.body())))
 
     async def refuse(_: Request) -> Response:
         return PlainTextResponse("no", 403)
@@ -252,9 +248,6 @@ async def test_a_body_that_comes_too_slowly_has_a_deadline() -> None:
     async with served(body_s=0.3) as here:
         client = await here.open()
         client[1].write(b"POST /read HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\nx")
-        status, headers, body = await answer_of(client)
-        assert (status, headers["connection"]) == (408, "close")
-        assert body == b"the body arrives too slowly: 1 bytes so far"
         assert await rest_of(client) == b""
 
 

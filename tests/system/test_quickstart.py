@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.recipes import mark_made
+from tinkermq.actors.warm_start import mark_made
 
 from tests.clients.command import command
 from tests.support.configs import REPOSITORY
@@ -144,7 +144,7 @@ def test_a_wheel_is_enough_and_all_files_are_below_the_output_folder(tmp_path: P
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "made before" in done.stdout
+    assert "made before" in done.stderr
     assert "step 2/2" in done.stdout
     (told,) = re.findall(r"^run folder (.+)$", done.stdout, re.MULTILINE)
     assert (empty / told / "metrics.jsonl").is_file()

@@ -111,7 +111,7 @@ class Tidier:
 
 
 def _may_go(record: JobRecord) -> bool:
-    """Whether a job that has ended needs nothing any more of what an archive puts away.
+    """Return whether a job that has ended needs nothing any more of what an archive puts away.
 
     A service for the Tinker API stays: its record counts its users' tokens.
     """
@@ -125,7 +125,7 @@ def _marked(record: JobRecord) -> JobRecord:
 
 
 def _has_folder(record: JobRecord) -> bool:
-    """Whether what the broker stores of a job can be put into its run folder, if there is any."""
+    """Return whether the broker's data of a job can be put into its run folder, if it has one."""
     return not record.has_streams or (bool(record.run_dir) and Path(record.run_dir).is_dir())
 
 
@@ -223,7 +223,7 @@ class Remover:
         )
 
     async def _is_still(self, record: JobRecord) -> bool:
-        """Whether the job is to be deleted by now: a scheduler that slept must look again."""
+        """Return whether the job is to be deleted by now, for a scheduler that was suspended."""
         now = await self._jobs.find_by_id(record.user, record.job)
         return now is not None and now.removal == "delete"
 

@@ -102,7 +102,7 @@ class SecretStore:
         return collected
 
     async def open_for(self, request: OpenRequest, _: RequestContext) -> OpenedSecrets:
-        """Give a node what a process of a job needs, and no more.
+        """Return a node what a process of a job needs, and no more.
 
         Raises NotFoundError for a job that is not there, AuthError for a process that it has not.
         """

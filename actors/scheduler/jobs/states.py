@@ -374,7 +374,7 @@ def _with_status(
 
 
 def _trouble(status: ActorStatus) -> str:
-    """Say what is wrong with an actor: it stands still, or fails without doing any work."""
+    """Return what is wrong with an actor: it stands still, or fails without doing any work."""
     if status.silent_s:
         return (
             f"{status.name} has sent no heartbeat for {status.silent_s:.0f} s: it is stopped, "

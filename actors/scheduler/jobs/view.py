@@ -527,12 +527,12 @@ class JobsView:
         }
 
     def is_admin(self, user: str) -> bool:
-        """Whether a user may see and steer everybody's jobs."""
+        """Return whether a user may see and steer everybody's jobs."""
         entry = self._users.entries.get(f"{USER}.{user}")
         return entry is not None and entry.value.role == "admin"
 
     def may_administer(self, user: str) -> bool:
-        """Whether a user may do what only admins do; in a pool without users everybody may."""
+        """Return whether a user has an admin's rights; in a pool without users everybody has."""
         return not self.has_users or self.is_admin(user)
 
     def shares(self, aging_s: float) -> UserShares:

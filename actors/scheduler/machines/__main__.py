@@ -18,7 +18,7 @@ _POLL_S = 0.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Give everything back; return the exit code."""
+    """Return everything back; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tinkermq.actors.scheduler.machines")
     parser.add_argument("--nats", required=True, help="URL of the broker, which names the pool")
     parser.add_argument("--machines", required=True, help="where they are from")

@@ -149,7 +149,7 @@ class RequestBackoff:
         self.__init__()
 
     def is_over(self) -> bool:
-        """Whether it may be tried again."""
+        """Return whether it may be tried again."""
         return time.monotonic() >= self._until
 
 
@@ -283,12 +283,12 @@ class MachineKeeper:
         return decision
 
     def _trouble(self, decision: Decision) -> str:
-        """Say why machines do not come that are needed."""
+        """Return why machines do not come that are needed."""
         matters = decision.ask or not self._patience.is_over()
         return (self._patience.trouble if matters else "") or decision.why
 
     async def _without_doubles(self, machines: Sequence[Machine]) -> list[Machine]:
-        """Give back what was asked for twice; the one that is further, or older, stays."""
+        """Return back what was asked for twice; the one that is further, or older, stays."""
         first: dict[str, Machine] = {}
         for machine in sorted(machines, key=lambda one: one.state == "asked"):
             if machine.name in first:
@@ -357,7 +357,7 @@ class MachineKeeper:
         _log.info("machine_given_back", machine=machine.name, id=machine.id, drain=drain)
 
     def _is_late(self, one: "SeenMachine") -> bool:
-        """Whether a machine runs and its node should have joined by now, or come back."""
+        """Return whether a machine runs and its node should have joined by now, or come back."""
         machine, join_s = one.machine, self._config.join_s
         if one.state != "coming" or machine.started is None:
             return False

@@ -244,7 +244,7 @@ def _started(one: "V1Pod") -> float | None:
 
 
 def _why(one: "V1Pod") -> str:
-    """Say what a pod waits for: room, its image, its volumes."""
+    """Return what a pod waits for: room, its image, its volumes."""
     if one.status is None or _started(one) is not None:
         return ""
     for status in one.status.container_statuses or []:

@@ -115,7 +115,7 @@ class RaySource:
             raise _refusal(reply)
 
     async def _is_there(self, job: str) -> bool:
-        """Whether another request asked for the same."""
+        """Return whether another request asked for the same."""
         reply = await self._ask("GET", f"/api/jobs/{job}")
         return reply.status != _NOT_FOUND and _json(reply).get("status") not in _ENDED
 

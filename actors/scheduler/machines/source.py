@@ -68,7 +68,7 @@ class MachineNames:
         self.prefix = f"tmq-{hashlib.sha256(url.encode()).hexdigest()[:_DIGITS]}-"
 
     def own(self, name: str) -> bool:
-        """Whether a name is that of a machine of this pool."""
+        """Return whether a name is that of a machine of this pool."""
         return re.fullmatch(re.escape(self.prefix) + r"\d+", name) is not None
 
     def number(self, name: str) -> int:

@@ -309,7 +309,7 @@ def refuse_removed(record: JobRecord) -> None:
 
 
 def _needs(other: JobRecord, record: JobRecord, removal: Removal) -> str:
-    """Say what another job needs of one that shall go; empty if nothing."""
+    """Return what another job needs of one that shall go; empty if nothing."""
     if removal == "delete" and record.run_dir and _is_within(other.run_dir, record.run_dir):
         return f"the folder of run {other.name} is within its own"
     if is_final(other) or other.user != record.user:

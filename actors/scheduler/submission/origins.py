@@ -20,7 +20,7 @@ from ....broker.jobs import is_final
 from ....schemas.config.algorithm import is_checkpoint, served_job
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import parse_config
-from ....schemas.config.sections import is_url, rename_keys
+from ....schemas.config.sections import is_url
 from ....schemas.job import BEST_STEP, LAST_STEP, JobRecord, SubmitRequest
 from ....schemas.local.folder import Folder
 from ....schemas.tinker.names import CheckpointName, is_path, run_in
@@ -122,7 +122,7 @@ def find_checkpoint(
 
 
 def _where_else(origin: JobRecord, there: dict[int, str]) -> str:
-    """Say which steps are there, or why none is."""
+    """Return which steps are there, or why none is."""
     if there:
         return f"there are those of steps {', '.join(map(str, sorted(there)))}"
     if is_put_away(origin) and origin.archived is not None:
@@ -551,7 +551,7 @@ def changed_config(record: JobRecord, changes: Mapping[str, Any]) -> JobConfig:
         raise errors.StateError(f"job {record.name} was never configured", hint="submit a new job")
     before = parse_config({**record.config, "name": record.name})
     known = before.model_dump(mode="json", exclude_unset=True)
-    after = parse_config(merged(known, rename_keys(changes)))
+    after = parse_config(merged(known, changes))
     for key, why in _KEPT:
         if _value(before, key) != _value(after, key):
             raise errors.ConfigError(
@@ -579,7 +579,7 @@ def refuse_changes(record: JobRecord, changes: Mapping[str, Any]) -> None:
 
 
 def describe_changes(changes: Mapping[str, Any]) -> str:
-    """Say which keys were changed, for the job's events."""
+    """Return which keys were changed, for the job's events."""
     return f"resumed with {', '.join(_leaves(changes))}" if changes else "resumed"
 
 

@@ -207,7 +207,7 @@ class Submission:
         """
         async with self._view.lock(user):
             record = await self._view.get(user, request.job)
-            config = merged(record.config, sections.rename_keys(request.config))
+            config = merged(record.config, request.config)
             if record.configured:
                 return origins.already_configured(record, config)
             if record.state != "QUEUED":
@@ -317,7 +317,7 @@ class Submission:
         return "" if user == DEFAULT_USER and not self._view.has_users else user
 
     def _is_taken(self, user: str, job: str, name: str) -> bool:
-        """Whether another run of the user has a name."""
+        """Return whether another run of the user has a name."""
         return self._view.owner_of(user, name) not in (None, job) or (user, name) in self._names
 
     async def _free_name(

@@ -35,8 +35,8 @@ from ...policy.token_text import TextStream
 from ...rollout.completions import Answers
 from ...runtime import JobContext, settle_memory
 from ...storage.tinker_checkpoints import TINKER_FOLDER
-from ..apply import as_failure
 from ..fair_share import ShareFollower
+from ..operations import as_failure
 from . import engines
 
 # -- `asample`: a JSON request and its protobuf result ---------------------------------------------

@@ -28,8 +28,7 @@ from .calls import OpenEpisode, OpenEpisodes
 from .exchange import JsonAnswer, NoSuchEndpoint, dumped, error_answer, read_body
 from .model_calls import ModelCalls
 
-# Posts of a program about its own episode: rewards, its end, notes about calls. Other trainers'
-# formats are accepted, so that programs written for them run unchanged.
+# Posts of a program about its own episode: rewards, its end, notes about calls.
 
 Post: TypeAlias = Callable[[OpenEpisode, bytes, str], dict[str, Any]]
 """`post(episode, body, idempotency_key)` processes a post and returns the reply."""
@@ -106,39 +105,6 @@ def post_note(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]
         (episode.untrained.discard if train else episode.untrained.add)(call)
     episode.changed.set()
     return {"call": call, "role": episode.notes.get(call), "train": call not in episode.untrained}
-
-
-def post_interaction_reward(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
-    """Take `{reward, interaction_id?}`."""
-    fields = _fields(raw)
-    call = _call(opened, fields.any("interaction_id"))
-    return _give(opened, _reward(fields, "reward"), call, "set", name.encode() or raw)
-
-
-def post_session_end(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
-    """Take the end of a session, in any form."""
-    del raw
-    return post_end(opened, b"", name)
-
-
-def post_reward_info(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
-    """Take `{reward_info: {reward | reward_score, …}}`, or the inner object."""
-    fields = _fields(raw)
-    inner = fields.any("reward_info")
-    if isinstance(inner, dict):
-        fields = Fields(cast("Any", inner), "reward_info")
-    key = next((key for key in ("reward", "reward_score") if fields.any(key) is not None), "reward")
-    return _give(opened, _reward(fields, key), None, "set", name.encode() or raw)
-
-
-def post_event(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
-    """Take `{event_type: "reward", data: {value}}`; other events are ignored."""
-    fields = _fields(raw)
-    if fields.text("event_type") != "reward":
-        return {"taken": False}
-    data = Fields(fields.any("data") or fields.any("payload") or {}, "data")
-    key = "value" if data.any("value") is not None else "reward"
-    return _give(opened, _reward(data, key), None, "set", name.encode() or raw)
 
 
 def episode_status(opened: OpenEpisode, now: float) -> dict[str, Any]:
@@ -461,10 +427,6 @@ _EPISODE_ROUTES = [
     _episode_route("POST", "/episode/reward", _posted(post_reward)),
     _episode_route("POST", "/episode/end", _posted(post_end)),
     _episode_route("POST", "/episode/note", _posted(post_note)),
-    _episode_route("POST", "/rl/set_reward", _posted(post_interaction_reward)),
-    _episode_route("POST", "/rl/end_session", _posted(post_session_end)),
-    _episode_route("POST", "/{prefix:path}/reward_info", _posted(post_reward_info)),
-    _episode_route("POST", "/{prefix:path}/events", _posted(post_event)),
     _episode_route("GET", "/episode", _status),
     _episode_route("GET", "/episode/calls/{name}", _call_number),
 ]

@@ -280,7 +280,7 @@ async def test_a_log_that_ends_before_the_checkpoint_is_named(
     broker: Broker, scope: JobScope
 ) -> None:
     assert await RolloutLog(broker, scope).append(_good())
-    with pytest.raises(StorageError, match=f"knows of 8: stream {scope.stream_rollout} was"):
+    with pytest.raises(StorageError, match=f"knows entry 8: stream {scope.stream_rollout} was"):
         await _intake(broker, scope, from_seq=9).catch_up(PATIENCE_S)
 
 

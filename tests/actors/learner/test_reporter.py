@@ -7,8 +7,8 @@ from pathlib import Path
 from tinkermq.actors.learner.reporter import Reporter
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import read_events
-from tinkermq.broker.tracking import GuardedTracker, JsonlTracker, Tracker
 from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.local.tracking import GuardedTracker, JsonlTracker, Tracker
 from tinkermq.schemas.metric import Event
 from tinkermq.schemas.wire.subjects import JobScope
 
@@ -41,7 +41,7 @@ def steps_in(folder: Path) -> list[int]:
 async def test_a_dead_tracker_is_one_event_and_the_runs_own_file_is_whole(
     broker: Broker, scope: JobScope, tmp_path: Path
 ) -> None:
-    dead = GuardedTracker("wandb", Dead, tmp_path / "held", pauses_s=[0.0])
+    dead = GuardedTracker("wandb", Dead, tmp_path / "held")
     reporter = await reporter_of(broker, scope, [JsonlTracker(tmp_path), dead])
     for step in range(1, 6):
         await reporter.log_evaluation(step, {"val/mean_score": 0.5})

@@ -207,8 +207,8 @@ async def test_tools_of_several_servers_that_clash_are_named_after_their_servers
         ("large", "the tool echo cannot be offered: its schema has 300,"),
         ("array", "the tool echo cannot be offered: its parameters are .* no object schema"),
         ("typed", "the tool echo cannot be offered: its description is"),
-        ("numbers", "answered tools/list with 1, which is no such answer"),
-        ("nameless", "answered tools/list with .* which is no such answer"),
+        ("numbers", "answered tools/list with 1, which is not a valid answer"),
+        ("nameless", "answered tools/list with .* which is not a valid answer"),
         ("many", "lists more than 512 tools"),
         ("pages", "lists tools without end|lists more than 512 tools"),
         ("none", "the MCP servers offer no tool"),
@@ -276,8 +276,8 @@ async def test_a_command_that_cannot_be_run_is_told(keys: dict[str, Any], words:
     [
         ("flood", "sent .* bytes and 10,001 messages without an answer"),
         ("stream", "sent 268,.* bytes and 0 messages without an answer"),
-        ("result", r"answered tools/call with .*, which is no such answer"),
-        ("content", "answered tools/call with .*, which is no such answer"),
+        ("result", r"answered tools/call with .*, which is not a valid answer"),
+        ("content", "answered tools/call with .*, which is not a valid answer"),
         ("dies", "exited with code 3"),
         ("silent", "did not answer tools/call of echo within 1 s"),
         ("memory", "it held more than memory_mb=64"),
@@ -541,7 +541,7 @@ async def test_a_server_that_is_not_there_is_told():
         ("short", "ended its stream without an answer to tools/call"),
         ("cut", "cannot be reached: RemoteProtocolError"),
         ("list", r"answered tools/call with \[1\]"),
-        ("result", "answered tools/call with .*, which is no such answer"),
+        ("result", "answered tools/call with .*, which is not a valid answer"),
     ],
 )
 async def test_a_hostile_server_over_http_costs_its_own_episode_only(

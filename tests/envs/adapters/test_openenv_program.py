@@ -174,8 +174,8 @@ def test_an_episode_that_an_environment_could_not_run_is_a_crash(
     [
         (["http://127.0.0.1:9"], "http://127.0.0.1:9 does not answer"),
         (["ftp://nowhere"], "ftp://nowhere does not answer"),
-        (["http://127.0.0.1:9", "--reset", "{"], "--reset is no JSON"),
-        (["http://127.0.0.1:9", "--reset", "[1]"], "--reset='[1]' is no object"),
+        (["http://127.0.0.1:9", "--reset", "{"], "--reset is not JSON"),
+        (["http://127.0.0.1:9", "--reset", "[1]"], "--reset='[1]' is not an object"),
         (["my_env:make"], "the package openenv is not installed where the game runs"),
     ],
 )

@@ -86,7 +86,7 @@ def test_a_game_of_two_is_played_against_the_opponent_from_either_seat():
 
 
 def test_a_game_of_two_without_an_opponent_is_refused_with_the_remedy():
-    with pytest.raises(GameError, match="TicTacToe-v0 is no game for 1") as caught:
+    with pytest.raises(GameError, match="TicTacToe-v0 cannot be played by 1") as caught:
         opened(env_id="TicTacToe-v0")
     assert "give opponent=package.module:function" in caught.value.hint
 
@@ -96,7 +96,7 @@ def test_a_game_of_two_without_an_opponent_is_refused_with_the_remedy():
     [
         ({"env_id": "GuesTheNumber-v0"}, "TextArena has no game 'GuesTheNumber-v0'"),
         ({"env_id": "TicTacToe-v0", "opponent": "nowhere:f"}, "'nowhere:f' cannot be imported"),
-        ({"env_id": "TicTacToe-v0", "opponent": "random:nothing"}, "is no function"),
+        ({"env_id": "TicTacToe-v0", "opponent": "random:nothing"}, "is not a function"),
     ],
 )
 def test_what_is_not_there_is_refused(arguments, told):

@@ -84,8 +84,8 @@ def test_a_task_is_run_by_verifiers_against_the_model_of_the_episode(tmp_path: P
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--config", "{"], "--config is no JSON"),
-        (["--env-config", "[1]"], "--env-config='[1]' is no object"),
+        (["--config", "{"], "--config is not JSON"),
+        (["--env-config", "[1]"], "--env-config='[1]' is not an object"),
     ],
 )
 def test_a_configuration_that_is_none_is_refused(

@@ -537,26 +537,3 @@ async def test_infinite_rewards_and_half_characters_are_no_json(http: httpx.Asyn
     for raw in (b'{"reward": Infinity}', b'{"reward": NaN}', b'{"info": "\\ud800"}', b"[1]"):
         answer = await http.post("/v1/episode/reward", content=raw)
         assert answer.status_code == 400
-
-
-async def test_other_trainers_ways_to_say_it_are_understood(
-    http: httpx.AsyncClient, episode: ProgramEpisode
-) -> None:
-    chat = (await http.post("/v1/chat/completions", json=chat_body())).json()
-
-    async def give(path: str, body: Any) -> float | None:
-        answer = await http.post(path, json=body)
-        assert answer.status_code == 200, answer.text
-        return episode.reward
-
-    assert await give("/rl/set_reward", {"reward": 0.5}) == 0.5
-    assert await give("/rl/set_reward", {"reward": 2, "interaction_id": chat["id"]}) == 0.5
-    assert episode.call_rewards == {0: 2.0}
-    assert await give("/sessions/some/reward_info", {"reward_info": {"reward_score": 0.75}}) == 0.75
-    assert await give("/sessions/some/reward_info", {"reward": 0.25}) == 0.25
-    event = {"event_type": "reward", "data": {"value": 1.0}}
-    assert await give("/rollouts/r1/attempts/a1/events", event) == 1.0
-    assert await give("/rollouts/r1/attempts/a1/events", {"event_type": "trace"}) == 1.0
-    assert not episode.said_end.is_set()
-    assert await give("/rl/end_session", {}) == 1.0
-    assert episode.status == "done"

@@ -17,7 +17,7 @@ from tinkermq.envs.math.grading import (
     shared_grader,
     to_compare,
 )
-from tinkermq.envs.math.quantity import read_quantity
+from tinkermq.envs.math.units import clean, split_unit
 from tinkermq.envs.sandbox.sandbox import descendants
 from tinkermq.schemas.wire.errors import ConfigError
 
@@ -162,18 +162,17 @@ def test_the_answer_is_the_last_box_that_is_meant_as_one(text, answer):
 
 
 @pytest.mark.parametrize(
-    ("answer", "latex", "unit"),
+    ("answer", "number", "unit"),
     [
         ("5", "5", {}),
         ("−5", "-5", {}),
-        (".5", "0.5", {}),
         ("1,234.5", "1234.5", {}),
         (r"10\,000", "10000", {}),
         ("1 000 000", "1000000", {}),
-        (r"\frac{1}{-2}", r"\frac{1}{-2}", {}),
-        (r"7\frac12", r"\frac{15}{2}", {}),
-        (r"0.1\overline{6}", r"\frac{1}{6}", {}),
-        (r"3\times 10^{8} \text{ m}", r"3\cdot 10^{8}", {"metre": 1}),
+        (r"7\frac12", r"7\frac12", {}),
+        ("7 1/2", r"7\frac{1}{2}", {}),
+        ("3e-7", r"3\cdot 10^{-7}", {}),
+        (r"3\times 10^{8} \text{ m}", r"3\times 10^{8}", {"metre": 1}),
         (r"\$18.00", "18.00", {"dollar": 1}),
         (r"50\%", r"50\%", {}),
         (r"45^{\circ}", "45", {"degree": 1}),
@@ -185,34 +184,21 @@ def test_the_answer_is_the_last_box_that_is_meant_as_one(text, answer):
         ("12 thousand", r"(12) \cdot 1000", {}),
         ("17 red apples", "17", {"red": 1, "apple": 1}),
         ("x = 3", "3", {}),
-        (r"2\pi", r"2\cdot \pi", {}),
+        (r"2\pi", r"2\pi", {}),
     ],
 )
-def test_a_number_is_read_without_what_stands_around_it_and_with_its_unit(answer, latex, unit):
-    quantity = read_quantity(answer)
-    assert quantity is not None
-    assert (quantity.latex, quantity.unit) == (latex, unit)
+def test_a_number_is_split_from_its_unit(answer, number, unit):
+    measure = split_unit(clean(answer))
+    assert measure is not None
+    assert (measure.latex, measure.unit) == (number, unit)
 
 
 @pytest.mark.parametrize(
     "answer",
-    [
-        *("0 1 2 3", "1,2", "2 or 3", r"2 \text{ or } 3", "2x", "2 x", "2_3", "[0,10]", "1..5"),
-        *("1+1", "5!", "2=3", "x=y=2", r"1\pm 1", "1/2/3", "", "-", "x", "--5", "1/0", "(1,2)"),
-        *(
-            "12,34",
-            "1,0000",
-            "1.000.000",
-            "5 not",
-            "0^{-1}",
-            "9^{9^{9^9}}",
-            r"2\times 3",
-            r"\frac{1}",
-        ),
-    ],
+    ["1,2", "2 or 3", r"2 \text{ or } 3", "2x", "2 x", "2_3", "5!", "x=y=2", r"1\pm 1", "", "x"],
 )
-def test_a_choice_a_sum_and_the_like_are_no_number(answer):
-    assert read_quantity(answer) is None
+def test_what_is_not_a_number_with_a_unit_is_left_to_math_verify(answer):
+    assert split_unit(clean(answer)) is None
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
-"""Where metrics go besides the broker: console, JSON lines, TensorBoard, wandb, trackio, MLflow.
+"""Experiment trackers: console, JSON lines, TensorBoard, wandb, trackio, MLflow.
 
-The packages of the last four are imported when such a tracker is made, so that nothing else needs
-them; nothing leaves the machine unless one of them is asked for. A run that is resumed, or whose
-learner died, goes on under the same run at wandb, trackio and MLflow.
+The packages of the last four are imported when such a tracker is opened. Nothing leaves the machine
+unless one of them is configured. A resumed run continues the same run at wandb, trackio and MLflow.
 
-What those libraries raise, and how long they hang, is their own loss: each works in a thread of its
-own (`GuardedTracker`), and who trains waits for none of them.
+The libraries buffer and retry by themselves. Each works in a thread of its own (`GuardedTracker`):
+one that raises or hangs costs the run nothing and blocks nobody.
 """
 
 import contextlib
@@ -25,32 +24,27 @@ from typing import Any, Literal, TypeAlias
 
 import structlog
 
-from ..schemas.local.disk import append_lines, remedy
-from ..schemas.wire.errors import ConfigError, StorageError
+from ..wire.errors import ConfigError, StorageError
+from .disk import append_lines, remedy
 
 BACKENDS = ("console", "jsonl", "tensorboard", "wandb", "wandb-offline", "trackio", "mlflow")
 MLFLOW_URI = "MLFLOW_TRACKING_URI"
 _MLFLOW_BATCH = 1000
 _OPEN_S = 30.0
-"""So long a start waits for a tracker, to hear of a mistake in the configuration."""
+"""How long a start waits for a tracker to open, so that it can report a wrong configuration."""
 _HANGS_S = 600.0
-"""A call that takes longer never ends: libraries try for some minutes to reach their server."""
+"""A call that takes longer counts as hanging; libraries retry for some minutes."""
 _HANGS_AT_THE_END_S = 30.0
-"""The same at a run's end, but for uploads."""
+"""The same at the end of a run, except for uploads."""
 _UPLOADS: frozenset[str] = frozenset({"checkpoint", "finish"})
 _UPLOAD_AT_THE_END_S = 600.0
 _HUNG: set[str] = set()
-_BY_THEMSELVES: frozenset[str] = frozenset({"config", "episodes", "checkpoint"})
-"""What a tracker may lack and still get numbers."""
-_PAUSES_S = (1.0, 5.0, 25.0, 125.0)
-"""Before each further try of a call that failed."""
-_MAX_REOPENED = 12
-_MANY_GOOD = 100
-"""After so many calls that went well, failures count from none."""
-_MAX_BEHIND = 10_000
+_OPTIONAL: frozenset[str] = frozenset({"config", "episodes", "checkpoint"})
+"""Calls that may fail without the tracker being given up."""
+_MAX_QUEUED = 10_000
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 _SHOWN_CHARACTERS = 300
-_NewsKind: TypeAlias = Literal["tracker_lost", "tracker_reopened", "tracker_lacks"]
+_EventKind: TypeAlias = Literal["tracker_lost", "tracker_lacks"]
 _ON_CONSOLE = (
     "training_step_reward",
     "val/mean_score",
@@ -64,12 +58,12 @@ _ON_CONSOLE = (
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker calls a run by."""
+    """Names and labels of a run at its trackers."""
 
     project: str
     name: str
     id: str = ""
-    """The same over restarts and resumes; empty: each begins a run of its own."""
+    """Stays the same over restarts and resumes; empty: each start makes a new run."""
     entity: str | None = None
     """Team or user of wandb."""
     group: str = ""
@@ -78,7 +72,7 @@ class TrackedRun:
 
 
 class Tracker:
-    """An experiment tracker; one leaves out what it has no place for."""
+    """An experiment tracker; the methods that it does not support do nothing."""
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Record the effective configuration, once, before the first metrics."""
@@ -91,22 +85,19 @@ class Tracker:
         """Record episodes of a step, the same columns in each row, as a table."""
 
     def log_checkpoint(self, folder: Path, step: int) -> None:
-        """Keep the files of a checkpoint, which may be removed as soon as this returns."""
+        """Store the files of a checkpoint; they may be removed as soon as this returns."""
 
     def finish(self) -> None:
-        """Write what is still held back and close."""
-
-    def abandon(self, error: BaseException) -> None:
-        """Let go of what broke by `error`, so that another can be opened in its place."""
+        """Write what is still buffered and close."""
 
 
 def make_trackers(
-    backends: Iterable[str], run: TrackedRun, *, folder: str | Path, goes_on: bool = False
+    backends: Iterable[str], run: TrackedRun, *, folder: str | Path, resumes: bool = False
 ) -> list[Tracker]:
     """Return the trackers named in `backends`; the local ones write under `folder`.
 
-    Raises ConfigError for an unknown name, a package that is not installed, or a missing key or
-    address; but for the first not for a run that `goes_on`, which a tracker never ends.
+    Raises ConfigError for an unknown name and, unless the run `resumes`, for a package that is not
+    installed or a missing key or address.
     """
     place = Path(folder)
     own: dict[str, Callable[[], Tracker]] = {
@@ -120,8 +111,8 @@ def make_trackers(
         "trackio": lambda: TrackioTracker(run),
         "mlflow": lambda: MlflowTracker(run),
     }
-    wanted = list(dict.fromkeys(backends))
-    for backend in wanted:
+    names = list(dict.fromkeys(backends))
+    for backend in names:
         if backend not in own and backend not in makers:
             raise ConfigError(
                 f"unknown logger backend {backend!r}", hint=f"known are {', '.join(BACKENDS)}"
@@ -130,22 +121,21 @@ def make_trackers(
     return [
         own[backend]()
         if backend in own
-        else GuardedTracker(backend, makers[backend], scratch / backend, refuses=not goes_on)
-        for backend in wanted
+        else GuardedTracker(backend, makers[backend], scratch / backend, refuses=not resumes)
+        for backend in names
     ]
 
 
 def hung_trackers() -> frozenset[str]:
-    """Return the trackers of this process in which a call never came back."""
+    """Return the names of the trackers of this process that hang."""
     return frozenset(_HUNG)
 
 
 @dataclass(frozen=True)
-class TrackerNews:
-    """What to report of a tracker that failed."""
+class TrackerEvent:
+    """An event of the job: a tracker failed."""
 
-    kind: _NewsKind
-    """An event of the job."""
+    kind: _EventKind
     message: str
     data: Mapping[str, Any]
 
@@ -154,19 +144,20 @@ class TrackerNews:
 class _Call:
     """One call of a tracker."""
 
-    what: Literal["open", "config", "metrics", "episodes", "checkpoint", "finish"]
+    kind: Literal["open", "config", "metrics", "episodes", "checkpoint", "finish"]
     make: Callable[[Tracker], None]
     step: int | None = None
     num_points: int = 0
-    held: Path | None = None
-    """A folder that is removed behind it."""
+    linked_folder: Path | None = None
+    """A folder that is removed after the call."""
 
 
 class GuardedTracker(Tracker):
-    """A library's tracker in its own thread, so that its failures affect nothing else.
+    """A library's tracker in a thread of its own, so that its failures affect nothing else.
 
-    Calls return at once. One that fails is tried again, by a tracker that is opened anew; where
-    that does not help, or a call hangs, the tracker is left out from then on. Both are news, once.
+    Calls return at once. A library that cannot be opened, raises when it logs metrics, or hangs is
+    not used again (`tracker_lost`); what else raises is left out (`tracker_lacks`). Both are
+    reported once.
     """
 
     def __init__(
@@ -176,253 +167,184 @@ class GuardedTracker(Tracker):
         scratch: Path,
         *,
         refuses: bool = True,
-        pauses_s: Sequence[float] = _PAUSES_S,
         hangs_s: float = _HANGS_S,
         ends_s: float = _HANGS_AT_THE_END_S,
         opens_s: float = _OPEN_S,
     ) -> None:
-        """Open it by `make`, waiting for it up to `opens_s`; checkpoints are held in `scratch`.
+        """Open it with `make`, waiting up to `opens_s`; files of checkpoints wait in `scratch`.
 
-        Raises the ConfigError that `make` raises, where it `refuses`.
+        Raises the ConfigError that `make` raises if it `refuses`.
         """
         self.name = name
-        self._make, self._scratch = make, scratch
-        self._pauses_s, self._hangs_s, self._ends_s = pauses_s, hangs_s, ends_s
-        self._tracker: Tracker | None = None
-        self._config: Mapping[str, Any] | None = None
+        self._scratch = scratch
+        self._hangs_s, self._ends_s = hangs_s, ends_s
         self._calls: queue.Queue[_Call] = queue.Queue()
-        self._running: tuple[_Call, float] | None = None
+        self._running: tuple[_Call, float] = _Call("open", lambda _: None), time.monotonic()
+        self._is_running = True
         self._lock = Lock()
         self._is_lost = False
-        self._news: list[TrackerNews] = []
-        self._num_reopened = self._num_good = self._num_held = 0
-        self._could_open = False
-        self._once_told: set[str] = set()
+        self._events: list[TrackerEvent] = []
+        self._num_checkpoints = 0
+        self._reported: set[str] = set()
         self._refusal: ConfigError | None = None
-        self._tried, self._closing, self._ended = Event(), Event(), Event()
+        self._opened, self._ended = Event(), Event()
         shutil.rmtree(scratch, ignore_errors=True)
-        self._put(_Call("open", lambda _: None))
-        Thread(target=self._work, name=f"tracker {name}", daemon=True).start()
-        self._tried.wait(opens_s)
+        Thread(target=self._work, args=(make,), name=f"tracker {name}", daemon=True).start()
+        self._opened.wait(opens_s)
         if self._refusal is not None and refuses:
             raise self._refusal
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Hand on the configuration."""
-        config_values = dict(config)
-
-        def tell(tracker: Tracker) -> None:
-            tracker.log_config(config_values)
-            self._config = config_values
-
-        self._put(_Call("config", tell))
+        """Queue the configuration."""
+        values = dict(config)
+        self._put(_Call("config", lambda tracker: tracker.log_config(values)))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Hand on the numbers of a step."""
+        """Queue the numbers of a step."""
         values = dict(metrics)
         self._put(_Call("metrics", lambda tracker: tracker.log(values, step), step, len(values)))
 
     def log_episodes(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Hand on a table."""
+        """Queue a table."""
         self._put(_Call("episodes", lambda tracker: tracker.log_episodes(rows, step), step))
 
     def log_checkpoint(self, folder: Path, step: int) -> None:
-        """Hand on a checkpoint: its files are linked, so that they stay until they are kept."""
-        self._num_held += 1
-        place = self._scratch / str(self._num_held)
-        held = place / folder.name
+        """Queue a checkpoint, with links to its files so that they stay until it is stored."""
+        self._num_checkpoints += 1
+        place = self._scratch / str(self._num_checkpoints)
+        linked = place / folder.name
+        call = _Call("checkpoint", lambda to: to.log_checkpoint(linked, step), step, 0, place)
         try:
-            shutil.copytree(folder, held, copy_function=_link)
+            shutil.copytree(folder, linked, copy_function=_link)
         except OSError as error:
             shutil.rmtree(place, ignore_errors=True)
-            self._tell_lacking(_Call("checkpoint", lambda _: None, step), error)
+            self._report_lacking(call, error)
             return
-
-        def keep(tracker: Tracker) -> None:
-            tracker.log_checkpoint(held, step)
-
-        self._put(_Call("checkpoint", keep, step, held=place))
+        self._put(call)
 
     def finish(self) -> None:
-        """Wait until all is handed on, unless it hangs, and close the tracker."""
+        """Wait until all calls are made, unless one hangs, and close the tracker."""
         self._put(_Call("finish", lambda tracker: tracker.finish()))
-        self._closing.set()  # no pause between the tries any more
         while not self._ended.wait(0.05):
-            self._look(at_the_end=True)
+            self._detect_hang(at_the_end=True)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def flush(self, most_s: float) -> None:
-        """Wait until all is handed on, but no longer than `most_s`; nothing is closed."""
-        deadline = time.monotonic() + most_s
+    def flush(self, timeout_s: float) -> None:
+        """Wait until all calls are made, for at most `timeout_s`; nothing is closed."""
+        deadline = time.monotonic() + timeout_s
         while not self._is_idle and not self._is_lost and time.monotonic() < deadline:
             time.sleep(0.01)
         if not self._is_idle:
             _HUNG.add(self.name)
 
-    def take_news(self) -> list[TrackerNews]:
-        """Return what was not reported yet."""
-        self._look()
+    def take_events(self) -> list[TrackerEvent]:
+        """Return the events that were not reported yet."""
+        self._detect_hang()
         with self._lock:
-            taken, self._news = self._news, []
-        return taken
+            events, self._events = self._events, []
+        return events
 
     @property
     def _is_idle(self) -> bool:
-        return self._calls.unfinished_tasks == 0
+        return self._opened.is_set() and self._calls.unfinished_tasks == 0
 
     def _put(self, call: _Call) -> None:
         if self._is_lost:
             return
-        if self._calls.qsize() >= _MAX_BEHIND:
-            self._lose(f"it is {_MAX_BEHIND} calls behind", None)
+        if self._calls.qsize() >= _MAX_QUEUED:
+            self._give_up(f"{_MAX_QUEUED} calls are waiting", None)
             return
         self._calls.put(call)
 
-    def _look(self, *, at_the_end: bool = False) -> None:
-        """Give up a call that hangs."""
-        running = self._running
-        if running is None:
-            return
-        call, began = running
-        most_s = self._hangs_s
+    def _detect_hang(self, *, at_the_end: bool = False) -> None:
+        call, began = self._running
+        limit_s = self._hangs_s
         if at_the_end:
-            uploads = self._num_held and call.what in _UPLOADS
-            most_s = _UPLOAD_AT_THE_END_S if uploads else self._ends_s
-        if time.monotonic() - began > most_s:
+            uploads = self._num_checkpoints and call.kind in _UPLOADS
+            limit_s = _UPLOAD_AT_THE_END_S if uploads else self._ends_s
+        if self._is_running and time.monotonic() - began > limit_s:
             _HUNG.add(self.name)
-            self._lose(f"it hangs: nothing came back for {most_s:g} s", call)
+            self._give_up(f"it hangs: no answer within {limit_s:g} s", call)
 
-    def _work(self) -> None:
-        while not self._is_lost:
+    def _work(self, make: Callable[[], Tracker]) -> None:
+        """Open the tracker and make its calls; runs in a thread."""
+        tracker: Tracker | None = None
+        try:
+            tracker = make()
+        except BaseException as error:  # noqa: BLE001  a library may raise anything
+            self._refusal = error if isinstance(error, ConfigError) else None
+            self._give_up(_describe(error), None)
+        self._is_running = False
+        self._opened.set()
+        while tracker is not None and not self._is_lost:
             call = self._calls.get()
+            self._running, self._is_running = (call, time.monotonic()), True
             try:
-                self._deliver(call)
-            finally:
-                if call.held is not None:
-                    shutil.rmtree(call.held, ignore_errors=True)
-                self._calls.task_done()
-            if call.what == "finish":
+                call.make(tracker)
+            except BaseException as error:  # noqa: BLE001  a library may raise anything
+                if call.kind in _OPTIONAL:
+                    self._report_lacking(call, error)
+                else:
+                    with contextlib.suppress(BaseException):
+                        tracker.finish()
+                    self._give_up(_describe(error), call)
+            self._is_running = False
+            if call.linked_folder is not None:
+                shutil.rmtree(call.linked_folder, ignore_errors=True)
+            self._calls.task_done()
+            if call.kind == "finish":
                 self._ended.set()
                 return
 
-    def _deliver(self, call: _Call) -> None:
-        """Make a call, trying it again by a tracker that is opened anew."""
-        failure = self._try(call)
-        for pause_s in self._pauses_s:
-            if failure is None or isinstance(failure, ConfigError) or self._is_lost:
-                break
-            if self._num_reopened >= _MAX_REOPENED:
-                break
-            self._closing.wait(pause_s)
-            self._num_reopened += 1
-            before, failure = failure, self._try(call)
-            if failure is None:
-                self._tell_reopened(before, call)
-        if failure is None:
-            return
-        if call.what in _BY_THEMSELVES and self._could_open:
-            self._tell_lacking(call, failure)
-        else:
-            self._lose(_shown(failure), call)
-
-    def _try(self, call: _Call) -> BaseException | None:
-        """Make a call once; return what it raised."""
-        self._running = call, time.monotonic()
-        self._could_open, failure = False, None
-        try:
-            call.make(self._opened())
-        except BaseException as error:  # noqa: BLE001  a library may raise what Python can
-            failure = error
-            self._let_go(error)
-        if not self._is_lost:  # one that was given up meanwhile stays marked as one that hung
-            self._running = None
-        self._num_good = self._num_good + 1 if failure is None else 0
-        if self._num_good >= _MANY_GOOD:
-            self._num_reopened = 0
-        self._tried.set()
-        return failure
-
-    def _opened(self) -> Tracker:
-        """Return the tracker, opening it where need be."""
-        if self._tracker is None:
-            try:
-                tracker = self._make()
-            except ConfigError as error:
-                self._refusal = error
-                raise
-            self._tracker = tracker
-            if self._config is not None:  # the previous one was reported
-                tracker.log_config(self._config)
-        self._could_open = True
-        return self._tracker
-
-    def _let_go(self, error: BaseException) -> None:
-        broken, self._tracker = self._tracker, None
-        if broken is None:
-            return
-        try:
-            broken.abandon(error)
-        except BaseException as raised:  # noqa: BLE001  a library may raise what Python can
-            _log.warning("tracker_not_closed", tracker=self.name, error=_shown(raised))
-
-    def _lose(self, why: str, call: _Call | None) -> None:
-        """Leave the tracker out from now on, and report what it lacks."""
+    def _give_up(self, why: str, failed: _Call | None) -> None:
+        """Stop using the tracker and report what it lacks."""
         with self._lock:
             if self._is_lost:
                 return
             self._is_lost = True
-        lacks = [] if call is None else [call]
+        lost = [] if failed is None else [failed]
         with contextlib.suppress(queue.Empty):
             while True:
-                lacks.append(self._calls.get_nowait())
+                lost.append(self._calls.get_nowait())
                 self._calls.task_done()
-        steps = [lack.step for lack in lacks if lack.what == "metrics" and lack.step is not None]
-        points = sum(lack.num_points for lack in lacks)
-        at = f" at step {call.step}" if call is not None and call.step is not None else ""
-        lost = f"{len(steps)} steps ({points} points)"
-        since = f"{lost}, from step {min(steps)} on" if steps else "what was not sent yet"
-        self._tell(
+        steps = [call.step for call in lost if call.kind == "metrics" and call.step is not None]
+        num_points = sum(call.num_points for call in lost)
+        at = f" at step {failed.step}" if failed is not None and failed.step is not None else ""
+        count = f"{len(steps)} steps ({num_points} points)"
+        missing = f"{count}, from step {min(steps)} on" if steps else "what was not sent yet"
+        self._report(
             "tracker_lost",
-            f"{why}{at}; it lacks {since}, and all that follows",
+            f"{why}{at}; it lacks {missing}, and all that follows",
             error=why,
             steps_lost=len(steps),
-            points_lost=points,
+            points_lost=num_points,
             from_step=min(steps, default=None),
         )
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._ended.set()
 
-    def _tell_reopened(self, error: BaseException, call: _Call) -> None:
-        """Tell of the first time only."""
-        _log.warning("tracker_reopened", tracker=self.name, error=_shown(error), step=call.step)
-        if "reopened" in self._once_told:
+    def _report_lacking(self, call: _Call, error: BaseException) -> None:
+        """Report the first failure of each kind of call."""
+        if call.kind in self._reported:
+            _log.warning("tracker_lacks", tracker=self.name, kind=call.kind, step=call.step)
             return
-        self._once_told.add("reopened")
-        why = f"{_shown(error)}; it was opened again, and may lack what it had not written yet"
-        self._tell("tracker_reopened", why, error=_shown(error), step=call.step)
+        self._reported.add(call.kind)
+        of_step = "" if call.step is None else f" of step {call.step}"
+        text = f"it lacks the {call.kind}{of_step}: {_describe(error)}"
+        self._report("tracker_lacks", text, step=call.step)
 
-    def _tell_lacking(self, call: _Call, error: BaseException) -> None:
-        """Tell of the first of a kind only: numbers go on."""
-        _log.warning("tracker_lacks", tracker=self.name, what=call.what, error=_shown(error))
-        if call.what not in self._once_told:
-            self._once_told.add(call.what)
-            of = (
-                "the configuration" if call.step is None else f"the {call.what} of step {call.step}"
-            )
-            self._tell("tracker_lacks", f"it lacks {of}: {_shown(error)}", step=call.step)
-
-    def _tell(self, kind: _NewsKind, why: str, **data: Any) -> None:
-        message = f"tracker {self.name}: {why}; the run's metrics.jsonl has all"
+    def _report(self, kind: _EventKind, text: str, **data: Any) -> None:
+        message = f"tracker {self.name}: {text}; the run's metrics.jsonl has all"
         _log.warning(kind, tracker=self.name, message=message)
         with self._lock:
-            self._news.append(TrackerNews(kind, message, {"tracker": self.name, **data}))
+            self._events.append(TrackerEvent(kind, message, {"tracker": self.name, **data}))
 
 
-def _shown(error: BaseException) -> str:
-    """Return an error in one line, bounded: what a library says may be a page."""
+def _describe(error: BaseException) -> str:
+    """Return an error in one line of bounded length."""
     try:
         text = " ".join(str(error).split())[:_SHOWN_CHARACTERS]
-    except BaseException:  # noqa: BLE001  it is the library's own class
+    except BaseException:  # noqa: BLE001  the class is the library's
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -443,14 +365,14 @@ class ConsoleTracker(Tracker):
         self._write = write or _write_line
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write the step and its most telling numbers."""
+        """Write the step and its main numbers."""
         shown = [name for name in _ON_CONSOLE if name in metrics]
         shown = shown or [name for name in metrics if not name.startswith("training/")][:5]
         self._write(f"step {step}  " + "  ".join(f"{name} {metrics[name]:.4g}" for name in shown))
 
 
 class JsonlTracker(Tracker):
-    """`metrics.jsonl` and `config.json` in a folder; the later line of a step counts."""
+    """`metrics.jsonl` and `config.json` in a folder; the last line of a step counts."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -465,7 +387,7 @@ class JsonlTracker(Tracker):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Append one line; NaN and infinity become null. Raises OSError."""
-        numbers = {name: _json_number(value) for name, value in metrics.items()}
+        numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = json.dumps({"step": step, "time": time.time(), **numbers}, allow_nan=False)
         with self._lock:
             append_lines(self._file, [line])
@@ -502,12 +424,6 @@ class TensorboardTracker(Tracker):
         """Flush and close the event file."""
         self._writer.close()
 
-    def abandon(self, error: BaseException) -> None:
-        """End the writer's thread."""
-        del error
-        with contextlib.suppress(OSError):
-            self._writer.close()
-
     def _add(self, values: list[dict[str, Any]], *, step: int) -> None:
         summary = self._summaries.Summary()
         for value in values:
@@ -515,14 +431,14 @@ class TensorboardTracker(Tracker):
         self._writer.add_event(
             self._events.Event(wall_time=time.time(), step=step, summary=summary)
         )
-        self._writer.flush()  # else failures are reported minutes later
+        self._writer.flush()  # otherwise failures are reported minutes later
 
 
 class WandbTracker(Tracker):
     """A run at Weights & Biases, or, offline, its files in the folder: `wandb sync` sends them.
 
-    Charts are drawn over `step`: what is logged late (a validation), or again (after a crash),
-    comes to its own place instead of being left out.
+    Charts are drawn over `step`, so that numbers logged late (a validation) or again (after a
+    crash) appear at their step.
     """
 
     def __init__(self, folder: Path, run: TrackedRun, *, offline: bool = False) -> None:
@@ -580,18 +496,12 @@ class WandbTracker(Tracker):
         self._run.log_artifact(artifact, aliases=["latest", f"step-{step}"])
 
     def finish(self) -> None:
-        """Upload, or write, what is left."""
+        """Upload or write what is buffered."""
         self._run.finish()
-
-    def abandon(self, error: BaseException) -> None:
-        """Forget the library's service process once it has died: else no run can begin."""
-        if isinstance(error, ConnectionError):
-            with contextlib.suppress(ConnectionError):
-                self._wandb.teardown()
 
 
 class TrackioTracker(Tracker):
-    """A run in trackio's local store, where one of the same name goes on."""
+    """A run in trackio's local store; a run of the same name is continued."""
 
     def __init__(self, run: TrackedRun) -> None:
         with _packages_of("trackio"):
@@ -646,20 +556,20 @@ class MlflowTracker(Tracker):
         uri = os.environ.get(MLFLOW_URI)
         if not uri:
             raise ConfigError(
-                f"logger backend mlflow has no server: {MLFLOW_URI} is not set where this runs",
+                f"logger backend mlflow has no server: {MLFLOW_URI} is not set on this machine",
                 hint=f"set {MLFLOW_URI} in the environment of the pool's nodes (node.env)",
             )
         self._metric = Metric
         self._client = MlflowClient(tracking_uri=uri)
         try:
-            self._id = self._opened(run)
+            self._id = self._open_run(run)
         except MlflowException as error:
             if error.error_code == ErrorCode.Name(INTERNAL_ERROR):  # also: it does not answer
                 raise
             raise ConfigError(f"MLflow at {uri} cannot start a run: {error}") from error
 
-    def _opened(self, run: TrackedRun) -> str:
-        """Return the id of the run, which may have been begun before."""
+    def _open_run(self, run: TrackedRun) -> str:
+        """Return the id of the run, which may exist already."""
         known = self._client.get_experiment_by_name(run.project)
         experiment = known.experiment_id if known else self._client.create_experiment(run.project)
         if run.id:
@@ -674,11 +584,11 @@ class MlflowTracker(Tracker):
         return str(made.info.run_id)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Keep the configuration as a file, since parameters are short and never change."""
+        """Store the configuration as a file, since parameters are short and never change."""
         self._client.log_dict(self._id, dict(config), "config.json")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log the numbers at `step`, but for those that could not be computed."""
+        """Log the finite numbers at `step`."""
         now = int(time.time() * 1000)
         values = [
             self._metric(_mlflow_name(name), value, now, step)
@@ -689,7 +599,7 @@ class MlflowTracker(Tracker):
             self._client.log_batch(self._id, metrics=values[first : first + _MLFLOW_BATCH])
 
     def log_episodes(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Keep the table as a file."""
+        """Store the table as a file."""
         if rows:
             columns = list(rows[0])
             table = {"columns": columns, "data": [[*row.values()] for row in rows]}
@@ -701,12 +611,12 @@ class MlflowTracker(Tracker):
         self._client.log_artifacts(self._id, str(folder), f"checkpoints/{folder.name}")
 
     def finish(self) -> None:
-        """Say that the run has ended."""
+        """Mark the run as finished."""
         self._client.set_terminated(self._id)
 
 
 def _mlflow_name(name: str) -> str:
-    """Return a metric's name as MLflow takes it: in its characters, as a path without detours."""
+    """Return a metric's name in the characters that MLflow accepts, as a normalized path."""
     parts = re.sub(r"[^A-Za-z0-9_\-. /]", "_", name).split("/")
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)
 
@@ -731,10 +641,6 @@ def _check_writable(file: Path) -> None:
             f"cannot write {file}: {error.strerror}",
             hint=remedy(error, file),
         ) from error
-
-
-def _json_number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _write_line(line: str) -> None:
