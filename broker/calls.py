@@ -107,8 +107,8 @@ async def repeated_call(
             if answered:
                 return answered.pop().result()
     finally:
-        for one in sent:
-            one.cancel()
+        for attempt in sent:
+            attempt.cancel()
         await asyncio.gather(*sent, return_exceptions=True)
 
 
@@ -140,7 +140,7 @@ class SchedulerCalls:
         after = ""
         while True:
             request = ListRequest(all=True, widest=widest, archived=archived, after=after)
-            page = await self._ask("list", request, JobList)
+            page = await self._call_scheduler("list", request, JobList)
             records += page.records
             if not page.after:
                 return records
@@ -194,7 +194,7 @@ class SchedulerCalls:
             fork_of=fork_of,
             weights_only=weights_only,
         )
-        return (await self._ask("try", request, CheckReply)).results
+        return (await self._call_scheduler("try", request, CheckReply)).results
 
     async def hand_over(self, job: str, secrets: "Mapping[SecretName, str]") -> JobRecord:
         """Give a job secrets, beside those that it has."""
@@ -216,7 +216,7 @@ class SchedulerCalls:
 
         request = GameCheckRequest(request_id=new_request_id(), config=dict(config), look=look)
         while True:
-            reply = await self._ask("check_game", request, CheckReply)
+            reply = await self._call_scheduler("check_game", request, CheckReply)
             if reply.done:
                 return reply.results
 
@@ -224,7 +224,7 @@ class SchedulerCalls:
         from ..schemas.job import JobSecrets, SealingKey
         from .credentials import close_seal  # only who has a secret loads the cryptography
 
-        key = await self._ask("key", Empty(), SealingKey)
+        key = await self._call_scheduler("key", Empty(), SealingKey)
         return close_seal(key.public, JobSecrets(user=self.broker.user, values=dict(secrets)))
 
     async def configure(self, job: str, config: Mapping[str, Any], *, start: bool) -> JobRecord:
@@ -290,19 +290,19 @@ class SchedulerCalls:
         """Return the nodes of the pool, by name."""
         from ..schemas.node import NodeList
 
-        return (await self._ask("nodes", Empty(), NodeList)).nodes
+        return (await self._call_scheduler("nodes", Empty(), NodeList)).nodes
 
     async def machines(self) -> "MachineList":
         """Return what came of asking a cluster for machines."""
         from ..schemas.machines import MachineList
 
-        return await self._ask("machines", Empty(), MachineList)
+        return await self._call_scheduler("machines", Empty(), MachineList)
 
     async def trainers(self) -> "list[TrainerOffer]":
         """Return the base models that anybody may train on through the Tinker API."""
         from ..schemas.tinker.operation import TrainerOffers
 
-        return (await self._ask("trainers", Empty(), TrainerOffers)).offers
+        return (await self._call_scheduler("trainers", Empty(), TrainerOffers)).offers
 
     async def take_checkpoint(self, path: str) -> "ModelInfo":
         """Let programs written for Tinker load `tinker://RUN@STEP`; return what that holds.
@@ -312,31 +312,31 @@ class SchedulerCalls:
         from ..schemas.tinker.checkpoints import TakeCheckpoint
         from ..schemas.tinker.operation import ModelInfo
 
-        return await self._ask("take_checkpoint", TakeCheckpoint(path=path), ModelInfo)
+        return await self._call_scheduler("take_checkpoint", TakeCheckpoint(path=path), ModelInfo)
 
     async def damaged(self) -> "DamagedRecords":
         """Return the user's records that cannot be read; of the whole pool for admins."""
         from ..schemas.node import DamagedRecords
 
-        return await self._ask("damaged", Empty(), DamagedRecords)
+        return await self._call_scheduler("damaged", Empty(), DamagedRecords)
 
     async def trouble(self) -> str:
         """Say what keeps the pool from going on, as its scheduler sees it; empty if nothing."""
         from ..schemas.node import NodeList
 
-        return (await self._ask("nodes", Empty(), NodeList)).trouble
+        return (await self._call_scheduler("nodes", Empty(), NodeList)).trouble
 
     async def quota(self) -> "QuotaReply":
         """Return what the user's jobs may hold, and do hold."""
         from ..schemas.user import QuotaReply
 
-        return await self._ask("quota", Empty(), QuotaReply)
+        return await self._call_scheduler("quota", Empty(), QuotaReply)
 
     async def _change(self, method: str, request: Message) -> JobRecord:
-        return (await self._ask(method, request, JobReply)).record
+        return (await self._call_scheduler(method, request, JobReply)).record
 
-    async def _ask(self, method: str, request: Message, reply: type[R]) -> R:
-        """Ask the scheduler that leads, again while it is busy."""
+    async def _call_scheduler(self, method: str, request: Message, reply: type[R]) -> R:
+        """Call a method of the leading scheduler, again while it is busy."""
         patience = time.monotonic() + _TAKEOVER_S
         while True:
             try:
@@ -379,7 +379,7 @@ async def write_checkpoint(broker: Broker, record: JobRecord) -> str:
     from ..schemas.control import ControlRequest  # `tinkermq ps` does without it
 
     request = ControlRequest(verb="checkpoint", reason="asked for")
-    reply = await _ask(broker, record, request, "checkpoint")
+    reply = await _control_learner(broker, record, request, "checkpoint")
     folder = reply.detail["folder"]
     if folder is None:
         raise errors.StorageError(
@@ -404,7 +404,7 @@ async def trace_steps(broker: Broker, record: JobRecord, steps: int) -> list[str
         )
     _refuse_idle(record, "step to trace", "ask while a training job runs")
     request = ControlRequest(verb="profile", reason="asked for", steps=steps)
-    reply = await _ask(broker, record, request, "next steps")
+    reply = await _control_learner(broker, record, request, "next steps")
     return [str(file) for file in reply.detail["files"]]
 
 
@@ -440,16 +440,16 @@ async def read_memory(broker: Broker, record: JobRecord) -> "dict[str, ControlRe
 
     names = [actor.name for actor in record.actors]
     replies = await asyncio.gather(*(ask(name) for name in names))
-    return {name: one for name, one in zip(names, replies, strict=True) if one is not None}
+    return {name: reply for name, reply in zip(names, replies, strict=True) if reply is not None}
 
 
-def _refuse_idle(record: JobRecord, wanted: str, hint: str) -> None:
+def _refuse_idle(record: JobRecord, result: str, hint: str) -> None:
     if not record.trains or record.state not in _LIVE:
         what = f"is {record.state}" if record.trains else "trains nothing"
-        raise errors.StateError(f"job {record.name} {what}, so there is no {wanted}", hint=hint)
+        raise errors.StateError(f"job {record.name} {what}, so there is no {result}", hint=hint)
 
 
-async def _ask(
+async def _control_learner(
     broker: Broker, record: JobRecord, request: "ControlRequest", what: str
 ) -> "ControlReply":
     from ..schemas.control import ControlReply

@@ -251,12 +251,12 @@ def _readers(
 ) -> list[tuple[StreamReader, bool]]:
     """Return readers, and whether each reads the whole of its stream."""
     first = 1 if from_start else None
-    wanted = {"metric": scope.metric, "event": scope.event}
-    subjects = [subject for kind, subject in wanted.items() if kind in kinds]
+    by_kind = {"metric": scope.metric, "event": scope.event}
+    subjects = [subject for kind, subject in by_kind.items() if kind in kinds]
     readers: list[tuple[StreamReader, bool]] = []
     if subjects:
         feed = StreamReader(broker, scope.stream_feed, subjects, from_seq=first)
-        readers.append((feed, len(subjects) == len(wanted)))
+        readers.append((feed, len(subjects) == len(by_kind)))
     if "log" in kinds:
         log = StreamReader(broker, scope.stream_log, [scope.log("*")], from_seq=first)
         readers.append((log, True))

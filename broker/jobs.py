@@ -110,7 +110,7 @@ class JobStore:
         if record is not None:
             return record
         for listed in (self.list_jobs, self.list_archived):
-            match = next((one for one in await listed(user) if one.name == name), None)
+            match = next((record for record in await listed(user) if record.name == name), None)
             if match is not None:
                 return match
         return None
@@ -194,8 +194,10 @@ class JobStore:
         def changed(current: JobRecord | None) -> JobRecord:
             if current is None:
                 raise NotFoundError(f"the record of job {key} was deleted", hint="submit it again")
-            wanted = change(current)
-            return current if wanted == current else metered(current, wanted, time.time())
+            changed_record = change(current)
+            if changed_record == current:
+                return current
+            return metered(current, changed_record, time.time())
 
         entry = await self._jobs.change(key, changed)
         self._wrote(entry)

@@ -73,10 +73,10 @@ async def disconnect_user(system: Client, user: str) -> int:
     return closed
 
 
-async def close_connection(system: Client, one: Connection) -> None:
+async def close_connection(system: Client, connection: Connection) -> None:
     """Close one connection."""
-    payload = json.dumps({"cid": one.number}).encode()
-    await system.request(f"$SYS.REQ.SERVER.{one.server}.KICK", payload, timeout=_KICK_S)
+    payload = json.dumps({"cid": connection.number}).encode()
+    await system.request(f"$SYS.REQ.SERVER.{connection.server}.KICK", payload, timeout=_KICK_S)
 
 
 async def list_connected_users(system: Client) -> set[str]:
@@ -101,17 +101,17 @@ async def _request_page(system: Client, query: dict[str, Any]) -> list[Connectio
     answers: asyncio.Queue[Msg] = asyncio.Queue()
     inbox = system.new_inbox()
     subscription = await cast("Any", system).subscribe(inbox, cb=answers.put)
-    loop, found, heard = asyncio.get_running_loop(), list[Connection](), False
+    loop, connections, has_answer = asyncio.get_running_loop(), list[Connection](), False
     try:
         await system.publish("$SYS.REQ.SERVER.PING.CONNZ", json.dumps(query).encode(), reply=inbox)
         async with asyncio.timeout(_FIRST_S) as waiting:
             while True:  # one answer from each server
-                found += _parse_page(await answers.get())
-                heard = True
+                connections += _parse_page(await answers.get())
+                has_answer = True
                 waiting.reschedule(loop.time() + _SCATTER_S)
     except TimeoutError as error:
-        if heard:
-            return found
+        if has_answer:
+            return connections
         raise DeadlineError(
             f"no server listed its connections within {_FIRST_S:g} s", hint="it may be overloaded"
         ) from error
@@ -193,11 +193,11 @@ class JobEnds:
         while True:
             await asyncio.sleep(self._every_s)
             try:
-                await self._look()
+                await self._inspect()
             except (BrokerError, DeadlineError, NatsError) as error:  # the next look does it
                 _log.warning("connections_not_seen", error=str(error))
 
-    async def _look(self) -> None:
+    async def _inspect(self) -> None:
         known, self._over_since = self._over_since, {}
         seen: dict[tuple[str, str, int], bool] = {}  # a job may have many programs
         for name in sorted(await list_connected_users(self._system)):
@@ -256,7 +256,7 @@ class UserConnections:
         self._count: dict[str, int] = defaultdict(int)
         self._expected: dict[str, list[float]] = {}
         self._seen: dict[_Key, Connection] = {}
-        self._looked = time.monotonic()
+        self._inspected_at = time.monotonic()
         self._over: set[str] = set()
         self._shut_out: dict[str, float] = {}
 
@@ -266,7 +266,7 @@ class UserConnections:
         subscribe = cast("Any", self._system).subscribe
         await subscribe(f"{subject}CONNECT", cb=self._opened)
         await subscribe(f"{subject}DISCONNECT", cb=self._closed)
-        await self._try_look()
+        await self._try_to_inspect()
 
     def quota_of(self, name: str) -> Quota | None:
         """Return what the connections under a name may do together; None for no bound."""
@@ -303,11 +303,11 @@ class UserConnections:
         """Look through them every few seconds, for ever."""
         while True:
             await asyncio.sleep(self._look_s)
-            await self._try_look()
+            await self._try_to_inspect()
 
-    async def _try_look(self) -> None:
+    async def _try_to_inspect(self) -> None:
         try:
-            await self._look()
+            await self._inspect()
         except (BrokerError, DeadlineError, NatsError, ValueError) as error:  # the next does it
             _log.warning("connections_not_seen", error=str(error))
 
@@ -330,10 +330,10 @@ class UserConnections:
         if self._count[name] <= 0:
             del self._count[name]
 
-    async def _look(self) -> None:
+    async def _inspect(self) -> None:
         reply = await list_connections(self._system)
         now = time.monotonic()
-        passed_s, self._looked = max(now - self._looked, 0.001), now
+        passed_s, self._inspected_at = max(now - self._inspected_at, 0.001), now
         self._open = {element.key: element.user for element in reply}
         self._count = defaultdict(int)
         for item in reply:
@@ -352,16 +352,17 @@ class UserConnections:
                     over.add(name)
                     await self._end(name, why)
             elif (process := JobConnection.read(name)) is not None:
-                for one in mine:
-                    if why := _excess_of(process, rates[one.key], one, mine):
-                        await self._end_process(one, why)
+                for connection in mine:
+                    why = _excess_of(process, rates[connection.key], connection, mine)
+                    if why:
+                        await self._end_process(connection, why)
         self._over = over
 
-    def _rate(self, one: Connection, passed_s: float) -> "_Rate":
+    def _rate(self, connection: Connection, passed_s: float) -> "_Rate":
         """Return what was sent a second since the last look; a new connection has only begun."""
-        before = self._seen.get(one.key)
-        messages = one.messages - (before.messages if before else 0)
-        num_bytes = one.num_bytes - (before.num_bytes if before else 0)
+        before = self._seen.get(connection.key)
+        messages = connection.messages - (before.messages if before else 0)
+        num_bytes = connection.num_bytes - (before.num_bytes if before else 0)
         return _Rate(messages / passed_s, num_bytes / passed_s)
 
     async def _end(self, name: str, why: str) -> None:
@@ -374,9 +375,9 @@ class UserConnections:
             audited, disconnect_user(self._system, name)
         )  # before log-ins use up the bound
 
-    async def _end_process(self, one: Connection, why: str) -> None:
-        await close_connection(self._system, one)
-        await self._audit.refused(one.user, "flood", why)
+    async def _end_process(self, connection: Connection, why: str) -> None:
+        await close_connection(self._system, connection)
+        await self._audit.refused(connection.user, "flood", why)
 
 
 class _Rate(NamedTuple):
@@ -401,19 +402,18 @@ def _excess(quota: Quota, mine: list[Connection], rates: list[_Rate]) -> str:
 
 
 def _excess_of(
-    process: JobConnection, rate: _Rate, one: Connection, of_job: list[Connection]
+    process: JobConnection, rate: _Rate, connection: Connection, of_job: list[Connection]
 ) -> str:
     """Say what a process or program has or sends too much of; empty if nothing."""
     who, most = "a process", PROCESS_MESSAGES_S
     num = sum(item.subscriptions for item in of_job)
-    if num > JOB_SUBSCRIPTIONS and one.subscriptions * len(of_job) >= num:
+    if num > JOB_SUBSCRIPTIONS and connection.subscriptions * len(of_job) >= num:
         return f"{num:,} subscriptions of the job's processes, it may have {JOB_SUBSCRIPTIONS:,}"
     if process.episode:
         who, most = "a program", PROGRAM_MESSAGES_S
-        if one.subscriptions > PROGRAM_SUBSCRIPTIONS:
-            return (
-                f"{one.subscriptions:,} subscriptions, a program may have {PROGRAM_SUBSCRIPTIONS}"
-            )
+        if connection.subscriptions > PROGRAM_SUBSCRIPTIONS:
+            num = connection.subscriptions
+            return f"{num:,} subscriptions, a program may have {PROGRAM_SUBSCRIPTIONS}"
         if rate.num_bytes > PROGRAM_BYTES_S:
             return f"{rate.num_bytes:,.0f} bytes a second, a program may send {PROGRAM_BYTES_S:,}"
     if rate.messages > most:

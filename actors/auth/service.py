@@ -112,9 +112,9 @@ class EpisodeSecrets:
     async def open(self, service: Service) -> None:
         """Answer hosts; the broker sees to it that they name their own job."""
         subject = JobScope.all_episode_keys()
-        await service.endpoint("episode-keys", subject, Empty, self._tell, fair=True)
+        await service.endpoint("episode-keys", subject, Empty, self._episode_secret, fair=True)
 
-    async def _tell(self, request: Empty, context: RequestContext) -> EpisodeSecret:
+    async def _episode_secret(self, request: Empty, context: RequestContext) -> EpisodeSecret:
         del request
         user, job = context.subject.split(".")[3:5]
         record = await self._jobs.find_by_id(user, job)
@@ -322,7 +322,7 @@ class _UserRequests:
             now = time.time()
             record = await self._users.change(
                 request.user,
-                lambda one: one.model_copy(update={"revoked": one.revoked or now}),
+                lambda user: user.model_copy(update={"revoked": user.revoked or now}),
             )
             await self._shut_out(request.user, context)
             return UserReply(user=_info(record))
@@ -342,7 +342,7 @@ class _UserRequests:
             if request.max_priority is not None:
                 update["max_priority"] = request.max_priority
             record = await self._users.change(
-                request.user, lambda one: one.model_copy(update=update)
+                request.user, lambda user: user.model_copy(update=update)
             )
             return UserReply(user=_info(record))
 
@@ -374,7 +374,7 @@ class _UserRequests:
         name = user_name(request.user)
         number = id_of_invitation(request.code)
         if number is None:
-            raise errors.AuthError("this is no invitation", hint="ask an admin for one")
+            raise errors.AuthError("this is not an invitation", hint="ask an admin for one")
         key = api_key(name, self._secret, "register", request.code, request.request_id)
         if (known := await self._users.get(name)) is not None:
             if not _is_again(known, key_hash(key)):

@@ -211,7 +211,7 @@ class StoreProxy:
             f"{PREFIX}.job.*.*.store.>",
         )
         self._listening = [
-            await self._requests.listen(subject, self._take, queue=_QUEUE) for subject in subjects
+            await self._requests.listen(subject, self._handle, queue=_QUEUE) for subject in subjects
         ]
 
     async def close(self) -> None:
@@ -220,7 +220,7 @@ class StoreProxy:
             await item.stop()
         await self.share.settle(_SETTLE_S)
 
-    def _take(self, message: Msg) -> None:
+    def _handle(self, message: Msg) -> None:
         """Answer when it is the user's turn; beyond the user's bound it is dropped, and asked
         again."""
         if message.reply.startswith(INBOXES):
@@ -271,10 +271,11 @@ class StoreProxy:
             raise errors.MessageError(f"{guest.user} may not store on {subject}")
         await self._bounds.check(guest, subject, len(message.data))
         if await self._exists(stream, message):
-            given = message.headers or {}
-            headers = {name: given[name] for name in _HEADERS if name in given}
-            if MESSAGE_ID in given and is_stream_of(guest.user, stream):  # one of each id is kept
-                headers[MESSAGE_ID] = f"{guest.role or 'user'}.{given[MESSAGE_ID]}"
+            received = message.headers or {}
+            headers = {name: received[name] for name in _HEADERS if name in received}
+            # the server stores one message of each id
+            if MESSAGE_ID in received and is_stream_of(guest.user, stream):
+                headers[MESSAGE_ID] = f"{guest.role or 'user'}.{received[MESSAGE_ID]}"
             await self._requests.send(
                 subject, message.data, reply=message.reply, headers=headers or None
             )
@@ -319,14 +320,14 @@ def read_subject(subject: str) -> tuple[Guest, str, str]:
 
 def read_request(payload: bytes) -> bytes:
     """Return a request for messages with nothing in it but what we know; raises MessageError."""
-    given = _json(payload)
-    seq = given.get("seq", 1)
+    fields = _json(payload)
+    seq = fields.get("seq", 1)
     request: dict[str, Any] = {"seq": seq if isinstance(seq, int) and seq > 0 else 1}
-    subject = given.get("next_by_subj")
+    subject = fields.get("next_by_subj")
     if isinstance(subject, str):
         request["next_by_subj"] = subject
     for key, most in (("batch", _MAX_MESSAGES), ("max_bytes", _MAX_BYTES)):
-        value = given.get(key)
+        value = fields.get(key)
         if isinstance(value, int) and value > 0:
             request[key] = min(value, most)
     return json.dumps(request).encode()
@@ -336,7 +337,7 @@ def _json(payload: bytes) -> dict[str, Any]:
     try:
         value: Any = read_json(payload)
     except errors.MessageError as error:
-        raise errors.MessageError("the request is no JSON") from error
+        raise errors.MessageError("the request is not JSON") from error
     if not isinstance(value, dict):
-        raise errors.MessageError("the request is no JSON object")
+        raise errors.MessageError("the request must be a JSON object")
     return cast("dict[str, Any]", value)

@@ -571,14 +571,14 @@ class Concurrency:
         self._most = most
         self.limit = self._least
 
-    def step(self, running: int, *, wanted: bool, cache_share: float, preempted: int) -> None:
+    def step(self, running: int, *, is_demanded: bool, cache_share: float, preempted: int) -> None:
         """Adapt to a step with so many running requests and such a share of the cache in use.
 
-        `wanted` says that requests wait for the bound to rise.
+        `is_demanded` says that requests wait for the bound to rise.
         """
         if preempted and cache_share > _ROOM:
             self.limit = max(self._least, min(self.limit, int(_CUT * (running - preempted))))
-        elif wanted and not preempted and cache_share < _ROOM and running >= self.limit:
+        elif is_demanded and not preempted and cache_share < _ROOM and running >= self.limit:
             self.limit = min(self._most, self.limit + max(1, int(_RISE * self.limit)))
 
 

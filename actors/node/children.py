@@ -73,7 +73,7 @@ class CannotFork(OSError):
 
 
 StartChild = Callable[[WantedActor, Mapping[str, str], int], Awaitable[Child]]
-"""`await start(wanted, environment, output)`: start an actor whose output goes to a descriptor.
+"""`await start(spec, environment, output)`: start an actor whose output goes to a descriptor.
 
 Raises OSError when it cannot be started.
 """
@@ -95,8 +95,8 @@ async def spawn(command: list[str], environment: Mapping[str, str], output: int)
 def programs(command: Callable[[WantedActor], list[str]]) -> StartChild:
     """Return what starts every actor as the program that `command` names."""
 
-    def start(wanted: WantedActor, environment: Mapping[str, str], output: int) -> Awaitable[Child]:
-        return spawn(command(wanted), environment, output)
+    def start(spec: WantedActor, environment: Mapping[str, str], output: int) -> Awaitable[Child]:
+        return spawn(command(spec), environment, output)
 
     return start
 
@@ -115,7 +115,7 @@ class ActorStarter:
 
     async def start(
         self,
-        wanted: WantedActor,
+        spec: WantedActor,
         environment: Mapping[str, str],
         output: int,
         program: Sequence[str] | None = None,
@@ -125,31 +125,31 @@ class ActorStarter:
         Its run folder may have become a link since the job was accepted. Raises OSError,
         StartRefused for what no second try changes.
         """
-        is_sandboxed = self._sandboxes is not None and wanted.own_code is not None
+        is_sandboxed = self._sandboxes is not None and spec.own_code is not None
         try:
-            below_roots("run_dir", wanted.run_dir, [Path(root) for root in wanted.output_roots])
-            if self._sandboxes is not None and wanted.role in _WRITES and not is_sandboxed:
-                await asyncio.to_thread(_refuse_led_away, Path(wanted.run_dir))
+            below_roots("run_dir", spec.run_dir, [Path(root) for root in spec.output_roots])
+            if self._sandboxes is not None and spec.role in _WRITES and not is_sandboxed:
+                await asyncio.to_thread(_refuse_led_away, Path(spec.run_dir))
         except (ConfigError, StorageError) as error:
             may_pass = isinstance(error, StorageError) and error.is_full
             raise (OSError(str(error)) if may_pass else sandbox.StartRefused.of(error)) from error
-        if sys.platform == "linux" and wanted.role in _FORKED_ROLES and not is_sandboxed:
+        if sys.platform == "linux" and spec.role in _FORKED_ROLES and not is_sandboxed:
             with contextlib.suppress(CannotFork):
-                return await self._server.fork(wanted, environment, output)
+                return await self._server.fork(spec, environment, output)
         command = list(
             program
             or [
-                *(sys.executable, "-P", "-m", sandbox.actor_module(wanted)),
-                *sandbox.actor_argv(wanted),
+                *(sys.executable, "-P", "-m", sandbox.actor_module(spec)),
+                *sandbox.actor_argv(spec),
             ]
         )
         if is_sandboxed and self._sandboxes is not None:
-            return await self._sandboxes.start(command, wanted, environment, output)
-        if wanted.role == "environment" and self._sandboxes is not None:
-            if wanted.programs is None:
-                return await self._sandboxes.start(command, wanted, environment, output)
+            return await self._sandboxes.start(command, spec, environment, output)
+        if spec.role == "environment" and self._sandboxes is not None:
+            if spec.programs is None:
+                return await self._sandboxes.start(command, spec, environment, output)
             try:
-                await asyncio.to_thread(sandbox.check_programs, wanted)  # disks may be slow
+                await asyncio.to_thread(sandbox.check_programs, spec)  # disks may be slow
             except sandbox.PathRefused as error:
                 raise sandbox.StartRefused.of(error) from error
         return await spawn(command, environment, output)
@@ -211,7 +211,7 @@ class ForkServer:
         self._process: asyncio.subprocess.Process | None = None
         self._channel: socket.socket | None = None
         self._numbers = itertools.count()
-        self._asked: dict[int, asyncio.Future[ForkedChild]] = {}
+        self._forks: dict[int, asyncio.Future[ForkedChild]] = {}
         self._children: dict[int, ForkedChild] = {}
         self._idle: asyncio.TimerHandle | None = None
         self._starting = asyncio.Lock()
@@ -222,7 +222,7 @@ class ForkServer:
         """Process id, while it may be asked for actors."""
         return self._process.pid if self._process and self._channel else None
 
-    async def fork(self, wanted: WantedActor, environment: Mapping[str, str], output: int) -> Child:
+    async def fork(self, spec: WantedActor, environment: Mapping[str, str], output: int) -> Child:
         """Fork into an actor.
 
         Raises OSError when the server cannot now, CannotFork when it never can.
@@ -234,11 +234,11 @@ class ForkServer:
             self._idle.cancel()
         request = ForkRequest(
             next(self._numbers),
-            f"{sandbox.actor_module(wanted)}.__main__",
-            sandbox.actor_argv(wanted),
+            f"{sandbox.actor_module(spec)}.__main__",
+            sandbox.actor_argv(spec),
             dict(environment),
         )
-        future = self._asked[request.number] = loop.create_future()
+        future = self._forks[request.number] = loop.create_future()
         try:
             async with asyncio.timeout(_START_DEADLINE_S):
                 async with self._starting:
@@ -254,7 +254,7 @@ class ForkServer:
                 raise CannotFork(self._threads) from error
             raise
         finally:
-            del self._asked[request.number]
+            del self._forks[request.number]
 
     async def close(self) -> None:
         """End the server; its actors have ended before."""
@@ -288,7 +288,7 @@ class ForkServer:
                 preexec_fn=die_with(os.getpid()),
             )
         ours.setblocking(False)
-        asyncio.get_running_loop().add_reader(ours, self._take, ours)
+        asyncio.get_running_loop().add_reader(ours, self._read_answer, ours)
         self._channel = ours
         ours.send(PING)
         self._is_heard, self._num_looks = False, _IMPORT_LOOKS
@@ -319,8 +319,8 @@ class ForkServer:
                 process.kill()
                 num_silent = 0
 
-    def _take(self, channel: socket.socket) -> None:
-        """Take one answer of the server."""
+    def _read_answer(self, channel: socket.socket) -> None:
+        """Read one answer of the server."""
         try:
             packet = channel.recv(PACKET_BYTES)
         except (BlockingIOError, ConnectionResetError):  # after a reset, what it sent can be read
@@ -328,7 +328,7 @@ class ForkServer:
         except OSError:
             packet = b""
         if not packet:
-            self._lost(channel)
+            self._note_death(channel)
             return
         self._is_heard, self._num_looks = True, _LOOKS
         if packet == PING:
@@ -343,35 +343,35 @@ class ForkServer:
                 "start as programs, which takes seconds longer",
             )
             self._hang_up(channel)
-            for asked in self._asked.values():
-                if not asked.done():
-                    asked.set_exception(CannotFork(self._threads))
+            for fork in self._forks.values():
+                if not fork.done():
+                    fork.set_exception(CannotFork(self._threads))
         elif "error" in fields:
-            asked = self._asked.get(fields["number"])
-            if asked is not None and not asked.done():
-                asked.set_exception(OSError(f"no process could be made: {fields['error']}"))
+            fork = self._forks.get(fields["number"])
+            if fork is not None and not fork.done():
+                fork.set_exception(OSError(f"no process could be made: {fields['error']}"))
         elif "exit_code" in fields:
             self._children.pop(fields["pid"]).ended.set_result(fields["exit_code"])
-            if not self._children and not self._asked:
+            if not self._children and not self._forks:
                 loop = asyncio.get_running_loop()
                 self._idle = loop.call_later(self._idle_s, self._hang_up, channel)
         else:
             child = self._children[fields["pid"]] = ForkedChild(fields["pid"])
-            future = self._asked.get(fields["number"])
+            future = self._forks.get(fields["number"])
             if future is None or future.done():  # no longer awaited
                 os.kill(child.pid, signal.SIGKILL)
             else:
                 future.set_result(child)
 
-    def _lost(self, channel: socket.socket) -> None:
-        """The server has died, and its actors with it: the next fork starts another."""
+    def _note_death(self, channel: socket.socket) -> None:
+        """Note that the server has died with its actors: the next fork starts another."""
         self._hang_up(channel)
         for child in self._children.values():
             child.ended.set_result(-9)
         self._children.clear()
-        for asked in self._asked.values():
-            if not asked.done():
-                asked.set_exception(OSError("the fork server has died; see the node's log"))
+        for fork in self._forks.values():
+            if not fork.done():
+                fork.set_exception(OSError("the fork server has died; see the node's log"))
 
     def _hang_up(self, channel: socket.socket) -> None:
         """Close our end, at which the server ends."""

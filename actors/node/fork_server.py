@@ -94,11 +94,11 @@ class _ForkServer:
             pid = os.fork()
         except OSError as error:
             os.close(output)
-            self._tell(number=request.number, error=str(error))
+            self._report(number=request.number, error=str(error))
             return False
         if pid:
             os.close(output)
-            self._tell(number=request.number, pid=pid)
+            self._report(number=request.number, pid=pid)
             return False
         die_with(server)()
         signal.set_wakeup_fd(-1)
@@ -117,9 +117,9 @@ class _ForkServer:
                 pass
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                self._tell(pid=ended[0], exit_code=os.waitstatus_to_exitcode(ended[1]))
+                self._report(pid=ended[0], exit_code=os.waitstatus_to_exitcode(ended[1]))
 
-    def _tell(self, **fields: int | str) -> None:
+    def _report(self, **fields: int | str) -> None:
         self._channel.send(json.dumps(fields).encode())
 
 

@@ -99,11 +99,11 @@ class Forwarder:
         await end_tasks(self._open)
 
     async def _serve(self, listening: Sequence[socket.socket]) -> None:
-        for way, one in zip(self.ways, listening, strict=True):
+        for way, listener in zip(self.ways, listening, strict=True):
             self._servers.append(
                 await asyncio.start_server(
                     lambda reader, writer, way=way: self._accepted(way, reader, writer),
-                    sock=one,
+                    sock=listener,
                     limit=_CHUNK_BYTES,
                 )
             )
@@ -226,8 +226,8 @@ class ClientMessages:
         verb = verb.upper()
         num_sizes = {b"PUB": 1, b"HPUB": 2}.get(verb)
         if verb == b"CONNECT":
-            given: dict[str, object] = dict(read_json(line.strip()[len(verb) :]))
-            options = {name: given[name] for name in given if name not in _SECRETS}
+            fields: dict[str, object] = dict(read_json(line.strip()[len(verb) :]))
+            options = {name: fields[name] for name in fields if name not in _SECRETS}
             words = [json.dumps({**options, **self._login}).encode()]
         elif num_sizes is not None:
             replies = words[1:-num_sizes]

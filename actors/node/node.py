@@ -68,12 +68,12 @@ _PAUSE_S = 0.5
 def with_job_keys(broker: Broker, start: StartChild) -> StartChild:
     """Return what starts an actor as `start` does, with a key that the auth service has signed."""
 
-    async def fetch(wanted: WantedActor) -> Mapping[str, str]:
-        request = JobKeyRequest(
-            user=wanted.user, job=wanted.job, actor=wanted.name, attempt=wanted.attempt
-        )
+    async def fetch(spec: WantedActor) -> Mapping[str, str]:
+        request = JobKeyRequest(user=spec.user, job=spec.job, actor=spec.name, attempt=spec.attempt)
         subject, patience_s = rpc("node", "keys", "job"), _KEY_PATIENCE_S
-        reply = await _ask(broker, subject, request, NewKey, "the auth service", patience_s)
+        reply = await _call_service(
+            broker, subject, request, NewKey, "the auth service", patience_s
+        )
         return {KEY_VARIABLE: reply.secret}
 
     return _starting_with(fetch, start)
@@ -82,14 +82,12 @@ def with_job_keys(broker: Broker, start: StartChild) -> StartChild:
 def with_secrets(broker: Broker, start: StartChild) -> StartChild:
     """Return what starts an actor as `start` does, with the secrets that are for it."""
 
-    async def fetch(wanted: WantedActor) -> Mapping[str, str]:
-        if not wanted.secrets:
+    async def fetch(spec: WantedActor) -> Mapping[str, str]:
+        if not spec.secrets:
             return {}
-        request = OpenRequest(
-            user=wanted.user, job=wanted.job, actor=wanted.name, attempt=wanted.attempt
-        )
+        request = OpenRequest(user=spec.user, job=spec.job, actor=spec.name, attempt=spec.attempt)
         subject = rpc("node", "secrets", "open")
-        reply = await _ask(broker, subject, request, OpenedSecrets, "the scheduler")
+        reply = await _call_service(broker, subject, request, OpenedSecrets, "the scheduler")
         return {str(name): value for name, value in reply.values.items()}
 
     return _starting_with(fetch, start)
@@ -98,13 +96,13 @@ def with_secrets(broker: Broker, start: StartChild) -> StartChild:
 def _starting_with(
     fetch: Callable[[WantedActor], Awaitable[Mapping[str, str]]], start: StartChild
 ) -> StartChild:
-    async def start_with(wanted: WantedActor, environment: Mapping[str, str], output: int) -> Child:
-        return await start(wanted, {**environment, **await fetch(wanted)}, output)
+    async def start_with(spec: WantedActor, environment: Mapping[str, str], output: int) -> Child:
+        return await start(spec, {**environment, **await fetch(spec)}, output)
 
     return start_with
 
 
-async def _ask(
+async def _call_service(
     broker: Broker,
     subject: str,
     request: Message,
@@ -114,7 +112,7 @@ async def _ask(
 ) -> R:
     """Ask until `service` answers.
 
-    Raises StartFailed while it does not, which is no failure of the actor, and OSError when it
+    Raises StartFailed while it does not, which is not a failure of the actor, and OSError when it
     refuses.
     """
     loop = asyncio.get_running_loop()
@@ -229,11 +227,11 @@ class Node:
                 hint="let it wait for its lease",
             )
         self._epoch = request.epoch
-        wanted = {(actor.user, actor.job, actor.name): actor for actor in request.actors}
-        for key in set(self._actors) - set(wanted):
+        specs = {(actor.user, actor.job, actor.name): actor for actor in request.actors}
+        for key in set(self._actors) - set(specs):
             self._remove(key, kill=f"{key[0]}.{key[1]}" in request.kill)
         if not self._draining:
-            for key, actor in wanted.items():
+            for key, actor in specs.items():
                 self._ensure(key, actor)
         return self.status()
 
@@ -244,20 +242,20 @@ class Node:
         else:
             actor.stop(kill=kill)
 
-    def _ensure(self, key: ActorKey, wanted: WantedActor) -> None:
-        """Run the wanted actor; one of an older attempt, or one being stopped, ends first."""
+    def _ensure(self, key: ActorKey, spec: WantedActor) -> None:
+        """Run the actor; one of an older attempt, or one being stopped, ends first."""
         present = self._actors.get(key)
         if present is not None:
-            is_current = present.wanted.attempt == wanted.attempt and not present.stopping
+            is_current = present.spec.attempt == spec.attempt and not present.stopping
             if is_current or not present.ended:
                 if not is_current:
                     present.stop()
                 return
-        self._start(key, wanted)
+        self._start(key, spec)
 
-    def _start(self, key: ActorKey, wanted: WantedActor) -> None:
+    def _start(self, key: ActorKey, spec: WantedActor) -> None:
         assert self._tasks is not None
-        scope = JobScope(wanted.user, wanted.job)
+        scope = JobScope(spec.user, spec.job)
 
         async def send(lines: LogLines) -> None:
             await publish_log(self._broker, scope, lines)
@@ -265,19 +263,19 @@ class Node:
         async def last_beat() -> Presence | None:
             if time.monotonic() - self._recorded > _STORES_S:
                 raise DeadlineError("the broker stores nothing: no heartbeat can be there")
-            entry = await self._beats.get(f"{scope.key}.{wanted.name}")
+            entry = await self._beats.get(f"{scope.key}.{spec.name}")
             return None if entry is None else entry.value
 
         start, gpus = self._start_child, None
-        if self._gpus and max(wanted.devices, default=0) < len(self._gpus):
-            gpus = self._gpus.uuids(wanted.devices)
+        if self._gpus and max(spec.devices, default=0) < len(self._gpus):
+            gpus = self._gpus.uuids(spec.devices)
         elif self._gpus:  # the node was started again with fewer
             start = _refuse_to_start(
-                f"slot {max(wanted.devices)} of node {self.name} was given to it, and the node has "
+                f"slot {max(spec.devices)} of node {self.name} was given to it, and the node has "
                 f"{len(self._gpus)} GPUs by now; resume the job: it is placed anew"
             )
         actor = ActorProcess(
-            wanted,
+            spec,
             start=start,
             nats_url=self._broker.url,
             send=send,

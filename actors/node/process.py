@@ -196,9 +196,9 @@ class ActorOutput:
 
     async def read(self, pipe: int) -> None:
         """Take all that one process writes, until the other end is closed; closes `pipe`."""
-        await read_lines(pipe, self._take)
+        await read_lines(pipe, self._add_lines)
 
-    async def _take(self, lines: list[str]) -> None:
+    async def _add_lines(self, lines: list[str]) -> None:
         self.add(lines)
         if len(self._unwritten) > MAX_WAITING_LINES:
             await self._write()
@@ -330,7 +330,7 @@ SILENCE_LOOK_S = 5.0
 SILENCE_S = 120.0
 """Without a heartbeat for so long, an actor that had sent some is restarted."""
 _SILENCE_OF_ROLE_S: dict[str, float] = dict.fromkeys(("learner", "rank", "trainer"), 300.0)
-"""What holds Python's lock for long, as writing tens of gigabytes may, is no hang."""
+"""Work that holds Python's lock for long, such as writing tens of gigabytes, is not a hang."""
 START_SILENCE_S = 600.0
 """A process without a first heartbeat may take so long to import what it needs."""
 SILENCE_VARIABLE = "TINKERMQ_ACTOR_SILENCE_S"
@@ -345,29 +345,29 @@ async def no_beat() -> None:
 
 
 def silence_bound() -> float | None:
-    """Return for how many seconds an operator lets an actor be silent; None: as its role may.
+    """Return the operator's bound for an actor without heartbeats, in seconds; None: by its role.
 
-    Raises ConfigError for what is no positive number.
+    Raises ConfigError for a value that is not a positive number.
     """
-    if not (given := os.environ.get(SILENCE_VARIABLE, "")):
+    if not (text := os.environ.get(SILENCE_VARIABLE, "")):
         return None
     try:
-        seconds = float(given)
+        seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
         raise ConfigError(
-            f"${SILENCE_VARIABLE} is {given!r}", hint="give a positive number of seconds"
+            f"${SILENCE_VARIABLE} is {text!r}", hint="give a positive number of seconds"
         )
     return seconds
 
 
 class ActorProcess:
-    """Runs one wanted actor; `run` is the owner's task, `status` the report to the scheduler."""
+    """Runs one actor; `run` is the owner's task, `status` the report to the scheduler."""
 
     def __init__(
         self,
-        wanted: WantedActor,
+        spec: WantedActor,
         *,
         start: StartChild,
         nats_url: str,
@@ -385,22 +385,20 @@ class ActorProcess:
         until it sends its first.
         """
         self._last_beat = last_beat
-        self._silence_s = silence_s or _SILENCE_OF_ROLE_S.get(wanted.role, SILENCE_S)
+        self._silence_s = silence_s or _SILENCE_OF_ROLE_S.get(spec.role, SILENCE_S)
         self._start_silence_s = max(self._silence_s, start_silence_s)
         self._silence_look_s = silence_look_s
         self._silent_s = 0.0
-        self.wanted = wanted
+        self.spec = spec
         self._changed = changed
         self.stopping = False
         self.ended = False
         self._start_child = start
-        self._environment = actor_environment(wanted, nats_url, gpus)
+        self._environment = actor_environment(spec, nats_url, gpus)
         self._stop_deadline_s = stop_deadline_s
-        self._backoff = Backoff(wanted.max_restarts)
-        name = f"logs/attempt_{wanted.attempt}/{wanted.name}.log"
-        self._output = ActorOutput(
-            wanted.name, wanted.attempt, LogFile(Path(wanted.run_dir), name), send
-        )
+        self._backoff = Backoff(spec.max_restarts)
+        name = f"logs/attempt_{spec.attempt}/{spec.name}.log"
+        self._output = ActorOutput(spec.name, spec.attempt, LogFile(Path(spec.run_dir), name), send)
         self._state: Literal["running", "restarting", "exited", "failed"] = "restarting"
         self._num_starts = 0
         self._started = 0.0
@@ -413,14 +411,14 @@ class ActorProcess:
     @property
     def status(self) -> ActorStatus:
         """What became of the actor so far."""
-        wanted = self.wanted
+        spec = self.spec
         return ActorStatus(
-            user=wanted.user,
-            job=wanted.job,
-            name=wanted.name,
-            slots=0 if self._state in {"exited", "failed"} else wanted.slots,
-            devices=wanted.devices,
-            attempt=wanted.attempt,
+            user=spec.user,
+            job=spec.job,
+            name=spec.name,
+            slots=0 if self._state in {"exited", "failed"} else spec.slots,
+            devices=spec.devices,
+            attempt=spec.attempt,
             state=self._state,
             exit_code=self._exit_code,
             restarts=max(self._num_starts - 1, 0),
@@ -484,8 +482,8 @@ class ActorProcess:
         self._changed()
         _log.warning(
             "actor_ended",
-            job=self.wanted.job,
-            child=self.wanted.name,
+            job=self.spec.job,
+            child=self.spec.name,
             exit_code=exit_code,
             restart_in_s=delay_s,
         )
@@ -520,12 +518,12 @@ class ActorProcess:
         self._started = time.time()
         reading, writing = os.pipe()
         try:
-            process = await self._start_child(self.wanted, self._environment, writing)
+            process = await self._start_child(self.spec, self._environment, writing)
         except Exception as error:  # noqa: BLE001  of one actor: it must not end the node of all
             os.close(reading)
             if not isinstance(error, OSError):
-                _log.exception("actor_not_started", child=self.wanted.name)
-            self._output.add([f"cannot start {self.wanted.name}: {error}"])
+                _log.exception("actor_not_started", child=self.spec.name)
+            self._output.add([f"cannot start {self.spec.name}: {error}"])
             if isinstance(error, StartRefused):
                 return EXIT_FAILED
             return EXIT_DRAINED if isinstance(error, StartFailed) else EXIT_CRASHED
@@ -534,7 +532,7 @@ class ActorProcess:
         self._process = process
         self._state = "running"
         self._changed()
-        _log.info("actor_started", job=self.wanted.job, child=self.wanted.name, pid=process.pid)
+        _log.info("actor_started", job=self.spec.job, child=self.spec.name, pid=process.pid)
         reader = asyncio.create_task(self._output.read(reading))
         try:
             return await self._watch(process)
@@ -548,7 +546,7 @@ class ActorProcess:
         """Wait for the process's end, ending it when a stop was asked for."""
         ended = asyncio.create_task(process.wait())
         stop = asyncio.create_task(self._stop.wait())
-        silent = asyncio.create_task(self._until_silent(), name=f"beats of {self.wanted.name}")
+        silent = asyncio.create_task(self._until_silent(), name=f"beats of {self.spec.name}")
         try:
             await asyncio.wait({ended, stop, silent}, return_when=asyncio.FIRST_COMPLETED)
             if silent.done() and not ended.done() and not self._stop.is_set():
@@ -593,7 +591,7 @@ class ActorProcess:
             report_s = min(SILENCE_REPORTED_S, bound_s / 2) if has_beaten else bound_s / 2
             silent_s = now - since if now - since >= report_s else 0.0
             if bool(silent_s) != bool(self._silent_s):
-                _log.warning("actor_silent", child=self.wanted.name, silent_s=round(silent_s))
+                _log.warning("actor_silent", child=self.spec.name, silent_s=round(silent_s))
                 self._changed()
             self._silent_s = silent_s
             if silent_s >= bound_s:

@@ -55,7 +55,7 @@ class Availability:
         self._changed = asyncio.Event()
         self._away_s = 0.0
         self._away_since: float | None = None
-        self._came = float("-inf")
+        self._connected_at = float("-inf")
         self.unanswered: dict[object, Trouble] = {}
         """What waits have lasted for long although the connection is up."""
 
@@ -69,7 +69,7 @@ class Availability:
         self._count()
         self._away_since = None
         self.is_connected = True
-        self._came = time.monotonic()
+        self._connected_at = time.monotonic()
         self._changed.set()
 
     def went(self) -> None:
@@ -81,7 +81,7 @@ class Availability:
 
     def up_for(self, seconds: float) -> bool:
         """Whether it is so long that the connection last came up."""
-        return time.monotonic() - self._came > seconds
+        return time.monotonic() - self._connected_at > seconds
 
     def set_patient(self, patient: bool) -> None:
         """Wait for the broker for as long as it takes, or from now on by the deadlines."""

@@ -173,7 +173,7 @@ def scripted_answer(call: LocalCall) -> str:
     reasoning, white space, arguments spaced as no serialiser does.
     """
     tools = {name: tool for tool in call.request.tools if (name := tool_name(tool))}
-    called = {made.name for message in call.history for made in message.calls}
+    called = {item.name for message in call.history for item in message.calls}
     form = call.request.decoding.format
     if form is not None and form.functions and (form.json_schema is None or not called):
         allowed = sorted(form.functions, key=lambda name: (name in called, _is_end(name)))

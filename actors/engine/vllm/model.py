@@ -231,9 +231,9 @@ class Recorder(StatLoggerBase):
 
     def _adapt(self, running: int, cache_share: float, preempted: int) -> None:
         if self.limit is not None:
-            wanted = self.limit.waiting > 0
+            is_demanded = self.limit.waiting > 0
             self.limit.concurrency.step(
-                running, wanted=wanted, cache_share=cache_share, preempted=preempted
+                running, is_demanded=is_demanded, cache_share=cache_share, preempted=preempted
             )
             self.limit.admit()
 
@@ -266,7 +266,7 @@ class VllmModel:
         self._adapters: dict[str, LoRARequest] = {}
         self._numbers = itertools.count(1)
         self._poisoned = ""
-        """Label of the weights under which something was computed that is no number."""
+        """Label of the weights under which a result was not a number (NaN)."""
         self._swapping = asyncio.Lock()
         self._asleep: list[str] = []
         """Tags of the memory that is not there."""
@@ -541,7 +541,7 @@ class VllmModel:
 
     async def transfer_outcome(self) -> tuple[str, str]:
         """Return what a transfer has come to in all workers: the worst of them."""
-        outcomes = [tuple(one) for one in await self.ask_workers("transfer_outcome")]
+        outcomes = [tuple(outcome) for outcome in await self.ask_workers("transfer_outcome")]
         return min(outcomes, key=lambda outcome: _WORST_FIRST.index(outcome[0]))
 
     def new_adapter(self) -> str:
@@ -578,7 +578,7 @@ class VllmModel:
         await self._call(self._llm.update_weight_version(self._label))
 
     async def purge(self) -> None:
-        """Clear the cache of what is no number, after a request has met such.
+        """Clear the cache of NaNs, after a request has read one.
 
         It would spread from the unused places of the cache's blocks, whatever weights come next.
         Running requests are computed anew. Once is enough while the weights stay as they are; if

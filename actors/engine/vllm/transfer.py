@@ -121,14 +121,14 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
 
     def receive_weights(self, update_info: TakeVersion) -> None:
         """Take a version into the model."""
-        self.outcome = _outcome_of(lambda: self._take(update_info))
+        self.outcome = _outcome_of(lambda: self._load_version(update_info))
 
     def finish_weight_update(self) -> None:
         """Let go of layers, also of those whose weights have not come."""
         finalize_layerwise_reload(self.model, self.model_config)
         there = {name for name, _ in self.model.named_parameters()}
-        came = self.outcome[0] == "done" and self._loaded is not None
-        self.replaces_all = came and there <= (self._loaded or set())
+        is_loaded = self.outcome[0] == "done" and self._loaded is not None
+        self.replaces_all = is_loaded and there <= (self._loaded or set())
         if self.device.type != "cpu":
             return
         for layer in self._experts():
@@ -164,7 +164,7 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
             broadcast_group.own_address(info.address, info.port),
         )
 
-    def _take(self, info: TakeVersion) -> str:
+    def _load_version(self, info: TakeVersion) -> str:
         """Load a version as it comes; return what is wrong with it."""
         entries = zip(info.names, info.dtype_names, info.shapes, info.offsets, strict=True)
         assembler = Assembler(entries)
@@ -176,9 +176,9 @@ class MemoryTransferEngine(WeightTransferEngine[JoinGroup, TakeVersion]):
                 self._load(assembler, part)
         if not assembler.is_done:
             self._load(assembler, torch.empty(0, dtype=torch.uint8, device=self.device))
-        if digest is None or (found := digest.hexdigest()) == info.digest:
+        if digest is None or (computed := digest.hexdigest()) == info.digest:
             return ""
-        return f"it has digest {found}, told was {info.digest}"
+        return f"it has digest {computed}, the manifest says {info.digest}"
 
     def _load(self, assembler: Assembler, part: Tensor) -> None:
         if tensors := list(assembler.add(part)):

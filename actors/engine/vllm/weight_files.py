@@ -70,8 +70,8 @@ class WeightFiles:
         """
         alpha = config.alpha
         if not config.is_uniform:
-            given = {name: as_tensor(source) for name, source in tensors.items()}
-            tensors, alpha = uniform(given, config), config.max_rank
+            by_name = {name: as_tensor(source) for name, source in tensors.items()}
+            tensors, alpha = uniform(by_name, config), config.max_rank
         folder = self._write(version, "adapter_model.safetensors", tensors)
         layers = {key.partition(_INFIX)[0].rpartition(".")[2] for key in tensors if _INFIX in key}
         settings = {

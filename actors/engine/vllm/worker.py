@@ -195,7 +195,7 @@ class WorkerExtension:
             cache.zero_()
 
     def clear_caches_at_wake(self) -> None:
-        """Let caches be zero after a sleep: their memory may hold what is no number."""
+        """Let caches be zero after a sleep: their memory may hold NaNs."""
         wake_up = self.wake_up
 
         def wake_up_clear(tags: list[str] | None = None) -> None:
