@@ -133,18 +133,19 @@ def make_model(folder: Path, game: str) -> None:
 
 
 def run_module(module: str, *words: str) -> int:
-    """Run a module of the actors in a process of its own, as it needs torch; return its code."""
+    """Run a module of the actors in a process of its own, since it needs torch; return its exit code."""
     with subprocess.Popen(
         [sys.executable, "-P", "-m", module, *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        # Ctrl-C is for this process, which ends it; and so does the kernel if this one is killed.
+        # Ctrl-C reaches this process alone, which then ends the module; so does the kernel if this
+        # process is killed.
         start_new_session=True,
         preexec_fn=die_with(os.getpid(), signal.SIGTERM),
     ) as process:
         try:
             return process.wait()
         except BaseException:
-            process.terminate()  # it removes what it has begun
+            process.terminate()  # it removes its unfinished files
             raise
 
 

@@ -1,4 +1,4 @@
-"""A command's connection: to the pool, or to a broker of its own; and the options for it."""
+"""A command's connection to the pool or to a temporary broker, and the options for it."""
 
 import asyncio
 import math
