@@ -16,7 +16,7 @@ from .output import print_note, print_plain
 from .session import with_pool, with_private_broker
 
 Results = dict[str, list[CheckResult]]
-"""Results by the check of the pool that overrules them if the pool is on other machines."""
+"""Results by topic. If the pool is on other machines, a node's check of that name overrules them."""
 
 
 def dry_run(
@@ -123,7 +123,7 @@ def _check_program(config: JobConfig) -> list[CheckResult]:
 
 
 def _count_slots(config: JobConfig, from_run: str | None) -> list[CheckResult]:
-    """Return what a pool would be asked; none is up."""
+    """Return the checks that need a pool as skipped, since none is up."""
     needed = f"{needed_slots(config)} needed; no stack is up, so not compared"
     skipped = [failed_check("slots", CheckSkipped(needed))]
     if from_run is not None:
