@@ -16,7 +16,7 @@ from .output import print_note, print_plain
 from .session import with_pool, with_private_broker
 
 Results = dict[str, list[CheckResult]]
-"""Results by topic. If the pool is on other machines, a node's check of that name overrules them."""
+"""Results by topic: with a pool on other machines, a node's check of that name overrules them."""
 
 
 def dry_run(

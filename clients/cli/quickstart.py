@@ -133,7 +133,7 @@ def make_model(folder: Path, game: str) -> None:
 
 
 def run_module(module: str, *words: str) -> int:
-    """Run a module of the actors in a process of its own, which may import torch; return its code."""
+    """Run a module of the actors in a process of its own, which needs torch; return its code."""
     with subprocess.Popen(
         [sys.executable, "-P", "-m", module, *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
