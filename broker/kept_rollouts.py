@@ -35,7 +35,7 @@ class KeptAt:
     """A group in the folder of a run."""
 
     seq: int
-    """Where it stood in the log."""
+    """Its sequence in the log."""
     step: int | None
     """The step that trained it."""
     task: int
@@ -45,7 +45,7 @@ class KeptAt:
     """Relative to the folder of the run."""
 
     def message(self) -> StoredMessage | None:
-        """Return it as it stood in the log; None when it is gone, or no such file."""
+        """Return its entry of the log; None if the file is gone or invalid."""
         try:
             with Folder(self.run_dir) as folder:
                 payload = folder.read(self.name, _LARGEST_BYTES)
@@ -84,7 +84,7 @@ def keep_rollout(run_dir: Path, seq: int, payload: bytes, task: int, step: int |
 
 
 def thin_out(run_dir: Path, most_bytes: int) -> None:
-    """Remove groups until `most_bytes` are not passed: every other one of the older half first."""
+    """Remove groups down to `most_bytes`: every other one of the older half first."""
     entries = kept_rollouts(run_dir)
     while entries and sum(entry.num_bytes for entry in entries) > most_bytes:
         older = entries[: max(1, len(entries) // 2)]
@@ -97,7 +97,7 @@ def thin_out(run_dir: Path, most_bytes: int) -> None:
 
 
 def spread(behind: int, last: int, most: int) -> list[int]:
-    """Return at most so many numbers over `behind` up to `last`, evenly spread, it among them."""
+    """Return at most `most` evenly spread numbers above `behind`, up to and including `last`."""
     every = max(1, -(-(last - behind) // most))
     return sorted(range(last, behind, -every))
 
@@ -110,7 +110,7 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class RolloutKeeper:
-    """Keeps rollouts of one run in its folder, for people: what it cannot keep it does without."""
+    """Keeps rollouts of one run in its folder, for people; failures are logged only."""
 
     def __init__(self, broker: Broker, scope: JobScope, run_dir: Path, most_bytes: int) -> None:
         """Keep at most `most_bytes`; 0: nothing."""
@@ -207,7 +207,7 @@ class RunRollouts:
         return cls(None, 1, 0, kept_rollouts(run_dir))
 
     def __len__(self) -> int:
-        """Return how many entries there are, those included that the log lost meanwhile."""
+        """Return the number of entries, including those that the log lost meanwhile."""
         return sum(len(part) for part in self._parts)
 
     def before(self, seq: int | None, most: int) -> list[int]:

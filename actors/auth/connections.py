@@ -30,7 +30,7 @@ from ...schemas.wire.errors import BrokerError, DeadlineError
 # -- listing and closing, through the server's system account --------------------------------------
 
 _FIRST_S, _SCATTER_S = 10.0, 0.5
-"""For the first server to answer, which may have much to do, and for each further one then."""
+"""Deadlines of the first server's answer, which may be busy, and of each further one."""
 _KICK_S = 2.0
 _PAGE = 1024
 _MAX_ROUNDS = 20
@@ -58,7 +58,7 @@ class Connection(NamedTuple):
 async def disconnect_user(system: Client, user: str) -> int:
     """Close all connections of a user, at every server of the cluster; return how many.
 
-    A user who was shut out before cannot come back.
+    A user that was shut out before cannot connect again.
     """
     closed = 0
     for _ in range(_MAX_ROUNDS):
@@ -137,32 +137,32 @@ def _parse_page(answer: Msg) -> list[Connection]:
     ]
 
 
-# Closes connections that processes of an ended job leave open. A node ends its processes unless it
-# is cut off, and an open connection outlives its key. The time counts from when a job was first
-# seen to be over, by this process's clock, so several auth services may do it.
+# A node ends the processes of a job unless it is cut off, and an open connection outlives its key.
+# So connections of ended jobs are closed. The time counts from when this process first saw that a
+# job had ended, by its own clock, so several auth services may do it.
 
 EVERY_S = 10.0
 GRACE_S = 30.0
-"""Longer than a node lets actors drain."""
+"""Longer than a node waits for actors that drain."""
 
 
 class JobConnection(NamedTuple):
-    """Whom the connection of a job's process, or of one of its programs, is named after."""
+    """The job and actor or episode that the name of a connection stands for."""
 
     user: str
     job: str
     attempt: int
     episode: str = ""
-    """Of a program: its episode; empty for the job's own processes."""
+    """Episode of a program; empty for the job's own processes."""
 
     @classmethod
     def of(cls, identity: JobIdentity) -> "JobConnection":
-        """Return it for a client admitted with a job key."""
+        """Return that of a client with a job key."""
         return cls(identity.user, identity.job, identity.attempt)
 
     @classmethod
     def read(cls, name: str) -> "JobConnection | None":
-        """Return it from the name, or None for that of a user or a service."""
+        """Parse the name of a connection; None for that of a user or a service."""
         parts = name.split(".")
         if len(parts) not in (3, 4) or not parts[2].isdecimal():
             return None
@@ -176,7 +176,7 @@ class JobConnection(NamedTuple):
 
 
 class JobEnds:
-    """Looks for connections whose job has ended, again and again."""
+    """Closes connections of jobs that have ended."""
 
     def __init__(
         self, system: Client, jobs: JobStore, *, every_s: float = EVERY_S, grace_s: float = GRACE_S
@@ -189,12 +189,12 @@ class JobEnds:
         self._grace_s = grace_s
 
     async def run(self) -> None:
-        """Look every few seconds, for ever."""
+        """Check every few seconds, for ever."""
         while True:
             await asyncio.sleep(self._every_s)
             try:
                 await self._inspect()
-            except (BrokerError, DeadlineError, NatsError) as error:  # the next look does it
+            except (BrokerError, DeadlineError, NatsError) as error:  # the next check does it
                 _log.warning("connections_not_seen", error=str(error))
 
     async def _inspect(self) -> None:
@@ -213,7 +213,7 @@ class JobEnds:
                     await disconnect_user(self._system, name)
 
     async def _is_over(self, connection: JobConnection) -> bool:
-        """Whether that attempt of the job has ended."""
+        """Return whether that attempt of the job has ended."""
         record = await self._jobs.find_by_id(connection.user, connection.job)
         return record is None or record.attempt != connection.attempt or is_final(record)
 
@@ -221,23 +221,23 @@ class JobEnds:
 LOOK_S = 2.0
 SHUT_OUT_S = 30.0
 PROCESS_MESSAGES_S = 50_000
-"""Messages a second of one process of a job, beyond which it is a flood."""
+"""Messages per second of one process of a job; more are a flood."""
 JOB_SUBSCRIPTIONS = 65_536
-"""Of all processes of a job together; each takes a kilobyte of the server's memory."""
+"""Subscriptions of all processes of a job; each takes a kilobyte of the server's memory."""
 PROGRAM_MESSAGES_S, PROGRAM_BYTES_S = 2_000, 64 << 20
-"""Messages and bytes a second of one connection with the key of an episode."""
+"""Messages and bytes per second of a connection with the key of an episode."""
 PROGRAM_SUBSCRIPTIONS = 512
-"""Of one such connection: one for each call that waits."""
+"""Subscriptions of such a connection: one for each call that waits."""
 OF_INVITATION = Quota(
     max_connections=32, max_subscriptions=256, max_messages_s=200, max_bytes_s=1 << 20
 )
-"""Of those who have the same invitation, together."""
+"""Name of all connections with the same invitation."""
 _EXPECTED_S = 5.0
 _Key = tuple[str, int]
 
 
 class UserConnections:
-    """The connections of users and processes at all servers, by the name they were let in with."""
+    """The connections of users and processes at all servers, by the names of their log-ins."""
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class UserConnections:
         self._shut_out: dict[str, float] = {}
 
     async def start(self) -> None:
-        """Hear of what is opened and closed, and count what is open."""
+        """Subscribe to reports of opened and closed connections, and count those that are open."""
         subject = f"$SYS.ACCOUNT.{ACCOUNT}."
         subscribe = cast("Any", self._system).subscribe
         await subscribe(f"{subject}CONNECT", cb=self._opened)
@@ -269,11 +269,11 @@ class UserConnections:
         await self._try_to_inspect()
 
     def quota_of(self, name: str) -> Quota | None:
-        """Return what the connections under a name may do together; None for no bound."""
+        """Return the quota of the connections under a name; None for none."""
         return OF_INVITATION if name.startswith(f"{INVITED}.") else self._quota(name)
 
     def num_of(self, name: str) -> int:
-        """Return the connections under a name, those that were just let in included."""
+        """Return the connections under a name, including those that were just admitted."""
         now = time.monotonic()
         expected = [item for item in self._expected.get(name, ()) if now - item < _EXPECTED_S]
         if expected:
@@ -300,7 +300,7 @@ class UserConnections:
         return max(left, 0.0)
 
     async def run(self) -> None:
-        """Look through them every few seconds, for ever."""
+        """Check all connections every few seconds, for ever."""
         while True:
             await asyncio.sleep(self._look_s)
             await self._try_to_inspect()
@@ -308,7 +308,12 @@ class UserConnections:
     async def _try_to_inspect(self) -> None:
         try:
             await self._inspect()
-        except (BrokerError, DeadlineError, NatsError, ValueError) as error:  # the next does it
+        except (
+            BrokerError,
+            DeadlineError,
+            NatsError,
+            ValueError,
+        ) as error:  # the next check does it
             _log.warning("connections_not_seen", error=str(error))
 
     async def _opened(self, message: Msg) -> None:
@@ -359,14 +364,14 @@ class UserConnections:
         self._over = over
 
     def _rate(self, connection: Connection, passed_s: float) -> "_Rate":
-        """Return what was sent a second since the last look; a new connection has only begun."""
+        """Return what was sent per second since the last check; all of it for a new connection."""
         before = self._seen.get(connection.key)
         messages = connection.messages - (before.messages if before else 0)
         num_bytes = connection.num_bytes - (before.num_bytes if before else 0)
         return _Rate(messages / passed_s, num_bytes / passed_s)
 
     async def _end(self, name: str, why: str) -> None:
-        """Close a user's connections, at the second look in a row that finds him over."""
+        """Close a user's connections, at the second check in a row that finds an excess."""
         if name not in self._over:
             return
         self._shut_out[name] = time.monotonic() + SHUT_OUT_S
@@ -388,7 +393,7 @@ class _Rate(NamedTuple):
 
 
 def _excess(quota: Quota, mine: list[Connection], rates: list[_Rate]) -> str:
-    """Say what a user has too much of; empty if nothing."""
+    """Return which quota a user exceeds; empty if none."""
     messages = sum(rate.messages for rate in rates)
     if quota.max_messages_s is not None and messages > quota.max_messages_s:
         return f"{messages:,.0f} messages a second, the quota is {quota.max_messages_s:,}"
@@ -404,7 +409,7 @@ def _excess(quota: Quota, mine: list[Connection], rates: list[_Rate]) -> str:
 def _excess_of(
     process: JobConnection, rate: _Rate, connection: Connection, of_job: list[Connection]
 ) -> str:
-    """Say what a process or program has or sends too much of; empty if nothing."""
+    """Return which bound a process or program exceeds; empty if none."""
     who, most = "a process", PROCESS_MESSAGES_S
     num = sum(item.subscriptions for item in of_job)
     if num > JOB_SUBSCRIPTIONS and connection.subscriptions * len(of_job) >= num:

@@ -1,7 +1,7 @@
 """What an engine needs of its GPU and of installed packages, checked before it starts.
 
-vLLM starts in processes of its own and tells what failed there in its log only; these checks name
-the value and the key instead. Pure but for `read_own_gpu` and `installed_versions`; nothing here
+vLLM starts other processes, and reports their failures in its log only; these checks name the value
+and the key. Pure except for `read_own_gpu` and `installed_versions`; nothing here
 imports torch or vLLM.
 """
 
@@ -29,7 +29,7 @@ VLLM_SERIES = "0.32."
 _GIB = 1 << 30
 _STARTS = 3
 _UNNOTICED_BYTES = 16 << 20
-"""Memory of a GPU that moves without a process that takes or frees any."""
+"""Changes of a GPU's free memory that are not due to another process."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ def check_kernels(config: GeneratorConfig, card: GpuState | None) -> None:
 
 
 def check_instances(config: GeneratorConfig, card: GpuState | None) -> None:
-    """Raise ConfigError for an engine over several GPUs on MIG instances, which cannot talk."""
+    """Raise ConfigError for an engine over several MIG instances, which cannot communicate."""
     if card is not None and card.is_instance and config.tensor_parallel > 1:
         raise ConfigError(
             f"generator.tensor_parallel={config.tensor_parallel}, and {card} is a MIG instance: "
@@ -109,10 +109,10 @@ def lack_of_memory(card: GpuState, share: float) -> EngineError | None:
 async def start_beside_others(
     start: Callable[[], T], read: Callable[[], GpuState | None] = read_own_gpu
 ) -> T:
-    """Return what `start`, run in a thread, returns; start again after others gave memory back.
+    """Return the result of `start`, run in a thread; start again if others freed memory meanwhile.
 
-    vLLM measures the free memory while it starts, and fails if there is more afterwards: the
-    learner on the same GPU, or a process that ends, has freed some. Raises what `start` raises.
+    vLLM measures the free memory while it starts, and fails if there is more afterwards, because
+    the learner on the same GPU, or a process that ended, freed some. Raises what `start` raises.
     """
     for attempt in range(1, _STARTS + 1):
         before = await asyncio.to_thread(read)
@@ -149,7 +149,7 @@ def _torch_versions(lines: list[str]) -> set[str]:
 
 
 def check_versions(installed: Mapping[str, str]) -> None:
-    """Raise ConfigError for a torch and a vLLM that do not belong together, or to this package."""
+    """Raise ConfigError for versions of torch and vLLM that do not fit each other or this one."""
     vllm, torch = installed.get("vllm", ""), installed.get("torch", "")
     required = [item for item in installed.get("wanted", "").split(",") if item]
     if vllm and not vllm.startswith(VLLM_SERIES):

@@ -32,16 +32,16 @@ from .fork_server import PACKET_BYTES, PING, ForkRequest
 IDLE_S = 300.0
 SILENCE_S = 120.0
 _LOOKS = 12
-"""In `SILENCE_S`; a stop of the node itself is one look, however long it was."""
+"""Checks within `SILENCE_S`; a stop of the node itself counts as one, however long it was."""
 _IMPORT_LOOKS = 5 * _LOOKS
-"""Before its first answer a server imports torch, maybe from a slow disk."""
+"""Checks before the first answer: the server imports torch, possibly from a slow disk."""
 _START_DEADLINE_S = 120.0
 _END_S = 5.0
 _FORKED_ROLES = frozenset(
     {"learner", "rank", "generator", "evaluator", "server", "trainer", "sampler"}
 )
 WITHOUT_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""For libraries that start a thread as they are imported, unless they are told not to."""
+"""Settings of libraries that otherwise start a thread when they are imported."""
 _WRITES = frozenset({"learner", "rank"})
 _OWN_LINK = re.compile(r"(latest|best)|\.(latest|best)\.[0-9]+")
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -65,11 +65,11 @@ class Child(Protocol):
 
 
 class StartFailed(OSError):
-    """An actor could not be started now for a reason that is not its own: it is tried again."""
+    """An actor could not be started for a reason outside of it; the start is repeated."""
 
 
 class CannotFork(OSError):
-    """A library that actors need starts threads as it is imported, which a fork would lose."""
+    """A library that actors need starts threads at its import, which a fork would lose."""
 
 
 StartChild = Callable[[WantedActor, Mapping[str, str], int], Awaitable[Child]]
@@ -93,7 +93,7 @@ async def spawn(command: list[str], environment: Mapping[str, str], output: int)
 
 
 def programs(command: Callable[[WantedActor], list[str]]) -> StartChild:
-    """Return what starts every actor as the program that `command` names."""
+    """Return a function that starts every actor as the program of `command`."""
 
     def start(spec: WantedActor, environment: Mapping[str, str], output: int) -> Awaitable[Child]:
         return spawn(command(spec), environment, output)
@@ -102,13 +102,13 @@ def programs(command: Callable[[WantedActor], list[str]]) -> StartChild:
 
 
 class ActorStarter:
-    """Starts the actors of a node, each in the cheapest way."""
+    """Starts the actors of a node: forked, as a program, or in a sandbox."""
 
     def __init__(self, *, sandbox_games: bool = False) -> None:
-        """Start nothing yet: the fork server comes with the first actor that needs it.
+        """The fork server starts with the first actor that needs it.
 
-        With `sandbox_games`, environment hosts see nothing of other jobs, nor do learners that run
-        functions of their job's owner.
+        With `sandbox_games`, environment hosts, and learners that run functions of their job's
+        owner, see nothing of other jobs.
         """
         self._server = ForkServer()
         self._sandboxes = sandbox.SandboxStarter() if sandbox_games else None
@@ -120,10 +120,10 @@ class ActorStarter:
         output: int,
         program: Sequence[str] | None = None,
     ) -> Child:
-        """Start one actor, or another `program` as that actor would be.
+        """Start an actor, or another `program` in the same way.
 
-        Its run folder may have become a link since the job was accepted. Raises OSError,
-        StartRefused for what no second try changes.
+        Its run folder may have become a link since the job was accepted. Raises OSError, and
+        StartRefused where a second try would not help.
         """
         is_sandboxed = self._sandboxes is not None and spec.own_code is not None
         try:
@@ -162,8 +162,8 @@ class ActorStarter:
 def _refuse_led_away(run_dir: Path) -> None:
     """Raise StorageError for a run folder in which a learner would write through a link.
 
-    Functions of its owner may have run in an earlier attempt, and made some. The links that a
-    learner makes itself lead to its checkpoints; it makes them anew and never writes through them.
+    Functions of its owner may have made links in an earlier attempt. A learner's own links lead to
+    its checkpoints; it makes them anew and never writes through them.
     """
     if os.path.realpath(run_dir) != str(run_dir):
         led: str | None = "."
@@ -196,9 +196,9 @@ class ForkedChild:
 class ForkServer:
     """The node's side of the fork server.
 
-    One that has had nothing to do for a while is ended. One that answers nothing for `silence_s`,
-    such as one that was stopped, is killed, and its actors die with it: nobody would hear of their
-    end, and no other could be started.
+    An idle server is ended after a while. One that does not answer for `silence_s`, for example
+    because it was stopped, is killed with its actors: their ends would not be reported, and no
+    other actor could be started.
     """
 
     def __init__(self, idle_s: float = IDLE_S, silence_s: float = SILENCE_S) -> None:
@@ -206,7 +206,7 @@ class ForkServer:
         self._silence_s = silence_s
         self._is_heard = False
         self._num_looks = _IMPORT_LOOKS
-        """How many it may be silent."""
+        """How many checks in a row may find it silent."""
         self._watching = set[asyncio.Task[None]]()
         self._process: asyncio.subprocess.Process | None = None
         self._channel: socket.socket | None = None
@@ -219,11 +219,11 @@ class ForkServer:
 
     @property
     def pid(self) -> int | None:
-        """Process id, while it may be asked for actors."""
+        """Process id, while it can fork actors."""
         return self._process.pid if self._process and self._channel else None
 
     async def fork(self, spec: WantedActor, environment: Mapping[str, str], output: int) -> Child:
-        """Fork into an actor.
+        """Fork an actor.
 
         Raises OSError when the server cannot now, CannotFork when it never can.
         """
@@ -250,7 +250,7 @@ class ForkServer:
                 f"no actor was forked within {_START_DEADLINE_S:.0f} s; see the node's log"
             ) from slow
         except OSError as error:
-            if self._threads:  # it said so while this request was sent
+            if self._threads:  # it reported so while this request was sent
                 raise CannotFork(self._threads) from error
             raise
         finally:
@@ -299,7 +299,7 @@ class ForkServer:
         return ours
 
     async def _watch(self, process: asyncio.subprocess.Process, channel: socket.socket) -> None:
-        """Wait for the end of a server; kill one that is silent, or does not end, for too long."""
+        """Wait for the end of a server; kill it if it is silent, or does not end, for too long."""
         num_silent, look_s = 0, self._silence_s / _LOOKS
         while not await _has_ended(process, look_s):
             is_used = self._channel is channel
@@ -394,7 +394,7 @@ async def _send(channel: socket.socket, request: ForkRequest, output: int) -> No
     while True:
         try:
             socket.send_fds(channel, [request.to_bytes()], [output])
-        except BlockingIOError:  # it is still importing, and many wait for it
+        except BlockingIOError:  # it is still importing, with many requests waiting
             await asyncio.sleep(0.05)
         else:
             return

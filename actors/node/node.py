@@ -1,8 +1,9 @@
-"""The node: runs the actors that the scheduler last asked for, and nothing else.
+"""The node: runs exactly the actors that the scheduler requested last.
 
-A sync names every actor that the node shall run. Missing ones are started, extra ones stopped, and
-running ones left alone, so the scheduler may die, come back and ask again at any time. Actors are
-children that die with the node; a restarted node begins with none and gets them by the next sync.
+A sync names every actor that the node must run. Missing ones are started, extra ones are stopped,
+and running ones stay, so the scheduler may die, return and repeat the request at any time. Actors
+are children that die with the node; a restarted node begins with none and gets them by the next
+sync.
 """
 
 import asyncio
@@ -66,7 +67,7 @@ _PAUSE_S = 0.5
 
 
 def with_job_keys(broker: Broker, start: StartChild) -> StartChild:
-    """Return what starts an actor as `start` does, with a key that the auth service has signed."""
+    """Return a function that starts actors like `start`, with a key from the auth service."""
 
     async def fetch(spec: WantedActor) -> Mapping[str, str]:
         request = JobKeyRequest(user=spec.user, job=spec.job, actor=spec.name, attempt=spec.attempt)
@@ -80,7 +81,7 @@ def with_job_keys(broker: Broker, start: StartChild) -> StartChild:
 
 
 def with_secrets(broker: Broker, start: StartChild) -> StartChild:
-    """Return what starts an actor as `start` does, with the secrets that are for it."""
+    """Return a function that starts actors like `start`, with their secrets."""
 
     async def fetch(spec: WantedActor) -> Mapping[str, str]:
         if not spec.secrets:
@@ -110,7 +111,7 @@ async def _call_service(
     service: str,
     patience_s: float = 0.0,
 ) -> R:
-    """Ask until `service` answers.
+    """Repeat a request until `service` answers.
 
     Raises StartFailed while it does not, which is not a failure of the actor, and OSError when it
     refuses.
@@ -163,10 +164,10 @@ class Node:
         start: StartChild | None = None,
         stop_deadline_s: float = STOP_DEADLINE_S,
     ) -> None:
-        """Run nothing yet; with `gpus` each of them is a slot, else there are `slots` CPU shares.
+        """With `gpus` each of them is a slot, else there are `slots` CPU shares.
 
-        `packages` are the versions that its actors compute with; `start` starts an actor in another
-        way than the usual one.
+        `packages` are the versions that its actors compute with; `start` replaces the usual way to
+        start an actor.
         """
         self.name = name
         self._broker = broker
@@ -192,11 +193,11 @@ class Node:
         self._store_made = ""
         self._store_lost: float | None = None
         self.store_seen = False
-        """Whether it has looked at the broker's store since it is connected."""
+        """Whether it has checked the broker's store since it connected."""
         self._beats = Bucket(broker, BUCKET_ACTORS, Presence, deadline_s=_BEAT_DEADLINE_S)
 
     def status(self) -> NodeStatus:
-        """What the node is and runs."""
+        """The node and its actors, as it reports them."""
         gpus = self._gpu_use
         return NodeStatus(
             node=self.name,
@@ -217,7 +218,7 @@ class Node:
         )
 
     async def sync(self, request: NodeSync) -> NodeStatus:
-        """Start and stop actors until exactly the wanted ones run; answers at once.
+        """Start and stop actors until exactly the requested ones run; answers at once.
 
         Raises FencedError for a scheduler that another has replaced.
         """
@@ -343,7 +344,7 @@ class Node:
     async def _keep_record(self) -> None:
         """Write the node's record when it changes and every two seconds.
 
-        By its record schedulers find the node, and learn at once what became of an actor.
+        Schedulers find the node by its record, and learn of changes of actors at once.
         """
         while True:
             self._changed.clear()
@@ -362,7 +363,7 @@ class Node:
                     await self._changed.wait()
 
     async def _look_at_store(self) -> None:
-        """Notice, after the broker was away, that it holds no more what it had stored before."""
+        """Notice that the broker lost its store while it was away."""
         if self.store_seen:
             return
         made = str((await stream_info(self._broker, f"KV_{BUCKET_NODES}"))["created"])
@@ -376,7 +377,7 @@ class Node:
         self.store_seen = False
 
     async def _drain(self) -> None:
-        """Stop all actors; what does not end by its deadline is killed by `ActorProcess`."""
+        """Stop all actors; `ActorProcess` kills those that do not end by their deadline."""
         self._draining = True
         self._changed.set()
         for actor in self._actors.values():
@@ -386,7 +387,7 @@ class Node:
                 await asyncio.sleep(0.02)
 
     async def _leave(self) -> None:
-        """Take the record away, so that schedulers need not wait for the silence."""
+        """Remove the record, so schedulers need not wait for missing heartbeats."""
         try:
             await self._records.delete(self.name)
         except TinkermqError as error:
@@ -401,7 +402,7 @@ def _refuse_to_start(why: str) -> StartChild:
 
 
 def _reported(actor: ActorProcess) -> ActorStatus:
-    """Return an actor's status; an end that the node brought about is not the actor's own."""
+    """Return an actor's status; one that the node itself ended has not exited by itself."""
     status = actor.status
     if actor.stopping and status.state in {"running", "exited"}:
         return status.model_copy(update={"state": "restarting"})

@@ -31,25 +31,25 @@ from .children import Child, StartChild, StartFailed
 from .sandbox import StartRefused, actor_environment
 
 # -- the output of an actor ------------------------------------------------------------------------
-# An actor is never held up by its own output: lines wait for the broker in a bounded queue, and
-# when that is full the oldest go. The file keeps them in any case.
+# Output never blocks an actor: lines wait for the broker in a bounded queue, which drops the oldest
+# when it is full. The file has them in any case.
 
 MAX_LINE_BYTES = 16 * 1024
 _MAX_FILE_BYTES = 16 * 2**20
 MAX_WAITING_LINES = 5_000
 TAIL_LINES = 20
 MAX_REASON_CHARS = 1500
-"""Of why an actor ended: the reasons of all actors of a node travel in one message."""
+"""Longest reason of an actor's end: those of all actors of a node travel in one message."""
 _BATCH_LINES = 500
 _BATCH_BYTES = 256 * 1024
-"""Of one message with lines, which any server takes; a single line has less."""
+"""Size of a message with lines, which any server accepts; a single line is shorter."""
 _PIPE_BYTES = 2**20
 """The most that a pipe holds."""
 _FLUSH_S = 0.2
 _DRAIN_DEADLINE_S = 2.0
-"""Without a message that could be sent: the broker is away."""
+"""Longest wait for a message to be sent: the broker may be away."""
 _WRITE_DEADLINE_S = 30.0
-"""Of the last lines of an actor, which say why it ended: a busy disk takes its time."""
+"""Deadline for writing the last lines of an actor, which tell why it ended, to a busy disk."""
 
 SendLines = Callable[[LogLines], Awaitable[None]]
 T = TypeVar("T")
@@ -80,9 +80,9 @@ class LineSplitter:
 
 
 async def read_lines(pipe: int, take: Callable[[list[str]], Awaitable[None]]) -> None:
-    """Pass on all that is written into a pipe, until its other end is closed; closes `pipe`.
+    """Pass on the lines of a pipe until its other end is closed; closes `pipe`.
 
-    What was written before it is cancelled is passed on, too.
+    When cancelled, it passes on what was written before.
     """
     loop = asyncio.get_running_loop()
     stream = asyncio.StreamReader()
@@ -109,25 +109,25 @@ def _text(line: bytes) -> str:
 
 
 class ErrorMemory:
-    """Keeps why an actor ended: its last reported error, else the end of its output."""
+    """Remembers why an actor ended: its last reported error, else the end of its output."""
 
     def __init__(self) -> None:
         self._reported = ""
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     def note(self, line: str) -> None:
-        """Take one line of output."""
+        """Note a line of output."""
         self._tail.append(line)
         if '"actor_failed"' in line or '"actor_crashed"' in line:
             self._reported = _error_in(line) or self._reported
 
     def forget(self) -> None:
-        """Start afresh, for the next process."""
+        """Forget everything, for the next process."""
         self._reported = ""
         self._tail.clear()
 
     def reason(self, exit_code: int) -> str:
-        """Say why the process ended."""
+        """Return why the process ended."""
         if self._reported:
             return self._reported[:MAX_REASON_CHARS]
         how = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
@@ -154,9 +154,9 @@ def _error_in(line: str) -> str:
 
 
 class LogFile:
-    """A file that is renamed to `<name>.1` once it is full: at most two files' worth is kept.
+    """A log file that is renamed to `<name>.1` when it is full, so at most two files are kept.
 
-    It lies in the folder of a run, where links that jobs make are not followed.
+    It is in the folder of a run, where links that jobs make are not followed.
     """
 
     def __init__(self, run_dir: Path, name: str, max_bytes: int = _MAX_FILE_BYTES) -> None:
@@ -195,7 +195,7 @@ class ActorOutput:
         self._waiting.extend(lines)
 
     async def read(self, pipe: int) -> None:
-        """Take all that one process writes, until the other end is closed; closes `pipe`."""
+        """Read the output of one process until the other end is closed; closes `pipe`."""
         await read_lines(pipe, self._add_lines)
 
     async def _add_lines(self, lines: list[str]) -> None:
@@ -210,7 +210,7 @@ class ActorOutput:
             await self._flush()
 
     async def drain(self) -> None:
-        """Write what is left, and send it; a broker that is away is not waited for."""
+        """Write and send the remaining lines; a broker that is away is not waited for."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_WRITE_DEADLINE_S):
                 await self._write()
@@ -246,7 +246,7 @@ class ActorOutput:
             return True
 
     def _fill(self) -> None:
-        """Take as many lines as one message may hold; text may be longer than what it came from."""
+        """Return as many lines as one message may hold; escaped text is longer than its source."""
         num_bytes = sum(len(line.encode()) for line in self._sending)
         while self._waiting and len(self._sending) < _BATCH_LINES:
             num_bytes += len(self._waiting[0].encode())
@@ -279,14 +279,14 @@ class ActorOutput:
 
 
 def _finished(work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
-    """Let `work` come to its end though its caller is cancelled: the next one waits for it."""
+    """Await `work` to its end even if the caller is cancelled; the next call waits for it."""
     return asyncio.shield(asyncio.create_task(work))
 
 
 # -- when a crashed actor is restarted, and when no more (pure) ------------------------------------
 # An actor is given up if it fails too often within the window, or too often without finishing any
-# work in between, however long that takes: a deadline that passes again and again would otherwise
-# look healthy for ever.
+# work in between, however long that takes: an actor that misses a deadline again and again would
+# otherwise look healthy for ever.
 
 WINDOW_S = 600.0
 FIRST_DELAY_S = 0.2
@@ -300,16 +300,16 @@ class Backoff:
         self.max_restarts = max_restarts
         self.num_failures = 0
         self.num_fruitless = 0
-        """Failures in a row of processes that finished no piece of work."""
+        """Failures in a row of processes that did not finish any work."""
         self._recent: list[float] = []
 
     @property
     def is_hasty(self) -> bool:
-        """Whether the failures within the window are too many."""
+        """Return whether there are too many failures within the window."""
         return len(self._recent) > self.max_restarts
 
     def after_failure(self, now: float, *, progress: bool | None = False) -> float | None:
-        """Return the seconds to wait before the next start, or None if there shall be none.
+        """Return the seconds to wait before the next start; None: give up.
 
         `progress`: whether the process had finished some work; None: unknown.
         """
@@ -324,7 +324,7 @@ class Backoff:
 
 STOP_DEADLINE_S = 20.0
 PIPE_DEADLINE_S = 1.0
-"""A grandchild may hold the pipe of a process that has ended."""
+"""How long a pipe is read after its process ended: a grandchild may hold it."""
 SILENCE_REPORTED_S = 30.0
 SILENCE_LOOK_S = 5.0
 SILENCE_S = 120.0
@@ -332,7 +332,7 @@ SILENCE_S = 120.0
 _SILENCE_OF_ROLE_S: dict[str, float] = dict.fromkeys(("learner", "rank", "trainer"), 300.0)
 """Work that holds Python's lock for long, such as writing tens of gigabytes, is not a hang."""
 START_SILENCE_S = 600.0
-"""A process without a first heartbeat may take so long to import what it needs."""
+"""How long a process may import modules before its first heartbeat."""
 SILENCE_VARIABLE = "TINKERMQ_ACTOR_SILENCE_S"
 """Environment variable of a node: the bound of all its actors, whatever their role."""
 
@@ -341,7 +341,7 @@ ReadBeat = Callable[[], Awaitable[Presence | None]]
 
 
 async def no_beat() -> None:
-    """Know of no heartbeat."""
+    """Return no heartbeat."""
 
 
 def silence_bound() -> float | None:
@@ -410,7 +410,7 @@ class ActorProcess:
 
     @property
     def status(self) -> ActorStatus:
-        """What became of the actor so far."""
+        """The state of the actor, as the node reports it."""
         spec = self.spec
         return ActorStatus(
             user=spec.user,
@@ -456,9 +456,9 @@ class ActorProcess:
             self._changed()
 
     async def _progress(self, exit_code: int) -> bool | None:
-        """Whether the process that has ended had finished a piece of work; None: unknown.
+        """Return whether the ended process had finished any work; None: unknown.
 
-        What was ready and then killed from outside may have had nothing to do.
+        A process that was ready and then killed from outside may have had nothing to do.
         """
         if self.stopping or exit_code in (EXIT_DONE, EXIT_DRAINED):
             return None
@@ -502,7 +502,7 @@ class ActorProcess:
         return delay_s
 
     def _crashes(self) -> str:
-        """Say how often it failed, and whether it did anything meanwhile."""
+        """Describe how often it failed, and whether it finished any work meanwhile."""
         if self._backoff.is_hasty:
             return f"{self._backoff.num_failures} times"
         return f"{self._backoff.num_fruitless} times in a row without finishing any work"
@@ -543,7 +543,7 @@ class ActorProcess:
                     await reader
 
     async def _watch(self, process: Child) -> int:
-        """Wait for the process's end, ending it when a stop was asked for."""
+        """Wait for the process's end; end it when a stop is requested."""
         ended = asyncio.create_task(process.wait())
         stop = asyncio.create_task(self._stop.wait())
         silent = asyncio.create_task(self._until_silent(), name=f"beats of {self.spec.name}")
@@ -565,8 +565,8 @@ class ActorProcess:
     async def _until_silent(self) -> None:
         """Return once a process has sent no heartbeat for too long, or none at all.
 
-        The time is counted while the broker stores: else no heartbeat can be there. A heartbeat is
-        new when it is another one: clocks may be set back.
+        The time is counted only while the broker stores, or no heartbeat could be there. A
+        heartbeat is new when it differs: clocks may be set back.
         """
         last: float | None = None
         has_beaten, had_beaten, since = False, False, time.monotonic()
@@ -623,7 +623,7 @@ class ActorProcess:
 
 
 def kill_group(pid: int) -> None:
-    """End a child and all that it has started, unless they have ended."""
+    """Kill a child and all that it has started, unless they have ended."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 

@@ -58,8 +58,8 @@ from ...schemas.wire.errors import SandboxError, StorageError, TinkermqError
 from ..storage.access import MODELS_VARIABLE, is_of_another, shown_from, without_tilde
 from .forwarding import URL_VARIABLE, Forwarder
 
-# Module, arguments and environment of an actor. Secrets never stand on a command line: the broker's
-# URL is passed in the environment.
+# Module, arguments and environment of an actor. A command line never has secrets: the broker's URL
+# is passed in the environment.
 
 ENVIRONMENT = {
     "TINKERMQ_LOG_FORMAT": "json",
@@ -69,7 +69,7 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
-"""What every process of the pool gets."""
+"""Variables of every process of the pool."""
 
 
 _MODULES = {"rank": "learner.ranks", "trainer": "tinker", "sampler": "tinker.sampling"}
@@ -77,19 +77,19 @@ _MODULES = {"rank": "learner.ranks", "trainer": "tinker", "sampler": "tinker.sam
 
 
 def actor_module(spec: WantedActor) -> str:
-    """Return the module that is run."""
+    """Return the module of an actor."""
     return f"tinkermq.actors.{_MODULES.get(spec.role, spec.role)}"
 
 
 def actor_argv(spec: WantedActor) -> list[str]:
-    """Return its arguments."""
+    """Return the arguments of an actor."""
     return ["--user", spec.user, "--job", spec.job, "--name", spec.name]
 
 
 def actor_environment(
     spec: WantedActor, nats_url: str, gpus: Sequence[str] | None = None
 ) -> dict[str, str]:
-    """Return what is laid over the node's environment; threads are set before torch.
+    """Return variables to add to the node's environment; threads are set before torch.
 
     `gpus` are the UUIDs of the GPUs that the actor sees; None for a node without any.
     """
@@ -117,7 +117,7 @@ _ETC_OF_NETWORK = ("hosts", "resolv.conf")
 _ROOMS = ("actors", "broker", "clients", "envs", "schemas")
 _OPTIONS = ("-I", "-S", "-B", "-X", "utf8")
 _WHO = {"USER": "nobody", "LOGNAME": "nobody"}
-"""Its number stands in no list of users."""
+"""The sandbox's user id is not in /etc/passwd."""
 _OF_LEARNERS = frozenset(
     {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME"}
     | {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TINKERMQ_LOG_FORMAT", "MLFLOW_TRACKING_URI"}
@@ -127,25 +127,25 @@ _NEEDS_NETWORK = frozenset(
     {"http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"}
     | {"MLFLOW_TRACKING_URI", CA_VARIABLE}
 )
-"""Of no use without one, and they may hold passwords."""
+"""Variables that are useless without a network, and may hold passwords."""
 _COPIES = ("fork", "adapters", "models")
-"""Folders of a run that the scheduler makes, and other actors read."""
+"""Folders of a run that the scheduler makes and other actors read."""
 _PAUSE_S = 1.0
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 _MAY_PASS = frozenset({errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""Of a machine or its network, not of rights."""
+"""Errors of a machine or its network, not of rights: a second try may help."""
 
 
 class PathRefused(SandboxError):
-    """What a job names may not be shown to what runs for it: no second try changes that."""
+    """A path that a job names may not be shown to its processes; a second try does not help."""
 
 
 class StartRefused(OSError):
-    """An actor may not be started as its job asks for it: no second try changes that."""
+    """An actor may not be started as its job requests it; a second try does not help."""
 
     @classmethod
     def of(cls, error: TinkermqError) -> "StartRefused":
-        """Say it as the error does."""
+        """Return the refusal with the message of an error."""
         return cls(f"{error.message}; {error.hint}")
 
 
@@ -161,7 +161,7 @@ class SandboxedActor:
         self.pid = process.pid
 
     async def wait(self) -> int:
-        """Wait for its end, and that of the code that it has had run; return its exit code."""
+        """Wait for its end, and that of the code that it ran; return its exit code."""
         try:
             return await self._process.ended()
         finally:
@@ -190,8 +190,8 @@ class SandboxStarter:
     ) -> SandboxedActor:
         """Start the program of an actor, whose output goes to a descriptor.
 
-        Raises OSError where there can be no sandbox, with the remedy, and StartRefused where it may
-        not be shown what its job names.
+        Raises OSError, with the remedy, where sandboxes are not possible, and StartRefused where it
+        may not see a path that its job names.
         """
         learns, shares = spec.own_code is not None, _shares_network(spec)
         variables = {**_allowed(os.environ, _OF_LEARNERS if learns else ()), **_WHO}
@@ -233,7 +233,7 @@ class SandboxStarter:
         forwarder: Forwarder,
         handles: "_Handles",
     ) -> Sandbox:
-        """Return the sandbox of an actor; the first of a kind has to pass its self-test."""
+        """Return the sandbox of an actor; the first of a kind must pass its self-test."""
         kind = spec.own_code is not None, _shares_network(spec)
         sandbox = actor_sandbox(spec, interpreters, forwarder, handles)
         if kind not in self._proven:
@@ -287,7 +287,7 @@ def actor_sandbox(
 
 
 def _working_folder() -> Path:
-    """Return where an actor starts: where its node did, or, if that folder is gone, at home."""
+    """Return the working folder of an actor: the node's, or the home folder if that is gone."""
     try:
         return Path.cwd()
     except FileNotFoundError:
@@ -301,12 +301,12 @@ def _devices() -> Iterator[Mount]:
 
 
 def _shares_network(spec: WantedActor) -> bool:
-    """Whether a program has the network of the node, and not only a way to the broker."""
+    """Return whether a program has the network of the node, not only a way to the broker."""
     return spec.own_code is None or spec.own_network
 
 
 def _python() -> list[Path]:
-    """Return where the interpreter, its packages and this project lie."""
+    """Return the folders of the interpreter, its packages and this project."""
     root = Path(__file__).resolve().parents[2]
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return [
@@ -318,10 +318,10 @@ def _python() -> list[Path]:
 
 
 def check_programs(spec: WantedActor) -> None:
-    """Look at what a host of agent programs reads; it is in no sandbox itself.
+    """Check the files of a host of agent programs, which is not in a sandbox itself.
 
-    It runs no code of the job's owner, and each of its programs has a sandbox. What it shows
-    to them, and its data, may be no more than a hosted game would see. Raises PathRefused.
+    It does not run code of the job's owner, and each of its programs has a sandbox. It may show
+    them, and read, only what a hosted game would see. Raises PathRefused.
     """
     _data_files(spec)
     roots = [Path(root) for root in spec.output_roots]
@@ -340,10 +340,10 @@ def check_programs(spec: WantedActor) -> None:
 
 
 def _data_files(spec: WantedActor) -> dict[Path, Path]:
-    """Return where the data files of a job lie, links followed, by the names that it gives them.
+    """Return the real paths of a job's data files, by the paths that it names.
 
-    Both must be names of datasets: a game must not be shown whatever its owner calls data, nor, by
-    a link, what lies in another user's run.
+    Both must be names of datasets: a game must not see any file that its owner calls data, nor,
+    through a link, a file of another user's run.
     """
     roots = [Path(root) for root in spec.output_roots]
     named = {path.absolute() for path in map(without_tilde, spec.reads) if path.is_file()}
@@ -360,8 +360,8 @@ def _data_files(spec: WantedActor) -> dict[Path, Path]:
 class _Handles:
     """Files and folders that are held open until bubblewrap has them, and their names for it.
 
-    What is opened without following a link is what bubblewrap shows, whatever is done to the path
-    in between.
+    bubblewrap shows what was opened without following a link, whatever happens to the path in
+    between.
     """
 
     def __init__(self) -> None:
@@ -412,7 +412,7 @@ def _opened(root: Path, path: Path, handles: _Handles) -> Path:
 
 
 def _read_by_learner(spec: WantedActor, handles: _Handles) -> dict[Path, Path]:
-    """Return models and data of a learner, held open, by the names that it has for them.
+    """Return models and data of a learner, held open, by the paths that it uses for them.
 
     Each must lie, links followed, where the operator's folders or the user's own let it, and is
     opened from there without following one: a writer of a folder may have made it a link
@@ -446,7 +446,7 @@ def _allowed(environment: Mapping[str, str], more: Iterable[str] = ()) -> dict[s
 
 
 def _refuse_runs(folders: Iterable[Path], run_dir: Path) -> None:
-    """Raise PathRefused if what every game may see holds the runs of all."""
+    """Raise PathRefused if a folder that every game may see contains the runs of all users."""
     for folder in folders:
         if run_dir.resolve().is_relative_to(folder.resolve()):
             raise PathRefused(
@@ -457,7 +457,7 @@ def _refuse_runs(folders: Iterable[Path], run_dir: Path) -> None:
 
 
 def _refuse_unreadable(paths: Iterable[Path]) -> None:
-    """Raise PathRefused for what only root may read: the game runs as another user."""
+    """Raise PathRefused for files that only root may read: the game runs as another user."""
     for path in paths:
         needed = 0o005 if path.is_dir() else 0o004
         if path.exists() and path.stat().st_mode & needed != needed:
@@ -468,7 +468,7 @@ def _refuse_unreadable(paths: Iterable[Path]) -> None:
 
 
 class InterpreterSocket:
-    """Where an actor in a sandbox has code of a model run, outside of its sandbox.
+    """Runs code of a model for an actor in a sandbox, outside of that sandbox.
 
     The server starts with the first connection, and again if it ends.
     """
@@ -476,8 +476,8 @@ class InterpreterSocket:
     def __init__(self, environment: Mapping[str, str], *, has_network: bool) -> None:
         """Listen from now on; `environment` is that of the server.
 
-        Programs for an actor that `has_network` may have one. Raises OSError where no socket can
-        be made, with what is to be done.
+        Programs of an actor that `has_network` may have a network. Raises OSError, with the remedy,
+        where a socket cannot be made.
         """
         folders = os.environ.get(FOLDERS_VARIABLE)
         self._environment = {**environment, **({FOLDERS_VARIABLE: folders} if folders else {})}
@@ -496,7 +496,7 @@ class InterpreterSocket:
         self._task.add_done_callback(lambda _: self._listening.close())
 
     async def close(self) -> None:
-        """Listen no more, and end every program."""
+        """Stop listening, and end every program."""
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
