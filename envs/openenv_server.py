@@ -72,15 +72,15 @@ except ImportError as error:
 MAX_TASKS = 256
 """Tasks in one answer."""
 MAX_MESSAGE_BYTES = 4 << 20
-"""Of a message on a WebSocket."""
+"""Largest message on a WebSocket."""
 _SPLITS: Mapping[str, Split] = {"train": "train", "validation": "val"}
-"""OpenEnv's names of ours."""
+"""OpenEnv's names of our splits."""
 _MAX_SEED = 2**53
 _STOP_S = 1
 
 
 class TextAction(types.Action):
-    """What the policy says in one turn, reasoning and tool calls included."""
+    """The policy's whole turn, reasoning and tool calls included."""
 
     text: str = Field(
         validation_alias=AliasChoices("text", "action"), description="The policy's whole turn"
@@ -104,7 +104,7 @@ class ToolAction(types.Action):
 
 
 class GameObservation(types.Observation):
-    """What the policy sees next."""
+    """The next input of the policy."""
 
     text: str = Field(description="The newest message as text")
     role: Literal["user", "tool"] = Field(description="Who says it")
@@ -129,7 +129,7 @@ class EpisodeState(types.State):
 
 
 class ResetParameters(BaseModel):
-    """What a reset may say; further names are ignored, and named in the answer's metadata."""
+    """Parameters of a reset; others are ignored and named in the answer's metadata."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -149,7 +149,7 @@ class ServedGame:
     """A game with its data and rewards, whose episodes run off the event loop."""
 
     def __init__(self, config: EnvConfig, *, seed: int = 0) -> None:
-        """Prepare; `seed` decides which validation rows are used. Raises GameError, DataError."""
+        """Prepare; `seed` selects the validation rows. Raises GameError, DataError."""
         if config.reward.source == "judge":
             raise ConfigError(
                 "env.reward.source=judge asks a model of a pool, and a served game has no pool",
@@ -167,7 +167,7 @@ class ServedGame:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run episodes in this context. Raises GameError for a game that cannot be made."""
+        """Run episodes in this context; raises GameError for a game that cannot be made."""
         try:
             async with self.rewards or contextlib.nullcontext():
                 self.facts = await self.runner.start()
@@ -221,7 +221,7 @@ class ServedGame:
     # Rows as tasks. A gold answer stays here: the game judges by it.
 
     def splits(self) -> list[dict[str, str]]:
-        """Return the splits; none for a game that draws its states."""
+        """Return the splits; none for a game that generates its states."""
         names = [name for name, split in _SPLITS.items() if self._num_rows(split)]
         return [{"name": name, "type": name} for name in names]
 
@@ -256,7 +256,7 @@ class ServedGame:
         return [self.task(split, number) for number in numbers]
 
     def opening(self, name: str, parameters: ResetParameters) -> tuple[Opening, EpisodeState]:
-        """Return what a reset starts from, and the state that it leads to."""
+        """Return the opening of an episode and its first state."""
         seed = secrets.randbelow(2**31) if parameters.seed is None else parameters.seed
         split, index = parameters.split, parameters.index
         episode_id = parameters.episode_id or name
@@ -301,7 +301,7 @@ class ServedEnvironment(interfaces.Environment):
     SUPPORTS_CONCURRENT_SESSIONS = True
 
     def __init__(self, game: ServedGame) -> None:
-        """Play episodes of `game`, none yet."""
+        """Play episodes of `game`; none runs yet."""
         super().__init__()
         self._game = game
         self._state = EpisodeState()
@@ -387,7 +387,7 @@ class ServedEnvironment(interfaces.Environment):
             return await self._observed(await self._step(action.text))
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Call a tool, which is a turn; return the answer as MCP has it, with the reward."""
+        """Call a tool, which is a turn; return the answer in MCP's form, with the reward."""
         async with self._lock:
             if self._state.episode_id is None:
                 await self._reset({})
@@ -474,7 +474,7 @@ class ServedEnvironment(interfaces.Environment):
 
 
 class _Tools:
-    """The tools of an environment, in the form in which OpenEnv reads those of FastMCP."""
+    """The tools of an environment, in the form in which OpenEnv reads FastMCP's."""
 
     def __init__(self, environment: ServedEnvironment) -> None:
         self._environment = environment
@@ -501,7 +501,7 @@ def written_call(name: str, arguments: dict[str, Any]) -> str:
 
 
 def tool_result(text: str) -> dict[str, Any]:
-    """Return a tool's answer as MCP's clients take it."""
+    """Return a tool's answer in the form of MCP's clients."""
     return {
         "content": [{"type": "text", "text": text}],
         "structured_content": None,
@@ -526,7 +526,7 @@ def _texts(parts: list[Any]) -> str:
 
 
 def _json_value(value: Any) -> Any:
-    """Return a value that travels, as JSON has it: bytes in base64, arrays as lists."""
+    """Return a value as JSON: bytes in base64, arrays as lists."""
     if isinstance(value, Mapping):
         items = cast("Mapping[str, Any]", value).items()
         return {str(key): _json_value(item) for key, item in items}
@@ -546,7 +546,7 @@ def _json_value(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ServerBounds:
-    """What clients of a served game may take."""
+    """Limits of a served game's clients."""
 
     max_sessions: int = 64
     """Sessions at once; OpenEnv's `max_concurrent_envs`."""
@@ -584,7 +584,7 @@ class OpenEnvServer:
                     await serving
 
     def application(self) -> Any:
-        """Return the ASGI application; the game has to run."""
+        """Return the ASGI application; the game must run."""
         app = create_fastapi_app(
             functools.partial(ServedEnvironment, self.game),
             ToolAction if self.game.has_tools else TextAction,

@@ -1,8 +1,8 @@
-"""How the first prompt of an episode is made: here and nowhere else.
+"""The first prompt of an episode.
 
-One instance of the game is reset and makes the prompt, so the two always agree. A generated game
-is reset first and describes itself afterwards: a game whose description resets it again has then
-described the state that it is in.
+One instance of the game is reset and makes the prompt, so the two always agree. A generated game is
+reset first and describes its state afterwards, so a game whose description resets it again
+describes its present state.
 """
 
 import inspect
@@ -35,7 +35,7 @@ async def open_async_game(
 
 
 async def resolve(answer: Any) -> Any:
-    """Return what a method answered, waiting for it where the method is a coroutine."""
+    """Return the result of a method, which may be a coroutine."""
     return await answer if inspect.isawaitable(answer) else answer
 
 
@@ -61,7 +61,7 @@ def _prepare(
 def _describe(
     game: AbstractGame, record: Record | None, state: dict[str, Any], opening: Any
 ) -> list[ChatMessage]:
-    """Return the first prompt of a game that has been reset and said `opening`."""
+    """Return the first prompt of a game whose reset returned `opening`."""
     opening = check_text(game, "reset", opening)
     messages = record.messages() if record is not None and record.prompt else []
     if messages:
@@ -80,7 +80,7 @@ def _describe(
 
 
 def address(game: AbstractGame, observation: str) -> list[ChatMessage]:
-    """Return the first prompt of the role whose turn it is, when the game has begun already."""
+    """Return the first prompt of the role whose turn it is in a started game."""
     return [*_system(game), {"role": "user", "content": join_texts(_initial(game), observation)}]
 
 
@@ -105,7 +105,7 @@ def _system(game: AbstractGame) -> list[ChatMessage]:
 
 
 def _describes_itself(game_class: type[AbstractGame]) -> bool:
-    """Return whether the class words its first state otherwise than by the text of `reset`."""
+    """Return whether the class describes its first state in another text than that of `reset`."""
     return (
         game_class.get_user_message_with_state is not AbstractGame.get_user_message_with_state
         or game_class.render_state_for_prompt is not AbstractGame.render_state_for_prompt

@@ -1,8 +1,8 @@
-"""Where the reasoning in an answer ends, what is said behind it, and the action in that.
+"""Separates the reasoning in an answer from the rest, and finds the action in the rest.
 
-A model that reasons first writes `<think>…</think>` and then its answer; some write other marks. A
-chat template may open the reasoning in the prompt already: then the text that a game, a reward or
-a judge is given begins with that mark, as if the model had written it. Pure.
+A model that reasons first writes `<think>…</think>` and then its answer; some use other marks. If
+the chat template opens the reasoning in the prompt, the text for games, rewards and judges begins
+with that mark, as if the model had written it. Pure.
 """
 
 import re
@@ -18,21 +18,21 @@ MARKS = {
     "<|START_THINKING|>": "<|END_THINKING|>",
     "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",
 }
-"""What opens a model's reasoning, and what ends it."""
+"""Marks that open and close reasoning."""
 _OPENS = re.compile(f"(?:{'|'.join(map(re.escape, MARKS))})\\s*\\Z")
 _BEGINS = re.compile(f"\\s*({'|'.join(map(re.escape, MARKS))})")
 
 
 def opened_by(prompt: str) -> str:
-    """Return the mark at the end of a prompt that has opened the reasoning, or nothing."""
+    """Return the mark at the end of a prompt that opens the reasoning, or nothing."""
     match = _OPENS.search(prompt)
     return match[0] if match else ""
 
 
 def behind_reasoning(text: str) -> str:
-    """Return what an answer says behind the reasoning that it begins with; nothing if that is cut.
+    """Return the text after the reasoning at its beginning; nothing if the reasoning is cut.
 
-    An answer that does not begin with reasoning is returned as it is.
+    An answer that does not begin with reasoning is returned unchanged.
     """
     begins = _BEGINS.match(text)
     if begins is None:
@@ -50,7 +50,7 @@ def tagged(text: str, tag: str) -> str | None:
 
 
 def tagged_or_last_line(text: str, tag: str) -> str:
-    """Return what stands in the last `<tag>…</tag>`, or else the last line that is not empty."""
+    """Return the content of the last `<tag>…</tag>`, or else the last non-empty line."""
     inside = tagged(text, tag)
     if inside is not None:
         return inside

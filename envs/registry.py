@@ -26,36 +26,36 @@ class Extra:
     """A package that is not installed with tinkermq itself."""
 
     package: str
-    """Name under which it is imported."""
+    """Name of the module."""
     install: str
-    """What installs it."""
+    """Command that installs it."""
 
     @property
     def installed(self) -> bool:
-        """Whether it can be imported here."""
+        """Whether the module can be imported on this machine."""
         return importlib.util.find_spec(self.package) is not None
 
     def missing(self) -> GameError:
-        """Return the error that says what to install."""
+        """Return the error with the command that installs it."""
         return GameError(
             f"the package {self.package} is not installed where the game runs",
             hint=f"install it there: {self.install}",
         )
 
     def load(self, module: str = "") -> ModuleType:
-        """Import the package, or one of its modules; GameError when it is not installed."""
+        """Import the package, or one of its modules; GameError if it is not installed."""
         if self.package not in sys.modules and not self.installed:
             raise self.missing()
         return import_quietly(f"{self.package}.{module}" if module else self.package)
 
 
 def extra(package: str, name: str) -> Extra:
-    """Return a package that comes with one of our own extras."""
+    """Return a package of one of our own extras."""
     return Extra(package, f"pip install 'tinkermq[{name}]'")
 
 
 def import_quietly(name: str) -> ModuleType:
-    """Import a module that may draw from the process-wide generators, or seed them."""
+    """Import a module that may use the process-wide random generators."""
     if name in sys.modules:
         return sys.modules[name]
     from .running.global_random import GlobalRandom  # NumPy, which a list of games does without
@@ -77,9 +77,9 @@ class GameInfo:
     target: str
     """`package.module:Class`."""
     description: str
-    """First line of the class's docstring, or why it cannot be imported."""
+    """First line of the class's docstring, or the reason why it cannot be imported."""
     available: bool
-    """Whether it can be imported here."""
+    """Whether it can be imported on this machine."""
 
 
 def list_games() -> list[GameInfo]:
@@ -88,7 +88,7 @@ def list_games() -> list[GameInfo]:
 
 
 def check_registered(game: str) -> None:
-    """Raise GameError for a name, not `package.module:Class`, that is not that of one game."""
+    """Raise GameError for a name that several games have, or none."""
     if ":" not in game:
         _target(game)
 
@@ -99,15 +99,15 @@ makes a game of the class and whose `modules_of` lists its imports."""
 
 
 def plays_any_row(game: str) -> bool:
-    """Return whether rows of any columns are given to the game, as a whole."""
+    """Return whether the game accepts rows of any columns, as a whole."""
     return game.partition(":")[0] in FOREIGN
 
 
 def load_game(game: str) -> type[AbstractGame]:
     """Import a game by its registered name, by `package.module:Class`, or `trl:module:Class`.
 
-    A module in the working folder is found too. Raises GameError naming the closest registered
-    game, or the end of the traceback of an import that failed.
+    Modules in the working folder are found, too. Raises GameError with the closest registered name,
+    or the end of the traceback of a failed import.
     """
     kind, _, rest = game.partition(":")
     if kind in FOREIGN:
@@ -118,9 +118,9 @@ def load_game(game: str) -> type[AbstractGame]:
 
 
 def find_game(game: str) -> str:
-    """Say where a game would be imported from, without running any code of its.
+    """Return the module of a game, without running its code.
 
-    Raises GameError for a name that is not registered, or a package that is not installed here.
+    Raises GameError for a name that is not registered, or a package that is not installed.
     """
     target = game if ":" in game else _target(game)
     kind, _, rest = game.partition(":")
@@ -134,7 +134,7 @@ def find_game(game: str) -> str:
 
 
 def _find_module(module: str, game: str) -> None:
-    """Raise GameError unless the package of a module is installed or lies here."""
+    """Raise GameError unless the package of a module is installed or in the working folder."""
     top = module.partition(".")[0]
     look_here()
     importlib.invalidate_caches()  # it may have been written a moment ago
@@ -158,7 +158,7 @@ def companion(game_class: type[AbstractGame], name: str) -> Callable[..., Any]:
 
 
 def registered_games() -> dict[str, list[EntryPoint]]:
-    """Return what packages register, by name: one entry each, unless several take a name."""
+    """Return the registered games by name: one entry each, unless several share a name."""
     games: dict[str, list[EntryPoint]] = {}
     for entry in entry_points(group=GROUP):
         others = games.setdefault(entry.name, [])
@@ -205,7 +205,7 @@ def _closest(game: str) -> str:
 def import_object(target: str) -> tuple[ModuleType, Any]:
     """Import the module of `package.module:name`; return it, and the object or None.
 
-    Raises GameError that blames the module for whatever it raises.
+    Raises GameError for any exception of the module.
     """
     module_name, _, name = target.partition(":")
     module = _import_module(module_name, target)
@@ -241,7 +241,7 @@ def _import_module(name: str, target: str) -> ModuleType:
 
 
 def _blaming_import(target: str) -> AbstractContextManager[None]:
-    """Blame a game's module for whatever it raises as it is imported."""
+    """Turn an exception of a game's module at its import into a GameError."""
 
     def blame(error: BaseException) -> GameError:
         module, place = target.partition(":")[0], place_of(error, (__file__,))

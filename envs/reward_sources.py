@@ -39,25 +39,25 @@ _VALUE_KEYS = ("score", "reward")
 
 @dataclass
 class Case:
-    """What a source judges: the policy's answer, and all that is known of the episode."""
+    """The input of a source: the policy's answer, and all other data of the episode."""
 
     data_source: str
-    """What the row of the data says of its origin."""
+    """The `data_source` of the row."""
     ground_truth: Any
     """The row's gold answer; None for a game that generates its states."""
     extra_info: dict[str, Any]
-    """Whatever else the row says."""
+    """Further data of the row."""
     messages: list[ChatMessage]
     """The conversation so far."""
     solution_str: str = ""
     """The policy's last answer."""
     info: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What the game said in `info` at its last step."""
+    """The game's `info` of its last step."""
     game_return: float = 0.0
     """Sum of the game's own rewards."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return what functions and endpoints are given."""
+        """Return the arguments of functions and endpoints."""
         return {
             "data_source": self.data_source,
             "solution_str": self.solution_str,
@@ -70,22 +70,22 @@ class Case:
 
 @dataclass(frozen=True)
 class Score:
-    """What a source says."""
+    """The result of a source."""
 
     value: float
     info: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Its other values; numbers become metrics."""
+    """Further values; numbers become metrics."""
 
 
 class SourceUnusableError(errors.ConfigError):
-    """A source that would fail every episode for the same reason: the job is to end with it."""
+    """A source fails every episode for the same reason: the job must end."""
 
 
 def read_score(answer: Any, whose: str) -> Score:
-    """Read what a function returned or an endpoint answered: a number, or a map with one.
+    """Read the result of a function or endpoint: a number, or a map with one.
 
-    The map holds it as `score` (verl's name) or `reward`. Raises RewardError for anything else,
-    naming `whose` answer it is.
+    The map has it as `score` (verl's name) or `reward`. Raises RewardError for anything else,
+    naming its source `whose`.
     """
     value, info = answer, cast("dict[str, Any]", {})
     if isinstance(answer, Mapping):
@@ -108,7 +108,7 @@ def read_score(answer: Any, whose: str) -> Score:
 
 
 def _number(value: Any) -> float:
-    """Return a number of any kind, NumPy's and torch's too, as a float; NaN for what is none."""
+    """Return a number of any kind, also NumPy's and torch's, as a float; NaN for anything else."""
     try:
         return math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -120,7 +120,7 @@ _BUSY = frozenset({408, 425, 429})
 
 
 class RefusedError(errors.RewardError):
-    """A request that was understood and refused: the same one would be refused again."""
+    """A request was understood and refused: the same one would be refused again."""
 
     def __init__(self, url: str, status: int, text: str, hint: str = "") -> None:
         super().__init__(
@@ -129,7 +129,7 @@ class RefusedError(errors.RewardError):
         )
         self.http_status = status
         self.field = refused_field(text)
-        """The field of the request that the endpoint says is to blame; empty: it names none."""
+        """The field of the request that the endpoint names; empty: none."""
 
 
 class HttpSource:
@@ -140,7 +140,7 @@ class HttpSource:
         self._client: httpx.AsyncClient
 
     async def start(self) -> None:
-        """Open the client; ConfigError when the key is missing."""
+        """Open the client; ConfigError without the key."""
         headers: dict[str, str] = {}
         variable = self._config.key_variable
         if variable is not None:
@@ -160,7 +160,7 @@ class HttpSource:
         await self._client.aclose()
 
     async def post(self, url: str, body: dict[str, Any]) -> Any:
-        """Return what a URL answers to JSON; RewardError with its reason when it does not."""
+        """Return a URL's answer to JSON; RewardError with the reason if it fails."""
         payload = json.dumps(body, default=json_default)
         transient = (httpx.TransportError, _Busy)
         try:
@@ -193,7 +193,7 @@ class EndpointSource(HttpSource):
     """Posts a case to a URL, which answers a number or a map with `score` or `reward`."""
 
     async def score(self, case: Case) -> Score:
-        """Ask the endpoint."""
+        """Post the case."""
         url = self._config.url or ""
         return read_score(await self.post(url, case.arguments()), url)
 
@@ -207,13 +207,13 @@ async def again(
     transient: tuple[type[Exception], ...],
     attempt: Callable[[], Awaitable[T]],
 ) -> T:
-    """Try again on some errors, a bounded number of times within the reward's own limit."""
+    """Retry on some errors, a limited number of times within the reward's own time limit."""
     retrying = stamina.AsyncRetryingCaller(attempts=config.tries, timeout=config.timeout_s)
     return await retrying(transient, attempt)
 
 
 def refused_field(text: str) -> str:
-    """Return the field of a request that a refusal names; empty: none.
+    """Return the field of a request that a refusal names, or an empty text.
 
     OpenAI's API says `{"error": {"param": …}}`, others `{"param": …}`, FastAPI's own checks
     `{"detail": [{"loc": ["body", …]}]}`.
@@ -263,20 +263,20 @@ _END_OF_THINKING = re.compile(r"</(?:think|thinking|thought|reasoning|analysis)>
 _LIMIT, _NEW_LIMIT = "max_tokens", "max_completion_tokens"
 _REFUSALS_OF_FIELDS = frozenset({400, 422})
 _REFUSALS_OF_ALL = frozenset({401, 403, 404, 405})
-"""Statuses of a wrong key, model or URL: no conversation would be judged."""
+"""Statuses of a wrong key, model or URL: all conversations would be refused."""
 _MOST_REFUSED = 8
-"""Requests refused, and none ever answered, after which no conversation is to blame."""
+"""After so many refusals, and no answer, the requests and not the conversations are wrong."""
 
 _log = structlog.get_logger()
 
 
 class JudgeSource(HttpSource):
-    """Lets a model read the answer and write a score."""
+    """A model reads the answer and writes a score."""
 
     def __init__(
         self, config: RewardConfig, broker: Broker, user: str, job: str | None = None
     ) -> None:
-        """`job` is the id of the job that `config.judge` names; it is looked up without."""
+        """`job` is the id of the job `config.judge`; None looks it up."""
         super().__init__(config)
         self._broker = broker
         self._user = user
@@ -303,12 +303,12 @@ class JudgeSource(HttpSource):
         return JobScope(record.user, record.job)
 
     async def stop(self) -> None:
-        """Close the client, where there is one."""
+        """Close the client, if there is one."""
         if self._config.url is not None:
             await super().stop()
 
     async def score(self, case: Case) -> Score:
-        """Ask the judge."""
+        """Send the case to the judge."""
         prompt = self._prompt(case)
         if self._scope is None:
             reply = await self._ask_endpoint(prompt)
@@ -330,7 +330,7 @@ class JudgeSource(HttpSource):
         )
 
     def _worth(self, reply: "_Reply") -> float:
-        """Return the share of the best score that a reply gives; RewardError for one without."""
+        """Return the score of a reply as a share of the best one; RewardError without a score."""
         if reply.is_cut:
             raise self._refused(reply.text, f"was cut at {self._config.judge_tokens} tokens")
         try:
@@ -377,7 +377,7 @@ class JudgeSource(HttpSource):
         return _Reply(content or "", finish == "length")
 
     def _body(self, prompt: str) -> dict[str, Any]:
-        """Return a request: what the configuration says, as far as the endpoint takes it."""
+        """Return a request as configured, without the fields that the endpoint refuses."""
         config = self._config
         body: dict[str, Any] = {
             "model": config.judge,
@@ -391,9 +391,9 @@ class JudgeSource(HttpSource):
         return {name: value for name, value in merged.items() if value is not None}
 
     def _adapt(self, error: RefusedError, body: Mapping[str, Any]) -> bool:
-        """Ask from now on without a field that the endpoint names; whether that is another request.
+        """Leave out a field that the endpoint names; return whether the request changes.
 
-        What the user has set himself stays as it is.
+        Fields that the user has set stay.
         """
         own = set(self._config.judge_request)
         if error.http_status not in _REFUSALS_OF_FIELDS or error.field in own:
@@ -408,7 +408,7 @@ class JudgeSource(HttpSource):
         return True
 
     def _blamed(self, error: RefusedError, body: Mapping[str, Any]) -> errors.TinkermqError:
-        """Return whose fault a refusal is: that of one conversation, or of every request."""
+        """Return the error of a refusal: of one conversation, or of every request."""
         self._num_refused += 1
         of_all = error.http_status in _REFUSALS_OF_ALL or (
             error.field != "messages" and error.field in body
@@ -457,18 +457,18 @@ class JudgeSource(HttpSource):
 
 
 class _Reply(NamedTuple):
-    """What a judge wrote."""
+    """A judge's reply."""
 
     text: str
     is_cut: bool
-    """Whether a limit ended it: the number that it ends with may be half of one."""
+    """Whether a limit cut it, perhaps within the number."""
 
 
 def read_judgement(reply: str, scale: float) -> float:
     """Return the score of a judge's reply as a share of `scale`, from 0 to 1.
 
-    The one form is a last line `Score: N`, behind whatever the judge thinks or explains, with N a
-    plain decimal number from 0 to `scale`. Raises ValueError, which says what stands there instead.
+    The reply must end with a line `Score: N`, where N is a plain decimal number from 0 to `scale`.
+    Raises ValueError, which quotes the last line otherwise.
     """
     lines = [line.strip() for line in _without_thinking(reply).splitlines()]
     lines = [line for line in lines if line]
@@ -486,9 +486,9 @@ def read_judgement(reply: str, scale: float) -> float:
 
 
 def _without_thinking(reply: str) -> str:
-    """Return what a judge says in the end; thinking that never ended is followed by nothing.
+    """Return a judge's reply without its thinking; empty if the thinking never ended.
 
-    A template may open the thinking, so that its end alone stands in the reply.
+    A template may open the thinking in the prompt, so that the reply has only its end.
     """
     *_, answer = _END_OF_THINKING.split(_THINKING.sub("", reply))
     return answer

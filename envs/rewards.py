@@ -1,7 +1,7 @@
-"""Rewards from outside the game: each action is scored by a function, an endpoint or a judge model.
+"""Rewards from outside the game: a function, an endpoint or a judge model scores each action.
 
-The source is called where the game is hosted. A source that fails raises RewardError, which fails
-the episode and blames the reward: it is never a reward of 0. A function that hangs keeps its
+The source is called on the host of the game. If it fails, it raises RewardError, which fails the
+episode and blames the reward; the reward is never 0 instead. A function that hangs keeps its
 thread; an async one that blocks delays the others, and after `env.reward.timeout_s` its event loop
 is replaced.
 """
@@ -40,7 +40,7 @@ from .running.runners import ForeignLoop
 
 
 class Rewards:
-    """Follows the episodes of one host and adds to each answer what it is worth."""
+    """Adds a source's rewards to the answers of one host's episodes."""
 
     def __init__(self, config: RewardConfig, source: "Source") -> None:
         self._source = source
@@ -48,7 +48,7 @@ class Rewards:
         self._cases: dict[str, Case] = {}
         self._free = asyncio.Semaphore(config.max_requests)
         self.unusable: SourceUnusableError | None = None
-        """Why the source fails every episode, once it is known to."""
+        """The error that fails every episode, once it occurred."""
         self.given_up = asyncio.Event()
         """Set with `unusable`."""
 
@@ -60,7 +60,7 @@ class Rewards:
         await self._source.stop()
 
     def begin(self, episode: str, record: Record | None, messages: list[ChatMessage]) -> None:
-        """Take notice of an episode that has started."""
+        """Record the start of an episode."""
         self._cases[episode] = Case(
             data_source=record.data_source if record else "",
             ground_truth=record.ground_truth if record else None,
@@ -69,21 +69,21 @@ class Rewards:
         )
 
     def forget(self, episode: str) -> None:
-        """Let go of an episode."""
+        """Drop an episode."""
         self._cases.pop(episode, None)
 
     def step(
         self, episode: str, action: str, playing: Awaitable[StepResult]
     ) -> Coroutine[Any, Any, StepResult]:
-        """Await the game's answer to an action, and add what the action has earned."""
+        """Await the game's answer to an action, and add the source's reward."""
         return self._step(self._case(episode), action, playing)
 
     def finish(
         self, episode: str, finishing: Awaitable[StepResult] | None = None
     ) -> Coroutine[Any, Any, StepResult]:
-        """Reward an episode that ends though its game has not: of its answer only that counts.
+        """Reward an episode that a limit ends; only the reward and info count.
 
-        `finishing` is what the game itself gives for it.
+        `finishing` is the game's own result for it.
         """
         return self._finish(self._case(episode), finishing)
 
@@ -119,7 +119,7 @@ class Rewards:
         return StepResult("", reward, done=True, info=info)
 
     async def _score(self, case: Case) -> Score:
-        """Ask the source, a bounded number of times at once, for a bounded time."""
+        """Call the source, with limits on concurrency and time."""
         limit_s = self._config.timeout_s
         async with self._free:
             try:
@@ -157,10 +157,10 @@ def make_rewards(
     function: Callable[..., Any] | None = None,
     judge_job: str | None = None,
 ) -> Rewards | None:
-    """Return what adds the rewards that a configuration asks for; None for the game's own.
+    """Return the rewards of a configuration; None for the game's own.
 
-    `function` stands for `config.function` where a client hosts the game; `judge_job` is the id
-    of the job `config.judge`, where it is known.
+    A client that hosts the game passes `function` in place of `config.function`; `judge_job` is the
+    id of the job `config.judge`, if it is known.
     """
     if config.source == "function":
         return Rewards(config, FunctionSource(config, function))
@@ -175,7 +175,7 @@ def make_rewards(
 # one share an event loop in a thread of its own.
 
 MAX_HUNG = 16
-"""Calls of a function that hang at the same time; past it the host says it cannot go on."""
+"""Calls of a function that may hang at the same time; beyond it no more calls are made."""
 
 
 class FunctionSource:
@@ -193,7 +193,7 @@ class FunctionSource:
         self._num_given_up = 0
 
     async def start(self) -> None:
-        """Import the function and see which arguments it takes; ConfigError if it cannot be."""
+        """Import the function and read its parameters; ConfigError if it cannot be imported."""
         function = self._function = self._function or load_function(self._target)
         refuse_generator(function, self._target)
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
@@ -251,7 +251,7 @@ class FunctionSource:
         return await outcome
 
     async def _in_loop(self, call: Callable[[], Any]) -> Score:
-        """Await what a call returns in the loop of the function's own."""
+        """Await the result of a call in the function's own event loop."""
 
         async def run() -> Score:
             return read_score(await call(), self._target)
@@ -259,7 +259,7 @@ class FunctionSource:
         return await self._turning_loop().submit(run, self._failure)
 
     def _turning_loop(self) -> ForeignLoop:
-        """Return the function's event loop; one that has not turned for long is replaced."""
+        """Return the function's event loop; one that was blocked for long is replaced."""
         if self._loop is not None and self._loop.is_stuck(self._timeout_s):
             self._num_given_up += 1
             if self._num_given_up > MAX_HUNG:
@@ -301,7 +301,7 @@ class FunctionSource:
 
 
 def load_function(target: str) -> Callable[..., Any]:
-    """Import `package.module:function`, also from the working folder; ConfigError if it is none."""
+    """Import `package.module:function`, also from the working folder; raises ConfigError."""
     module, _, name = target.partition(":")
     look_here()
 

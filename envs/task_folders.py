@@ -1,11 +1,10 @@
 """Folders of Harbor tasks: instruction, settings, environment and tests, one task a folder.
 
-A task is a folder with `instruction.md`, `task.toml`, tests that `test.sh` begins, and an image: a
+A task is a folder with `instruction.md`, `task.toml`, tests started by `test.sh`, and an image: a
 Dockerfile in `environment/`, or `docker_image` in `task.toml`. The tasks of a folder are the rows
-of a dataset, in the order of their names. A folder that cannot be read as a task is an error of the
-whole dataset; a task that can be read and not be run here is refused alone (`TaskRefused`).
-
-No link is followed: a host reads these files with its own rights.
+of a dataset, ordered by name. A folder that cannot be read as a task is an error of the whole
+dataset; a valid task that cannot run here is refused alone (`TaskRefused`). Links are not followed,
+since a host reads these files with its own rights.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ from ..schemas.config.agent import TaskSource
 from ..schemas.wire.errors import DataError
 
 VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
-"""Of the format of `task.toml`."""
+"""Versions of the format of `task.toml`."""
 INSTRUCTION, SETTINGS = "instruction.md", "task.toml"
 TEST_SCRIPT = "tests/test.sh"
 DOCKERFILE = "environment/Dockerfile"
@@ -37,10 +36,10 @@ _HOST_VALUE = re.compile(r"\$\{")
 
 
 class TaskRefused(DataError):
-    """A task that cannot be run on this machine, or not by tinkermq."""
+    """A task that cannot run on this machine or with tinkermq."""
 
     def __init__(self, task: str, reason: str, where: str, hint: str = "") -> None:
-        """`where` is the file, and perhaps the line, that asks for what there is not."""
+        """`where` is the file, and perhaps the line, of the unsupported setting."""
         super().__init__(f"task {task} cannot be run: {reason} ({where})", hint=hint)
         self.task = task
         self.reason = reason
@@ -48,13 +47,13 @@ class TaskRefused(DataError):
 
 
 class _Table(BaseModel):
-    """A table of `task.toml`; keys that are not known are ignored, as Harbor does."""
+    """A table of `task.toml`; unknown keys are ignored, as Harbor does."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 class TaskEnvironmentSettings(_Table):
-    """`[environment]`: where the program works."""
+    """`[environment]`: the environment of the program."""
 
     docker_image: str | None = Field(
         default=None, max_length=512, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$"
@@ -67,16 +66,16 @@ class TaskEnvironmentSettings(_Table):
 
 
 class TaskVerifierSettings(_Table):
-    """`[verifier]`: how the tests run."""
+    """`[verifier]`: the run of the tests."""
 
     timeout_sec: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """None: as the job has it."""
+    """None: the job's limit."""
     env: dict[str, str] = Field(default_factory=dict[str, str])
     environment_mode: Literal["shared", "separate"] = "shared"
 
 
 class TaskAgentSettings(_Table):
-    """`[agent]`: how the program runs."""
+    """`[agent]`: the run of the program."""
 
     timeout_sec: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
@@ -108,7 +107,7 @@ class HarborTask:
     dockerfile: str | None
     """The text of its Dockerfile; None: it names an image."""
     compose: str = ""
-    """Its compose file, where it needs several containers."""
+    """Its compose file, if it needs several containers."""
 
     @property
     def name(self) -> str:
@@ -116,7 +115,7 @@ class HarborTask:
         return self.folder.name
 
     def check_supported(self) -> None:
-        """Raise TaskRefused for what no environment here can do."""
+        """Raise TaskRefused for unsupported settings."""
         settings = self.settings
         refusals: dict[str, tuple[Any, str, str]] = {
             "it has several steps": (settings.steps, "[[steps]]", "steps"),
@@ -149,14 +148,14 @@ class HarborTask:
             raise TaskRefused(self.name, "it needs several containers", self.compose)
 
     def place(self, key: str, table: str) -> str:
-        """Return where a key of the settings stands, as `file:line`."""
+        """Return the place of a key of the settings, as `file:line`."""
         text = read_text(self.folder, SETTINGS) or ""
         line = _line_of(text, key, table)
         return f"{SETTINGS}:{line}" if line else SETTINGS
 
 
 def read_task(folder: Path) -> HarborTask:
-    """Read a task; DataError with file and line for a folder that holds none."""
+    """Read a task; DataError with file and line for an invalid folder."""
     texts = {name: read_text(folder, name) for name in (INSTRUCTION, SETTINGS, TEST_SCRIPT)}
     for name, text in texts.items():
         if text is None:
@@ -180,7 +179,7 @@ def read_task(folder: Path) -> HarborTask:
 
 
 def parse_settings(text: str, where: Path) -> TaskSettings:
-    """Read a `task.toml`; DataError with the line for one that is none."""
+    """Read a `task.toml`; DataError with the line for an invalid one."""
     try:
         tree = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -205,7 +204,7 @@ def parse_settings(text: str, where: Path) -> TaskSettings:
 
 
 def read_text(folder: Path, name: str) -> str | None:
-    """Return a file below a folder as text; None for one that is missing, a link or too large."""
+    """Return a file below a folder as text; None if it is missing, a link or too large."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     *parents, last = name.split("/")
     with contextlib.ExitStack() as opened:
@@ -235,7 +234,7 @@ def is_task_folder(path: Path) -> bool:
 
 
 def holds_tasks(source: TaskSource) -> bool:
-    """Return whether there is a folder with at least one task in it, which may be damaged."""
+    """Return whether a folder contains at least one task, which may be invalid."""
     folder = Path(source.folder).expanduser()
     return folder.is_dir() and any(map(is_task_folder, folder.iterdir()))
 
@@ -244,7 +243,7 @@ class TaskFolders:
     """The tasks of a folder, as the rows of a dataset."""
 
     def __init__(self, source: TaskSource) -> None:
-        """Read all tasks; DataError names the first ones that cannot be read, and why."""
+        """Read all tasks; DataError names the first invalid ones, and the reasons."""
         path = Path(source.folder).expanduser()
         if not path.is_dir():
             raise DataError(
@@ -276,14 +275,14 @@ class TaskFolders:
                 hint="name the folder in which the folders of tasks lie, or another share",
             )
         self.tasks: Sequence[HarborTask] = tasks
-        """In the order of their names."""
+        """The tasks, ordered by name."""
 
     def __len__(self) -> int:
         """Return the number of tasks."""
         return len(self.tasks)
 
     def row(self, number: int) -> Mapping[str, Any]:
-        """Return what a program may know of a task."""
+        """Return a task without its tests."""
         task = self.tasks[number]
         return {"prompt": task.instruction, "task": task.name}
 
@@ -296,12 +295,12 @@ class TaskFolders:
 
 
 def _place_of(name: str) -> float:
-    """Return a number in [0, 1) that a task's name alone decides."""
+    """Return a number in [0, 1) that depends on a task's name only."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest()) / 2**64
 
 
 def _without_canary(text: str) -> str:
-    """Return an instruction without the lines by which benchmarks find themselves in corpora."""
+    """Return an instruction without the lines that mark benchmarks in corpora."""
     lines = text.splitlines(keepends=True)
     while lines and _CANARY.fullmatch(lines[0].rstrip("\r\n")):
         del lines[0]
@@ -309,7 +308,7 @@ def _without_canary(text: str) -> str:
 
 
 def _line_of(text: str, key: str, table: str) -> int | None:
-    """Return the line on which a key of a table stands, or the table's own; None: nowhere."""
+    """Return the line of a table's key, else the table's line, else None."""
     here, table_line = "", None
     for number, line in enumerate(text.splitlines(), 1):
         words = line.strip()

@@ -33,9 +33,9 @@ MAX_SCHEMA_DEPTH = 32
 """Nested lists and maps of a schema."""
 _EXAMPLE_DEPTH = 8
 _MAX_STEPS = 20_000
-"""Values and schemas that are compared for one call."""
+"""Values and schemas compared for one call."""
 _MAX_NAMED = 32
-"""Choices that a message names."""
+"""Choices that a message lists."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -55,47 +55,47 @@ Schema: TypeAlias = Mapping[str, Any]
 
 @dataclass
 class ToolResult:
-    """What one call led to."""
+    """The result of one call."""
 
     text: str
-    """What the policy reads."""
+    """The text that the policy reads."""
     reward: float = 0.0
     """Reward of the call; those of one turn are added."""
     done: bool = False
     """The episode has ended; later calls of the turn are not run."""
     info: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Further values; later calls of a turn overwrite those of earlier ones."""
+    """Further values; later calls of a turn overwrite earlier ones."""
 
 
 class ToolGame(AbstractGame):
     """A game whose policy calls tools; a turn without a call goes to `answer`.
 
-    Subclasses write `get_tools` and `call_tool`, and `reset` and the prompts as any game.
+    Subclasses write `get_tools` and `call_tool`, and `reset` and the prompts like any game.
     """
 
     max_result_chars: int = 16_000
-    """Characters of one result; a longer one is cut, and says so."""
+    """Characters of one result; a longer one is cut, with a note."""
     max_calls: int = 16
     """Calls of one turn that are run; the others are answered by a message."""
     max_tool_turns: int = 256
-    """Turns with calls, after which the episode ends as a limit ends it (`finish_early`)."""
+    """Turns with calls, after which the episode ends as by a limit (`finish_early`)."""
 
     _functions: dict[str, Schema] | None = None
     _num_turns = _num_calls = _num_refused = 0
 
     @abstractmethod
     def get_tools(self) -> list[dict[str, Any]]:
-        """Return the tools as OpenAI's function schemas, in an order that is always the same."""
+        """Return the tools as OpenAI's function schemas, always in the same order."""
 
     def tools_by_environment(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the tools of each environment where rows choose one by their column `environment`.
+        """Return the tools of each environment if rows choose one by their column `environment`.
 
         By default all episodes have the same tools.
         """
         return {}
 
     def describe(self) -> dict[str, str]:
-        """Return what `tinkermq env check` shows of the environment, by topic.
+        """Return the lines of `tinkermq env check` about the environment, by topic.
 
         Topics are `tasks`, `rewards` and `sessions at once`, or any other.
         """
@@ -106,12 +106,12 @@ class ToolGame(AbstractGame):
         """Run a call whose name and arguments fit the tool's schema."""
 
     def answer(self, text: str) -> StepResult:
-        """Take a turn without a call, its reasoning removed; by default it ends the episode."""
+        """Answer a turn without a call, its reasoning removed; by default it ends the episode."""
         del text
         return StepResult("", 0.0, done=True)
 
     def step(self, action: str) -> StepResult:
-        """Run the calls of a turn in their order, or take its answer."""
+        """Run the calls of a turn in their order, or pass its answer on."""
         turn = self._begin_turn(action)
         if not turn.calls:
             return self._answered(self.answer(turn.text))
@@ -135,7 +135,7 @@ class ToolGame(AbstractGame):
     def _read(
         self, call: FoundCall | None, number: int, turn: "ToolTurn"
     ) -> tuple[str, dict[str, Any] | None]:
-        """Return a call's name and arguments; None for arguments: it was refused by a message."""
+        """Return a call's name and arguments; None for arguments if a message refused it."""
         assert self._functions is not None
         name, arguments, problem = "", None, ""
         if number >= self.max_calls:
@@ -159,7 +159,7 @@ class ToolGame(AbstractGame):
         return not turn.done and self._num_turns >= self.max_tool_turns
 
     def _result(self, turn: "ToolTurn") -> StepResult:
-        """Return the answer to a turn whose calls have been run."""
+        """Return the answer to a turn whose calls were run."""
         info = {**turn.info, **self._counts()}
         return StepResult("", turn.reward, turn.done, info, "tool", tool_results=turn.texts)
 
@@ -172,14 +172,14 @@ class ToolGame(AbstractGame):
 
 
 class AsyncToolGame(ToolGame):
-    """A ToolGame whose `call_tool` waits for something; `answer` may be a coroutine, too."""
+    """A ToolGame whose `call_tool` is a coroutine; `answer` may be one, too."""
 
     @abstractmethod
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:  # pyright: ignore[reportIncompatibleMethodOverride]  # step awaits it
         """Run a call whose name and arguments fit the tool's schema."""
 
     async def step(self, action: str) -> StepResult:  # pyright: ignore[reportIncompatibleMethodOverride]  # the host awaits it
-        """Run the calls of a turn in their order, or take its answer."""
+        """Run the calls of a turn in their order, or pass its answer on."""
         turn = self._begin_turn(action)
         if not turn.calls:
             return self._answered(await resolve(self.answer(turn.text)))
@@ -194,12 +194,12 @@ class AsyncToolGame(ToolGame):
 
 @dataclass
 class ToolTurn:
-    """One turn of the policy, and what its calls have led to so far."""
+    """One turn of the policy, and the results of its calls so far."""
 
     text: str
-    """What it says, its calls included and its reasoning not."""
+    """Its text, with its calls and without its reasoning."""
     calls: list[FoundCall | None]
-    """Its calls; None for one that cannot be read."""
+    """Its calls; None for one that cannot be parsed."""
     max_chars: int
     texts: list[str] = field(default_factory=list[str])
     """The result of each call."""
@@ -208,7 +208,7 @@ class ToolTurn:
     info: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def add(self, result: ToolResult) -> bool:
-        """Take the result of the next call; return whether the episode goes on."""
+        """Add the result of the next call; return whether the episode continues."""
         self.texts.append(bounded_text(result.text, self.max_chars))
         self.reward += result.reward
         self.info.update(result.info)
@@ -216,16 +216,16 @@ class ToolTurn:
         return not self.done
 
     def end(self, result: StepResult) -> None:
-        """Take what the episode earns at its end."""
+        """Add the reward of the episode's end."""
         self.reward += result.reward
         self.info.update(result.info or {})
         self.done = True
 
 
 def bounded_text(text: str, max_chars: int) -> str:
-    """Return a text that can travel and has at most `max_chars` characters and a note of a cut.
+    """Return a text that can travel, cut to `max_chars` characters with a note.
 
-    Half characters become question marks.
+    Lone surrogates become question marks.
     """
     cut = text if len(text) <= max_chars else text[:max_chars]
     whole = cut if cut.isascii() else cut.encode(errors="replace").decode()
@@ -237,9 +237,9 @@ def bounded_text(text: str, max_chars: int) -> str:
 
 
 def _calls_in(text: str, tools: Sequence[Mapping[str, Any]]) -> list[FoundCall | None]:
-    """Return the calls of a text in their order; None for one that cannot be read.
+    """Return the calls of a text in their order; None for one that cannot be parsed.
 
-    A text without a call in the form of Hermes and Qwen may have them in another known form.
+    A text without a call in the form of Hermes and Qwen may have calls in another known form.
     """
     calls: list[FoundCall | None] = []
     for piece in CallSplitter().push(text, last=True):
@@ -259,7 +259,7 @@ def _calls_in(text: str, tools: Sequence[Mapping[str, Any]]) -> list[FoundCall |
 def _problem_of(
     name: str, arguments: dict[str, Any] | None, functions: Mapping[str, Schema]
 ) -> str:
-    """Return why a call cannot be run; empty where it can."""
+    """Return why a call cannot be run; empty if it can."""
     function = functions.get(name)
     if function is None:
         return f"there is no tool {shown(name)}; the tools are {', '.join(functions)}"
@@ -271,8 +271,8 @@ def _problem_of(
 class _Check:
     """Compares values with a schema: types, choices, required and unknown names.
 
-    Other keywords of JSON schemas are not looked at, nor is what is behind many steps: a schema
-    with references may have no end.
+    Other keywords of JSON schemas are ignored. The number of steps is limited, since a schema with
+    references may be endless.
     """
 
     def __init__(self, root: Schema) -> None:
@@ -280,7 +280,7 @@ class _Check:
         self._steps_left = _MAX_STEPS
 
     def problems(self, value: Any, place: str, schema: Any = None, depth: int = 0) -> Iterator[str]:
-        """Yield what of a value at `place` does not fit, by default the whole schema."""
+        """Yield the problems of a value at `place`, by default with the whole schema."""
         fields = self._root if depth == 0 else schema
         self._steps_left -= 1
         if not isinstance(fields, Mapping) or depth > MAX_SCHEMA_DEPTH or self._steps_left < 0:
@@ -301,7 +301,7 @@ class _Check:
                 yield from self.problems(item, inner, fields.get("items"), depth + 1)
 
     def _combined(self, value: Any, place: str, fields: Schema, depth: int) -> Iterator[str]:
-        """Yield what does not fit the references, combinations and choices of a schema."""
+        """Yield the problems with the references, combinations and choices of a schema."""
         others = _listed(fields.get("allOf"))
         if "$ref" in fields:
             others = [*others, self._referred(fields["$ref"])]
@@ -337,7 +337,7 @@ class _Check:
             yield from self.problems(item, inner, properties.get(name, others), depth + 1)
 
     def _referred(self, reference: Any) -> Any:
-        """Return the schema that a local reference names; None for another."""
+        """Return the schema of a local reference; None for another."""
         schema: Any = self._root
         for part in str(reference).removeprefix("#/").split("/"):
             schema = cast("Schema", schema).get(part) if isinstance(schema, Mapping) else None
@@ -432,7 +432,7 @@ def _unfit(source: str, name: str, why: str) -> GameError:
 
 
 def _depth_of(value: Any) -> int:
-    """Return how deep a value nests, or a little more than is allowed where it nests deeper."""
+    """Return the nesting depth of a value, up to a little more than allowed."""
     level, depth = [value], 0
     while level and depth <= MAX_SCHEMA_DEPTH:
         level = [inner for outer in level for inner in _inside(outer)]
@@ -456,9 +456,9 @@ def _inside(value: Any) -> list[Any]:
 
 
 def example_of(schema: Any, root: Any = None, depth: int = _EXAMPLE_DEPTH) -> Any:
-    """Return a value that fits a JSON schema in most cases, for a policy that has learnt nothing.
+    """Return a value that fits a JSON schema in most cases, for an untrained policy.
 
-    References are looked up in `root`, by default the schema itself.
+    References are resolved in `root`, by default the schema itself.
     """
     if not isinstance(schema, Mapping) or not depth:
         return "text"

@@ -24,7 +24,7 @@ def verl_row(
 
 @dataclass(frozen=True)
 class DataMaker:
-    """The `make_data` of a game whose rows are drawn."""
+    """The `make_data` of a game with random rows."""
 
     row: Callable[[random.Random, str, int], Mapping[str, Any]]
     """Draws the row of a split at an index."""

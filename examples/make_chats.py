@@ -1,10 +1,9 @@
 """Write conversations to learn a game from: `python examples/make_chats.py calculator`.
 
-The game is played with its own gold answers (`gold_action`), on the rows of its training data or
-on seeds; a game that has none is demonstrated by its module's `demonstrations(rng)`. Each episode
-is one line of outputs/data/<game>/chats.jsonl, in the column `messages`, with the game's tools, if
-it has some, in `tools`.
-What you have instead, chats of people or of a larger model, goes into the same column.
+The script plays the game's gold answers (`gold_action`), on the rows of its training data or on
+seeds; for a game without them it uses its module's `demonstrations(rng)`. Each episode is one line
+of outputs/data/<game>/chats.jsonl, in the column `messages`, with the game's tools, if any, in
+`tools`. Use the same column for your own chats, of people or of a larger model.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Write the data of a game that has some: `python examples/make_data.py calculator`.
+"""Write the data of a game: `python examples/make_data.py calculator`.
 
 Makes `train.parquet` and `val.parquet` in outputs/data/<game>, in verl's columns (alfworld:
 `train.jsonl`, `seen.jsonl` and `unseen.jsonl`); the same seed always gives the same rows. Games
-that generate their states need none.
+that generate their states need no data.
 """
 
 import argparse

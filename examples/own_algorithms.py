@@ -51,11 +51,11 @@ def certain(inputs: CorrectionInputs) -> Tensor:
 
 
 def neither_hopeless_nor_easy(group: FilterInputs) -> bool:
-    """Train groups of which some episodes were good, and not nine in ten."""
+    """Select groups of which some, but fewer than nine in ten, episodes were good."""
     good = float((group.rewards_E > 0.5).mean())
     return 0 < good <= 0.9
 
 
 def hardest(tasks: CurriculumInputs) -> NDArray[np.float64]:
-    """Choose what is rarely solved: float64[I]."""
+    """Prefer tasks that are rarely solved: float64[I]."""
     return 1 - tasks.rates_I

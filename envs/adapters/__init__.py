@@ -1,1 +1,1 @@
-"""Games of other packages, played as games of ours."""
+"""Environments of other packages as games."""

@@ -43,8 +43,8 @@ class GymnasiumGame(AbstractGame):
         """Choose an environment.
 
         `env_id` is a registered id, or `module:id` with the module that registers it; `kwargs` go
-        to its constructor. `actions` names the actions: a list for the numbers of a discrete
-        space, or a map from names to actions. `instructions` stand before the first observation.
+        to its constructor. `actions` names the actions: a list for the numbers of a discrete space,
+        or a map from names to actions. `instructions` precede the first observation.
         """
         self._gym = self.needs.load()
         self._spec = self._find(env_id)
@@ -86,7 +86,7 @@ class GymnasiumGame(AbstractGame):
         return StepResult(shown, float(reward), done, info)
 
     def parse_action(self, raw: str) -> str:
-        """Return what stands between `<action>` and `</action>`, or else the last line."""
+        """Return the text between `<action>` and `</action>`, or else the last line."""
         return tagged_or_last_line(raw, "action")
 
     def get_system_prompt(self) -> str:
@@ -108,7 +108,7 @@ class GymnasiumGame(AbstractGame):
         return {"env_id": self._spec.id, "return": self._total}
 
     def _find(self, env_id: str) -> Any:
-        """Return the specification of an id, importing the module that stands before it."""
+        """Return the specification of an id, importing the module before its colon."""
         module, _, name = env_id.rpartition(":")
         try:
             if module:
@@ -135,7 +135,7 @@ class GymnasiumGame(AbstractGame):
         return f"Observation: {plain(observation)}"
 
     def _action(self, text: str) -> tuple[Any] | None:
-        """Return the action that a text means, in a tuple since an action may be None."""
+        """Return the action of a text, in a tuple since an action may be None."""
         if text.casefold() in self._named:
             return (self._named[text.casefold()],)
         spaces, space = self._gym.spaces, self._env.action_space
@@ -148,7 +148,7 @@ class GymnasiumGame(AbstractGame):
         return (action,) if space.contains(action) else None
 
     def _read(self, space: Any, value: Any) -> Any:
-        """Return what a JSON value means in a space; raises for one that means nothing there."""
+        """Return the value of a space for a JSON value; raises for an invalid one."""
         spaces = self._gym.spaces
         if isinstance(space, spaces.Dict | spaces.Tuple):
             inner: Any = space.spaces  # which gymnasium reads from a list for each, not from one
@@ -177,7 +177,7 @@ class GymnasiumGame(AbstractGame):
         return f"Actions are JSON in {space}."
 
     def _info(self, info: Mapping[str, Any], *, done: bool) -> dict[str, Any]:
-        """Return what is told of a turn; success where the environment defines it."""
+        """Return the `info` of a turn; with success if the environment defines it."""
         facts: dict[str, Any] = {"type": self._spec.id}
         threshold = self._spec.reward_threshold
         if "is_success" in info:

@@ -40,7 +40,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 class McpGame(AsyncToolGame):
-    """Answer a question with the tools of MCP servers at hand."""
+    """Answer a question with the tools of MCP servers."""
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class McpGame(AsyncToolGame):
         system_prompt: str = "",
         max_result_chars: int = 16_000,
     ) -> None:
-        """Read the settings of the servers; nothing is started or asked yet.
+        """Read the settings of the servers; nothing starts yet.
 
-        `allowed_hosts` are the hosts that URLs of servers may name, `system_prompt` stands before
-        the resources and prompts that servers name. Raises ConfigError.
+        `allowed_hosts` are the hosts of servers' URLs, `system_prompt` precedes the configured
+        resources and prompts of servers. Raises ConfigError.
         """
         self._servers = read_servers(servers, allowed_hosts)
         self._system_prompt = system_prompt
@@ -64,15 +64,14 @@ class McpGame(AsyncToolGame):
         weakref.finalize(self, _close_soon, self._sessions).atexit = False
 
     def get_tools(self) -> list[dict[str, Any]]:
-        """Return the tools of all servers, which the first game of a process asks for.
+        """Return the tools of all servers; the first game of a process requests them.
 
-        Raises GameError for a server that cannot be used, and for tools without a name of their
-        own.
+        Raises GameError for a server that cannot be used, and for tools without a unique name.
         """
         return toolbox(self._servers).tools
 
     async def reset(self, *, ground_truth: Any, **_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]  # the host awaits it
-        """Take the answer of a row, and read the resources and prompts that servers name."""
+        """Store the answer of a row, and read the configured resources and prompts of servers."""
         self._truth = ground_truth
         texts = [
             await self._named_texts(number, server)
@@ -83,7 +82,7 @@ class McpGame(AsyncToolGame):
         return ""
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """Call a tool at its server; what it refuses is for the policy to read."""
+        """Call a tool at its server; the policy reads a refusal."""
         number, tool = toolbox(self._servers).owners[name]
         session = await self._session(number)
         text, failed = await session.call(tool, arguments)
@@ -91,7 +90,7 @@ class McpGame(AsyncToolGame):
         return ToolResult(text or "(no output)", info={"failed_calls": self._num_failed})
 
     def answer(self, text: str) -> StepResult:
-        """Take the policy's answer, which ends the episode; its worth is `env.reward`'s to say."""
+        """Take the policy's answer, which ends the episode; `env.reward` judges it."""
         del text
         self.close()
         return StepResult("", 0.0, done=True)
@@ -101,7 +100,7 @@ class McpGame(AsyncToolGame):
         _close_soon(self._sessions)
 
     def get_system_prompt(self) -> str:
-        """Return the system prompt, and what the servers' resources and prompts say."""
+        """Return the system prompt, with the servers' resources and prompts."""
         return join_texts(self._system_prompt, self._context)
 
     def get_initial_user_message(self) -> str:
@@ -113,7 +112,7 @@ class McpGame(AsyncToolGame):
         return "mcp"
 
     def get_state(self) -> dict[str, Any]:
-        """Return the right answer, and which servers have a session."""
+        """Return the right answer, and the servers with a session."""
         names = [self._servers[number].name for number in self._sessions]
         return {"ground_truth": self._truth, "sessions": names}
 
@@ -123,7 +122,7 @@ class McpGame(AsyncToolGame):
         return self._sessions[number]
 
     async def _named_texts(self, number: int, server: GameServer) -> str:
-        """Return what the resources and prompts of a server say."""
+        """Return the texts of the resources and prompts of a server."""
         session = await self._session(number)
         texts: list[str] = []
         try:
@@ -141,7 +140,7 @@ class McpGame(AsyncToolGame):
 
 
 def _close_soon(sessions: dict[int, McpSession]) -> None:
-    """End sessions, from any thread; those that are shared go on."""
+    """End sessions, from any thread; shared ones stay."""
     while sessions:
         _, session = sessions.popitem()
         if not session.is_shared:
@@ -154,7 +153,7 @@ def _close_soon(sessions: dict[int, McpSession]) -> None:
 def read_servers(
     servers: Sequence[Mapping[str, Any]], allowed_hosts: Sequence[str]
 ) -> list[GameServer]:
-    """Read the settings of servers; ConfigError names the key that cannot be used."""
+    """Read the settings of servers; ConfigError names the invalid key."""
     if not isinstance(servers, list | tuple) or not 0 < len(servers) <= MAX_SERVERS:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(
             f"env.kwargs.servers is {shown(servers)}",
@@ -178,7 +177,7 @@ def read_servers(
 
 
 def _host(url: str) -> str:
-    """Return the host of a URL; empty for one without, or with one that is none."""
+    """Return the host of a URL; empty without one."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:
@@ -215,10 +214,10 @@ def _is_prompt(prompt: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Toolbox:
-    """The tools that a policy may call, and whose they are."""
+    """The tools of a policy, and their servers."""
 
     tools: list[dict[str, Any]]
-    """As function schemas, in the order of the servers and of their lists."""
+    """Function schemas, in the order of the servers and of their lists."""
     owners: dict[str, tuple[int, str]]
     """By name: the number of the server, and the server's own name of the tool."""
 
@@ -228,9 +227,9 @@ _toolboxes_lock = threading.Lock()
 
 
 def toolbox(servers: Sequence[GameServer]) -> Toolbox:
-    """Return the tools of servers, asked for once in a process. Blocks the first time.
+    """Return the tools of servers, requested once in a process. Blocks the first time.
 
-    Raises GameError, SandboxError and ConfigError, each with what is to be done.
+    Raises GameError, SandboxError and ConfigError.
     """
     key = "\n".join(server.key() for server in servers)
     with _toolboxes_lock:
@@ -280,9 +279,9 @@ async def _tools_of(server: GameServer) -> list[dict[str, Any]]:
 def make_toolbox(
     servers: Sequence[GameServer], listed: Sequence[Sequence[Mapping[str, Any]]]
 ) -> Toolbox:
-    """Give each tool that is offered a name of its own.
+    """Give each offered tool a unique name.
 
-    Raises GameError for names and schemas that cannot be used, and ConfigError for a tool that a
+    Raises GameError for invalid names and schemas, and ConfigError for a configured tool that a
     server does not have.
     """
     tools_of_servers = [
@@ -326,7 +325,7 @@ def _offered(server: GameServer, tools: Sequence[Mapping[str, Any]]) -> list[Map
 
 
 def _plain_name(name: str, server: GameServer) -> str:
-    """Return a tool's name in the letters that models call tools by."""
+    """Return a tool's name in the characters that models may use."""
     if not name or _CONTROL.search(name):
         raise GameError(
             f"{who(server)} has a tool of the name {shown(name)}",

@@ -1,9 +1,9 @@
 """Channels to MCP servers: a program's standard input and output, and streamable HTTP.
 
-A channel carries the messages of JSON-RPC and bounds them: a message may have `MAX_MESSAGE_BYTES`,
-all that comes before an answer `_MAX_BYTES`; how long to wait is the caller's to say. Programs run
-in a sandbox each, and start so many at a time. What a server asks of its client (sampling,
-elicitation, roots) is refused, and notifications are not read.
+A channel carries the messages of JSON-RPC and bounds them: a message to `MAX_MESSAGE_BYTES`,
+everything before an answer to `_MAX_BYTES`. The caller sets time limits. Each program runs in a
+sandbox, and a limited number starts at a time. A server's requests to its client (sampling,
+elicitation, roots) are refused, and notifications are ignored.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from ..sandbox.piped import PipedProgram, PipedSettings
 from ..sandbox.served import start_piped
 
 MAX_MESSAGE_BYTES = 4 << 20
-"""Of one message; a longer answer is not read, and its call fails."""
+"""Largest message; a longer answer is not read, and its call fails."""
 _MAX_BYTES = 256 << 20
 _MAX_MESSAGES = 10_000
 _MAX_TAIL_BYTES = 2048
@@ -54,27 +54,27 @@ class GameServer(McpServer):
     """A server whose tools a policy calls."""
 
     env_variables: list[str] = Field(default_factory=list[str], json_schema_extra=when("command"))
-    """Variables of the environment host that it gets, too, such as one that holds a key."""
+    """Variables of the environment host to pass on, such as one with a key."""
     read: list[str] = Field(default_factory=list[str], json_schema_extra=when("command"))
     """Files and folders that it may read, by absolute paths."""
     network: Literal["none", "open"] = Field(default="none", json_schema_extra=when("command"))
-    """open: it reaches what the machine reaches."""
+    """open: the program has the machine's network."""
     memory_mb: int = Field(default=512, ge=64, le=1 << 20, json_schema_extra=when("command"))
     """Memory of all its processes."""
     processes: int = Field(default=128, ge=1, le=4096, json_schema_extra=when("command"))
     """Its concurrent processes and threads."""
     disk_mb: int = Field(default=64, ge=1, le=1 << 20, json_schema_extra=when("command"))
-    """Room in its /tmp, which is its home and working folder."""
+    """Size of its /tmp, which is its home and working folder."""
     key_variable: str = Field(default="", json_schema_extra=when("url"))
-    """Variable of the environment host with the key that is sent as `Authorization: Bearer`."""
+    """Variable of the environment host with the key for `Authorization: Bearer`."""
     tools: list[str] | None = None
-    """The tools that are offered, by the server's names; default: all."""
+    """The offered tools, by the server's names; default: all."""
     resources: list[str] = Field(default_factory=list[str], max_length=64)
-    """URIs of resources that stand in the system prompt."""
+    """URIs of resources for the system prompt."""
     prompts: list[str | dict[str, Any]] = Field(
         default_factory=list[str | dict[str, Any]], max_length=64
     )
-    """Prompts that stand there: a name, or `{name: …, arguments: {…}}`."""
+    """Prompts for the system prompt: a name, or `{name: …, arguments: {…}}`."""
     shared: bool = False
     """One session for all episodes of a host, for servers without state."""
     max_sessions: int = Field(default=64, ge=1, le=4096)
@@ -85,7 +85,7 @@ class GameServer(McpServer):
     """Time limit of one call; `env.step_timeout_s` bounds all calls of a turn."""
 
     def key(self) -> str:
-        """Return a text that equal settings have in common."""
+        """Return a text that is the same for equal settings."""
         return self.model_dump_json()
 
 
@@ -114,7 +114,7 @@ class Channel(Protocol):
         ...
 
     def use_protocol(self, version: str) -> None:
-        """Take notice of the version that both sides speak."""
+        """Record the version of the protocol."""
         ...
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class Channel(Protocol):
 
 
 def who(server: GameServer) -> str:
-    """Return how messages name a server."""
+    """Return the name of a server in messages."""
     return f"the MCP server {server.name} ({server.url or server.command})"
 
 
@@ -150,7 +150,7 @@ def _parsed(data: bytes | bytearray) -> Any:
 
 
 def _answer_to(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer to a request of the server: nothing but a ping is done for it."""
+    """Return the answer to a server's request: only a ping is served."""
     answer: dict[str, Any] = {"jsonrpc": "2.0", "id": request["id"]}
     if request.get("method") == "ping":
         return {**answer, "result": {}}
@@ -159,7 +159,7 @@ def _answer_to(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Budget:
-    """What a server may send before an answer."""
+    """Limits of a server's messages before an answer."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -182,7 +182,7 @@ def _too_long(name: str) -> CallRefused:
 
 
 farewells: set["asyncio.Task[None]"] = set()
-"""What ends sessions."""
+"""Interface to end sessions."""
 
 
 def _begin_farewell(task: "asyncio.Task[None]") -> None:
@@ -194,7 +194,7 @@ def _begin_farewell(task: "asyncio.Task[None]") -> None:
 
 
 class StdioChannel(asyncio.Protocol):
-    """One program: a line is a message. Requests share its output, which may be out of order."""
+    """One program: a line is a message. Answers may come in any order."""
 
     def __init__(self, server: GameServer) -> None:
         self._name = who(server)
@@ -256,11 +256,11 @@ class StdioChannel(asyncio.Protocol):
         self._fail(McpServerError(f"the session with {self._name} is closed"), grace_s=0.0)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take what writes to the program."""
+        """Store the pipe to the program."""
         self._transport = cast("asyncio.WriteTransport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Take lines apart; a line that is too long is not held."""
+        """Split output into lines; a line that is too long is dropped."""
         try:
             self._budget.take(num_bytes=len(data))
             *ends, rest = data.split(b"\n")
@@ -272,7 +272,7 @@ class StdioChannel(asyncio.Protocol):
             self._fail(error, grace_s=0.0)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail all that wait: the program has ended, or closed its output."""
+        """Fail all waiting requests: the program has ended, or closed its output."""
         self._fail(None, grace_s=_END_S)
 
     def _add_piece(self, piece: bytes) -> None:
@@ -332,7 +332,7 @@ class StdioChannel(asyncio.Protocol):
         _begin_farewell(self._loop.create_task(self._end(error, grace_s)))
 
     async def _end(self, error: McpServerError | None, grace_s: float) -> None:
-        """End the program; tell those who wait why, once it is known."""
+        """End the program; fail waiting requests with the reason, once it is known."""
         program, printed = self._program, self._printed
         assert program is not None
         assert printed is not None
@@ -350,14 +350,14 @@ class StdioChannel(asyncio.Protocol):
 
 
 class _Start:
-    """The start of a program in a thread; so many at a time as there are threads."""
+    """The start of a program in a thread; the number of threads limits concurrent starts."""
 
     def __init__(self, settings: PipedSettings, stdio: socket.socket, errors: int) -> None:
         self._settings, self._stdio, self._errors = settings, stdio, errors
         self.future = _starters.submit(self._run)
 
     def give_up(self) -> None:
-        """End the program if it comes to run yet."""
+        """End the program if it still starts."""
         self.future.add_done_callback(self._end)
 
     def _run(self) -> PipedProgram:
@@ -378,7 +378,7 @@ class _Start:
 
 
 class _Printed:
-    """The end of what a program prints to its standard error, read slowly enough."""
+    """The end of a program's standard error, read at intervals."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, file: int) -> None:
         self._loop = loop
@@ -395,7 +395,7 @@ class _Printed:
         return f"it printed at last: {printable(output)}" if output else "it printed nothing"
 
     def close(self) -> None:
-        """Read no more; harmless when repeated."""
+        """Stop reading; harmless when repeated."""
         if self._file >= 0:
             self._loop.remove_reader(self._file)
             os.close(self._file)
@@ -443,7 +443,7 @@ class HttpChannel:
         return self._is_open
 
     def use_protocol(self, version: str) -> None:
-        """Name the version in each request from now on."""
+        """Send the version with each request from now on."""
         self._headers["MCP-Protocol-Version"] = version
 
     async def request(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -468,7 +468,7 @@ class HttpChannel:
                 await self._body(reply)
 
     def close(self) -> None:
-        """End the session; the server is told where it named one."""
+        """End the session, and tell the server if it has named one."""
         if not self._is_open:
             return
         self._is_open = False
@@ -564,7 +564,7 @@ class HttpChannel:
         )
 
     async def _finish(self, events: AsyncIterator[bytes]) -> None:
-        """Read on to the end of a stream, so that its connection serves again; not for long."""
+        """Read the rest of a stream, for a limited time, so that its connection can be reused."""
         if not self._ends_streams:
             return
         try:
@@ -614,7 +614,7 @@ class HttpChannel:
 
 
 def http_client() -> httpx.AsyncClient:
-    """Return a client for all sessions of an event loop: they share connections, and no cookies."""
+    """Return a client for all sessions of an event loop; they share connections, not cookies."""
     client = httpx.AsyncClient(
         timeout=httpx.Timeout(None, connect=_CONNECT_S),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),

@@ -2,13 +2,11 @@
 
 `connect` opens a session with a server: over the standard input and output of a program that it
 starts in a sandbox, or over streamable HTTP. A session lists tools, calls them, and reads resources
-and prompts.
+and prompts. The official package is not used: importing it takes five times as long as all other
+imports of a host, and its client buffers anything that a server sends.
 
-The official package is not used: importing it takes five times as long as all else that a host
-imports for a game, and its client holds whatever a server sends.
-
-An error of the server ends the session, and so the episode; a call that the server refuses, or
-whose answer is too long, is the policy's to read.
+An error of the server ends the session, and so the episode; the policy reads a refused call, or one
+whose answer is too long.
 """
 
 import asyncio
@@ -28,9 +26,9 @@ from . import mcp_channels
 
 T = TypeVar("T")
 PROTOCOLS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
-"""Versions of the protocol that are spoken, the preferred one first."""
+"""Supported versions of the protocol, the preferred one first."""
 MAX_TOOLS = 512
-"""Tools of one server."""
+"""Most tools of one server."""
 _MAX_PAGES = 64
 
 
@@ -38,7 +36,7 @@ class McpSession:
     """A conversation with one server."""
 
     def __init__(self, server: mcp_channels.GameServer, channel: mcp_channels.Channel) -> None:
-        """`connect` makes sessions."""
+        """Not public: `connect` makes sessions."""
         self._server = server
         self._channel = channel
         self._num_requests = 0
@@ -53,7 +51,7 @@ class McpSession:
 
     @property
     def is_shared(self) -> bool:
-        """Whether all episodes of an event loop have it."""
+        """Whether all episodes of an event loop share it."""
         return self._server.shared
 
     async def begin(self) -> None:
@@ -77,7 +75,7 @@ class McpSession:
         await self._channel.notify(mcp_channels.rpc_message("notifications/initialized"))
 
     async def tools(self) -> list[dict[str, Any]]:
-        """Return the tools that the server lists, as it describes them; checks names alone."""
+        """Return the tools in the server's own form; only names are checked."""
         tools: list[dict[str, Any]] = []
         cursor: Any = None
         for _ in range(_MAX_PAGES):
@@ -116,12 +114,12 @@ class McpSession:
         return self._text("tools/call", result, "content"), result.get("isError") is True
 
     async def resource(self, uri: str) -> str:
-        """Return the text of a resource; CallRefused for one that is not there."""
+        """Return the text of a resource; CallRefused if it does not exist."""
         result = await self.request("resources/read", {"uri": uri})
         return self._text("resources/read", result, "contents")
 
     async def prompt(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return the text of a prompt; CallRefused for one that is not there."""
+        """Return the text of a prompt; CallRefused if it does not exist."""
         result = await self.request("prompts/get", {"name": name, "arguments": arguments})
         return self._text("prompts/get", result, "messages")
 
@@ -189,7 +187,7 @@ class McpSession:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether a call without an answer says nothing of others, as over HTTP."""
+        """Whether a call without an answer leaves the session usable, as over HTTP."""
         return self.is_shared and not self._server.command
 
     @property
@@ -198,7 +196,7 @@ class McpSession:
 
 
 def _refusal(error: Any) -> str:
-    """Return what an error of JSON-RPC says."""
+    """Return the message of a JSON-RPC error."""
     if isinstance(error, dict):
         fields = cast("dict[str, Any]", error)
         message = fields.get("message")
@@ -207,7 +205,7 @@ def _refusal(error: Any) -> str:
 
 
 def _part_text(part: Any) -> str:
-    """Return a part of an answer as text; TypeError or KeyError for what is none.
+    """Return a part of an answer as text; TypeError or KeyError for an invalid one.
 
     Images and sound are named, not shown.
     """
@@ -235,14 +233,14 @@ def _typed(value: Any, expected: type[T]) -> T:
 
 @dataclass
 class _LoopSessions:
-    """What the sessions of one event loop share."""
+    """Shared state of the sessions of one event loop."""
 
     client: httpx.AsyncClient
     shared: dict[str, "asyncio.Task[McpSession]"] = field(
         default_factory=dict[str, "asyncio.Task[McpSession]"]
     )
     places: dict[str, asyncio.Semaphore] = field(default_factory=dict[str, asyncio.Semaphore])
-    """What is left of `max_sessions`, by server."""
+    """Free sessions of `max_sessions`, by server."""
 
 
 _of_loops: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopSessions]" = (
@@ -251,9 +249,9 @@ _of_loops: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopSessions]"
 
 
 async def connect(server: mcp_channels.GameServer) -> McpSession:
-    """Return a session with a server: a new one, or the one that all share.
+    """Return a session with a server: a new one, or the shared one.
 
-    Raises McpServerError, GameHung, SandboxError and ConfigError, each with what is to be done.
+    Raises McpServerError, GameHung, SandboxError and ConfigError.
     """
     if not server.shared:
         return await _new_session(server)
@@ -265,7 +263,7 @@ async def connect(server: mcp_channels.GameServer) -> McpSession:
 
 
 async def close_all() -> None:
-    """Close the connections of this event loop; it is used no more."""
+    """Close the connections of this event loop, which ends."""
     here = _of_loops.pop(asyncio.get_running_loop(), None)
     if here is None:
         return

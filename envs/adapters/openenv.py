@@ -1,9 +1,9 @@
 """Environments of OpenEnv servers: a game whose tools, tasks and rewards are the environment's.
 
-An MCP environment's tools are offered as they are; any other environment is one tool, `act`, with
-the fields of its action, or takes the policy's text where the action is one text. Each episode has
-a WebSocket session of its own (`openenv_client.py`). Its seed, and its task where the environment
-lists tasks, follow from the seed or the row of the episode. Every reward is what `step` answered.
+An MCP environment's tools are offered unchanged. Any other environment is one tool, `act`, with the
+fields of its action, or takes the policy's text if the action is one text. Each episode has a
+WebSocket session of its own (`openenv_client.py`). Its seed, and its task if the environment lists
+tasks, follow from the seed or the row of the episode. Every reward is that of `step`.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class OpenEnvOptions:
-    """What `env.kwargs` says; `OpenEnvGame` explains it."""
+    """`env.kwargs`; `OpenEnvGame` explains them."""
 
     urls: tuple[str, ...] = ()
     image: str = ""
@@ -86,7 +86,7 @@ class OpenEnvOptions:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is the same in all episodes of an environment."""
+    """Facts that are the same in all episodes of an environment."""
 
     name: str
     description: str
@@ -95,9 +95,9 @@ class Facts:
     text_field: str = ""
     """The one field of an action that is a text; else empty."""
     split: str = ""
-    """The split whose tasks are played; empty: the environment lists none."""
+    """The played split; empty: the environment lists none."""
     tasks: range = range(0)
-    """Their numbers."""
+    """The numbers of its tasks."""
 
 
 class OpenEnvGame(AsyncToolGame):
@@ -129,12 +129,13 @@ class OpenEnvGame(AsyncToolGame):
 
         `url` may be a list of servers of the same environment. `package` is `module:app` for the
         interpreter `python`, by default this one; `image` is a container image whose server listens
-        on `port`. `copies` servers are started with the environment variables `variables`, each
-        within `start_s`. `key_variable` names the host's environment variable with the servers'
-        key. `reset` holds further arguments of the environment's reset. `split` and `task_range`
-        choose among its tasks. `instructions` stand before the first observation, instead of the
-        environment's description. `observation_field` is the field of an observation that the
-        policy reads, by default all. An episode waits `wait_s` for a session.
+        on `port`. `copies` servers start with the environment variables `variables`, each within
+        `start_s`. `key_variable` names the host's environment variable with the servers' key.
+
+        `reset` has further arguments of the environment's reset. `split` and `task_range` select
+        its tasks. `instructions` precede the first observation, in place of the environment's
+        description. `observation_field` is the field of an observation that the policy reads, by
+        default all. An episode waits up to `wait_s` for a session.
         """
         self.needs.load()
         options = OpenEnvOptions(
@@ -166,7 +167,7 @@ class OpenEnvGame(AsyncToolGame):
         self._task: int | None = None
 
     def generate_initial_state(self) -> dict[str, Any]:
-        """Draw a seed, and a task where the environment has some."""
+        """Draw a seed, and a task if the environment has any."""
         tasks = self._environment.facts().tasks
         task = self.rng.choice(tasks) if tasks else None
         return {"seed": self.rng.getrandbits(31), "task": task}
@@ -179,9 +180,9 @@ class OpenEnvGame(AsyncToolGame):
         extra_info: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> str:
-        """Begin an episode on a session of its own and return what the environment shows.
+        """Begin an episode on a session of its own and return the first observation.
 
-        `extra_info` of a row holds further arguments of the environment's reset.
+        `extra_info` of a row has further arguments of the environment's reset.
         """
         facts = self._environment.facts()
         chosen = {} if task is None else {"split": facts.split, "index": task}
@@ -211,11 +212,11 @@ class OpenEnvGame(AsyncToolGame):
         return await self._play(arguments)
 
     def get_tools(self) -> list[dict[str, Any]]:
-        """Return the environment's tools; a game that has not begun asks the server anew."""
+        """Return the environment's tools; before its first episode a game requests them anew."""
         return list(self._environment.facts(anew=self._session is None).tools)
 
     def describe(self) -> dict[str, str]:
-        """Return what `tinkermq env check` shows of the environment, by topic."""
+        """Return the lines of `tinkermq env check` about the environment, by topic."""
         facts, options = self._environment.facts(), self._options
         of_split = f"{len(facts.tasks):,} of the split {quoted(facts.split)}"
         number = len(options.urls) or options.copies
@@ -262,7 +263,7 @@ class OpenEnvGame(AsyncToolGame):
 
 
 def text_of(observation: Mapping[str, Any], name: str = "") -> str:
-    """Return what a policy reads of an observation: field `name`, a tool's result, or all fields.
+    """Return the policy's text of an observation: field `name`, a tool's result, or all fields.
 
     A single field is shown as it is, several as JSON; metadata are not shown.
     """
@@ -313,7 +314,7 @@ def _plain(value: Any) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return a text without what a terminal would act on."""
+    """Return a text without control characters of terminals."""
     text = text.replace("\r\n", "\n")
     return text if text.isprintable() else _CONTROL.sub("", _ESCAPE.sub("", text))
 
@@ -322,7 +323,7 @@ def _printable(text: str) -> str:
 
 
 class Environment:
-    """The servers of a configuration, and what they have said of their environment."""
+    """The servers of a configuration, and their facts."""
 
     def __init__(self, options: OpenEnvOptions) -> None:
         self._options = options
@@ -337,7 +338,7 @@ class Environment:
         self._pools_lock = threading.Lock()
 
     def facts(self, *, anew: bool = False) -> Facts:
-        """Return what the servers say, the first time and `anew` after asking one; may block."""
+        """Return the facts of the servers, requested the first time and if `anew`; may block."""
         with self._lock:
             if self._facts is None or anew:
                 self._facts = self._asked()
@@ -354,7 +355,7 @@ class Environment:
             return self._pools[loop]
 
     def _ended(self, ended: SessionPool) -> None:
-        """End the servers that are ours with the last event loop that uses them."""
+        """End our own servers with the last event loop that uses them."""
         with self._pools_lock:
             self._pools = {loop: pool for loop, pool in self._pools.items() if pool is not ended}
             if not self._pools:
@@ -362,7 +363,7 @@ class Environment:
                     server.stop()
 
     def _asked(self) -> Facts:
-        """Ask the first server that can be reached."""
+        """Ask the first reachable server."""
         failure: ServerAway | None = None
         for server in self._servers:
             url = server.start() if server.start else server.name
@@ -388,13 +389,13 @@ def _environment(options: OpenEnvOptions) -> Environment:
 
 
 def _apart(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end where an event loop may run already, which waits."""
+    """Run a coroutine to its end in a thread, since this one may run an event loop."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
 
 
 async def _read_facts(url: str, access: Access, options: OpenEnvOptions) -> Facts:
-    """Ask a server for its actions, its tools and its tasks."""
+    """Request a server's actions, tools and tasks."""
     async with HttpRoutes(url, access) as routes:
         return await _facts(routes, options)
 
@@ -425,13 +426,13 @@ async def _facts(routes: HttpRoutes, options: OpenEnvOptions) -> Facts:
 
 
 def _may_be_mcp(properties: Mapping[str, Any]) -> bool:
-    """Return whether actions are those that call tools, or of no kind of their own."""
+    """Return whether actions may be calls of tools."""
     kind = _mapping(properties.get("type")).get("const")
     return not properties or kind in ("call_tool", "list_tools")
 
 
 async def _mcp_tools(routes: HttpRoutes) -> list[Any] | None:
-    """Return the tools of an MCP environment; None for one that has no such thing."""
+    """Return the tools of an MCP environment; None for any other."""
     no_params: dict[str, Any] = {}
     request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": no_params}
     answer = await routes.read("/mcp", request)
@@ -458,7 +459,7 @@ def _function(tool: Any) -> Any:
 
 
 async def _names(routes: HttpRoutes) -> tuple[str, str]:
-    """Return the environment's name and description, as far as it has them."""
+    """Return the environment's name and description, or empty texts."""
     status, content = await routes.ask("/metadata")
     about = _mapping(routes.parse("/metadata", content)) if status == 200 else {}
     status, content = await routes.ask("/list_environments")
@@ -469,7 +470,7 @@ async def _names(routes: HttpRoutes) -> tuple[str, str]:
 
 
 async def _tasks(routes: HttpRoutes, name: str, options: OpenEnvOptions) -> tuple[str, range]:
-    """Return the split to play and the numbers of its tasks; none where none are listed."""
+    """Return the split to play and the numbers of its tasks; none without tasks."""
     status, content = await routes.ask(f"/{quote(name, safe='')}/splits")
     if status != 200:
         if options.split or options.task_range:
@@ -516,7 +517,7 @@ def _text(value: Any) -> str:
 
 
 def _checked_urls(urls: Any) -> tuple[str, ...]:
-    """Return base URLs for HTTP, as they are given but for the scheme and a last slash."""
+    """Return base URLs with an HTTP scheme and without a last slash."""
     listed = list(cast("Sequence[Any]", urls)) if isinstance(urls, list | tuple) else [None]
     if len(listed) > _MOST_URLS:
         raise GameError(
@@ -571,7 +572,7 @@ def _headers(key_variable: str) -> dict[str, str]:
 ENGINES = ("docker", "podman")
 _LOOK_S = 0.1
 _MOST_LINES, _MOST_BYTES = 20, 1000
-"""Of what a server has written that a message shows."""
+"""Characters of a server's output in a message."""
 _PASSED = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "TMPDIR", "VIRTUAL_ENV")
 _SERVE = """
 import os, signal, sys, threading
@@ -589,7 +590,7 @@ _REMOVE = 'cat >/dev/null; exec "$0" rm -f "$1" >/dev/null 2>&1'
 
 @dataclass
 class StartedProcess:
-    """What was started: it, or what ends it, reads from a pipe until this process closes it."""
+    """A running server, which ends when this process closes a pipe."""
 
     process: "subprocess.Popen[bytes]"
     url: str
@@ -597,7 +598,7 @@ class StartedProcess:
     """Returns the end of its output."""
 
     def is_there(self) -> bool:
-        """Return whether it has not ended; one that is slow to answer is there."""
+        """Return whether it still runs; a slow one does."""
         if self.process.poll() is not None:
             return False
         address = urlsplit(self.url)
@@ -610,17 +611,17 @@ class StartedProcess:
             return True
 
     def end(self) -> None:
-        """End it, and wait for that."""
+        """End it, and wait for its end."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
 
 
 class StartedServer:
-    """A server that this process starts, and that ends with it, even if it is killed."""
+    """A server that this process starts; it ends with this process, even a killed one."""
 
     def __init__(self, name: str, launch: Callable[[], StartedProcess], start_s: float) -> None:
-        """It must answer `start_s` after its start."""
+        """It must answer within `start_s`."""
         self.name = name
         self._launch = launch
         self._start_s = start_s
@@ -664,7 +665,7 @@ class StartedServer:
 
 
 def _started(options: OpenEnvOptions) -> list[StartedServer]:
-    """Return the servers that are ours to start; none of them runs yet."""
+    """Return our own servers, not yet started."""
     if not 1 <= options.copies <= _MOST_URLS:
         raise GameError(f"env.kwargs.copies={options.copies} is not between 1 and {_MOST_URLS}")
     launch: Callable[[], StartedProcess]
@@ -690,9 +691,9 @@ def _started(options: OpenEnvOptions) -> list[StartedServer]:
 def launch_package(app: str, python: str, variables: Mapping[str, str]) -> StartedProcess:
     """Start `module:app` with uvicorn on a free port of the loopback interface.
 
-    It runs as a child of this process, and not in a sandbox of its own: it is a package that the
-    operator installed, as the games of other packages are, and the sandbox of a hosted game, in
-    which none can be made, encloses it, too.
+    It runs as a child of this process without a sandbox of its own: the operator installed the
+    package, like the packages of other games, and the sandbox of a hosted game also contains the
+    child.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -754,7 +755,7 @@ def launch_container(
 ) -> StartedProcess:
     """Start an image on a free port of the loopback interface. Raises OpenEnvError.
 
-    `port` is the one on which the server listens within its container.
+    `port` is the server's port within its container.
     """
     name = f"tinkermq-openenv-{uuid4().hex[:12]}"
     remover = subprocess.Popen(

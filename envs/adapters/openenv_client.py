@@ -1,12 +1,12 @@
-"""The wire of OpenEnv: HTTP routes that describe an environment, and WebSocket sessions to play it.
+"""Client of OpenEnv servers: HTTP routes that describe an environment, and WebSocket sessions.
 
 A session is a connection to `/ws` with an environment instance of its own on the server, and lasts
-for one episode. `SessionPool` opens them within what the servers take: a server that is full, or
-does not answer, is asked again until a deadline. Nothing is retried once an episode has begun.
+for one episode. `SessionPool` opens sessions within the servers' capacity: a server that is full,
+or does not answer, is retried until a deadline. Nothing is retried after the start of an episode.
 
-Everything that a server sends is foreign: messages are bounded and checked, redirects are not
-followed, compression is off, and texts are quoted in messages of ours, so that no control character
-reaches a terminal.
+Data of a server is not trusted: messages are bounded and checked, redirects are not followed,
+compression is off, and texts are quoted in messages of ours, so that no control character reaches a
+terminal.
 """
 
 import asyncio
@@ -33,10 +33,10 @@ needs = extra("websockets", "openenv")
 MAX_MESSAGE_BYTES = 4 << 20
 CONNECT_S = 10.0
 REQUEST_S = 10.0
-"""For a whole HTTP request; and for the answer to a session's end."""
+"""Time limit of an HTTP request, and of the answer to a session's end."""
 _MAX_QUEUED_FRAMES = 4
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.05, 1.0
-"""Between two questions to a server that was full or away."""
+"""Delays between two requests to a server that was full or away."""
 _SHOWN_CHARS = 300
 _TOO_BIG, _NOT_UTF8 = 1009, 1007
 """Codes with which a WebSocket connection is closed."""
@@ -93,7 +93,7 @@ class _Refusal(BaseModel):
 
 @dataclass(frozen=True)
 class Access:
-    """How servers are reached."""
+    """Headers and limits of requests."""
 
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     max_message_bytes: int = MAX_MESSAGE_BYTES
@@ -103,11 +103,11 @@ class Access:
 
 
 class OpenEnvError(GameError):
-    """A server that answered an error, something else than the protocol says, or nothing."""
+    """A server answered with an error, an invalid message, or not at all."""
 
 
 class ActionRefused(OpenEnvError):
-    """The environment does not take an action; its episode goes on."""
+    """The environment refused an action; its episode continues."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the environment refuses the action: {reason}")
@@ -129,7 +129,7 @@ class ServerAway(OpenEnvError):
 
 
 def quoted(message: str | Exception, most_chars: int = _SHOWN_CHARS) -> str:
-    """Return a text of a server as a literal: escaped, on one line, and bounded."""
+    """Return a server's text as a literal: escaped, on one line, and bounded."""
     text = message if isinstance(message, str) else words_of(message)
     return repr(text if len(text) <= most_chars else f"{text[:most_chars]}…")
 
@@ -143,7 +143,7 @@ def _malformed(url: str, what: str, error: Exception) -> OpenEnvError:
 
 
 def _places(error: Exception) -> str:
-    """Return which fields are wrong, without the values."""
+    """Return the invalid fields, without their values."""
     if not isinstance(error, ValidationError):
         return quoted(error)
     problems = [
@@ -202,7 +202,7 @@ class HttpRoutes:
     async def ask(self, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
         """GET a route, or POST `body` to it; return status and content.
 
-        Raises ServerAway when nobody answers, OpenEnvError for what is too large or a redirect.
+        Raises ServerAway without an answer, OpenEnvError for a too large one or a redirect.
         """
         url = f"{self.url}{path}"
         method = "GET" if body is None else "POST"
@@ -239,7 +239,7 @@ class HttpRoutes:
         return self.check(model, path, await self.read(path, body))
 
     def check(self, model: type[T], path: str, value: Any) -> T:
-        """Return a value as a model; OpenEnvError for one that is none."""
+        """Return a value as a model; OpenEnvError for an invalid one."""
         try:
             return cast(Any, model).model_validate(value)
         except ValidationError as error:
@@ -255,7 +255,7 @@ class HttpRoutes:
 
 
 def is_local(url: str) -> bool:
-    """Return whether a URL is of this machine, which no proxy reaches."""
+    """Return whether a URL is of this machine, which is reached without a proxy."""
     host = urlsplit(url).hostname or ""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
@@ -327,7 +327,7 @@ class OpenEnvSession:
             self.abort()
 
     def abort(self) -> None:
-        """Drop the connection without a word."""
+        """Drop the connection without a message."""
         self._connection.transport.abort()
 
     async def _request(self, kind: str, data: Mapping[str, Any]) -> _Frame:
@@ -387,32 +387,32 @@ class OpenEnvSession:
 
 @dataclass
 class RemoteOpenEnv:
-    """One server, and what is known of it."""
+    """A server and its known state."""
 
     name: str
-    """Its URL, or what is started."""
+    """Its URL, or the name of its package or image."""
     start: Callable[[], str] | None = None
-    """Starts it unless it runs, and returns its URL; None: it is not ours to start."""
+    """Starts it unless it runs, and returns its URL; None: it is not ours."""
     limit: int | None = None
-    """Most sessions, as far as it has said."""
+    """Most sessions, as far as it has told."""
     num_open: int = 0
-    """Sessions of ours."""
+    """Our sessions."""
     asked_again: float = 0.0
-    """Not before this time of the monotonic clock is it asked again."""
+    """Time of the monotonic clock before which it is not requested again."""
     pause_s: float = _LEAST_PAUSE_S
 
     def has_room(self, now: float) -> bool:
-        """Return whether it may be asked for a session."""
+        """Return whether a session may be requested from it."""
         return now >= self.asked_again and (self.limit is None or self.num_open < self.limit)
 
     def rest(self) -> None:
-        """Ask it again a while later, each time longer."""
+        """Delay the next request, each time longer."""
         self.asked_again = time.monotonic() + self.pause_s
         self.pause_s = min(2 * self.pause_s, _MOST_PAUSE_S)
 
 
 class PooledSession:
-    """A session that gives its place back when it is closed or its owner has gone."""
+    """A session that frees its place when it is closed or its owner is gone."""
 
     def __init__(self, pool: "SessionPool", server: RemoteOpenEnv, session: OpenEnvSession) -> None:
         self._pool = pool
@@ -422,7 +422,7 @@ class PooledSession:
         self._loop = asyncio.get_running_loop()
 
     async def step(self, action: Mapping[str, Any]) -> Observation:
-        """Play an action; whatever fails ends the session, but for an action that is refused."""
+        """Play an action; any failure ends the session, except a refused action."""
         try:
             return await self._session.step(action)
         except ActionRefused:
@@ -432,7 +432,7 @@ class PooledSession:
             raise
 
     def close(self) -> None:
-        """End the session soon; from any thread, and as often as one likes."""
+        """End the session soon; from any thread, harmless when repeated."""
         if not self._is_closed:
             self._is_closed = True
             with contextlib.suppress(RuntimeError):  # the loop is closed, the connection with it
@@ -449,12 +449,12 @@ class SessionPool:
         wait_s: float,
         ended: Callable[["SessionPool"], None],
     ) -> None:
-        """An episode waits `wait_s` at most; `ended` is called when the event loop ends."""
+        """An episode waits up to `wait_s`; `ended` is called when the event loop ends."""
         self._servers = servers
         self._access = access
         self._wait_s = wait_s
         self._door = asyncio.Lock()
-        """Held by the one that looks for room, so that all are served in order."""
+        """Held while an episode waits for a place, so that all are served in order."""
         self._freed = asyncio.Event()
         self._num_waiting = 0
         self._last_said = 0.0
@@ -502,7 +502,7 @@ class SessionPool:
     async def _begun(
         self, server: RemoteOpenEnv, arguments: Mapping[str, Any]
     ) -> tuple[PooledSession, Observation]:
-        """Open a session at a server that has been given the place, and reset it."""
+        """Open a session at a server with a reserved place, and reset it."""
         session: OpenEnvSession | None = None
         try:
             url = await asyncio.to_thread(server.start) if server.start else server.name
@@ -519,7 +519,7 @@ class SessionPool:
         return PooledSession(self, server, session), observation
 
     async def _room(self) -> RemoteOpenEnv:
-        """Wait for a server that may be asked; the one with the fewest sessions of ours."""
+        """Wait for a server with a free place; return the one with the fewest of our sessions."""
         while True:
             now = time.monotonic()
             free = [server for server in self._servers if server.has_room(now)]
@@ -532,7 +532,7 @@ class SessionPool:
                     await self._freed.wait()
 
     def end(self, server: RemoteOpenEnv, session: OpenEnvSession) -> None:
-        """Close a session and free its place when the server has."""
+        """Close a session and free its place once the server has."""
         task = asyncio.create_task(self._end(server, session), name="openenv close")
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)

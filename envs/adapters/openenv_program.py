@@ -31,7 +31,7 @@ from ..registry import Extra, extra
 _PACKAGE = Extra("openenv", "pip install openenv")
 _WEBSOCKETS = extra("websockets", "openenv")
 _RESET = {"base_url": "{openai_base_url}", "api_key": "{api_key}", "model": "{model}"}
-"""What the reset of a server elsewhere is told unless `--reset` says otherwise."""
+"""Default parameters of the reset of a server elsewhere (`--reset`)."""
 _MAX_BYTES = 64 << 20
 _PING_TIMEOUT_S = 600.0
 """For a server that is busy; `agent.timeout_s` bounds the episode."""
@@ -62,7 +62,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @dataclass
 class _Observed:
-    """What an environment answered."""
+    """An environment's answer."""
 
     reward: float
     done: bool
@@ -70,7 +70,7 @@ class _Observed:
 
 
 def _play(chosen: argparse.Namespace, variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return what an episode is worth; GameError for one that could not be run."""
+    """Return the reward of an episode; GameError if it could not run."""
     target: str = chosen.environment
     is_elsewhere = "://" in target
     reset = _parameters(chosen.reset, _RESET if is_elsewhere else {}, variables)
@@ -122,7 +122,7 @@ def _parameters(
 
 
 def _filled(value: Any, access: Mapping[str, str]) -> Any:
-    """Return a value whose texts have the episode's values instead of names in braces."""
+    """Return a value with the episode's values in place of names in braces."""
     if isinstance(value, Mapping):
         items = cast("Mapping[str, Any]", value).items()
         return {key: _filled(item, access) for key, item in items}
@@ -135,7 +135,7 @@ def _filled(value: Any, access: Mapping[str, str]) -> Any:
 
 
 def _messages(variables: Mapping[str, str]) -> list[str]:
-    """Return the user messages of the task's prompt, each of which is a turn."""
+    """Return the user messages of the task's prompt; each is a turn."""
     path = variables.get("TINKERMQ_TASK")
     row: Any = read_json(Path(path).read_bytes()) if path else {}
     prompt: Any = cast("dict[str, Any]", row).get("prompt")

@@ -17,13 +17,13 @@ from ..running.global_random import GlobalRandom
 
 FULL_SCORE = 1.0
 _UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, SyntaxError)
-"""What scorers raise that read an answer as something it is not."""
+"""Errors of scorers that misread an answer."""
 SYSTEM_PROMPT = (
     "Solve the task. Think first if you need to, then give the final answer, and nothing else, "
     "between <answer> and </answer>."
 )
 PLAIN_SYSTEM_PROMPT = "Reply with the final answer only."
-"""Where no tags are needed."""
+"""Instructions without tags."""
 
 
 class ReasoningGymGame(AbstractGame):
@@ -70,7 +70,7 @@ class ReasoningGymGame(AbstractGame):
         return str(self._entry["question"])
 
     def step(self, action: str) -> StepResult:
-        """Score the answer: 0 without one, or for one that the task's scorer cannot read."""
+        """Score the answer: 0 without one, or for one that the task's scorer cannot parse."""
         score = self._score(self._find_answer(action, "answer"))
         info = {
             "type": self._name,
@@ -84,7 +84,7 @@ class ReasoningGymGame(AbstractGame):
         return self._system_prompt
 
     def get_initial_user_message(self) -> str:
-        """Return nothing: the question says it all."""
+        """Return nothing: the question is complete."""
         return ""
 
     def get_state(self) -> dict[str, Any]:

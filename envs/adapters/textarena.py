@@ -1,7 +1,7 @@
-"""TextArena's games: alone, or against an opponent that you bring.
+"""TextArena's games: alone, or against an opponent of yours.
 
-The policy is shown what is new for it since its last turn, as TextArena words it; its own moves are
-not repeated to it. Rewards come at the end, as TextArena gives them.
+The policy sees the new text since its last turn, as TextArena writes it, without its own moves.
+Rewards come at the end, as TextArena gives them.
 """
 
 import difflib
@@ -17,7 +17,7 @@ from ..registry import extra
 from ..running.global_random import GlobalRandom
 
 Opponent = Callable[[str, random.Random], str]
-"""Answers what it is shown with a move; draws from the generator given."""
+"""Answers an observation with a move; draws from the passed generator."""
 
 _WON = 1.0
 
@@ -37,9 +37,9 @@ class TextArenaGame(AbstractGame):
     ) -> None:
         """Choose games: each episode draws one of `env_id`; `kwargs` go to its constructor.
 
-        `opponent`, for games of two, is `package.module:function`: it gets the text that it is
-        shown and a random generator, and returns its move. `seat` is the policy's, 0 moves first;
-        None draws it.
+        `opponent`, for games of two, is `package.module:function`: it gets its observation and a
+        random generator, and returns its move. `seat` is the policy's, 0 moves first; None draws
+        it.
         """
         self._package = self.needs.load()
         self._ids = [env_id] if isinstance(env_id, str) else list(env_id)
@@ -64,7 +64,7 @@ class TextArenaGame(AbstractGame):
         }
 
     def reset(self, *, env_id: str = "", seed: int = 0, seat: int = 0, **_: Any) -> str:
-        """Start the game and show what the policy sees first."""
+        """Start the game and show the policy's first observation."""
         self._id, self._seat = env_id, seat
         self._dice = GlobalRandom(seed)
         with self._dice.lent():
@@ -144,7 +144,7 @@ class TextArenaGame(AbstractGame):
             ) from error
 
     def _play_others(self) -> bool:
-        """Let the opponent move until it is the policy's turn; say whether the game is over."""
+        """Let the opponent move until it is the policy's turn; return whether the game is over."""
         state = self._env.state
         while not state.done and state.current_player_id != self._seat:
             assert self._opponent is not None
@@ -153,7 +153,7 @@ class TextArenaGame(AbstractGame):
         return bool(state.done)
 
     def _show(self, seat: int) -> str:
-        """Return what is new for the player whose turn it is, without its own moves."""
+        """Return the new text for the player whose turn it is, without its own moves."""
         state = self._env.state
         news = state.get_current_player_observation()
         kinds = self._package.ObservationType

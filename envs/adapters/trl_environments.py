@@ -59,9 +59,9 @@ class TrlGame(ToolGame):
     isolation: ClassVar[Literal["thread", "process"]] = "process"
     takes_rows: ClassVar[bool] = True
     target: ClassVar[str] = ""
-    """Where the environments come from, for messages."""
+    """Origin of the environments, for messages."""
     factories: ClassVar[dict[str, Factory]] = {}
-    """What makes an instance, by the name in the column `environment`; "" for a single one."""
+    """Factories by the name in the column `environment`; "" for a single one."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class TrlGame(ToolGame):
         return opening
 
     def complete_prompt(self, messages: list[ChatMessage], opening: str) -> list[ChatMessage]:
-        """Append what `reset` has returned to the last message, as TRL does."""
+        """Append the result of `reset` to the last message, as TRL does."""
         last = messages[-1]
         content = last["content"]
         if isinstance(content, list):
@@ -140,7 +140,7 @@ class TrlGame(ToolGame):
         return "+".join(names)
 
     def get_tools(self) -> list[dict[str, Any]]:
-        """Return the tools of the environment; none before a row has chosen among several."""
+        """Return the tools of the environment; none before a row has selected one of several."""
         return self._tools.get(self._name, [])
 
     def tools_by_environment(self) -> dict[str, list[dict[str, Any]]]:
@@ -148,7 +148,7 @@ class TrlGame(ToolGame):
         return {} if "" in self.factories else self._tools
 
     def describe(self) -> dict[str, str]:
-        """Return where rewards and tasks come from."""
+        """Return the sources of rewards and tasks."""
         classes = dict.fromkeys(map(_class_of, self.factories.values()))
         sources = [f"{kind.__name__}.get_reward" for kind in classes if hasattr(kind, "get_reward")]
         for function, weight in self._functions_of_reward:
@@ -173,7 +173,7 @@ class TrlGame(ToolGame):
         return super().step(action)
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """Call a method; what it raises is told to the policy, as TRL does."""
+        """Call a method; the policy reads its exception, as in TRL."""
         try:
             with self._dice.lent():
                 result = _waited(getattr(self._environment, name)(**arguments))
@@ -183,7 +183,7 @@ class TrlGame(ToolGame):
         return ToolResult(_text_of(result))
 
     def ends_with(self, turn: ToolTurn) -> bool:
-        """Note the results, for reward functions."""
+        """Record the results, for reward functions."""
         for call, text in zip(turn.calls, turn.texts, strict=False):
             name = call[0] if call is not None else ""
             self._completion.append({"role": "tool", "name": name, "content": text})
@@ -194,7 +194,7 @@ class TrlGame(ToolGame):
         return self.finish_early()
 
     def finish_early(self) -> StepResult:
-        """Return the sum of what `get_reward` and the reward functions give, and each of them."""
+        """Return the sum of `get_reward` and the reward functions, and each of them."""
         rewards: dict[str, float] = {}
         info: dict[str, Any] = {}
         with self._dice.lent():
@@ -268,7 +268,7 @@ class TrlGame(ToolGame):
 
 
 def _assistant_message(action: str) -> ChatMessage:
-    """Return a turn as TRL gives it to reward functions: what is said, and calls."""
+    """Return a turn as TRL passes it to reward functions: text and calls."""
     answer = behind_reasoning(action)
     content, calls = parse_tool_calls(answer)
     message: ChatMessage = {"role": "assistant", "content": content}
@@ -290,9 +290,9 @@ def _assistant_message(action: str) -> ChatMessage:
 
 
 def _text_of(result: Any) -> str:
-    """Return what a method has returned as the text of a tool message.
+    """Return the result of a method as the text of a tool message.
 
-    A list of text parts is their text. Raises GameError for one that holds anything else.
+    A list of text parts is their text. Raises GameError for a list with anything else.
     """
     listed = cast("list[Any]", result) if isinstance(result, list) else []
     if not (listed and all(map(_is_part, listed))):
@@ -321,14 +321,14 @@ def _number(value: Any, source: str) -> float:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of coroutines that environments have, in a thread of its own."""
+    """Return the event loop for coroutines of environments, in a thread of its own."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="trl-environments", daemon=True).start()
     return loop
 
 
 def _waited(value: Any) -> Any:
-    """Return what a method returned, after waiting for it where it is a coroutine."""
+    """Return the result of a method, which may be a coroutine."""
     if not inspect.isawaitable(value):
         return value
     return asyncio.run_coroutine_threadsafe(resolve(value), _loop()).result()
@@ -372,7 +372,7 @@ def _reward_function(target: str) -> Callable[..., Any]:
 
 
 def _taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a function takes: all of them where it has `**kwargs`."""
+    """Return the arguments that a function accepts: all of them if it has `**kwargs`."""
     parameters = inspect.signature(function).parameters
     if any(item.kind is item.VAR_KEYWORD for item in parameters.values()):
         return arguments
@@ -415,7 +415,7 @@ def modules_of(target: str) -> list[str]:
 
 
 def _parts(target: str) -> list[tuple[str, str]]:
-    """Return the names and the places of environments; a single one has no name."""
+    """Return the names and paths of environments; a single one has no name."""
     parts = [part.strip() for part in target.split(",")]
     for part in parts:
         if not re.fullmatch(r"([^=:]+=)?[\w.]+:[\w.]+", part):
@@ -430,7 +430,7 @@ def _parts(target: str) -> list[tuple[str, str]]:
 
 
 def _factories_in(value: Any, target: str, name: str) -> dict[str, Factory]:
-    """Return what makes environments, by name; a map of TRL has names of its own."""
+    """Return factories of environments, by name; a map of TRL has names of its own."""
     if isinstance(value, Mapping) and not name:
         by_name = cast("Mapping[Any, Any]", value)
         return {
@@ -450,7 +450,7 @@ def _factories_in(value: Any, target: str, name: str) -> dict[str, Factory]:
 
 
 def _class_of(factory: Factory) -> type:
-    """Return the class of what a factory makes."""
+    """Return the class of a factory's instances."""
     return factory if isinstance(factory, type) else _made(factory)
 
 
@@ -568,7 +568,7 @@ def _untold(name: str, problem: str, remedy: str) -> GameError:
 
 
 def _sections(doc: str) -> dict[str, list[str]]:
-    """Return the lines of a docstring by section; "" is what stands before the first."""
+    """Return the lines of a docstring by section; "" is the part before the first."""
     sections: dict[str, list[str]] = {"": [], "Args": [], "Returns": [], "Raises": []}
     present = ""
     for line in doc.splitlines():
@@ -580,7 +580,7 @@ def _sections(doc: str) -> dict[str, list[str]]:
 
 
 def _described(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the parameters that lines describe, with their texts; a text may go on."""
+    """Yield the described parameters with their texts, which may span lines."""
     name, texts = "", list[str]()
     for line in lines:
         if begins := _ARGUMENT.fullmatch(line):

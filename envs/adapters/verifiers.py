@@ -31,7 +31,7 @@ Reply = Callable[[list[Any]], "asyncio.Future[str]"]
 
 
 class PolicyAgent:
-    """Stands for the one agent of an environment, for one episode."""
+    """The one agent of an environment, for one episode."""
 
     def __init__(self, vf: Any, name: str, config: Any, reply: Reply) -> None:
         self.config = config
@@ -41,7 +41,7 @@ class PolicyAgent:
         self._vf = vf
         self._name = name
         self.refusal: GameError | None = None
-        """Why the episode cannot go on: a thing was asked of the agent that it has not."""
+        """The error of a request that the agent does not support."""
         self._reply = reply
         self._num_runs = 0
 
@@ -53,7 +53,7 @@ class PolicyAgent:
 
     @contextlib.asynccontextmanager
     async def interaction(self, task: Any, **unsupported: Any) -> AsyncIterator["PolicyTurns"]:
-        """Hold a run open, turn by turn; its end finishes and scores the task."""
+        """Keep a run open, turn by turn; its end finishes and scores the task."""
         check_task(self._vf, task)
         self._num_runs += 1
         if self._num_runs > 1 or any(value is not None for value in unsupported.values()):
@@ -81,7 +81,7 @@ class PolicyAgent:
 
 
 class PolicyTurns:
-    """A run that is held open: what `agent.interaction(task)` yields."""
+    """An open run: the result of `agent.interaction(task)`."""
 
     def __init__(self, vf: Any, task: Any, trace: Any, reply: Reply, max_turns: int | None) -> None:
         self.trace = trace
@@ -160,7 +160,7 @@ def _wants_runtime(function: Callable[..., Any]) -> bool:
 
 
 class VerifiersEpisode:
-    """An environment at work on a task, until it asks the policy for a turn or has ended."""
+    """An environment that runs a task until it needs the policy's turn or has ended."""
 
     def __init__(self, vf: Any, env: Any, task: Any) -> None:
         self._vf = vf
@@ -173,13 +173,13 @@ class VerifiersEpisode:
         self._run.add_done_callback(retrieve_error)
 
     def start(self) -> list[Any] | None:
-        """Return the messages before the policy's first turn; None when it never gets one."""
+        """Return the messages before the policy's first turn; None without any turn."""
         return self._advance()
 
     def answer(self, text: str) -> list[Any] | None:
-        """Give the policy's turn; return the messages before its next, None when it was the last.
+        """Pass on the policy's turn; return the messages before its next one, None after the last.
 
-        Raises whatever the environment raises.
+        Raises any exception of the environment.
         """
         self._prompt = _event_loop().create_future()
         self._answer.set_result(text)
@@ -193,7 +193,7 @@ class VerifiersEpisode:
         return trace
 
     def cancel(self) -> None:
-        """Give the episode up: its environment ends when the loop turns next."""
+        """Give the episode up: its environment ends in the next iteration of the loop."""
         loop = self._run.get_loop()
         if not self._run.done() and not loop.is_closed():
             self._run.cancel()
@@ -235,14 +235,14 @@ class VerifiersEpisode:
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """Return the loop in which all environments of this process work, one at a time."""
+    """Return the event loop of all environments of this process; one works at a time."""
     loop = asyncio.new_event_loop()
     atexit.register(_close, loop)
     return loop
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> None:
-    """End what episodes that were given up have left."""
+    """End the tasks of abandoned episodes."""
     left = asyncio.all_tasks(loop)
     for task in left:
         task.cancel()
@@ -285,7 +285,7 @@ class VerifiersGame(AbstractGame):
         return {"number": number, "seed": self.rng.getrandbits(31)}
 
     def reset(self, *, number: int = 0, seed: int = 0, **_: Any) -> str:
-        """Start the environment on a task and return what it tells the policy first."""
+        """Start the environment on a task and return its first messages for the policy."""
         self._task = self._tasks[number]
         self._dice = GlobalRandom(seed)
         with self._dice.lent():
@@ -302,7 +302,7 @@ class VerifiersGame(AbstractGame):
         return _text(rest[0])
 
     def step(self, action: str) -> StepResult:
-        """Give the environment the policy's turn and go on to its next one, or to the end."""
+        """Pass on the policy's turn and run to its next one, or to the end."""
         with self._dice.lent():
             shown = self._episode.answer(action)
         if shown is not None:
@@ -320,7 +320,7 @@ class VerifiersGame(AbstractGame):
         return self._system
 
     def get_initial_user_message(self) -> str:
-        """Return nothing: the task's prompt says it all."""
+        """Return nothing: the task's prompt is complete."""
         return ""
 
     def get_interaction_name(self) -> str:

@@ -47,7 +47,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 async def _play(chosen: argparse.Namespace, variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return what an episode is worth; GameError for one that verifiers could not run."""
+    """Return the reward of an episode; GameError if verifiers could not run it."""
     taskset = {**_map(chosen.config, "--config"), "id": chosen.taskset}
     settings = {**_map(chosen.env_config, "--env-config"), "id": chosen.env, "taskset": taskset}
     vf = _EXTRA.load("v1")
@@ -84,7 +84,7 @@ def _worth(episode: Any) -> dict[str, Any]:
 
 
 def _number(variables: Mapping[str, str]) -> int:
-    """Return which task is meant: the row says so, or else the seed does."""
+    """Return the number of the task: the row's, or else the seed."""
     row: dict[str, Any] = {}
     if path := variables.get("TINKERMQ_TASK"):
         row = dict(read_json(Path(path).read_bytes()))

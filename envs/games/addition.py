@@ -1,8 +1,7 @@
 """Addition: data from a dataset, one turn.
 
-The policy reads `3+4=` and answers `7`. The warm start's demonstrations hold a wrong habit on
-purpose: 60 % of them answer `?`. A model trained on them is right about four times in ten, and
-reinforcement learning selects the better habit.
+The policy reads `3+4=` and answers `7`. 60 % of the warm start's demonstrations answer `?`, so a
+model trained on them is right about four times in ten, and reinforcement learning can improve it.
 """
 
 import random

@@ -1,12 +1,10 @@
 """ALFWorld: household tasks as text, on the packages alfworld and textworld.
 
-The environment host chooses each episode's game from its own list, and the same instance makes the
-prompt: prompt and game are one. A dataset may name the games instead (`make_data`), row by row, for
-a fixed order and for validation on other splits than that of training.
-
-The policy reads the task, what it sees, and the commands that are possible; it answers with one of
-them between `<action>` and `</action>`. Rewards are those of OpenTinker: 10 for the task done, −1
-when the steps are used up, −0.1 for a command that does nothing, −0.01 for any other step.
+The environment host draws each episode's game from its own list. A dataset may name the games
+instead (`make_data`), row by row, for a fixed order and for validation on other splits than
+training. The policy reads the task, the room, and the possible commands; it answers with one
+command between `<action>` and `</action>`. Rewards are those of OpenTinker: 10 for the task done,
+−1 when the steps are used up, −0.1 for a command without effect, −0.01 for any other step.
 """
 
 import functools
@@ -65,13 +63,13 @@ class GameFile:
     name: str
     """Its folder within the data, which is the same on every host."""
     task_type: str
-    """Which of the six types it is of."""
+    """Its type, one of six."""
 
 
 def data_folder(data: str | None) -> Path:
-    """Return the folder with the splits: `data`, $ALFWORLD_DATA, or where ALFWorld downloads to.
+    """Return the folder with the splits: `data`, $ALFWORLD_DATA, or ALFWorld's download folder.
 
-    Raises GameError naming where it was looked for.
+    Raises GameError with the searched folders.
     """
     root = Path(data or os.environ.get("ALFWORLD_DATA") or "~/.cache/alfworld").expanduser()
     for folder in (root / _DATASET, root):
@@ -91,8 +89,7 @@ def list_games(
 ) -> Sequence[GameFile]:
     """Return the games of a split, of some types only, and only `num_games` of them unless -1.
 
-    Which ones are left out is always the same. Raises GameError for what does not exist, and when
-    there are none.
+    The selection is always the same. Raises GameError for unknown names, and without any game.
     """
     types = tuple(TASK_TYPES if task_types is None else task_types)
     unknown = [name for name in types if name not in TASK_TYPES]
@@ -230,7 +227,7 @@ class ALFWorldGame(AbstractGame):
         return StepResult(self._show(feedback), self._reward(won, over, invalid), over, info)
 
     def parse_action(self, raw: str) -> str:
-        """Return what stands between `<action>` and `</action>`, or else the last line."""
+        """Return the text between `<action>` and `</action>`, or else the last line."""
         return " ".join(tagged_or_last_line(raw, "action").split()).lower()
 
     def get_system_prompt(self) -> str:
@@ -238,7 +235,7 @@ class ALFWorldGame(AbstractGame):
         return SYSTEM_PROMPT
 
     def get_initial_user_message(self) -> str:
-        """Return nothing: the game words its task."""
+        """Return nothing: the game states its task."""
         return ""
 
     def get_interaction_name(self) -> str:
@@ -246,7 +243,7 @@ class ALFWorldGame(AbstractGame):
         return "alfworld"
 
     def get_state(self) -> dict[str, Any]:
-        """Return the game, its task and where the episode is."""
+        """Return the game, its task and the state of the episode."""
         return {
             "game": self._game.name,
             "task": self._task,
@@ -271,7 +268,7 @@ class ALFWorldGame(AbstractGame):
         return invalid_reward if invalid else step
 
     def _show(self, text: str) -> str:
-        """Return an observation; each restates the task, so that each can stand alone."""
+        """Return an observation; each repeats the task, so that it is complete."""
         commands = "\n".join(f"- {command}" for command in self._state["admissible_commands"])
         return (
             f"{_TASK} {self._task}\n\n=== Current State ===\n{text}\n\n"
@@ -280,7 +277,7 @@ class ALFWorldGame(AbstractGame):
 
 
 _idle: list[Any] = []
-"""Text worlds that no episode uses: each holds a planner of many megabytes."""
+"""Unused text worlds: each holds a planner of many megabytes."""
 
 
 def _borrow(game: ALFWorldGame) -> Any:

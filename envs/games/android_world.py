@@ -1,10 +1,9 @@
 """AndroidWorld: tasks on a phone, on the package android_world and a device.
 
-Tasks come from the package's registry; goal and screen come from the device that the episode is
-played on. Without the package or a device the game refuses with the reason: there is no stand-in to
-train on by mistake. Rewards are those of OpenTinker: 10 for a task that is done when the policy
-says so, −1 when it is not, or is called infeasible, or the steps are used up, −0.1 for what is no
-action, −0.01 for any other step.
+Tasks come from the package's registry; goal and screen come from the episode's device. Without the
+package or a device the game raises GameError. Rewards are those of OpenTinker: 10 if the task is
+done when the policy says so, −1 if it is not, if the policy calls it infeasible, or when the steps
+are used up, −0.1 for an invalid action, −0.01 for any other step.
 """
 
 import ast
@@ -38,10 +37,10 @@ _ANSWER_S = 2.0
 
 
 class Devices(Protocol):
-    """The edge to the devices: everything that android_world does for the game."""
+    """Interface to the devices: all calls of android_world."""
 
     def check(self, number: int) -> None:
-        """Raise GameError with the reason when a device cannot be used."""
+        """Raise GameError with the reason if a device cannot be used."""
         ...
 
     def name(self, number: int) -> str:
@@ -57,7 +56,7 @@ class Devices(Protocol):
         ...
 
     def action(self, fields: Mapping[str, Any]) -> Any:
-        """Return a JSONAction; raises ValueError or TypeError for fields that make none."""
+        """Return a JSONAction; raises ValueError or TypeError for invalid fields."""
         ...
 
 
@@ -71,7 +70,7 @@ class Emulators:
         self._envs: dict[int, Any] = {}
 
     def check(self, number: int) -> None:
-        """Raise GameError unless package, adb and emulator are there."""
+        """Raise GameError unless package, adb and emulator exist."""
         if not ANDROID_WORLD.installed:
             raise ANDROID_WORLD.missing()
         self._adb()
@@ -112,7 +111,7 @@ class Emulators:
         return self._console_port + 2 * number, self._grpc_port + number
 
     def _adb(self) -> str:
-        """Return the path of adb: the one given, the one on the PATH, or that of Android's SDK."""
+        """Return the path of adb: the configured one, that of the PATH, or of Android's SDK."""
         sdk = Path(os.environ.get("ANDROID_HOME", "~/Android/Sdk")).expanduser()
         path = self._adb_path or shutil.which("adb") or str(sdk / "platform-tools" / "adb")
         if not Path(path).is_file():
@@ -124,19 +123,19 @@ class Emulators:
 
 
 class DeviceLease:
-    """The right to play on one device, until it is given back."""
+    """The right to use one device, until it is released."""
 
     def __init__(self, number: int, file: IO[str]) -> None:
         self.number = number
         self._file = file
 
     def give_back(self) -> None:
-        """Let others play on the device."""
+        """Release the device."""
         self._file.close()
 
 
 def lease(devices: Devices, num_devices: int) -> DeviceLease:
-    """Return a free device; GameError when all are in use."""
+    """Return a free device; GameError if all are in use."""
     for number in range(num_devices):
         file = Path(tempfile.gettempdir()) / f"tinkermq-{devices.name(number)}.lock"
         with contextlib.suppress(BlockingIOError):
@@ -204,7 +203,7 @@ _FLAGS = (
 
 
 def describe_screen(elements: Sequence[Any], screen_size: tuple[int, int]) -> str:
-    """Return the visible elements line by line, each with the index that actions point with."""
+    """Return the visible elements line by line, each with its index for actions."""
     lines = [
         f"{index}: {_describe(element)}"
         for index, element in enumerate(elements)
@@ -216,8 +215,8 @@ def describe_screen(elements: Sequence[Any], screen_size: tuple[int, int]) -> st
 def parse_answer(text: str) -> dict[str, Any] | None:
     """Return the fields of the action in an answer, or None.
 
-    The action stands after the last `Action:`, or else is the last `{…}` of the text; JSON or a
-    Python literal.
+    The action follows the last `Action:`, or else is the last `{…}` of the text; JSON or a Python
+    literal.
     """
     after = behind_reasoning(text).rpartition("Action:")[2]
     for part in (after.strip(), *reversed(re.findall(r"\{[^{}]*\}", after))):
@@ -232,7 +231,7 @@ def parse_answer(text: str) -> dict[str, Any] | None:
 
 
 def what_is_wrong(fields: dict[str, Any] | None, elements: Sequence[Any]) -> str:
-    """Say why fields make no action on this screen; empty when they do."""
+    """Return why fields are not an action on this screen; empty if they are."""
     if fields is None:
         return "There is no action in your answer."
     kind = fields.get("action_type")
@@ -251,7 +250,7 @@ def what_is_wrong(fields: dict[str, Any] | None, elements: Sequence[Any]) -> str
 
 
 def _is_visible(element: Any, screen_size: tuple[int, int]) -> bool:
-    """Return whether an element can be seen: not hidden, not empty, and on the screen."""
+    """Return whether an element is visible: not hidden, not empty, and on the screen."""
     box = element.bbox_pixels
     if element.is_visible is False or box is None:
         return False
@@ -274,7 +273,7 @@ def _describe(element: Any) -> str:
 
 
 DONE_SCORE = 0.5
-"""A task is done when its own score is above this, as android_world counts it."""
+"""Score above which a task is done, as in android_world."""
 
 
 class AndroidWorldGame(AbstractGame):
@@ -324,7 +323,7 @@ class AndroidWorldGame(AbstractGame):
         return {"task": name, "seed": self.rng.getrandbits(31)}
 
     def reset(self, *, task: str = "", seed: int = 0, **_: Any) -> str:
-        """Set a task up on a free device and show its goal and the device's screen."""
+        """Set up a task on a free device and show its goal and the screen."""
         self._name, self._steps = task, 0
         self._dice = GlobalRandom(seed)
         with self._dice.lent():
@@ -355,7 +354,7 @@ class AndroidWorldGame(AbstractGame):
         return SYSTEM_PROMPT
 
     def get_initial_user_message(self) -> str:
-        """Return nothing: goal and screen say it all."""
+        """Return nothing: goal and screen are in the state."""
         return ""
 
     def get_interaction_name(self) -> str:
@@ -368,7 +367,7 @@ class AndroidWorldGame(AbstractGame):
         return {"task": self._name, "goal": goal, "step": self._steps}
 
     def _play(self, fields: Mapping[str, Any]) -> str:
-        """Play an action on the device; say what is wrong with it if it is none."""
+        """Play an action on the device; return the problem of an invalid one."""
         assert self._running is not None
         try:
             action = self._devices.action(fields)
@@ -378,7 +377,7 @@ class AndroidWorldGame(AbstractGame):
         return ""
 
     def _judge(self, complete: bool) -> StepResult:
-        """End the episode: the policy says that the task is done, or cannot be."""
+        """End the episode: the policy says that the task is done, or impossible."""
         assert self._running is not None
         done = complete and self._running.score() > DONE_SCORE
         return self._end(
@@ -392,7 +391,7 @@ class AndroidWorldGame(AbstractGame):
         return StepResult("", reward, done=True, info=info)
 
     def _read_screen(self) -> tuple[str, dict[str, Any]]:
-        """Return what the policy sees, the goal restated, and the pixels where asked for."""
+        """Return the observation, with the goal, and the pixels if requested."""
         assert self._running is not None
         state = self._running.env.get_state(wait_to_stabilize=True)
         self._elements = state.ui_elements
@@ -411,7 +410,7 @@ class AndroidWorldGame(AbstractGame):
 
 
 class _Running:
-    """A task that is set up on a leased device, until it is torn down."""
+    """A task on a leased device, until it is torn down."""
 
     def __init__(self, devices: Devices, num_devices: int, task_class: Any, seed: int) -> None:
         self._lease: DeviceLease | None = lease(devices, num_devices)
@@ -428,11 +427,11 @@ class _Running:
         self.goal = str(self._task.goal)
 
     def score(self) -> float:
-        """Return how far the task is done, from 0 to 1, by android_world's own judgement."""
+        """Return the progress of the task, from 0 to 1, by android_world's own score."""
         return float(self._task.is_successful(self.env))
 
     def end(self) -> None:
-        """Tear the task down and give the device back; again is harmless."""
+        """Tear the task down and release the device; harmless when repeated."""
         if self._lease is None:
             return
         held, self._lease = self._lease, None
@@ -444,7 +443,7 @@ class _Running:
 
 @functools.lru_cache(maxsize=4)
 def _edge(target: str, console_port: int, grpc_port: int, adb_path: str) -> Devices:
-    """Return the edge to the devices, one per process and configuration."""
+    """Return the interface to the devices, one per process and configuration."""
     if not target:
         return Emulators(console_port, grpc_port, adb_path)
     module, _, name = target.partition(":")

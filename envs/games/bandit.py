@@ -1,9 +1,8 @@
 """Bandit: generated states, one turn.
 
-A row of arms stands in a room; in each room another arm pays, and the policy must find out which.
-It reads `arm 0-6 in room b` and answers with a digit. The arm that pays gives 1; any other gives 1
-with a small probability. The warm start's demonstrations pull arms at random: they teach the
-format and nothing else.
+Each room has a row of arms, and another arm pays in each room. The policy reads `arm 0-6 in room b`
+and answers with a digit. The paying arm gives 1; any other gives 1 with a small probability. The
+warm start's demonstrations pull random arms: they teach only the format.
 """
 
 import random
@@ -56,7 +55,7 @@ class BanditGame(AbstractGame):
         return ""
 
     def get_initial_user_message(self) -> str:
-        """Return nothing: the state says it all."""
+        """Return nothing: the state is complete."""
         return ""
 
     def get_state(self) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 The policy reads `12*34`. It may call the calculator by writing a formula as in a spreadsheet,
 `=12*34`; the game answers `408`, and the policy's next turn is its answer. It may also answer at
-once, but a small model cannot multiply in its head. The warm start's demonstrations hold a wrong
-habit on purpose: about two thirds of them guess a number instead of calling the tool.
-Reinforcement learning finds that the tool pays.
+once, but a small model cannot multiply without the tool. About two thirds of the warm start's
+demonstrations guess a number instead of calling the tool; reinforcement learning finds that the
+tool pays.
 """
 
 import operator
@@ -29,7 +29,7 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {
 
 
 class CalculatorGame(AbstractGame):
-    """Multiply two numbers of two digits, with a calculator at hand."""
+    """Multiply two numbers of two digits, with a calculator."""
 
     def __init__(self, max_turns: int = 2) -> None:
         self._max_turns = max_turns
@@ -72,7 +72,7 @@ class CalculatorGame(AbstractGame):
         return {"ground_truth": self._truth, "tool_result": self._shown, "turn": self._turn}
 
     def gold_action(self) -> str:
-        """Call the tool with the question, then answer what it said."""
+        """Call the tool with the question, then answer its result."""
         if self._turn == 0 and self._question:
             return f"={self._question}"
         return self._shown or self._truth

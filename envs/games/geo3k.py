@@ -1,11 +1,10 @@
 r"""Geometry3k: a geometry problem with a drawing, an answer in `\boxed{}`, graded by math-verify.
 
-`Geo3KGame` takes one answer; `Geo3KToolGame` shows the policy its result and lets it try
-again. The data is what `tinkermq data prepare geo3k` makes: its images travel in the first prompt.
-`make_data` and `demonstrations` are a tiny task in the same form, for a vision-language model of
-some hundred thousand parameters: how many corners has the shape that is drawn? Its warm start
-holds a wrong habit on purpose: most answers do not look at the drawing, and reinforcement learning
-selects those that do. Blind answers are right one time in three.
+`Geo3KGame` takes one answer; `Geo3KToolGame` shows the policy its result and lets it try again.
+`tinkermq data prepare geo3k` makes the data; its images are in the first prompt. `make_data` and
+`demonstrations` are a tiny task in the same form, for a vision-language model of some hundred
+thousand parameters: count the corners of a drawn shape. Most answers of its warm start do not
+depend on the drawing and are right one time in three; reinforcement learning selects those that do.
 """
 
 import io
@@ -26,12 +25,12 @@ WEIGHTS = {ANSWER: 0.9, "think": 0.1}
 PENALTY = -0.05
 """Reward of a try that is not better than the earlier ones."""
 HABIT = 0.7
-"""Share of the demonstrations that name any shape."""
+"""Share of the demonstrations with a random shape."""
 CORNERS = (0, 3, 4)
 """The shapes of the tiny task: circle, triangle and square."""
 QUESTION = f"{IMAGE_TAG}Corners?"
 SIDE = 16
-"""Pixels along the side of a drawing."""
+"""Width and height of a drawing in pixels."""
 
 
 class Geo3KGame(MathGame):
@@ -43,10 +42,10 @@ class Geo3KGame(MathGame):
 
 
 class Geo3KToolGame(MathGame):
-    """Answer a geometry question about a drawing; wrong answers may be mended."""
+    """Answer a geometry question about a drawing; wrong answers may be corrected."""
 
     def __init__(self, max_tries: int = 3, system_prompt: str = "") -> None:
-        """Take how many answers an episode has at most."""
+        """Set the maximum number of answers of an episode."""
         if max_tries < 1:
             raise ValueError(f"max_tries={max_tries} must be at least 1")
         super().__init__({ANSWER: 1.0}, system_prompt)

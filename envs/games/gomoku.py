@@ -1,14 +1,13 @@
 """Gomoku: five in a row on a square board, against players of several strengths.
 
 The policy plays X or O and answers with `<move>row,col</move>`. Prompt, moves, rewards and limits
-are those of OpenTinker's gomoku, with its mistakes left out: the colour to move is the one whose
-turn it is by the stones on the board, an action is played before the game is over for its length,
-and every key of the constructor is read. With the opponent `self` the policy plays both colours, as
-two roles, each with a conversation of its own.
+are those of OpenTinker's gomoku without its bugs: the stones on the board determine whose turn it
+is, an action is played before the game ends by its length, and every key of the constructor is
+used. With the opponent `self` the policy plays both colours, as two roles with a conversation each.
 
 The warm start's demonstrations play on a small board (`SMALL`), shown as a list of its stones: most
-moves are random, some look two moves ahead, a few name any cell, free or not. What the game says
-there again and again is one token each to the tiny model (`TOKENS`), and so is each move.
+moves are random, some look two moves ahead, a few name any cell, free or not. Repeated texts of the
+game there are one token each of the tiny model (`TOKENS`), and so is each move.
 """
 
 import random
@@ -37,20 +36,20 @@ SMALL: dict[str, Any] = {"board_size": 5, "win_length": 4, "board_text": "stones
 CARELESS = 0.02
 """Share of the demonstrations' moves that name any cell, free or not."""
 SKILLED = 0.3
-"""Share of them that look two moves ahead; the others are drawn from the free cells."""
+"""Share of them that look two moves ahead; the others are random free cells."""
 _TURNS = 4
-"""Answers of a demonstration at most."""
+"""Most answers of a demonstration."""
 _OUTCOMES = ("win", "loss", "draw", "timeout", "incomplete")
 _RATES = {
     outcome: {f"{name}_rate": float(name == outcome) for name in _OUTCOMES} for outcome in _OUTCOMES
 }
-"""The numbers of one episode whose means over episodes are the rates."""
+"""Numbers of one episode; their means over episodes are rates."""
 _EITHER = ("draw_rate", "timeout_rate", "incomplete_rate")
 _FREE_CELLS = {
     "grid": "a dot is a free cell",
     "stones": "the stones are listed in the order of play, all other cells are free",
 }
-"""What the prompt says about each `board_text`."""
+"""Text of the prompt for each `board_text`."""
 _MOVE = re.compile(r"<move>\s*(\d{1,4})\s*,\s*(\d{1,4})\s*</move>", re.ASCII | re.IGNORECASE)
 _THINKING = re.compile(r"<thinking>.*?</thinking>", re.DOTALL | re.IGNORECASE)
 
@@ -132,7 +131,7 @@ class GomokuGame(AbstractGame):
     ) -> str:
         """Put stones on the board, X first, and let the opponent move if it is its turn.
 
-        Of several opponents one is drawn.
+        One of several opponents is drawn.
         """
         names = self._opponents if opponent is None else names_of(opponent)
         self._start(moves, colour, self.rng.choice(names))
@@ -176,7 +175,7 @@ class GomokuGame(AbstractGame):
         return StepResult(self._shown(), VALID, done=False, info=self._info())
 
     def _cell(self, action: str) -> tuple[int | None, str]:
-        """Return the free cell that an action names, or what is wrong with it."""
+        """Return the free cell of an action, or the problem of the action."""
         match = _MOVE.search(_THINKING.sub("", behind_reasoning(action)))
         if match is None:
             return None, "Invalid format: answer with <move>row,col</move>."
@@ -210,14 +209,14 @@ class GomokuGame(AbstractGame):
         return self._over(reward, -reward)
 
     def _over(self, reward: float, other: float) -> StepResult:
-        """End the game; `other` is what the other role gets, where there is one."""
+        """End the game; `other` is the other role's reward, if there is one."""
         rewards = {NAMES[-self._mine]: other} if self._player is None else {}
         return StepResult(self._told(), reward, done=True, info=self._info(), rewards=rewards)
 
     def _info(self) -> dict[str, Any]:
-        """Tell the outcome so far, as rates over episodes: all, and against this opponent.
+        """Return the outcome as rates over episodes: in total, and against this opponent.
 
-        In self-play the policy always wins: there the winning colour is reported.
+        In self-play the policy always wins, so the winning colour is reported.
         """
         counted = {"invalid_moves": self._invalid, "steps": sum(self._steps.values())}
         if self._player is None:
@@ -255,7 +254,7 @@ class GomokuGame(AbstractGame):
         return f"<move>{row},{column}</move>"
 
     def get_system_prompt(self) -> str:
-        """Return the rules and the form of an answer."""
+        """Return the rules and the format of an answer."""
         free = _FREE_CELLS[self._board_text]
         return (
             f"You play Gomoku on a {self._size}x{self._size} board. X moves first, the players "
@@ -265,7 +264,7 @@ class GomokuGame(AbstractGame):
         )
 
     def get_initial_user_message(self) -> str:
-        """Return the words before the first board."""
+        """Return the text before the first board."""
         return "The board:"
 
     def get_state(self) -> dict[str, Any]:
@@ -290,7 +289,7 @@ def names_of(opponent: str | Sequence[str]) -> list[str]:
 def draw_position(
     size: int, win_length: int, count: int, rng: random.Random
 ) -> list[tuple[int, int]]:
-    """Draw moves from an empty board, colours in turns; none wins, nor can the next one."""
+    """Draw moves from an empty board, colours in turns, with no win and no winning next move."""
     board = Board(size, win_length)
     for _ in range(count):
         cells = [cell for cell in board.free() if not board.completes(cell, board.turn)]
@@ -320,7 +319,7 @@ def demonstrations(rng: random.Random, **board: Any) -> list[ChatMessage]:
 
 
 def _position(rng: random.Random, size: int, win_length: int) -> list[tuple[int, int]]:
-    """Draw moves that win nothing, on boards of all kinds: on a fuller one there is more to see."""
+    """Draw moves without a win, up to boards of all densities."""
     board = Board(size, win_length)
     for _ in range(rng.randint(0, size**2 - 5)):
         quiet = [cell for cell in board.free() if not board.completes(cell, board.turn)]
@@ -330,7 +329,7 @@ def _position(rng: random.Random, size: int, win_length: int) -> list[tuple[int,
 
 
 def _tokens() -> tuple[str, ...]:
-    """Return what the game says on the small board, in the pieces that come again."""
+    """Return the game's texts on the small board, in repeated pieces."""
     game = GomokuGame(**SMALL)
     ends = [f"\n\nYou play {SYMBOLS[colour]}. Your move." for colour in (X, O)]
     cells = [f"{row},{column}" for row, column in product(range(SMALL["board_size"]), repeat=2)]

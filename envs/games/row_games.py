@@ -1,7 +1,7 @@
 """A square board on which a row of stones wins: tic-tac-toe (3, 3), gomoku (9 to 19, 5).
 
 Cells are numbered row by row. X moves first and the colours alternate, so the number of stones
-says whose turn it is. Rays and windows depend on the board's size alone and are computed once.
+determines the turn. Rays and windows depend only on the board's size and are computed once.
 """
 
 import math
@@ -15,7 +15,7 @@ SYMBOLS = {X: "X", O: "O", EMPTY: "."}
 _DIRECTIONS = ((0, 1), (1, 0), (1, 1), (1, -1))
 
 Ray = tuple[int, ...]
-"""The cells that lie in one direction of a cell, nearest first."""
+"""The cells in one direction of a cell, nearest first."""
 
 
 class Board:
@@ -59,13 +59,13 @@ class Board:
         self.winner = EMPTY
 
     def completes(self, cell: int, colour: int) -> bool:
-        """Return whether a stone of this colour on the cell makes a row that wins."""
+        """Return whether a stone of this colour on the cell completes a winning row."""
         return self.longest_row(cell, colour) >= self.win_length
 
     def longest_row(self, cell: int, colour: int) -> int:
         """Return the length of the longest row that a stone here is, or would be, part of.
 
-        Rows longer than the win are counted as far as they matter.
+        Longer rows than the win count up to its length.
         """
         cells, longest = self.cells, 1
         for ahead, behind in self._rays[cell]:
@@ -87,7 +87,7 @@ class Board:
         return [cell for cell, colour in enumerate(self.cells) if colour == EMPTY]
 
     def copy(self) -> "Board":
-        """Return a board of its own with the same stones."""
+        """Return a copy of the board."""
         twin = Board(self.size, self.win_length)
         twin.cells, twin.moves = self.cells.copy(), self.moves.copy()
         twin.turn, twin.winner = self.turn, self.winner
@@ -107,7 +107,7 @@ class Board:
 
 @cache
 def _frame(size: int) -> tuple[str, str, tuple[str, ...]]:
-    """Return the line above the board, what separates cells, and what precedes each row."""
+    """Return the line above the board, the separator of cells, and the prefix of each row."""
     width = len(str(size - 1))
     gap = " " * width
     header = " ".join(["", *(f"{column:>{width}}" for column in range(size))])
@@ -116,7 +116,7 @@ def _frame(size: int) -> tuple[str, str, tuple[str, ...]]:
 
 @cache
 def rays(size: int, win_length: int) -> tuple[tuple[tuple[Ray, Ray], ...], ...]:
-    """Return for each cell the rays of its four lines, both ways, as far as a row reaches."""
+    """Return for each cell the rays of its four lines, in both directions."""
     return tuple(
         tuple(
             (_ray(size, win_length, cell, down, right), _ray(size, win_length, cell, -down, -right))
@@ -139,7 +139,7 @@ def _ray(size: int, win_length: int, cell: int, down: int, right: int) -> Ray:
 
 @cache
 def windows(size: int, win_length: int) -> tuple[tuple[int, ...], ...]:
-    """Return every run of `win_length` cells in a line: the rows that can win."""
+    """Return every run of `win_length` cells in a line."""
     rows: list[tuple[int, ...]] = []
     for cell in range(size * size):
         for ahead, _ in rays(size, win_length)[cell]:
@@ -150,7 +150,7 @@ def windows(size: int, win_length: int) -> tuple[tuple[int, ...], ...]:
 
 @cache
 def windows_of(size: int, win_length: int) -> tuple[tuple[int, ...], ...]:
-    """Return for each cell the numbers of the windows that it lies in."""
+    """Return for each cell the numbers of its windows."""
     by_cell: list[list[int]] = [[] for _ in range(size * size)]
     for number, window in enumerate(windows(size, win_length)):
         for cell in window:
@@ -160,7 +160,7 @@ def windows_of(size: int, win_length: int) -> tuple[tuple[int, ...], ...]:
 
 @cache
 def neighbours(size: int, distance: int) -> tuple[tuple[int, ...], ...]:
-    """Return for each cell those at most `distance` rows and columns away, itself excluded."""
+    """Return for each cell the other cells within `distance` rows and columns."""
     span = range(-distance, distance + 1)
     return tuple(
         tuple(
@@ -183,7 +183,7 @@ Player = Callable[[Board, random.Random], int]
 """Returns a free cell for the colour whose turn it is; leaves the board as it was."""
 
 BLUNDER = 0.3
-"""Share of the one-ply opponent's moves that are drawn at random."""
+"""Share of random moves of the one-ply opponent."""
 _WIN = 1e9
 _WIDTH = 12
 _NEAR = 2
@@ -211,7 +211,7 @@ def random_player(board: Board, rng: random.Random) -> int:
 
 
 def one_ply(board: Board, rng: random.Random) -> int:
-    """Play OpenTinker's opponent: blunder at times, win, block, extend, or stay near the centre."""
+    """Play OpenTinker's opponent: random at times, else win, block, extend, or stay central."""
     free = board.free()
     if rng.random() < BLUNDER:
         return rng.choice(free)
@@ -231,7 +231,7 @@ def one_ply(board: Board, rng: random.Random) -> int:
 
 
 def _win_or_block(board: Board, free: list[int]) -> int | None:
-    """Return the cell that wins at once, else one where the other colour would, else None."""
+    """Return the cell that wins at once, else one where the other colour would win, else None."""
     for colour in (board.turn, -board.turn):
         for cell in free:
             if board.completes(cell, colour):
@@ -255,10 +255,10 @@ def _sensible(board: Board) -> list[int]:
 
 
 class _Position:
-    """A board whose windows are counted as stones come and go, so that its worth is at hand.
+    """A board that keeps its evaluation up to date as stones are added and removed.
 
-    A window that holds stones of both colours is dead; one with n stones of one colour is worth
-    `weights[n]` to it.
+    A window with stones of both colours is dead; one with n stones of one colour counts
+    `weights[n]` for it.
     """
 
     def __init__(self, board: Board) -> None:
@@ -268,7 +268,7 @@ class _Position:
         self._counts = {1: [0] * len(windows(size, length)), -1: [0] * len(windows(size, length))}
         self._weights = [0.0, *(8.0**n for n in range(length + 1))]
         self.worth = 0.0
-        """What the board is worth to X, minus what it is worth to O."""
+        """Value of the board for X, minus that for O."""
         for cell in board.moves:
             self._count(cell, board.cells[cell], 1)
 
@@ -296,7 +296,7 @@ class _Position:
         self.worth += gained * colour
 
     def promise(self, cell: int) -> float:
-        """Return how much a stone here would make for its colour, and take from the other."""
+        """Return the value that a stone here adds for its colour and removes from the other."""
         turn, weights = self.board.turn, self._weights
         mine, theirs = self._counts[turn], self._counts[-turn]
         total = 0.0
@@ -312,13 +312,13 @@ class _Position:
 class AlphaBeta:
     """Negamax with alpha-beta pruning over the most promising cells, to a fixed depth in plies.
 
-    Of equally promising first moves a random one is looked at first.
+    A random one of equally promising first moves is searched first.
     """
 
     depth: int
 
     def __call__(self, board: Board, rng: random.Random) -> int:
-        """Return the best cell found."""
+        """Return the best cell."""
         position = _Position(board)
         cells = self._candidates(position, rng)
         best, chosen = -math.inf, cells[0]
@@ -379,7 +379,7 @@ class _Node:
 
 @dataclass(frozen=True)
 class Mcts:
-    """Monte Carlo tree search: UCT with random playouts; wins and blocks at hand are taken."""
+    """Monte Carlo tree search: UCT with random playouts; immediate wins and blocks are played."""
 
     simulations: int
 

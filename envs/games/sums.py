@@ -1,8 +1,8 @@
-"""Sums: questions for a language model that was pretrained, from a dataset, in one turn.
+"""Sums: questions for a pretrained language model, from a dataset, in one turn.
 
 The policy reads "What is 27 + 38? Reply with the number only." and answers; the last number of its
-answer counts. Small chat models know what is asked and are mostly wrong. A fifth of all pairs is
-held out: no question of validation is trained.
+answer counts. Small chat models understand the question and are mostly wrong. A fifth of all pairs
+is held out: no validation question is trained.
 """
 
 import random
@@ -32,7 +32,7 @@ def question(first: int, second: int) -> str:
 
 
 def is_held_out(first: int, second: int) -> bool:
-    """Return whether a sum is one of validation."""
+    """Return whether a sum belongs to validation."""
     return (7 * first + second) % 5 == 0
 
 

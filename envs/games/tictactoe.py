@@ -1,10 +1,10 @@
-"""Tic-tac-toe: two roles, x and o, each with a conversation of its own.
+"""Tic-tac-toe: two roles, x and o, each with its own conversation.
 
 A free cell shows its number, and an answer is the number of one. By default the policy plays both
-roles, against itself; `opponent` names another player for one of them (`random`, `alphabeta:9`,
-which never loses, …: see `board_players`), for evaluations. The warm start's demonstrations play
-at random, from positions of all kinds, and every fifth answer names any cell: self-play learns the
-rules first, then to win.
+roles against itself; `opponent` names another player for one of them (`random`, `alphabeta:9`,
+which never loses, …: see `row_games`), for evaluations. The warm start's demonstrations play at
+random, from positions of all kinds, and every fifth answer names any cell: self-play first learns
+the rules, then to win.
 """
 
 import random
@@ -33,7 +33,7 @@ class TicTacToeGame(AbstractGame):
         self._start(opponent, _ROLES[X])
 
     def generate_initial_state(self) -> dict[str, Any]:
-        """Draw who the policy is, where it has another opponent than itself."""
+        """Draw the policy's colour, if the opponent is another player."""
         return {"policy": self.rng.choice(self.roles)}
 
     def reset(
@@ -60,7 +60,7 @@ class TicTacToeGame(AbstractGame):
         self._board = Board(3, 3)
 
     def step(self, action: str) -> StepResult:
-        """Play the answer of the role whose turn it is, and the opponent's where there is one."""
+        """Play the answer of the role whose turn it is, and the opponent's, if there is one."""
         mover, text = self.role, self.parse_action(action)
         if not re.fullmatch("[1-9]", text) or self._board.cells[int(text) - 1] != EMPTY:
             return StepResult("", ILLEGAL, done=True, info=self._info(illegal=True))
@@ -105,7 +105,7 @@ class TicTacToeGame(AbstractGame):
         return f"tic-tac-toe, you are {self.role}"
 
     def get_initial_user_message(self) -> str:
-        """Return nothing: the board says it all."""
+        """Return nothing: the board is complete."""
         return ""
 
     def get_state(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def demonstrations(rng: random.Random) -> list[ChatMessage]:
 
 
 def _position(rng: random.Random) -> list[int]:
-    """Draw moves that win nothing: on a fuller board there is more to see."""
+    """Draw moves without a win, up to boards of all densities."""
     board = Board(3, 3)
     for _ in range(rng.randint(0, 6)):
         quiet = [cell for cell in board.free() if not board.completes(cell, board.turn)]

@@ -1,9 +1,9 @@
-"""Grades answers to math problems: finds the answer, compares it, weighs the rules.
+"""Grades answers to math problems: finds the answer, compares it, adds up the rules.
 
 The answer is the last `\boxed{…}` outside of reasoning, fenced blocks and tool calls. Comparisons
-that need math-verify run in worker processes with hard limits, since an answer can be expensive to
-compare. `{"answer": 1}` is the plain rule; `{"answer": 0.9, "think": 0.1}` is geometry3k's
-composition of accuracy and format. Each part is reported beside the sum under its own name.
+by math-verify run in worker processes with hard limits, since they can be expensive. `{"answer":
+1}` is the plain rule; `{"answer": 0.9, "think": 0.1}` is geometry3k's composition of accuracy and
+format. Each part is also reported by itself.
 """
 
 import atexit
@@ -67,14 +67,14 @@ _IRRATIONAL = re.compile(r"\\(?:sqrt|pi)")
 
 
 def said_in_the_end(text: str) -> str:
-    """Return what follows the reasoning; reasoning that was cut off ends in nothing."""
+    """Return the text after the reasoning; empty if the reasoning was cut."""
     text = behind_reasoning(text)
     _, closed, answer = text.rpartition("</think>")
     return "" if not closed and "<think>" in text else answer
 
 
 def final_text(text: str) -> str:
-    """Return what the policy says in the end, without fenced blocks and tool calls."""
+    """Return the policy's final text, without fenced blocks and tool calls."""
     return _NOT_SAID.sub("", said_in_the_end(text))
 
 
@@ -89,17 +89,17 @@ def boxed_answers(text: str) -> list[str]:
 
 
 def answer_of(text: str) -> str | None:
-    """Return the answer of a text of the policy, or None if it gives none."""
+    """Return the answer of a policy's text, or None."""
     answers = boxed_answers(final_text(text))
     return answers[-1] if answers and answers[-1] else None
 
 
 def to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
-    """Return what math-verify is to compare for an answer, or whether the answer is right.
+    """Return the two texts that math-verify must compare, or whether the answer is right.
 
-    Decided here is what math-verify does not know: units and scales, thousands, words, choices, and
-    that an answer must do the work itself. Where the right answer is one rational number, a sum, a
-    list, a range or an equation of numbers is wrong whatever its value: `1+1` is not 2.
+    This decides what math-verify does not know: units and scales, thousands, words, choices, and
+    unfinished work. If the right answer is one rational number, then a sum, a list, a range or an
+    equation of numbers is wrong whatever its value: `1+1` is not 2.
     """
     if not is_balanced(answer):
         return False
@@ -147,7 +147,7 @@ def _expressions_to_compare(gold: str, answer: str) -> tuple[str, str] | bool:
 
 
 def _leaves_work(text: str) -> bool:
-    """Whether an answer leaves a choice or a computation to the reader; any word is a choice."""
+    """Return whether an answer leaves a choice or a computation; any word counts as a choice."""
     has_more = _PARTS_OF_NUMBERS.sub("", text) != ""
     return has_more or _COMPUTATION.search(text) is not None
 
@@ -159,7 +159,7 @@ def _other_name(first: str, second: str) -> bool:
 
 
 def _squashed(text: str) -> str:
-    """Return a text without spaces that part nothing."""
+    """Return a text without spaces beside punctuation."""
     return re.sub(r"\s*([^\w\s])\s*", r"\1", re.sub(r"\s+", " ", _unwrapped(text)))
 
 
@@ -168,7 +168,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _is_worded(gold: str, text: str) -> bool:
-    """Whether the right answer is words, which math-verify would multiply letter by letter."""
+    """Return whether the right answer is words, which math-verify would multiply by letters."""
     plain = _unwrapped(text)
     if _WORDS.fullmatch(plain) is None:
         return False
@@ -190,7 +190,7 @@ def _items(text: str) -> list[str]:
 
 
 def _braced(text: str, start: int) -> str | None:
-    """Return what stands from `start` to the brace that closes, or None where none does."""
+    """Return the text from `start` to its closing brace, or None."""
     depth = 1
     for place in range(start, len(text)):
         if text[place] in "{}" and text[place - 1] != "\\":
@@ -204,7 +204,7 @@ def _braced(text: str, start: int) -> str | None:
 
 Verdict = Literal["right", "wrong", "late", "failed"]
 LIMIT_S = 5.0
-"""Of computing, for one comparison."""
+"""Seconds of computing for one comparison."""
 MEMORY_BYTES = 2 << 30
 RENEW_AFTER = 2000
 """Comparisons after which a process is replaced: sympy's caches would grow up to its limit."""
@@ -223,7 +223,7 @@ class Grader:
     ) -> None:
         """Prepare `num_workers`, which start when they are needed.
 
-        Raises GameError where math-verify is not installed.
+        Raises GameError if math-verify is not installed.
         """
         if find_spec("math_verify") is None:
             raise GameError(
@@ -239,7 +239,7 @@ class Grader:
     def grade(self, gold: str, answer: str) -> Verdict:
         """Compare an answer with the right one; late and failed ones are wrong, too.
 
-        Where the right answer is one number, only one number is right: `1+1` is not 2.
+        If the right answer is one number, only one number is right: `1+1` is not 2.
         """
         if len(answer) > MAX_ANSWER_CHARS or "\0" in answer:
             return "wrong"
@@ -324,14 +324,14 @@ _THINK = re.compile(r"\s*<think>(?:(?!</?think>).)+</think>(?:(?!</?think>).)+",
 
 @dataclass(frozen=True)
 class Judged:
-    """What became of an answer."""
+    """The result of grading an answer."""
 
     reward: float
     """The weighted sum of the parts."""
     parts: dict[str, float]
-    """What each rule gave, from 0 to 1."""
+    """The score of each rule, from 0 to 1."""
     verdict: Verdict | None
-    """What the grader said; None where there was nothing to grade."""
+    """The grader's verdict; None if there was nothing to grade."""
     answer: str | None
     """The answer that was found."""
 
@@ -342,7 +342,7 @@ def think_format(text: str) -> float:
 
 
 def boxed_format(text: str) -> float:
-    r"""Return 1 for exactly one `\boxed{}` in what is said in the end."""
+    r"""Return 1 for exactly one `\boxed{}` in the final text."""
     return float(len(boxed_answers(final_text(text))) == 1)
 
 

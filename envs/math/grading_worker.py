@@ -1,9 +1,9 @@
-"""The process in which answers are compared: math-verify, one comparison at a time.
+"""The process that compares answers: math-verify, one comparison at a time.
 
-Started by `grader` as `python -m tinkermq.envs.math.grading_worker <seconds> <bytes>`. A line in is
-a JSON list of the gold answer and the answer given, a line out is `true` or `false`. The kernel
-ends the process when a comparison takes more than its seconds of computing, whatever it is at: time
-of the clock would make an answer wrong because the machine is busy.
+Started by `grading` as `python -m tinkermq.envs.math.grading_worker <seconds> <bytes>`. An input
+line is a JSON list of the gold answer and the given answer, an output line is `true` or `false`.
+The kernel ends the process when a comparison exceeds its seconds of CPU time; wall-clock time would
+make an answer wrong because the machine is busy.
 """
 
 import json
@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 _RELATIVE = 2e-6
-"""Numbers that differ by more of the larger one are not equal; math-verify rounds to 6 decimals."""
+"""Numbers with a larger relative difference are not equal; math-verify rounds to 6 decimals."""
 
 
 def differ(gold: list[Any], answer: list[Any]) -> bool:

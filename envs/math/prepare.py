@@ -33,20 +33,20 @@ _GEO3K_INSTRUCTION = (
 
 @dataclass(frozen=True)
 class PublishedSet:
-    """A published set: how its rows are read."""
+    """A published set and the reading of its rows."""
 
     data_source: str
-    """What `data_source` says in each row."""
+    """The `data_source` of each row."""
     columns: tuple[str, ...]
-    """What each original row must have."""
+    """Required columns of the original rows."""
     question: Callable[[Mapping[str, Any]], str]
     """The question of a row."""
     answer: Callable[[Mapping[str, Any]], str | None]
-    """The right answer of a row, or None where there is none."""
+    """The right answer of a row, or None."""
     instruction: str = INSTRUCTION
-    """What follows each question."""
+    """Text after each question."""
     extra: tuple[str, ...] = ()
-    """Columns that go to `extra_info` as they are."""
+    """Columns that go to `extra_info` unchanged."""
 
 
 def _gsm8k_answer(row: Mapping[str, Any]) -> str | None:
@@ -83,19 +83,19 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class Prepared:
-    """One file that was written."""
+    """One written file."""
 
     path: Path
-    """Where it lies."""
+    """Its path."""
     rows: int
-    """How many rows it has."""
+    """Its number of rows."""
 
 
 def prepare(name: str, source: Path, out: Path, instruction: str | None = None) -> list[Prepared]:
     """Write `train.parquet`, `test.parquet` … of a set to the folder `out`.
 
-    `instruction` replaces the words behind each question. Raises DataError for a set that is not
-    known, a folder without its files, and a row without its columns or its answer.
+    `instruction` replaces the text after each question. Raises DataError for an unknown set, a
+    folder without its files, and a row without its columns or its answer.
     """
     preparation = SOURCES.get(name)
     if preparation is None:
@@ -125,7 +125,7 @@ def prepare(name: str, source: Path, out: Path, instruction: str | None = None) 
 
 
 def _files(source: Path, split: str) -> list[Path]:
-    """Return the files of a split: by the first folder or file name that says one."""
+    """Return the files of a split, by their folder's name or their own."""
 
     def says(path: Path) -> bool:
         parts = path.relative_to(source).parts
@@ -136,7 +136,7 @@ def _files(source: Path, split: str) -> list[Path]:
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    """Return a key by which 2.json stands before 10.json."""
+    """Return a sort key that puts 2.json before 10.json."""
     return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", str(path))]
 
 
@@ -194,7 +194,7 @@ def _row(
 
 
 def _image(image: Any, where: str) -> dict[str, Any]:
-    """Return an image as the hub stores it: its encoded bytes, and a name that may be missing."""
+    """Return an image as the hub stores it: its encoded bytes, and perhaps a name."""
     content: Any = cast("dict[str, Any]", image).get("bytes") if isinstance(image, dict) else image
     if not isinstance(content, bytes):
         raise DataError(f"{where} has an image without bytes", hint="store images with their bytes")

@@ -122,7 +122,7 @@ _PLAIN_TEXT = tuple(
         (r"(?<=\d)\s*\^\s*\{?\s*(?:\\(?:text|mathrm)\s*\{)?(st|nd|rd|th)\}{0,2}", r" \1 "),
     )
 )
-"""What is written without LaTeX, or beside it."""
+"""Replacements of notations outside LaTeX."""
 _EMPTY_SETS = re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}")
 _TEXT = (
     r"\\(?:text|mathrm|mbox|textbf|mathbf|textrm|textit|mathit|textsf|mathsf|operatorname|rm|bm)"
@@ -160,7 +160,7 @@ class Measure:
     number: str
     """LaTeX of the number; a percentage keeps its sign."""
     unit: Mapping[str, int]
-    """Powers of the units and of the things that are counted; empty: a bare number."""
+    """Powers of the units and of counted things; empty: a bare number."""
     label: str = ""
     """The name of what has this value: `x` of `x = 5`."""
     scale: int = 1
@@ -173,7 +173,7 @@ class Measure:
 
 
 def clean(answer: str) -> str:
-    r"""Return an answer without what has no meaning: wrappers, sizes, spaces, a full stop.
+    r"""Return an answer without wrappers, sizes, spaces and a final full stop.
 
     `\(5\)`, `$5$`, `\text{5}`, `\boxed{5}`, `{5}` and `**5**` are `5`.
     """
@@ -191,7 +191,7 @@ def clean(answer: str) -> str:
 
 
 def _peeled(text: str) -> str:
-    """Return a text without its outermost wrapper, or as it is."""
+    """Return a text without its outermost wrapper, or unchanged."""
     text = text.strip()
     if text.endswith(".") and not text.endswith(".."):
         return text[:-1]
@@ -211,7 +211,7 @@ def _peeled(text: str) -> str:
 
 
 def _closing(text: str, start: int) -> int:
-    """Return where the brace that opens at `start` closes; -1: nowhere."""
+    """Return the place of the brace that closes the one at `start`, or -1."""
     depth = 0
     for place in range(start, len(text)):
         if text[place] in "{}" and (place == 0 or text[place - 1] != "\\"):
@@ -336,7 +336,7 @@ def _parse_unit(text: str, *, letters: bool) -> tuple[dict[str, int], int] | Non
 
 
 def _add_unit(units: "Counter[str]", word: str, power: int) -> list[str]:
-    """Count a word among the units; return the names that it stands for."""
+    """Count a word among the units; return the names of its units."""
     low = word.lower()
     singular = low.removesuffix("s")
     known = next((_KNOWN[name] for name in (word, low, singular) if name in _KNOWN), singular)
@@ -363,8 +363,7 @@ def without_units(text: str) -> tuple[str, list[dict[str, int]]]:
 def same_unit(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
     """Return whether two units may be the same; a bare number may have any.
 
-    Of things that are counted it is enough that one is named in both: 18 dollars each are 18
-    dollars.
+    For counted things one common name is enough: 18 dollars each are 18 dollars.
     """
     if not one or not other or one == other:
         return True

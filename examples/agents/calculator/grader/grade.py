@@ -1,4 +1,4 @@
-"""What an answer is worth: 1 for the right number, else 0. It runs when the program is dead."""
+"""Grade an answer: 1 for the right number, else 0. It runs after the program has ended."""
 
 import json
 import os

@@ -16,7 +16,7 @@ OPERATIONS = {"*": operator.mul, "+": operator.add, "-": operator.sub}
 
 
 def calculate(formula: re.Match[str]) -> str:
-    """Return what the tool says."""
+    """Return the tool's result."""
     left, sign, right = formula.groups()
     return str(OPERATIONS[sign](int(left), int(right)))
 
